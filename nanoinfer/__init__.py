@@ -1,0 +1,11 @@
+"""nanoinfer: Hugging Face language models over many prompts, offline and fast."""
+
+from pathlib import Path
+
+from nanoinfer.llm import LLM, RequestOutput
+from nanoinfer.sampling_params import SamplingParams
+
+BUNDLED_MODEL = str(Path(__file__).parent / "bundled" / "shakespeare-qwen3")
+"""The folder of a small Qwen3 that ships with the package."""
+
+__all__ = ["BUNDLED_MODEL", "LLM", "RequestOutput", "SamplingParams"]

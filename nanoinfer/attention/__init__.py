@@ -1,0 +1,84 @@
+"""Attention backends: how queries meet the paged KV cache."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanoinfer.utils.context import Context
+
+
+class AttentionBackend(Protocol):
+    """What layers/attention.py asks of a backend. Shapes are those of kernels/paged_prefill and paged_decode."""
+
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write the tokens' keys and values to their slots."""
+        ...
+
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
+        """Attend from packed queries, causally, over each sequence's context."""
+        ...
+
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
+        """Attend from one query a sequence over its context."""
+        ...
+
+
+BACKENDS = ("flash_attn", "triton", "torch")
+
+
+def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int, head_dim: int) -> str:
+    """The backend that `name` stands for; "auto" is the fastest that can run.
+
+    Raises ValueError when the named one cannot run, with the reason.
+    """
+    problem = _flash_attn_problem(device, dtype, block_size, head_dim)
+    if name == "auto":
+        return "torch" if device == "cpu" else "triton" if problem else "flash_attn"
+    if name not in BACKENDS:
+        raise ValueError(f"attention_backend={name!r}: must be 'auto' or one of {', '.join(BACKENDS)}")
+    if name == "flash_attn" and problem:
+        raise ValueError(f"attention_backend='flash_attn': {problem}")
+    if name == "triton" and (problem := _triton_problem(device)):
+        raise ValueError(f"attention_backend='triton': {problem}")
+    return name
+
+
+def make_backend(name: str) -> AttentionBackend:
+    """The backend of one of the names in BACKENDS; imports only what that one needs."""
+    if name == "flash_attn":
+        from nanoinfer.attention.flash_attn_backend import FlashAttnBackend
+
+        return FlashAttnBackend()
+    if name == "triton":
+        from nanoinfer.attention.triton_backend import TritonBackend
+
+        return TritonBackend()
+    from nanoinfer.attention.torch_backend import TorchBackend
+
+    return TorchBackend()
+
+
+def _flash_attn_problem(device: str, dtype: torch.dtype, block_size: int, head_dim: int) -> str | None:
+    if device != "cuda":
+        return f"needs device='cuda', not {device!r}"
+    if importlib.util.find_spec("flash_attn") is None:
+        return "needs the flash-attn package: pip install 'nanoinfer[flash]'"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"needs dtype bfloat16 or float16, not {dtype}"
+    if block_size % 256:
+        return f"needs a kvcache_block_size that is a multiple of 256, not {block_size}"
+    if head_dim > 256 or head_dim % 8:
+        return f"needs a head_dim of at most 256 and a multiple of 8, not {head_dim}"
+    return None
+
+
+def _triton_problem(device: str) -> str | None:
+    import triton
+
+    if device == "cpu" and not triton.knobs.runtime.interpret:
+        return "needs device='cuda', or TRITON_INTERPRET=1 in the environment to interpret the kernels on the CPU"
+    return None

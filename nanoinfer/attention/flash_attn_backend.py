@@ -1,0 +1,47 @@
+"""Attention by the flash-attn package."""
+
+from __future__ import annotations
+
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from torch import Tensor
+
+from nanoinfer.kernels.kv_cache import store_kvcache
+from nanoinfer.utils.context import Context
+
+
+class FlashAttnBackend:
+    """See AttentionBackend."""
+
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write the tokens' keys and values to their slots."""
+        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
+
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
+        """Attend from packed queries."""
+        packed = context.prefill
+        assert packed is not None
+        return flash_attn_varlen_func(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=packed.cu_query_lens,
+            cu_seqlens_k=packed.cu_context_lens,
+            max_seqlen_q=max(packed.query_lens),
+            max_seqlen_k=context.max_context_len,
+            softmax_scale=scale,
+            causal=True,
+            block_table=context.block_tables,
+        )
+
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
+        """Attend from one query a sequence."""
+        out = flash_attn_with_kvcache(
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=context.context_lens,
+            block_table=context.block_tables,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return out.squeeze(1)

@@ -1,0 +1,39 @@
+"""Attention by our own Triton kernels: any block size, nothing to build."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nanoinfer.kernels.kv_cache import store_kvcache_triton
+from nanoinfer.kernels.paged_decode import paged_decode_triton
+from nanoinfer.kernels.paged_prefill import paged_prefill_triton
+from nanoinfer.utils.context import Context
+
+
+class TritonBackend:
+    """See AttentionBackend."""
+
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write the tokens' keys and values to their slots."""
+        store_kvcache_triton(k, v, k_cache, v_cache, slot_mapping)
+
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
+        """Attend from packed queries."""
+        packed = context.prefill
+        assert packed is not None
+        return paged_prefill_triton(
+            q,
+            k_cache,
+            v_cache,
+            context.block_tables,
+            packed.cu_query_lens,
+            context.context_lens,
+            max(packed.query_lens),
+            scale,
+        )
+
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
+        """Attend from one query a sequence."""
+        return paged_decode_triton(
+            q, k_cache, v_cache, context.block_tables, context.context_lens, context.max_context_len, scale
+        )

@@ -1,0 +1,177 @@
+"""Config: every knob, its default, its check."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+NEEDED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+@dataclass
+class Config:
+    """What LLM(...) was asked for, checked, and what the checkpoint's own files say.
+
+    model: a folder with config.json and *.safetensors, or a Hugging Face Hub id
+    max_num_batched_tokens: the most prompt tokens that one prefill step computes; longer prompts go in chunks
+    max_num_seqs: the most sequences that run at once
+    max_model_len: the most tokens of one sequence, prompt and output; never more than the model's own limit
+    gpu_memory_utilization: the share of the device's memory that may be in use, by everybody, once the engine is up
+    tensor_parallel_size: how many GPUs (on the CPU: processes) share the model, 1 to 8
+    enforce_eager: launch every decode step's kernels one by one instead of replaying a CUDA graph
+    kvcache_block_size: tokens a KV-cache block, a multiple of 16
+    num_kvcache_blocks: blocks in the KV cache; None: as many as fit the memory
+    attention_backend: "flash_attn", "triton", "torch", or "auto" for the fastest that can run
+    dtype: "float32", "float16", "bfloat16", or "auto": the checkpoint's on CUDA, float32 on the CPU
+    device: "cuda", "cpu", or "auto": CUDA if there is one
+    seed: requests without a seed of their own derive theirs from it
+    load_format: "safetensors", or "dummy" for random weights of the config's shapes
+
+    Raises ValueError, naming the argument, its value and what is allowed.
+    """
+
+    model: str
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int = 4096
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    kvcache_block_size: int = 256
+    num_kvcache_blocks: int | None = None
+    attention_backend: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    load_format: str = "safetensors"
+
+    hf_config: PretrainedConfig = field(init=False, repr=False)
+    eos_token_ids: frozenset[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self.device = _resolve_device(self.device, self.tensor_parallel_size)
+        self.model = _resolve_folder(self.model)
+        self.hf_config = _read_config(self.model)
+        self.eos_token_ids = _read_eos_token_ids(self.model, self.hf_config)
+        self.max_model_len = min(self.max_model_len, self.hf_config.max_position_embeddings)
+        self.dtype = _resolve_dtype(self.dtype, self.device, self.hf_config)
+        self._check_num_blocks()
+
+    @classmethod
+    def create(cls, model: str, **options: Any) -> Config:
+        """Config(model, **options), with an error for an unknown option that suggests the nearest name."""
+        known = [f.name for f in fields(cls) if f.init and f.name != "model"]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise ValueError(f"unknown argument {name!r}: {hint}")
+        return cls(model, **options)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch names it."""
+        return DTYPES[self.dtype]
+
+    def _check_sizes(self) -> None:
+        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, low=1)
+        _check_int("max_num_seqs", self.max_num_seqs, low=1)
+        _check_int("max_model_len", self.max_model_len, low=2)  # a prompt token and a generated one
+        _check_int("tensor_parallel_size", self.tensor_parallel_size, low=1, high=8)
+        _check_int("seed", self.seed, low=0, high=2**63 - 1)
+        _check_int("kvcache_block_size", self.kvcache_block_size, low=16)
+        if self.kvcache_block_size % 16:
+            raise ValueError(f"kvcache_block_size={self.kvcache_block_size}: must be a multiple of 16")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: must be above 0, at most 1")
+        _check_choice("load_format", self.load_format, ["safetensors", "dummy"])
+
+    def _check_num_blocks(self) -> None:
+        if self.num_kvcache_blocks is None:
+            return
+        _check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
+        needed = -(-self.max_model_len // self.kvcache_block_size)
+        if self.num_kvcache_blocks < needed:
+            raise ValueError(
+                f"num_kvcache_blocks={self.num_kvcache_blocks}: one sequence of max_model_len={self.max_model_len}"
+                f" needs {needed} blocks of {self.kvcache_block_size} tokens; raise it, or lower max_model_len"
+            )
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int) or value < low or (high is not None and value > high):
+        allowed = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
+        raise ValueError(f"{name}={value!r}: must be {allowed}")
+
+
+def _check_choice(name: str, value: str, allowed: list[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+
+
+def _resolve_device(device: str, ranks: int) -> str:
+    _check_choice("device", device, ["auto", "cuda", "cpu"])
+    count = torch.cuda.device_count() if device != "cpu" else 0
+    if device == "cpu" or (device == "auto" and count == 0):
+        return "cpu"
+    if count == 0:
+        raise ValueError("device='cuda': torch sees no CUDA device; use device='cpu', or 'auto'")
+    if ranks > count:
+        raise ValueError(f"tensor_parallel_size={ranks}: this machine has {count} GPU{'s' if count > 1 else ''}")
+    return "cuda"
+
+
+def _resolve_folder(model: str) -> str:
+    if not isinstance(model, (str, Path)):
+        raise ValueError(f"model={model!r}: must be a folder's path or a Hugging Face Hub id")
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
+        raise ValueError(f"model={str(model)!r}: no such folder, nor is it a Hugging Face Hub id such as 'Qwen/Qwen3-0.6B'")
+    try:
+        return snapshot_download(str(model), allow_patterns=NEEDED_FILES)
+    except Exception as error:
+        raise ValueError(
+            f"model={str(model)!r}: no such folder, and the Hugging Face Hub did not provide it: {error}"
+        ) from error
+
+
+def _read_config(folder: str) -> PretrainedConfig:
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"model={folder!r}: the folder has no config.json, so it is no Hugging Face model")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"model={folder!r}: cannot read its config.json: {error}") from error
+
+
+def _read_eos_token_ids(folder: str, hf_config: PretrainedConfig) -> frozenset[int]:
+    """Every end-of-sequence id that the checkpoint's config.json or generation_config.json names."""
+    sources: list[Any] = [hf_config]
+    if (Path(folder) / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(folder))
+    ids: set[int] = set()
+    for source in sources:
+        eos = source.eos_token_id
+        ids.update([eos] if isinstance(eos, int) else eos or [])
+    return frozenset(ids)
+
+
+def _resolve_dtype(dtype: str, device: str, hf_config: PretrainedConfig) -> str:
+    _check_choice("dtype", dtype, ["auto", *DTYPES])
+    if dtype != "auto":
+        return dtype
+    if device == "cpu":
+        return "float32"
+    stored = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.float32
+    return str(stored).removeprefix("torch.")

@@ -1,0 +1,106 @@
+"""BlockManager: which KV-cache blocks are whose, and which still hold content worth reusing."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+
+from nanoinfer.engine.sequence import Sequence
+
+
+class Block:
+    """One block of the KV cache: how many tables name it, and the content it is known by."""
+
+    __slots__ = ("hash", "ref_count", "token_ids")
+
+    def __init__(self) -> None:
+        self.ref_count = 0
+        self.hash: int | None = None
+        self.token_ids: array[int] | None = None
+
+
+class BlockManager:
+    """Hands blocks to sequences, shares full ones between equal prefixes, and takes them back.
+
+    A block that nobody names any more is free but keeps its content until it is handed out again, least recently
+    freed first, so that a later sequence with the same prefix can have it back.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks = [Block() for _ in range(num_blocks)]
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.cached_blocks: dict[int, int] = {}  # block hash -> the block that holds the content
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out, whether or not they hold old content."""
+        return len(self.free_blocks)
+
+    def allocate(self, seq: Sequence) -> int | None:
+        """Give a sequence that holds no blocks all that its tokens need, cached prefix first.
+
+        Returns the number of leading tokens whose keys and values are already there, always fewer than the sequence
+        has (the last token's logits are needed); None, and nothing changes, when there are too few free blocks.
+        """
+        assert not seq.block_table
+        cached = self._cached_prefix(seq)
+        needed = -(-len(seq) // self.block_size) - len(cached)
+        if needed + sum(block in self.free_blocks for block in cached) > self.num_free:
+            return None
+        for block_id in cached:
+            self._acquire(block_id)
+        seq.block_table = cached.copy()
+        for _ in range(needed):
+            self._extend(seq)
+        return len(cached) * self.block_size
+
+    def needs_block(self, seq: Sequence) -> bool:
+        """Whether the next token to be scheduled falls beyond the sequence's last block."""
+        return seq.num_scheduled >= len(seq.block_table) * self.block_size
+
+    def append(self, seq: Sequence) -> None:
+        """Give the sequence one more block; there must be a free one."""
+        self._extend(seq)
+
+    def record(self, seq: Sequence, start: int, end: int) -> None:
+        """Name the blocks that tokens `start` to `end` filled: their keys and values are now in the cache."""
+        for index in range(start // self.block_size, end // self.block_size):
+            block_id = seq.block_table[index]
+            block = self.blocks[block_id]
+            block.hash = seq.block_hash(index, self.block_size)
+            block.token_ids = seq.block_tokens(index, self.block_size)
+            self.cached_blocks.setdefault(block.hash, block_id)
+
+    def free(self, seq: Sequence) -> None:
+        """Take back the sequence's blocks, the last first: a prefix outlives what follows it."""
+        for block_id in reversed(seq.block_table):
+            block = self.blocks[block_id]
+            assert block.ref_count > 0
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.free_blocks[block_id] = None
+        seq.block_table = []
+
+    def _cached_prefix(self, seq: Sequence) -> list[int]:
+        found: list[int] = []
+        for index in range((len(seq) - 1) // self.block_size):
+            block_id = self.cached_blocks.get(seq.block_hash(index, self.block_size))
+            # Two contents may share a hash: only equal tokens are a hit.
+            if block_id is None or self.blocks[block_id].token_ids != seq.block_tokens(index, self.block_size):
+                break
+            found.append(block_id)
+        return found
+
+    def _acquire(self, block_id: int) -> None:
+        self.free_blocks.pop(block_id, None)
+        self.blocks[block_id].ref_count += 1
+
+    def _extend(self, seq: Sequence) -> None:
+        block_id, _ = self.free_blocks.popitem(last=False)
+        block = self.blocks[block_id]
+        if block.hash is not None and self.cached_blocks.get(block.hash) == block_id:
+            del self.cached_blocks[block.hash]
+        block.hash = block.token_ids = None
+        block.ref_count = 1
+        seq.block_table.append(block_id)

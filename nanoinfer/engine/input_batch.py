@@ -1,0 +1,144 @@
+"""InputBatch: the rows of the running batch, kept on the device so that a decode step needs nothing from the host."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from torch import Tensor
+
+from nanoinfer.engine.message import ChunkMessage, DecodeMessage, PrefillMessage
+from nanoinfer.utils.context import Context, PackedQueries
+
+
+class InputBatch:
+    """One row a running sequence, packed from row 0.
+
+    last_tokens: [rows] int32, the token whose keys and values the next decode step computes
+    positions: [rows] int32, its position in its sequence; -1 in an empty row
+    block_tables: [rows, max blocks] int32
+    temperatures: [rows] float32; seeds: [rows] int64
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.device = device
+        self.num_rows = 0
+        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self.positions = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
+        self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
+        self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+
+    def update(self, message: PrefillMessage | DecodeMessage) -> None:
+        """Bring the rows to where the host has them before the message's step."""
+        if message.moves:
+            source, destination = self._upload(array("i", [row for move in message.moves for row in move]), 2).T
+            for rows in (self.last_tokens, self.positions, self.block_tables, self.temperatures, self.seeds):
+                rows[destination] = rows[source]
+        if message.num_rows < self.num_rows:
+            self.positions[message.num_rows : self.num_rows] = -1
+        self.num_rows = message.num_rows
+        if isinstance(message, DecodeMessage) and message.new_blocks:
+            flat = array("i", [value for new_block in message.new_blocks for value in new_block])
+            row, column, block = self._upload(flat, 3).T
+            self.block_tables[row, column] = block
+
+    def join(self, prompts: Prompts, token_ids: Tensor) -> None:
+        """Append a row for each prompt of a prefill step that is complete, with the token sampled for it."""
+        rows = slice(self.num_rows, self.num_rows + len(token_ids))
+        self.last_tokens[rows] = token_ids
+        self.positions[rows] = prompts.sample_positions
+        self.block_tables[rows] = prompts.context.block_tables[prompts.sampled]
+        self.temperatures[rows] = prompts.temperatures
+        self.seeds[rows] = prompts.seeds
+        self.num_rows = rows.stop
+
+    def decode_context(self, num_rows: int, kv_cache: Tensor, max_context_len: int) -> Context:
+        """The context of a decode step over the first rows, computed from the rows on the device."""
+        positions = self.positions[:num_rows]
+        block_tables = self.block_tables[:num_rows]
+        at = positions.clamp(min=0)
+        block = block_tables.gather(1, (at // self.block_size).long().unsqueeze(1)).squeeze(1)
+        slots = (block * self.block_size + at % self.block_size).where(positions >= 0, -1)
+        return Context(kv_cache, positions, slots, block_tables, positions + 1, max_context_len)
+
+    def advance(self, token_ids: Tensor) -> None:
+        """Give the first rows their sampled tokens; empty rows stay empty."""
+        rows = slice(0, len(token_ids))
+        self.last_tokens[rows] = token_ids
+        self.positions[rows] += self.positions[rows] >= 0
+
+    def _upload(self, values: array[int], width: int) -> Tensor:
+        return upload(values, self.device).view(-1, width)
+
+
+class Prompts:
+    """A prefill step's tokens on the device, packed one sequence after another.
+
+    token_ids: [tokens] int32
+    context: as the layers want it
+    sampled: [complete prompts] int64, which of the step's sequences get a token
+    last_rows: [complete prompts] int64, their last tokens among the step's
+    sample_positions: [complete prompts] int32, the positions of the tokens to be sampled
+    temperatures: [complete prompts] float32; seeds: [complete prompts] int64
+    """
+
+    def __init__(self, chunks: list[ChunkMessage], kv_cache: Tensor, max_blocks: int) -> None:
+        block_size, device = kv_cache.shape[3], kv_cache.device
+        tokens, positions, slots = array("i"), array("i"), array("i")
+        tables, context_lens = array("i"), array("i")
+        cu_queries, cu_contexts = array("i", [0]), array("i", [0])
+        for chunk in chunks:
+            end = chunk.start + len(chunk.token_ids)
+            tokens.extend(chunk.token_ids)
+            positions.extend(range(chunk.start, end))
+            slots.extend(_slots(chunk.block_table, chunk.start, end, block_size))
+            tables.extend(chunk.block_table + [0] * (max_blocks - len(chunk.block_table)))
+            context_lens.append(end)
+            cu_queries.append(len(tokens))
+            cu_contexts.append(cu_contexts[-1] + end)
+        complete = [i for i, chunk in enumerate(chunks) if chunk.is_last]
+
+        parts = [tokens, positions, slots, context_lens, cu_queries, cu_contexts, tables, array("i", complete)]
+        packed = upload(sum(parts, array("i")), device).split([len(part) for part in parts])
+        self.token_ids, *context_parts, flat_tables, sampled = packed
+        device_positions, device_slots, device_context_lens, device_cu_queries, device_cu_contexts = context_parts
+        self.context = Context(
+            kv_cache,
+            device_positions,
+            device_slots,
+            flat_tables.view(-1, max_blocks),
+            device_context_lens,
+            max(context_lens),
+            PackedQueries(
+                [len(chunk.token_ids) for chunk in chunks], context_lens.tolist(), device_cu_queries, device_cu_contexts
+            ),
+        )
+        self.sampled = sampled.long()
+        self.last_rows = device_cu_queries[1:][self.sampled].long() - 1
+        self.sample_positions = device_context_lens[self.sampled]
+        self.temperatures = upload(array("f", [chunks[i].temperature for i in complete]), device)
+        self.seeds = upload(array("q", [chunks[i].seed for i in complete]), device)
+
+
+def upload(values: array[int] | array[float], device: torch.device) -> Tensor:
+    """A host array as a device tensor of its own type, without waiting for the device."""
+    if not values:
+        return torch.empty(0, dtype=_TORCH_TYPES[values.typecode], device=device)
+    host = torch.frombuffer(values, dtype=_TORCH_TYPES[values.typecode])
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+_TORCH_TYPES = {"i": torch.int32, "q": torch.int64, "f": torch.float32}
+
+
+def _slots(block_table: list[int], start: int, end: int, block_size: int) -> array[int]:
+    """The cache slots of tokens `start` to `end`."""
+    slots = array("i")
+    while start < end:
+        block, offset = block_table[start // block_size], start % block_size
+        count = min(block_size - offset, end - start)
+        slots.extend(range(block * block_size + offset, block * block_size + offset + count))
+        start += count
+    return slots

@@ -1,0 +1,138 @@
+"""LLMEngine: the loop that keeps the ranks busy until every request has its tokens."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from nanoinfer.config import Config
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.message import RowMap
+from nanoinfer.engine.model_runner import ModelRunner, PendingTokens
+from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
+from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.worker import Workers
+from nanoinfer.models import find_model
+from nanoinfer.sampling_params import SamplingParams
+
+
+@dataclass
+class InFlight:
+    """A launched step whose tokens have not been read."""
+
+    step: Step
+    seqs: list[Sequence]  # in the order of the tokens
+    tokens: PendingTokens | None
+
+
+@dataclass
+class StepResult:
+    """What one call of LLMEngine.step read back."""
+
+    finished: list[Sequence]
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+
+
+class LLMEngine:
+    """Owns the scheduler, the rows' map and the ranks. One step is always in flight while the next is planned."""
+
+    def __init__(self, config: Config) -> None:
+        find_model(config.hf_config, config.tensor_parallel_size)
+        self.config = config
+        self.workers = Workers(config) if config.tensor_parallel_size > 1 else None
+        self._finalizer = weakref.finalize(self, _close, self.workers, None)
+        with self._one_fate():
+            self.runner = self._make_runner()
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _close, self.workers, self.runner)
+        self.scheduler = Scheduler(
+            BlockManager(self.runner.num_blocks, config.kvcache_block_size),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.eos_token_ids,
+        )
+        self.rows = RowMap()
+        self.in_flight: deque[InFlight] = deque()
+        self._num_requests = 0
+
+    def add_request(self, prompt: list[int], params: SamplingParams) -> Sequence:
+        """Queue a request; returns its sequence, which holds its tokens once a step has finished it."""
+        seed = params.seed
+        if seed is None:
+            seed = (self.config.seed * 0x9E3779B97F4A7C15 + self._num_requests * 0xD1B54A32D192ED03) % 2**63
+        seq = Sequence(self._num_requests, prompt, params, seed, self.config.max_model_len)
+        self._num_requests += 1
+        self.scheduler.add(seq)
+        return seq
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no request waits or runs."""
+        return self.scheduler.is_finished and not self.in_flight
+
+    def step(self) -> StepResult:
+        """Launch the next step, if one can be planned, and read back the one before it."""
+        step = self.scheduler.schedule()
+        if step is not None:
+            message, seqs = self.rows.describe(step)
+            with self._one_fate():
+                tokens = self.runner.call("run", message)
+            self.in_flight.append(InFlight(step, seqs, tokens))
+        if self.in_flight and (step is None or len(self.in_flight) > 1):
+            return self._read_back(self.in_flight.popleft())
+        return StepResult([])
+
+    def _make_runner(self) -> ModelRunner:
+        if self.workers is None:
+            return ModelRunner(self.config)
+        runner = ModelRunner(self.config, 0, self.workers.store, self.workers.send)
+        self.workers.sender.unlink()  # all have attached: they have built their models together with rank 0
+        return runner
+
+    @contextmanager
+    def _one_fate(self) -> Iterator[None]:
+        """Of several ranks, one's failure is the end of all: they would wait for each other forever."""
+        try:
+            yield
+        except BaseException as error:
+            if self.workers is None:
+                raise
+            cause = self.workers.explain(error)
+            self.close()
+            raise cause from error
+
+    def _read_back(self, done: InFlight) -> StepResult:
+        with self._one_fate():
+            token_ids = done.tokens.wait() if done.tokens is not None else []
+        finished = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
+        if isinstance(done.step, PrefillStep):
+            return StepResult(finished, num_prefill_tokens=done.step.num_tokens)
+        return StepResult(finished, num_decode_tokens=done.step.num_tokens)
+
+    def abort_all(self) -> None:
+        """Drop every request, those in flight included; the engine is ready for others."""
+        self.in_flight.clear()
+        self.scheduler.abort_all()
+        self.rows.clear()
+
+    def close(self) -> None:
+        """End the other ranks and give back all memory; safe to call twice."""
+        self._finalizer()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether close has been called, or the ranks have failed."""
+        return not self._finalizer.alive
+
+
+def _close(workers: Workers | None, runner: ModelRunner | None) -> None:
+    if workers is not None:
+        workers.stop()
+    if runner is not None:
+        runner.close()
+    if workers is not None:
+        workers.join()

@@ -1,0 +1,209 @@
+"""Spawned ranks, and the shared-memory channel that tells them what to run."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import struct
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from multiprocessing.shared_memory import SharedMemory
+from multiprocessing.synchronize import Semaphore
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanoinfer.config import Config
+from nanoinfer.engine.model_runner import ModelRunner
+
+SEGMENT_BYTES = 1 << 20
+HEADER = struct.Struct("<QQ?")  # pieces written so far, length of the last piece, whether its message goes on
+ACK = struct.Struct("<Q")  # pieces that a worker has read
+CLOSE_SECONDS = 10.0
+
+
+class WorkerError(RuntimeError):
+    """A tensor-parallel rank died; the message names it and carries its traceback."""
+
+
+class Sender:
+    """Rank 0's end of the channel. A message is pickled once and passes through the segment in pieces."""
+
+    def __init__(self, num_workers: int, segment_bytes: int = SEGMENT_BYTES) -> None:
+        context = mp.get_context("spawn")
+        self.semaphores = [context.Semaphore(0) for _ in range(num_workers)]
+        self.memory = SharedMemory(create=True, size=segment_bytes)
+        self._linked = True
+        self._data_at = HEADER.size + ACK.size * num_workers
+        self.memory.buf[: self._data_at] = bytes(self._data_at)
+        self._written = 0
+
+    def send(self, message: object, check: Any = lambda: None) -> None:
+        """Write a message for every worker; `check` is called while one is behind, and may raise."""
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        capacity = len(self.memory.buf) - self._data_at
+        for start in range(0, len(data), capacity):
+            piece = data[start : start + capacity]
+            self._wait_until_read(check)
+            self.memory.buf[self._data_at : self._data_at + len(piece)] = piece
+            self._written += 1
+            HEADER.pack_into(self.memory.buf, 0, self._written, len(piece), start + capacity < len(data))
+            for semaphore in self.semaphores:
+                semaphore.release()
+
+    def _wait_until_read(self, check: Any) -> None:
+        for worker in range(len(self.semaphores)):
+            while ACK.unpack_from(self.memory.buf, HEADER.size + ACK.size * worker)[0] < self._written:
+                check()
+                time.sleep(20e-6)
+
+    def unlink(self) -> None:
+        """Remove the segment's name, which only the attaching workers need; safe to repeat."""
+        if self._linked:
+            self._linked = False
+            self.memory.unlink()
+
+    def close(self) -> None:
+        """Give the segment back."""
+        self.unlink()
+        self.memory.close()
+
+
+class Receiver:
+    """A worker's end of the channel."""
+
+    def __init__(self, name: str, semaphores: list[Semaphore], worker: int) -> None:
+        self.memory = SharedMemory(name)
+        self.semaphore = semaphores[worker]
+        self._data_at = HEADER.size + ACK.size * len(semaphores)
+        self._ack_at = HEADER.size + ACK.size * worker
+
+    def receive(self) -> Any:
+        """Wait for the next message."""
+        data = bytearray()
+        goes_on = True
+        while goes_on:
+            self.semaphore.acquire()
+            written, length, goes_on = HEADER.unpack_from(self.memory.buf)
+            data += self.memory.buf[self._data_at : self._data_at + length]
+            ACK.pack_into(self.memory.buf, self._ack_at, written)
+        return pickle.loads(data)
+
+    def close(self) -> None:
+        """Let go of the segment."""
+        self.memory.close()
+
+
+class Workers:
+    """Ranks 1 and up, from spawn to exit."""
+
+    def __init__(self, config: Config) -> None:
+        ranks = config.tensor_parallel_size
+        self.store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+        self.sender = Sender(ranks - 1)
+        self._patience = CLOSE_SECONDS
+        self.processes: list[Any] = []
+        self.errors: list[Connection] = []
+        context = mp.get_context("spawn")
+        try:
+            for rank in range(1, ranks):
+                reading, writing = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=run_worker,
+                    args=(config, rank, self.store.port, self.sender.memory.name, self.sender.semaphores, writing),
+                    name=f"nanoinfer-rank-{rank}",
+                    daemon=True,
+                )
+                process.start()
+                writing.close()
+                self.processes.append(process)
+                self.errors.append(reading)
+        except BaseException:
+            self.stop()
+            self.join()
+            raise
+
+    def send(self, method: str, args: tuple[Any, ...]) -> None:
+        """Make every worker call a method of its ModelRunner; raises WorkerError when one is dead."""
+        self.check()
+        self.sender.send((method, args), self.check)
+
+    def check(self) -> None:
+        """Raise WorkerError if a worker is dead."""
+        for rank, process in enumerate(self.processes, start=1):
+            if not process.is_alive():
+                raise self._error(rank)
+
+    def explain(self, error: BaseException, patience: float = 5.0) -> BaseException:
+        """What lies behind an error of rank 0: a dead worker's own error, if one dies within `patience` seconds."""
+        sentinels = [process.sentinel for process in self.processes]
+        if isinstance(error, Exception) and wait([*sentinels, *self.errors], timeout=patience):
+            for rank, pipe in enumerate(self.errors, start=1):
+                if pipe.poll() or not self.processes[rank - 1].is_alive():
+                    return self._error(rank)
+        return error
+
+    def _error(self, rank: int) -> WorkerError:
+        process, pipe = self.processes[rank - 1], self.errors[rank - 1]
+        try:
+            reason = pipe.recv() if pipe.poll() else ""
+        except EOFError:
+            reason = ""
+        if not reason:
+            process.join(1)
+            reason = f"it ended with exit code {process.exitcode} and left no traceback"
+        return WorkerError(f"tensor-parallel rank {rank} died: {reason}")
+
+    def stop(self) -> None:
+        """Tell every worker to end; one that cannot hear it is ended by `join`."""
+        try:
+            self.send("close", ())
+        except WorkerError:
+            self._patience = 0.0  # the others may be stuck in a collective with the dead one
+
+    def join(self) -> None:
+        """Wait for every worker to end, by force if it does not end by itself, and give the segment back."""
+        deadline = time.monotonic() + self._patience
+        for process in self.processes:
+            process.join(max(deadline - time.monotonic(), 0))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self.errors:
+            pipe.close()
+        self.sender.close()
+
+
+def run_worker(
+    config: Config, rank: int, port: int, segment: str, semaphores: list[Semaphore], errors: Connection
+) -> None:
+    """The life of a rank: build a ModelRunner in step with rank 0, then do what the channel says until "close"."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets the Ctrl-C and ends the others
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    try:
+        receiver = Receiver(segment, semaphores, rank - 1)
+        if config.device == "cpu":
+            torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
+        store = dist.TCPStore("127.0.0.1", port, config.tensor_parallel_size, is_master=False)
+        runner = ModelRunner(config, rank, store)
+        method = ""
+        while method != "close":
+            method, args = receiver.receive()
+            runner.call(method, *args)
+        receiver.close()
+    except BaseException:
+        errors.send(traceback.format_exc())
+        raise SystemExit(1) from None
+
+
+def _die_with_parent() -> None:
+    """A worker whose rank 0 is gone, however it went, has nobody to tell it to stop."""
+    parent = mp.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,78 @@
+"""RMSNorm, alone or after the addition of a residual."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019).
+
+    x: [tokens, size], weight: [size]; returns [tokens, size] in x's dtype.
+    """
+    return rms_norm_triton(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns (rms_norm(x + residual), x + residual), both [tokens, size]."""
+    if x.is_cuda:
+        return add_rms_norm_triton(x, residual, weight, eps)
+    return add_rms_norm_reference(x, residual, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm in torch: statistics in float32, rounded to x's dtype before the weight, as transformers does."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """add_rms_norm in torch."""
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm as one launch."""
+    out = torch.empty_like(x)
+    _launch(x, None, weight, out, None, eps)
+    return out
+
+
+def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """add_rms_norm as one launch."""
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _launch(x, residual, weight, out, total, eps)
+    return out, total
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float
+) -> None:
+    tokens, size = x.shape
+    block = triton.next_power_of_2(size)
+    warps = min(max(block // 256, 1), 16)
+    _rms_norm_kernel[(tokens,)](
+        x, residual, weight, out, total, size, eps, ADD=residual is not None, BLOCK=block, num_warps=warps
+    )
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * size
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < size
+    x = tl.load(x_ptr + row + offsets, mask=mask, other=0.0)
+    if ADD:
+        x += tl.load(residual_ptr + row + offsets, mask=mask, other=0.0)
+        tl.store(total_ptr + row + offsets, x, mask=mask)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
+    tl.store(out_ptr + row + offsets, (wide * scale).to(x.dtype) * weight, mask=mask)

@@ -1,0 +1,151 @@
+"""Causal attention of packed queries over the paged cache: prompts, chunks of prompts, cached prefixes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+
+
+def paged_prefill_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_lens: list[int],
+    context_lens: list[int],
+    scale: float,
+) -> Tensor:
+    """Attend from each sequence's new tokens, the last of its context, to all of the context before and at them.
+
+    q: [tokens, heads, head_dim], the sequences' new tokens one after another; heads is a multiple of kv_heads
+    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written
+    block_tables: [seqs, max blocks] int32
+    query_lens, context_lens: each sequence's new tokens, and all of its tokens with the new ones
+    Returns [tokens, heads, head_dim].
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    begin = 0
+    for table, query_len, context_len in zip(block_tables, query_lens, context_lens, strict=True):
+        blocks = table[: math.ceil(context_len / k_cache.shape[1])]
+        k, v = (cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1) for cache in (k_cache, v_cache))
+        queries = q[begin : begin + query_len].transpose(0, 1)
+        whole = query_len == context_len
+        mask = None
+        if not whole:
+            mask = torch.ones(query_len, context_len, dtype=torch.bool, device=q.device)
+            mask = mask.tril(context_len - query_len)
+        attended = F.scaled_dot_product_attention(
+            queries[None], k[None], v[None], mask, is_causal=whole, scale=scale, enable_gqa=True
+        )
+        out[begin : begin + query_len] = attended[0].transpose(0, 1)
+        begin += query_len
+    return out
+
+
+def paged_prefill_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    cu_query_lens: Tensor,
+    context_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> Tensor:
+    """paged_prefill_reference as one launch.
+
+    cu_query_lens: [seqs + 1] int32, where each sequence's queries begin and the last one's end
+    context_lens: [seqs] int32
+    """
+    tokens, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    wide = q.dtype == torch.float32 or head_dim > 128
+    block_m = 64 if wide else 128
+    grid = (triton.cdiv(max_query_len, block_m), heads, len(context_lens))
+    _paged_prefill_kernel[grid](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        cu_query_lens,
+        context_lens,
+        out,
+        scale * LOG2_E,
+        q.stride(0),
+        block_tables.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=block_m,
+        BLOCK_N=math.gcd(block_size, 32 if wide else 64),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=4 if wide else 8,
+        num_stages=2,
+    )
+    return out
+
+
+@triton.jit
+def _paged_prefill_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    cu_query_lens_ptr,
+    context_lens_ptr,
+    out_ptr,
+    scale_log2,
+    q_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    tile, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(cu_query_lens_ptr + seq)
+    query_len = tl.load(cu_query_lens_ptr + seq + 1) - begin
+    if tile * BLOCK_M < query_len:
+        context_len = tl.load(context_lens_ptr + seq)
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = tl.arange(0, BLOCK_N)
+        d = tl.arange(0, BLOCK_D)
+        q_mask = (m < query_len)[:, None] & (d < HEAD_DIM)[None, :]
+        token = (begin + m).to(tl.int64)[:, None]
+        q = tl.load(q_ptr + token * q_stride + head * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
+
+        position = context_len - query_len + m  # of each query in its sequence
+        end = tl.minimum(context_len, context_len - query_len + (tile + 1) * BLOCK_M)
+        top = tl.full([BLOCK_M], -1e30, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in range(0, end, BLOCK_N):
+            # BLOCK_N divides BLOCK_SIZE: a tile of keys lies in one block.
+            block = tl.load(block_tables_ptr + seq * table_stride + start // BLOCK_SIZE).to(tl.int64)
+            key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
+            offsets = key[:, None] + (head // GROUP) * HEAD_DIM + d[None, :]
+            kv_mask = (start + n < context_len)[:, None] & (d < HEAD_DIM)[None, :]
+            k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            scores = tl.where((start + n)[None, :] <= position[:, None], scores, -1e30)
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - new_top[:, None])
+            rescale = tl.exp2(top - new_top)
+            total = total * rescale + tl.sum(weights, axis=1)
+            v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
+            acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            top = new_top
+        out = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM + d[None, :]
+        tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=q_mask)

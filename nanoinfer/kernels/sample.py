@@ -1,0 +1,134 @@
+"""Sampling: argmax(logits / T + Gumbel noise), with noise that depends on (seed, position, token id) alone."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+def sample(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_id: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by the Gumbel-max trick; temperature 0 takes the largest logit.
+
+    logits: [rows, vocabulary], or this rank's slice of it, which begins at token `first_id`
+    temperatures: [rows] float32
+    seeds: [rows] int64, not negative
+    positions: [rows] int32, the position in its sequence of the token that is drawn
+    Returns the best perturbed logit of each row, [rows] float32, and its token id, [rows] int32. Among equals the
+    smallest id wins.
+    """
+    function = sample_triton if logits.is_cuda else sample_reference
+    return function(logits, temperatures, seeds, positions, first_id)
+
+
+def sample_reference(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_id: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Sample in torch."""
+    scores = logits.float()
+    drawn = (temperatures > 0).nonzero().squeeze(1)
+    if len(drawn):
+        ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+        noise = gumbel_noise(seeds[drawn, None], positions[drawn, None], ids)
+        scores = scores.index_copy(0, drawn, scores[drawn] / temperatures[drawn, None] + noise)
+    best, index = scores.max(dim=1)
+    return best, (index + first_id).int()
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, -log(-log(1 - u)), from a counter-based generator.
+
+    seeds, positions and token_ids broadcast against each other; returns float32. u = (bits + 1/2) / 2^32, so the
+    noise's upper tail, which decides, is resolved down to probabilities of 2^-33.
+    """
+    low, high = seeds & 0xFFFFFFFF, seeds >> 32
+    key = _mix(_mix(_mix(low) ^ high) + positions.long() & 0xFFFFFFFF)
+    bits = _mix(_mix(token_ids + key & 0xFFFFFFFF) ^ _mix(key ^ 0x9E3779B9))
+    u = (bits.float() + 0.5) * 2.0**-32
+    # log(1 - u) rounds a small u away: there, its series.
+    exponential = torch.where(u < 1 / 128, u * (1 + u * (1 / 2 + u / 3)), -torch.log(1 - u))
+    return -torch.log(exponential)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit integers with low bias: the "lowbias32" of Wellons' hash-prospector. x: int64."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def sample_triton(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_id: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Sample as two launches: the best of each slice of the vocabulary, then the best of the slices."""
+    rows, vocabulary = logits.shape
+    slices = triton.cdiv(vocabulary, BLOCK)
+    best = torch.empty((rows, slices), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, slices), dtype=torch.int32, device=logits.device)
+    _sample_slice_kernel[(rows, slices)](
+        logits, temperatures, seeds, positions, best, ids, vocabulary, logits.stride(0), first_id, BLOCK=BLOCK
+    )
+    row_best = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    row_ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    _best_slice_kernel[(rows,)](best, ids, row_best, row_ids, slices, BLOCK=triton.next_power_of_2(slices))
+    return row_best, row_ids
+
+
+@triton.jit
+def _mix_triton(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _gumbel_noise_triton(seed, position, token_ids):
+    low, high = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
+    key = _mix_triton(_mix_triton(_mix_triton(low) ^ high) + position.to(tl.uint32))
+    bits = _mix_triton(_mix_triton(token_ids.to(tl.uint32) + key) ^ _mix_triton(key ^ 0x9E3779B9))
+    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    exponential = tl.where(u < 0.0078125, u * (1 + u * (0.5 + u / 3)), -tl.log(1 - u))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _sample_slice_kernel(
+    logits_ptr,
+    temperatures_ptr,
+    seeds_ptr,
+    positions_ptr,
+    best_ptr,
+    ids_ptr,
+    vocabulary,
+    row_stride,
+    first_id,
+    BLOCK: tl.constexpr,
+):
+    row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    mask = column < vocabulary
+    source = logits_ptr + row.to(tl.int64) * row_stride + column
+    scores = tl.load(source, mask=mask, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(temperatures_ptr + row)
+    if temperature > 0:
+        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+        noise = _gumbel_noise_triton(seed, position, first_id + column)
+        scores = tl.where(mask, scores / temperature + noise, float("-inf"))
+    best, index = tl.max(scores, axis=0, return_indices=True)
+    tl.store(best_ptr + row * parts + part, best)
+    tl.store(ids_ptr + row * parts + part, first_id + part * BLOCK + index)
+
+
+@triton.jit
+def _best_slice_kernel(best_ptr, ids_ptr, row_best_ptr, row_ids_ptr, slices, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    best = tl.load(best_ptr + row * slices + i, mask=i < slices, other=float("-inf"))
+    top, index = tl.max(best, axis=0, return_indices=True)
+    tl.store(row_best_ptr + row, top)
+    tl.store(row_ids_ptr + row, tl.load(ids_ptr + row * slices + index))

@@ -1,0 +1,46 @@
+"""Token embedding and output projection, split over the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.utils.loader import Shard
+from nanoinfer.utils.tensor_parallel import TensorParallel
+
+
+class VocabParallelEmbedding(nn.Module):
+    """One vector a token; each rank holds those of a range of token ids from `first_id`, the last rank's perhaps shorter.
+
+    A model's output projection is one too, often the same one.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        share = -(-vocab_size // tp.size)
+        self.first_id = min(tp.rank * share, vocab_size)
+        rows = min(self.first_id + share, vocab_size) - self.first_id
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size), requires_grad=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[tokens] int32 to [tokens, hidden_size], equal on every rank."""
+        if self.tp.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.first_id
+        ours = (local >= 0) & (local < self.weight.shape[0])
+        rows = F.embedding(local.where(ours, 0), self.weight)
+        return self.tp.all_reduce(rows * ours.unsqueeze(1))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The same matrix as output projection: [rows, hidden_size] to [rows, this rank's token ids]."""
+        return F.linear(hidden, self.weight)
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's rows."""
+        yield Shard(self.weight, (self.vocab_size, self.weight.shape[1]), self.first_id)
+

@@ -1,0 +1,60 @@
+"""Linear layers whose weights are split over the ranks (Megatron-LM, Shoeybi et al., 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.utils.loader import Shard
+from nanoinfer.utils.tensor_parallel import TensorParallel
+
+
+class ColumnParallelLinear(nn.Module):
+    """Several projections of one input as one matrix product; each rank holds a share of every one's outputs.
+
+    outputs: the projections' names in the checkpoint and their sizes over all ranks; [tokens, in_features] becomes
+    [tokens, this rank's share of the first, of the second, ...].
+    """
+
+    def __init__(self, in_features: int, outputs: dict[str, int], tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.outputs = outputs
+        self.sizes = [size // tp.size for size in outputs.values()]
+        assert [size * tp.size for size in self.sizes] == list(outputs.values())
+        self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, in_features] to [tokens, sum of this rank's shares]."""
+        return F.linear(x, self.weight)
+
+    def shards(self) -> Iterator[Shard]:
+        """Each projection's rows of the merged weight."""
+        targets = self.weight.split(self.sizes)
+        for target, (name, size) in zip(targets, self.outputs.items(), strict=True):
+            start = self.tp.rank * target.shape[0]
+            yield Shard(target, (size, self.weight.shape[1]), start, sibling=name)
+
+
+class RowParallelLinear(nn.Module):
+    """A projection whose input is split over the ranks; the partial products are summed."""
+
+    def __init__(self, in_features: int, out_features: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.in_features = in_features
+        share = in_features // tp.size
+        assert share * tp.size == in_features
+        self.weight = nn.Parameter(torch.empty(out_features, share), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, this rank's share of in_features] to [tokens, out_features], equal on every rank."""
+        return self.tp.all_reduce(F.linear(x, self.weight))
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's columns."""
+        out_features, share = self.weight.shape
+        yield Shard(self.weight, (out_features, self.in_features), self.tp.rank * share, dim=1)

@@ -1,0 +1,32 @@
+"""Sampling over a vocabulary that is split over the ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.kernels.sample import sample
+from nanoinfer.utils.tensor_parallel import TensorParallel
+
+
+class Sampler(nn.Module):
+    """Each rank finds the best token of its own ids; one small all-gather decides between the ranks' candidates."""
+
+    def __init__(self, first_id: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.first_id = first_id
+        self.tp = tp
+
+    def forward(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Draw a token a row.
+
+        logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], see kernels.sample
+        Returns [rows] int32, equal on every rank.
+        """
+        best, ids = sample(logits, temperatures, seeds, positions, self.first_id)
+        if self.tp.size == 1:
+            return ids
+        # A token id is exact in float64, as is a float32 score.
+        candidates = self.tp.all_gather(torch.stack([best.double(), ids.double()], dim=-1))
+        winner = candidates[..., 0].argmax(dim=0, keepdim=True)
+        return candidates[..., 1].gather(0, winner).squeeze(0).int()

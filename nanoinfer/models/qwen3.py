@@ -1,0 +1,171 @@
+"""Qwen3, dense (Qwen3 Technical Report, 2025): pre-norm blocks of grouped-query attention and a SwiGLU MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from nanoinfer.attention import AttentionBackend
+from nanoinfer.kernels.activation import silu_mul
+from nanoinfer.layers.attention import Attention
+from nanoinfer.layers.embedding import VocabParallelEmbedding
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.layers.rotary import RotaryEmbedding
+from nanoinfer.utils.context import Context
+from nanoinfer.utils.tensor_parallel import TensorParallel
+
+
+class Qwen3Attention(nn.Module):
+    """Grouped-query attention with a norm on every query and key head."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        layer: int,
+        rotary: RotaryEmbedding,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim(config)
+        self.num_heads = config.num_attention_heads // tp.size
+        self.num_kv_heads = config.num_key_value_heads // tp.size
+        q_size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
+        self.qkv_proj = ColumnParallelLinear(
+            config.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, tp
+        )
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.rotary = rotary
+        self.attention = Attention(layer, self.head_dim, backend)
+        self.o_proj = RowParallelLinear(q_size, config.hidden_size, tp)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """[tokens, hidden_size] to [tokens, hidden_size]."""
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        qk = self.rotary(qk, self.num_heads, self.q_norm, self.k_norm, context.positions)
+        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
+        return self.o_proj(self.attention(q, k, v, context).flatten(1))
+
+
+class Qwen3MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: PretrainedConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, tp)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[tokens, hidden_size] to [tokens, hidden_size]."""
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """One block. The residual stream is carried beside the branch, so that each norm adds and norms in one pass."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        layer: int,
+        rotary: RotaryEmbedding,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Qwen3Attention(config, layer, rotary, backend, tp)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Qwen3MLP(config, tp)
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        """x is the last block's branch, not yet added to residual; both [tokens, hidden_size]."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, context)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class Qwen3Model(nn.Module):
+    """Embedding, blocks and final norm."""
+
+    def __init__(
+        self, config: PretrainedConfig, max_model_len: int, backend: AttentionBackend, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        rotary = RotaryEmbedding(head_dim(config), max_model_len, rope_theta(config))
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, layer, rotary, backend, tp) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, token_ids: Tensor, context: Context) -> Tensor:
+        """[tokens] to [tokens, hidden_size]."""
+        x, residual = self.embed_tokens(token_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, context)
+        return self.norm(x, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The model and its projection to logits, which may share the embedding's weight."""
+
+    def __init__(
+        self, config: PretrainedConfig, max_model_len: int, backend: AttentionBackend, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.model = Qwen3Model(config, max_model_len, backend, tp)
+        tied = config.tie_word_embeddings
+        self.lm_head = (
+            self.model.embed_tokens if tied else VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        )
+        # A tied checkpoint may store the shared matrix twice.
+        self.ignored_weights = ("lm_head.weight",) if tied else ()
+
+    def forward(self, token_ids: Tensor, context: Context) -> Tensor:
+        """[tokens] int32 to hidden states, [tokens, hidden_size]."""
+        return self.model(token_ids, context)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden_size] to [rows, this rank's token ids]."""
+        return self.lm_head.logits(hidden)
+
+    @staticmethod
+    def check(config: PretrainedConfig, tensor_parallel_size: int) -> None:
+        """Raise ValueError, naming the setting, when this file does not implement what config asks for."""
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            size = getattr(config, name)
+            if size % tensor_parallel_size:
+                raise ValueError(f"tensor_parallel_size={tensor_parallel_size}: {name}={size} is not divisible by it")
+        rope = rope_parameters(config)
+        unsupported = {
+            "attention_bias": getattr(config, "attention_bias", False),
+            "use_sliding_window": getattr(config, "use_sliding_window", False),
+            "hidden_act": config.hidden_act != "silu" and config.hidden_act,
+            "rope_type": rope.get("rope_type", rope.get("type", "default")) != "default" and rope,
+        }
+        for name, value in unsupported.items():
+            if value:
+                raise ValueError(f"model: {name}={value!r} in its config is not supported for Qwen3")
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Size of one attention head; it need not be hidden_size / heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
+    """The rotary settings; transformers 4 called them rope_scaling, and kept rope_theta outside."""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def rope_theta(config: PretrainedConfig) -> float:
+    """The rotary base."""
+    return float(rope_parameters(config).get("rope_theta") or config.rope_theta)

@@ -1,0 +1,1 @@
+"""What several layers share: per-step context, weight loading, the tensor-parallel group."""
