@@ -137,7 +137,9 @@ def _resolve_folder(model: str) -> str:
     if folder.is_dir():
         return str(folder)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
-        raise ValueError(f"model={str(model)!r}: no such folder, nor is it a Hugging Face Hub id such as 'Qwen/Qwen3-0.6B'")
+        raise ValueError(
+            f"model={str(model)!r}: no such folder, nor is it a Hugging Face Hub id such as 'Qwen/Qwen3-0.6B'"
+        )
     try:
         return snapshot_download(str(model), allow_patterns=NEEDED_FILES)
     except Exception as error:

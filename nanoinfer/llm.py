@@ -108,7 +108,9 @@ class LLM:
         else:
             params = list(sampling_params)
         if len(params) != len(items):
-            raise ValueError(f"sampling_params has {len(params)} entries for {len(items)} prompts: give one, or one each")
+            raise ValueError(
+                f"sampling_params has {len(params)} entries for {len(items)} prompts: give one, or one each"
+            )
         for index, entry in enumerate(params):
             if not isinstance(entry, SamplingParams):
                 raise ValueError(f"sampling_params[{index}] is {entry!r}: must be a SamplingParams")
@@ -123,7 +125,7 @@ class LLM:
             token_ids = self.tokenizer.encode(prompt)
         else:
             try:
-                token_ids = array("q", prompt).tolist()  # type: ignore[arg-type, call-overload]
+                token_ids = array("q", prompt).tolist()  # type: ignore[call-overload]
             except (TypeError, OverflowError):
                 raise ValueError(
                     f"prompts[{index}] is {_short(prompt)}: must be a string or a list of token ids"

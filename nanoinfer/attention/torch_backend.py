@@ -26,7 +26,10 @@ class TorchBackend:
         )
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
-        """Attend from one query a sequence, over contexts padded to the longest."""
+        """Attend from one query a sequence: on CUDA without a look at the lengths, so that a graph can hold it."""
+        if not q.is_cuda:
+            lens = context.context_lens.tolist()
+            return paged_prefill_reference(q, k_cache, v_cache, context.block_tables, [1] * len(lens), lens, scale)
         return paged_decode_reference(
             q, k_cache, v_cache, context.block_tables, context.context_lens, context.max_context_len, scale
         )

@@ -18,7 +18,10 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """The captured decode step for each of `sizes` rows. A batch replays the next larger one: the rows above it are empty."""
+    """The captured decode step for each of several row counts.
+
+    A batch replays the one of its size or the next larger one: the rows above it are empty.
+    """
 
     def __init__(self, sizes: list[int], decode: Callable[[int], object]) -> None:
         """Capture `decode(rows)` for every size, the largest first, so that the others fit into its memory pool."""

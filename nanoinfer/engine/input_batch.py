@@ -100,7 +100,16 @@ class Prompts:
             cu_contexts.append(cu_contexts[-1] + end)
         complete = [i for i, chunk in enumerate(chunks) if chunk.is_last]
 
-        parts = [tokens, positions, slots, context_lens, cu_queries, cu_contexts, tables, array("i", complete)]
+        parts = [
+            tokens,
+            positions,
+            slots,
+            context_lens,
+            cu_queries,
+            cu_contexts,
+            tables,
+            array("i", complete),
+        ]
         packed = upload(sum(parts, array("i")), device).split([len(part) for part in parts])
         self.token_ids, *context_parts, flat_tables, sampled = packed
         device_positions, device_slots, device_context_lens, device_cu_queries, device_cu_contexts = context_parts
@@ -112,7 +121,10 @@ class Prompts:
             device_context_lens,
             max(context_lens),
             PackedQueries(
-                [len(chunk.token_ids) for chunk in chunks], context_lens.tolist(), device_cu_queries, device_cu_contexts
+                [len(chunk.token_ids) for chunk in chunks],
+                context_lens.tolist(),
+                device_cu_queries,
+                device_cu_contexts,
             ),
         )
         self.sampled = sampled.long()

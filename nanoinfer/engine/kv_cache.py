@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from nanoinfer.config import Config
 from nanoinfer.models.qwen3 import head_dim
 
-CPU_BYTES = 1 << 30
+CPU_BYTES = 4 << 30
 BYTES_PER_GRAPH = 16 << 20
 
 
@@ -21,7 +23,7 @@ class KVCacheSpec:
     block_size: int
     kv_heads: int
     head_dim: int
-    itemsize: int
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, config: Config, ranks: int) -> KVCacheSpec:
@@ -32,17 +34,24 @@ class KVCacheSpec:
             config.kvcache_block_size,
             hf.num_key_value_heads // ranks,
             head_dim(hf),
-            config.torch_dtype.itemsize,
+            config.torch_dtype,
         )
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of block_size tokens in every layer."""
-        return 2 * self.layers * self.block_size * self.kv_heads * self.head_dim * self.itemsize
+        return 2 * self.layers * self.block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
 
-    def shape(self, num_blocks: int) -> tuple[int, ...]:
-        """[2, layers, blocks, block_size, kv_heads, head_dim], keys before values."""
-        return (2, self.layers, num_blocks, self.block_size, self.kv_heads, self.head_dim)
+    def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
+        """A cache of zeros, [2, layers, blocks, block_size, kv_heads, head_dim], keys before values.
+
+        Zeros, because a masked key has weight 0, and 0 times an uninitialised NaN is NaN.
+        """
+        shape = (2, self.layers, num_blocks, self.block_size, self.kv_heads, self.head_dim)
+        if device.type == "cuda":
+            return torch.zeros(shape, dtype=self.dtype, device=device)
+        # NumPy's zeros cost no memory before they are written.
+        return torch.from_numpy(np.zeros(num_blocks * self.block_bytes, np.uint8)).view(self.dtype).view(shape)
 
 
 def num_blocks_on_cuda(config: Config, spec: KVCacheSpec, device: torch.device, num_graphs: int) -> int:

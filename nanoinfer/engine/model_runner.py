@@ -102,9 +102,7 @@ class ModelRunner:
         context = batch.decode_context(num_rows, self.kv_cache, max_context_len)
         hidden = self.model(batch.last_tokens[:num_rows], context)
         logits = self.model.compute_logits(hidden)
-        token_ids = self.sampler(
-            logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], context.context_lens
-        )
+        token_ids = self.sampler(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], context.context_lens)
         batch.advance(token_ids)
         return token_ids
 
@@ -149,8 +147,7 @@ class ModelRunner:
 
     def _make_cache(self, spec: KVCacheSpec, num_blocks: int) -> None:
         config = self.config
-        # Zeros, not empty: a masked key has weight 0, and 0 times an uninitialised NaN is NaN.
-        self.kv_cache = torch.zeros(spec.shape(num_blocks), dtype=config.torch_dtype, device=self.device)
+        self.kv_cache = spec.allocate(num_blocks, self.device)
         self.batch = InputBatch(config.max_num_seqs, self.max_blocks, config.kvcache_block_size, self.device)
 
     def _warm_up(self) -> None:

@@ -26,9 +26,7 @@ class Sequence:
     have been read back are in `token_ids`.
     """
 
-    def __init__(
-        self, seq_id: int, prompt: list[int], params: SamplingParams, seed: int, max_model_len: int
-    ) -> None:
+    def __init__(self, seq_id: int, prompt: list[int], params: SamplingParams, seed: int, max_model_len: int) -> None:
         self.seq_id = seq_id
         self.token_ids = array("i", prompt)
         self.num_prompt_tokens = len(prompt)

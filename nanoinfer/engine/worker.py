@@ -38,27 +38,28 @@ class Sender:
         context = mp.get_context("spawn")
         self.semaphores = [context.Semaphore(0) for _ in range(num_workers)]
         self.memory = SharedMemory(create=True, size=segment_bytes)
+        self._bytes = _view(self.memory)
         self._linked = True
         self._data_at = HEADER.size + ACK.size * num_workers
-        self.memory.buf[: self._data_at] = bytes(self._data_at)
+        self._bytes[: self._data_at] = bytes(self._data_at)
         self._written = 0
 
     def send(self, message: object, check: Any = lambda: None) -> None:
         """Write a message for every worker; `check` is called while one is behind, and may raise."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        capacity = len(self.memory.buf) - self._data_at
+        capacity = len(self._bytes) - self._data_at
         for start in range(0, len(data), capacity):
             piece = data[start : start + capacity]
             self._wait_until_read(check)
-            self.memory.buf[self._data_at : self._data_at + len(piece)] = piece
+            self._bytes[self._data_at : self._data_at + len(piece)] = piece
             self._written += 1
-            HEADER.pack_into(self.memory.buf, 0, self._written, len(piece), start + capacity < len(data))
+            HEADER.pack_into(self._bytes, 0, self._written, len(piece), start + capacity < len(data))
             for semaphore in self.semaphores:
                 semaphore.release()
 
     def _wait_until_read(self, check: Any) -> None:
         for worker in range(len(self.semaphores)):
-            while ACK.unpack_from(self.memory.buf, HEADER.size + ACK.size * worker)[0] < self._written:
+            while ACK.unpack_from(self._bytes, HEADER.size + ACK.size * worker)[0] < self._written:
                 check()
                 time.sleep(20e-6)
 
@@ -71,6 +72,7 @@ class Sender:
     def close(self) -> None:
         """Give the segment back."""
         self.unlink()
+        self._bytes.release()
         self.memory.close()
 
 
@@ -79,6 +81,7 @@ class Receiver:
 
     def __init__(self, name: str, semaphores: list[Semaphore], worker: int) -> None:
         self.memory = SharedMemory(name)
+        self._bytes = _view(self.memory)
         self.semaphore = semaphores[worker]
         self._data_at = HEADER.size + ACK.size * len(semaphores)
         self._ack_at = HEADER.size + ACK.size * worker
@@ -89,14 +92,20 @@ class Receiver:
         goes_on = True
         while goes_on:
             self.semaphore.acquire()
-            written, length, goes_on = HEADER.unpack_from(self.memory.buf)
-            data += self.memory.buf[self._data_at : self._data_at + length]
-            ACK.pack_into(self.memory.buf, self._ack_at, written)
+            written, length, goes_on = HEADER.unpack_from(self._bytes)
+            data += self._bytes[self._data_at : self._data_at + length]
+            ACK.pack_into(self._bytes, self._ack_at, written)
         return pickle.loads(data)
 
     def close(self) -> None:
         """Let go of the segment."""
+        self._bytes.release()
         self.memory.close()
+
+
+def _view(memory: SharedMemory) -> memoryview:
+    assert memory.buf is not None
+    return memory.buf
 
 
 class Workers:
@@ -115,7 +124,14 @@ class Workers:
                 reading, writing = context.Pipe(duplex=False)
                 process = context.Process(
                     target=run_worker,
-                    args=(config, rank, self.store.port, self.sender.memory.name, self.sender.semaphores, writing),
+                    args=(
+                        config,
+                        rank,
+                        self.store.port,
+                        self.sender.memory.name,
+                        self.sender.semaphores,
+                        writing,
+                    ),
                     name=f"nanoinfer-rank-{rank}",
                     daemon=True,
                 )

@@ -18,9 +18,7 @@ def store_kvcache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_m
     function(k, v, k_cache, v_cache, slot_mapping)
 
 
-def store_kvcache_reference(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def store_kvcache_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """store_kvcache in torch."""
     written = slot_mapping >= 0
     slots = slot_mapping[written]
@@ -28,16 +26,22 @@ def store_kvcache_reference(
     v_cache.flatten(0, 1)[slots] = v[written]
 
 
-def store_kvcache_triton(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def store_kvcache_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """store_kvcache as one launch."""
     tokens, kv_heads, head_dim = k.shape
     size = kv_heads * head_dim
     for x in (k, v):
-        assert x.stride(1) == head_dim and x.stride(2) == 1
+        assert x.stride()[1:] == (head_dim, 1)
     _store_kvcache_kernel[(tokens,)](
-        k, v, k_cache, v_cache, slot_mapping, k.stride(0), v.stride(0), SIZE=size, BLOCK=triton.next_power_of_2(size)
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        k.stride(0),
+        v.stride(0),
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
     )
 
 

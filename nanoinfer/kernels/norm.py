@@ -50,9 +50,7 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     return out, total
 
 
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float
-) -> None:
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:
     tokens, size = x.shape
     block = triton.next_power_of_2(size)
     warps = min(max(block // 256, 1), 16)

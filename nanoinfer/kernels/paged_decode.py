@@ -32,13 +32,22 @@ def paged_decode_reference(
     context_lens: [rows] int32, none above max_context_len; the output of a row with no context is not defined
     Returns [rows, heads, head_dim].
     """
-    blocks = block_tables[:, : math.ceil(max_context_len / k_cache.shape[1])]
-    k, v = (cache[blocks].flatten(1, 2)[:, :max_context_len].transpose(1, 2) for cache in (k_cache, v_cache))
-    mask = torch.arange(k.shape[2], device=q.device) < context_lens[:, None].clamp(min=1)
+    rows, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    blocks = block_tables[:, : math.ceil(max_context_len / block_size)]
+
+    def gather(cache: Tensor) -> Tensor:  # [rows, kv_heads, max_context_len, head_dim]
+        gathered = cache.index_select(0, blocks.flatten()).view(rows, -1, kv_heads, head_dim)
+        return gathered[:, :max_context_len].transpose(1, 2)
+
+    # The query heads of one KV head stand as its queries: no key is copied for them.
+    grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+    mask = torch.arange(max_context_len, device=q.device) < context_lens[:, None].clamp(min=1)
+    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
     attended = F.scaled_dot_product_attention(
-        q.unsqueeze(2), k, v, mask[:, None, None], scale=scale, enable_gqa=True
+        grouped, gather(k_cache), gather(v_cache), bias[:, None, None], scale=scale
     )
-    return attended.squeeze(2)
+    return attended.reshape(rows, heads, head_dim)
 
 
 def paged_decode_triton(
@@ -188,8 +197,6 @@ def _combine_splits_kernel(
     lse = tl.load(lse_ptr + head * SPLITS + s, mask=s < SPLITS, other=-1e30)
     weights = tl.exp2(lse - tl.max(lse, axis=0))
     mask = (s < SPLITS)[:, None] & (d < HEAD_DIM)[None, :]
-    partial = tl.load(
-        partial_ptr + (head * SPLITS + s)[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0
-    )
+    partial = tl.load(partial_ptr + (head * SPLITS + s)[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
     out = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights, axis=0)
     tl.store(out_ptr + head * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)

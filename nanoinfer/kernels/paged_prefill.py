@@ -30,23 +30,37 @@ def paged_prefill_reference(
     query_lens, context_lens: each sequence's new tokens, and all of its tokens with the new ones
     Returns [tokens, heads, head_dim].
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     begin = 0
-    for table, query_len, context_len in zip(block_tables, query_lens, context_lens, strict=True):
+    for table, query_len, context_len in zip(block_tables.tolist(), query_lens, context_lens, strict=True):
         blocks = table[: math.ceil(context_len / k_cache.shape[1])]
-        k, v = (cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1) for cache in (k_cache, v_cache))
-        queries = q[begin : begin + query_len].transpose(0, 1)
-        whole = query_len == context_len
-        mask = None
-        if not whole:
-            mask = torch.ones(query_len, context_len, dtype=torch.bool, device=q.device)
-            mask = mask.tril(context_len - query_len)
-        attended = F.scaled_dot_product_attention(
-            queries[None], k[None], v[None], mask, is_causal=whole, scale=scale, enable_gqa=True
-        )
-        out[begin : begin + query_len] = attended[0].transpose(0, 1)
+        k, v = (_gather(cache, blocks)[:context_len].transpose(0, 1) for cache in (k_cache, v_cache))
+        rows = slice(begin, begin + query_len)
+        out[rows] = _attend_causally(q[rows], k, v, scale)
         begin += query_len
     return out
+
+
+def _gather(cache: Tensor, blocks: list[int]) -> Tensor:
+    """The blocks' tokens, [tokens, kv_heads, head_dim]; blocks in a row are not copied."""
+    first, last = blocks[0], blocks[-1] + 1
+    in_a_row = blocks == list(range(first, last))
+    return (cache[first:last] if in_a_row else cache[blocks]).flatten(0, 1)
+
+
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q: the last tokens, [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim]; returns q's shape."""
+    (queries, heads, head_dim), (kv_heads, tokens) = q.shape, k.shape[:2]
+    if queries == 1:  # the query heads of one KV head stand as its queries: no key is copied for them
+        grouped = q.view(1, kv_heads, heads // kv_heads, head_dim)
+        return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).view(q.shape)
+    mask = None
+    if queries < tokens:
+        mask = torch.ones(queries, tokens, dtype=torch.bool, device=q.device).tril(tokens - queries)
+    attended = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k[None], v[None], mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    return attended[0].transpose(0, 1)
 
 
 def paged_prefill_triton(

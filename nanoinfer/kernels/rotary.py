@@ -61,7 +61,7 @@ def qk_norm_rotary_triton(
 ) -> Tensor:
     """qk_norm_rotary as one launch."""
     tokens, heads, head_dim = qk.shape
-    assert qk.stride(1) == head_dim and qk.stride(2) == 1
+    assert qk.stride()[1:] == (head_dim, 1)
     out = torch.empty((tokens, heads, head_dim), dtype=qk.dtype, device=qk.device)
     _qk_norm_rotary_kernel[(tokens, triton.cdiv(heads, HEADS_PER_PROGRAM))](
         qk,
@@ -113,9 +113,7 @@ def _qk_norm_rotary_kernel(
 
     is_q = head < num_q_heads
     weight1 = tl.where(is_q, tl.load(q_weight_ptr + i, mask=lane), tl.load(k_weight_ptr + i, mask=lane))
-    weight2 = tl.where(
-        is_q, tl.load(q_weight_ptr + HALF + i, mask=lane), tl.load(k_weight_ptr + HALF + i, mask=lane)
-    )
+    weight2 = tl.where(is_q, tl.load(q_weight_ptr + HALF + i, mask=lane), tl.load(k_weight_ptr + HALF + i, mask=lane))
     normed1 = ((wide1 * scale).to(first.dtype) * weight1).to(tl.float32)
     normed2 = ((wide2 * scale).to(first.dtype) * weight2).to(tl.float32)
 

@@ -13,7 +13,7 @@ from nanoinfer.utils.tensor_parallel import TensorParallel
 
 
 class VocabParallelEmbedding(nn.Module):
-    """One vector a token; each rank holds those of a range of token ids from `first_id`, the last rank's perhaps shorter.
+    """One vector a token; each rank holds those of a range of ids from `first_id`, the last rank's perhaps shorter.
 
     A model's output projection is one too, often the same one.
     """
@@ -43,4 +43,3 @@ class VocabParallelEmbedding(nn.Module):
     def shards(self) -> Iterator[Shard]:
         """This rank's rows."""
         yield Shard(self.weight, (self.vocab_size, self.weight.shape[1]), self.first_id)
-

@@ -20,10 +20,6 @@ class RotaryEmbedding(nn.Module):
         angles = torch.arange(max_position, dtype=torch.float32).outer(frequencies)
         self.register_buffer("cos_sin", torch.cat([angles.cos(), angles.sin()], dim=-1), persistent=False)
 
-    def forward(
-        self, qk: Tensor, num_q_heads: int, q_norm: RMSNorm, k_norm: RMSNorm, positions: Tensor
-    ) -> Tensor:
+    def forward(self, qk: Tensor, num_q_heads: int, q_norm: RMSNorm, k_norm: RMSNorm, positions: Tensor) -> Tensor:
         """Norm and rotate qk, [tokens, q and k heads, head_dim]; returns the same shape."""
-        return qk_norm_rotary(
-            qk, num_q_heads, q_norm.weight, k_norm.weight, self.cos_sin, positions, q_norm.eps
-        )
+        return qk_norm_rotary(qk, num_q_heads, q_norm.weight, k_norm.weight, self.cos_sin, positions, q_norm.eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,10 @@ class TensorParallel:
     engines.
     """
 
-    def __init__(
-        self, rank: int = 0, size: int = 1, store: dist.Store | None = None, device: str = "cpu"
-    ) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None, device: str = "cpu") -> None:
         self.rank = rank
         self.size = size
-        self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+        self._group: Any = None  # torch's stubs leave out the collectives
         if size > 1:
             assert store is not None
             self._group = _nccl_group(store, rank, size) if device == "cuda" else _gloo_group(store, rank, size)
@@ -53,12 +52,15 @@ class TensorParallel:
             self._group = None
 
 
-def _gloo_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+def _gloo_group(store: dist.Store, rank: int, size: int) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = TIMEOUT
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
-def _nccl_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroupNCCL:
-    return dist.ProcessGroupNCCL(store, rank, size, TIMEOUT)
+def _nccl_group(store: dist.Store, rank: int, size: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,0 +1,40 @@
+"""Generate from a few prompts: with the bundled model, or with --model PATH_OR_HUB_ID."""
+
+from __future__ import annotations
+
+import argparse
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+
+SHAKESPEARE = [
+    "ROMEO:\nBut, soft! what light",
+    "GLOUCESTER:\nNow is the winter",
+    "First Citizen:\nBefore we proceed any further,",
+]
+QUESTIONS = ["introduce yourself", "list all prime numbers within 100"]
+
+
+def main() -> None:
+    """Print each prompt and what the model makes of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=BUNDLED_MODEL, help="folder or Hub id (default: the bundled model)")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    args = parser.parse_args()
+
+    with LLM(args.model) as llm:
+        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+        prompts = SHAKESPEARE if args.model == BUNDLED_MODEL else QUESTIONS
+        if llm.tokenizer is not None and llm.tokenizer.chat_template and prompts is QUESTIONS:
+            prompts = [
+                llm.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+                )
+                for question in QUESTIONS
+            ]
+        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+            print(f"\n--- {prompt}\n{output['text']}")
+
+
+if __name__ == "__main__":
+    main()

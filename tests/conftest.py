@@ -1,0 +1,136 @@
+"""Fixtures: the bundled model, random Qwen3s, and transformers as the oracle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is defined: without a GPU they are interpreted
+
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from nanoinfer import BUNDLED_MODEL, LLM
+
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count()
+    for item in items:
+        if "gpu" in item.keywords and gpus < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "multi_gpu" in item.keywords and gpus < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {gpus}"))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Oracle:
+    """transformers' greedy generate in float32 on the CPU, one prompt at a time."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def greedy(self, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:
+        ids = torch.tensor([prompt])
+        eos = {"eos_token_id": None} if ignore_eos else {}
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0, **eos
+        )
+        return out[0, len(prompt) :].tolist()
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """The logits after each token, [tokens, vocabulary]."""
+        return self.model(torch.tensor([tokens])).logits[0]
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    return Oracle(BUNDLED_MODEL)
+
+
+@pytest.fixture(scope="session")
+def mixed_prompts(oracle: Oracle) -> list[list[int]]:
+    """32 prompts of 1 to 300 tokens: passages of the text that the bundled model knows, cut anywhere."""
+    generator = torch.Generator().manual_seed(7)
+    text = oracle.greedy([30, 31], 500, ignore_eos=True)
+    lengths = [1, 2, 15, 16, 17, 255, 256, 257, 300, *torch.randint(1, 301, (23,), generator=generator).tolist()]
+    starts = torch.randint(0, 200, (32,), generator=generator).tolist()
+    return [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+@pytest.fixture(scope="session")
+def mixed_expected(oracle: Oracle, mixed_prompts: list[list[int]]) -> list[list[int]]:
+    return [oracle.greedy(prompt, 32) for prompt in mixed_prompts]
+
+
+@pytest.fixture
+def make_llm() -> Iterator[Callable[..., LLM]]:
+    """LLM(...) in float32, closed at the end of the test."""
+    made: list[LLM] = []
+
+    def make(model: str = BUNDLED_MODEL, **options: object) -> LLM:
+        llm = LLM(model, **{"dtype": "float32", "gpu_memory_utilization": 0.3, **options})
+        made.append(llm)
+        return llm
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+@pytest.fixture(scope="session")
+def make_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Save a random-weight Qwen3 of a given shape; returns its folder."""
+
+    def make(shards: int = 1, **shape: object) -> str:
+        torch.manual_seed(1)
+        config = Qwen3Config(
+            **{
+                "vocab_size": 512,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "max_position_embeddings": 512,
+                "initializer_range": 0.2,
+                "eos_token_id": 1,
+                "bos_token_id": None,
+                "pad_token_id": 0,
+                **shape,
+            }
+        )
+        folder = tmp_path_factory.mktemp("qwen3")
+        model = Qwen3ForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)  # ones would hide a norm weight that is not applied
+        size = sum(p.numel() * 4 for p in model.parameters())
+        model.save_pretrained(folder, max_shard_size=size // shards + 1)
+        return str(folder)
+
+    return make
+
+
+def greedy(max_tokens: int = 32, **settings: object):
+    """SamplingParams of a greedy request."""
+    from nanoinfer import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **settings)
+
+
+def safetensors_of(folder: str) -> list[Path]:
+    return sorted(Path(folder).glob("*.safetensors"))

@@ -1,0 +1,172 @@
+"""What only a CUDA device can show: graphs, bfloat16, large caches, memory given back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import Oracle, greedy
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.attention import choose_backend, make_backend
+from nanoinfer.engine.input_batch import Prompts
+from nanoinfer.engine.message import ChunkMessage
+from nanoinfer.kernels.kv_cache import store_kvcache
+from nanoinfer.kernels.paged_decode import paged_decode_triton
+from nanoinfer.kernels.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.sample import sample_reference, sample_triton
+
+pytestmark = pytest.mark.gpu
+
+BACKENDS = ["triton", "torch", "flash_attn"]
+
+
+def available(backend: str, dtype: torch.dtype = torch.bfloat16) -> str:
+    try:
+        return choose_backend(backend, "cuda", dtype, 256, 64)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_graph_equals_eager(
+    backend: str, temperature: float, make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]
+) -> None:
+    """The same kernels on the same rows: token for token, in bfloat16. 20 rows, so that a graph is padded."""
+    params = SamplingParams(temperature=temperature, max_tokens=48, ignore_eos=True)
+    options = {"dtype": "bfloat16", "attention_backend": available(backend), "max_num_seqs": 32}
+    graph = make_llm(**options)
+    eager = make_llm(**options, enforce_eager=True)
+    assert graph.engine.runner.graphs is not None
+    assert eager.engine.runner.graphs is None
+    assert tokens(graph, mixed_prompts[:20], params) == tokens(eager, mixed_prompts[:20], params)
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_float32_graphs_equal_transformers(
+    backend: str, make_llm: Callable[..., LLM], mixed_prompts: list[list[int]], mixed_expected: list[list[int]]
+) -> None:
+    llm = make_llm(attention_backend=backend, kvcache_block_size=16)
+    assert tokens(llm, mixed_prompts, greedy()) == mixed_expected
+    tight = make_llm(attention_backend=backend, kvcache_block_size=16, max_model_len=340, num_kvcache_blocks=48)
+    assert tokens(tight, mixed_prompts, greedy()) == mixed_expected
+    assert tight.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bfloat16_logits_agree_with_float32(
+    backend: str, make_llm: Callable[..., LLM], oracle: Oracle, mixed_prompts: list[list[int]]
+) -> None:
+    """Prompts in two chunks, so that the second attends to the cache. Transformers' own bfloat16 errs as much."""
+    runner = make_llm(dtype="bfloat16", attention_backend=available(backend)).engine.runner
+    prompt = mixed_prompts[8]
+    assert len(prompt) == 300
+    from array import array
+
+    for start, end in ((0, 100), (100, 300)):
+        chunk = ChunkMessage(array("i", prompt[start:end]), start, [3, 1], True, 0.0, 0)
+        packed = Prompts([chunk], runner.kv_cache, runner.max_blocks)
+        with torch.inference_mode():
+            logits = runner.model.compute_logits(runner.model(packed.token_ids, packed.context)).float().cpu()
+        expected = oracle.logits(prompt)[start:end]
+        error = (logits - expected).norm() / expected.norm()
+        assert error < 2e-2, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_cache_of_more_than_two_to_the_31_elements(backend: str) -> None:
+    """Blocks at both ends of a cache whose offsets do not fit 32 bits."""
+    name = available(backend)
+    torch.manual_seed(0)
+    num_blocks, block_size, kv_heads, heads, head_dim = 8300, 256, 8, 16, 128
+    assert num_blocks * block_size * kv_heads * head_dim > 2**31
+    shape = (num_blocks, block_size, kv_heads, head_dim)
+    k_cache, v_cache = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    table = torch.tensor([[num_blocks - 1, 0, num_blocks - 2]], dtype=torch.int32, device="cuda")
+    length = 600
+    at = torch.arange(length, device="cuda")
+    slots = (table[0, at // block_size] * block_size + at % block_size).int()
+    k, v = (torch.randn(length, kv_heads, head_dim, device="cuda").bfloat16() for _ in range(2))
+    q = torch.randn(length, heads, head_dim, device="cuda").bfloat16()
+    store_kvcache(k, v, k_cache, v_cache, slots)
+    assert torch.equal(k_cache.flatten(0, 1)[slots.long()], k)
+    assert torch.equal(v_cache.flatten(0, 1)[slots.long()], v)
+
+    wide = [x.float().transpose(0, 1)[None] for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)
+    expected = expected[0].transpose(0, 1)
+    lens = torch.tensor([length], dtype=torch.int32, device="cuda")
+    cu = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+    from nanoinfer.utils.context import Context, PackedQueries
+
+    packed = PackedQueries([length], [length], cu, cu)
+    empty = torch.empty(0, device="cuda")
+    context = Context(empty, empty, slots, table, lens, length, packed)
+    backend_object = make_backend(name)
+    prefilled = backend_object.prefill(q, k_cache, v_cache, context, head_dim**-0.5)
+    decoded = backend_object.decode(q[-1:], k_cache, v_cache, context, head_dim**-0.5)
+    for out, wanted in ((prefilled, expected), (decoded, expected[-1:])):
+        assert (out.float() - wanted).norm() / wanted.norm() < 1e-2
+
+
+def test_sampling_draws_the_references_tokens_over_a_large_vocabulary() -> None:
+    logits = torch.randn(64, 151936, device="cuda").bfloat16() * 3
+    temperatures = torch.full((64,), 0.8, device="cuda")
+    seeds, positions = torch.arange(64, device="cuda"), torch.arange(64, device="cuda").int()
+    _, ids = sample_triton(logits, temperatures, seeds, positions)
+    _, expected = sample_reference(logits, temperatures, seeds, positions)
+    assert torch.equal(ids, expected)
+
+
+def test_all_device_memory_is_given_back(mixed_prompts: list[list[int]]) -> None:
+    def used() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+
+    def serve() -> LLM:
+        llm = LLM(BUNDLED_MODEL, gpu_memory_utilization=0.3)
+        llm.generate(mixed_prompts, greedy(4), use_tqdm=False)
+        return llm
+
+    serve().close()  # the first loads modules, which stay
+    before, free_before = used(), torch.cuda.mem_get_info()[0]
+    for _ in range(5):
+        serve().close()
+    for _ in range(5):
+        del_me = serve()
+        del del_me
+    assert used() == before
+    assert torch.cuda.mem_get_info()[0] >= free_before - (8 << 20)
+
+
+def test_two_engines_share_a_device(make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]) -> None:
+    first = make_llm(gpu_memory_utilization=0.2)
+    second = make_llm(gpu_memory_utilization=0.4)
+    assert tokens(first, mixed_prompts[:4], greedy(8)) == tokens(second, mixed_prompts[:4], greedy(8))
+
+
+def test_a_cache_that_does_not_fit_says_what_would_help() -> None:
+    with pytest.raises(ValueError, match=r"MiB.*needs.*MiB.*gpu_memory_utilization"):
+        LLM(BUNDLED_MODEL, gpu_memory_utilization=0.001)
+
+
+def test_the_kernels_compile_for_every_head_size() -> None:
+    for head_dim in (32, 64, 96, 128, 256):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            q = torch.randn(3, 4, head_dim, device="cuda").to(dtype)
+            k_cache, v_cache = (torch.randn(2, 16, 2, head_dim, device="cuda").to(dtype) for _ in range(2))
+            tables = torch.tensor([[1, 0]], dtype=torch.int32, device="cuda")
+            lens = torch.tensor([20], dtype=torch.int32, device="cuda")
+            cu = torch.tensor([0, 3], dtype=torch.int32, device="cuda")
+            prefilled = paged_prefill_triton(q, k_cache, v_cache, tables, cu, lens, 3, 0.1)
+            decoded = paged_decode_triton(q[-1:], k_cache, v_cache, tables, lens, 20, 0.1)
+            torch.testing.assert_close(prefilled[-1:], decoded, rtol=1e-2, atol=1e-2)

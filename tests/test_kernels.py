@@ -1,0 +1,185 @@
+"""Every Triton kernel against its torch reference: interpreted on the CPU, compiled and in bfloat16 on a GPU.
+
+The references are given float32 copies of the inputs, so a kernel may be off by its dtype's rounding and no more.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import DEVICE, HAS_CUDA
+
+from nanoinfer.kernels.activation import silu_mul_reference, silu_mul_triton
+from nanoinfer.kernels.kv_cache import store_kvcache_reference, store_kvcache_triton
+from nanoinfer.kernels.norm import (
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    rms_norm_reference,
+    rms_norm_triton,
+)
+from nanoinfer.kernels.paged_decode import paged_decode_reference, paged_decode_triton
+from nanoinfer.kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from nanoinfer.kernels.rotary import qk_norm_rotary_reference, qk_norm_rotary_triton
+from nanoinfer.kernels.sample import gumbel_noise, sample_reference, sample_triton
+
+DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Relative error of the whole tensor; NaN never passes."""
+    assert out.shape == expected.shape
+    error = (out.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= TOLERANCE[out.dtype], f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 192, 1024, 5120])
+def test_rms_norm(size: int, dtype: torch.dtype) -> None:
+    x, residual, weight = randn(5, size, dtype=dtype), randn(5, size, dtype=dtype), randn(size, dtype=dtype)
+    assert_close(rms_norm_triton(x, weight, 1e-6), rms_norm_reference(x.float(), weight.float(), 1e-6))
+    out, total = add_rms_norm_triton(x, residual, weight, 1e-6)
+    expected, expected_total = add_rms_norm_reference(x.float(), residual.float(), weight.float(), 1e-6)
+    assert_close(out, expected)
+    assert_close(total, expected_total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [96, 1024, 3000])
+def test_silu_mul(size: int, dtype: torch.dtype) -> None:
+    gate_up = randn(7, 2 * size, dtype=dtype)
+    assert_close(silu_mul_triton(gate_up), silu_mul_reference(gate_up.float()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("q_heads", "k_heads", "head_dim"), [(4, 2, 32), (16, 8, 128), (3, 1, 96), (5, 5, 64)])
+def test_qk_norm_rotary(q_heads: int, k_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    qkv = randn(6, q_heads + 2 * k_heads, head_dim, dtype=dtype)
+    qk = qkv[:, : q_heads + k_heads]  # strided over tokens, as in the model
+    weights = [randn(head_dim, dtype=dtype) for _ in range(2)]
+    angles = randn(40, head_dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    positions = torch.tensor([0, 1, 39, 5, -1, 7], dtype=torch.int32, device=DEVICE)
+    out = qk_norm_rotary_triton(qk, q_heads, *weights, cos_sin, positions, 1e-6)
+    wide = [weight.float() for weight in weights]
+    assert_close(out, qk_norm_rotary_reference(qk.float(), q_heads, *wide, cos_sin, positions, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 32), (8, 128), (3, 96)])
+def test_store_kvcache(kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    qkv = randn(5, 3 * kv_heads, head_dim, dtype=dtype)
+    k, v = qkv[:, kv_heads : 2 * kv_heads], qkv[:, 2 * kv_heads :]
+    slots = torch.tensor([0, 47, -1, 16, 31], dtype=torch.int32, device=DEVICE)
+    caches = [randn(3, 16, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    store_kvcache_triton(k, v, *caches, slots)
+    store_kvcache_reference(k, v, *expected, slots)
+    for cache, wanted in zip(caches, expected, strict=True):
+        assert torch.equal(cache, wanted)
+
+
+def paged(
+    context_lens: list[int], heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Caches and block tables for the contexts, blocks in random order; what no context covers is NaN."""
+    blocks = [-(-length // block_size) for length in context_lens]
+    order = torch.randperm(sum(blocks), device=DEVICE).int()
+    tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32, device=DEVICE)
+    caches = [randn(sum(blocks), block_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+    for row, (table, length) in enumerate(zip(order.split(blocks), context_lens, strict=True)):
+        tables[row, : len(table)] = table
+        if length % block_size:
+            for cache in caches:
+                cache[table[-1], length % block_size :] = float("nan")
+    return caches[0], caches[1], tables
+
+
+SHAPES = [(4, 4, 32, 16), (8, 4, 64, 256), (4, 1, 128, 48), (3, 3, 96, 32)]  # heads, kv_heads, head_dim, block_size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_paged_prefill(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    heads, _, head_dim, _ = shape
+    query_lens, context_lens = [1, 16, 70, 3, 130], [1, 16, 100, 64, 130]
+    k_cache, v_cache, tables = paged(context_lens, *shape, dtype)
+    q = randn(sum(query_lens), heads, head_dim, dtype=dtype)
+    cu_query_lens = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    out = paged_prefill_triton(q, k_cache, v_cache, tables, cu_query_lens, lens, max(query_lens), head_dim**-0.5)
+    expected = paged_prefill_reference(
+        q.float(), k_cache.float(), v_cache.float(), tables, query_lens, context_lens, head_dim**-0.5
+    )
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_paged_decode(shape: tuple[int, int, int, int], num_splits: int | None, dtype: torch.dtype) -> None:
+    heads, _, head_dim, _ = shape
+    context_lens = [1, 16, 100, 300, 64]
+    k_cache, v_cache, tables = paged(context_lens, *shape, dtype)
+    q = randn(len(context_lens), heads, head_dim, dtype=dtype)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    out = paged_decode_triton(q, k_cache, v_cache, tables, lens, 300, head_dim**-0.5, num_splits)
+    k, v = (cache.float().nan_to_num() for cache in (k_cache, v_cache))
+    assert_close(out, paged_decode_reference(q.float(), k, v, tables, lens, 300, head_dim**-0.5))
+
+
+def test_decode_of_an_empty_row_reads_nothing() -> None:
+    k_cache, v_cache, tables = paged([20, 20], 4, 2, 32, 16, torch.float32)
+    lens = torch.tensor([20, 0], dtype=torch.int32, device=DEVICE)
+    out = paged_decode_triton(randn(2, 4, 32), k_cache, v_cache, tables, lens, 20, 1.0)
+    assert out[0].isfinite().all()
+    assert out[1].eq(0).all()
+
+
+@pytest.mark.parametrize("vocabulary", [100, 4096, 10000])
+def test_sample(vocabulary: int) -> None:
+    logits = randn(8, vocabulary) * 3
+    temperatures = torch.tensor([0, 0, 0.5, 1, 1, 2, 0.01, 1e-6], device=DEVICE)
+    seeds = torch.tensor([0, 1, 2, 3, 2**63 - 1, 2**40, 5, 6], device=DEVICE)
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 2**20, 7], dtype=torch.int32, device=DEVICE)
+    best, ids = sample_triton(logits, temperatures, seeds, positions, first_id=1000)
+    expected_best, expected_ids = sample_reference(logits, temperatures, seeds, positions, first_id=1000)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(best, expected_best, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ids[:2], (logits[:2].argmax(dim=1) + 1000).int())
+
+
+def test_sample_takes_the_smallest_id_among_equals() -> None:
+    logits = torch.zeros(1, 9000, device=DEVICE)
+    logits[0, [4000, 5000, 8999]] = 1
+    zeros = torch.zeros(1, device=DEVICE)
+    for function in (sample_triton, sample_reference):
+        assert function(logits, zeros, zeros.long(), zeros.int())[1].item() == 4000
+
+
+def test_gumbel_noise_has_the_gumbel_distribution_and_no_memory_of_its_neighbours() -> None:
+    seeds = torch.arange(4)[:, None, None]
+    positions = torch.arange(50)[None, :, None]
+    noise = gumbel_noise(seeds, positions, torch.arange(1000)).double()
+    assert noise.mean().item() == pytest.approx(0.5772156649, abs=0.02)  # Euler's constant
+    assert noise.var().item() == pytest.approx(torch.pi**2 / 6, abs=0.04)
+    for dim in range(3):
+        shifted = noise.roll(1, dim)
+        correlation = torch.corrcoef(torch.stack([noise.flatten(), shifted.flatten()]))[0, 1]
+        assert abs(correlation) < 0.015
+
+
+def test_samples_follow_the_softmax() -> None:
+    """Chi-squared over 20,000 draws from 8 tokens: the 99.99th percentile of 7 degrees of freedom is 29.9."""
+    draws, temperature = 20_000, 0.7
+    logits = torch.randn(8)
+    rows = logits.expand(draws, -1)
+    seeds = torch.arange(draws)
+    _, ids = sample_reference(rows, torch.full((draws,), temperature), seeds, torch.full((draws,), 11).int())
+    expected = torch.softmax(logits / temperature, dim=0) * draws
+    chi_squared = ((torch.bincount(ids, minlength=8) - expected) ** 2 / expected).sum()
+    assert chi_squared < 29.9
