@@ -77,11 +77,12 @@ def mixed_expected(oracle: Oracle, mixed_prompts: list[list[int]]) -> list[list[
 
 @pytest.fixture
 def make_llm() -> Iterator[Callable[..., LLM]]:
-    """LLM(...) in float32, closed at the end of the test."""
+    """LLM(...) in float32 with a small cache, so that several fit one device; closed at the end of the test."""
     made: list[LLM] = []
 
     def make(model: str = BUNDLED_MODEL, **options: object) -> LLM:
-        llm = LLM(model, **{"dtype": "float32", "gpu_memory_utilization": 0.3, **options})
+        blocks = 1 + (1 << 15) // int(options.get("kvcache_block_size", 256))
+        llm = LLM(model, **{"dtype": "float32", "num_kvcache_blocks": blocks, **options})
         made.append(llm)
         return llm
 

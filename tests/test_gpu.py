@@ -149,8 +149,8 @@ def test_all_device_memory_is_given_back(mixed_prompts: list[list[int]]) -> None
 
 
 def test_two_engines_share_a_device(make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]) -> None:
-    first = make_llm(gpu_memory_utilization=0.2)
-    second = make_llm(gpu_memory_utilization=0.4)
+    first = make_llm(gpu_memory_utilization=0.2, num_kvcache_blocks=None)
+    second = make_llm(gpu_memory_utilization=0.4, num_kvcache_blocks=None)
     assert tokens(first, mixed_prompts[:4], greedy(8)) == tokens(second, mixed_prompts[:4], greedy(8))
 
 

@@ -142,6 +142,17 @@ def upload(values: array[int] | array[float], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+def upload_all(parts: list[array[int]], device: torch.device) -> list[Tensor]:
+    """Several int32 arrays in one copy. Each begins at a multiple of 16 bytes, or kernels would compile anew for it."""
+    packed, starts = array("i"), []
+    for part in parts:
+        starts.append(len(packed))
+        packed += part
+        packed.extend([0] * (-len(packed) % 4))
+    whole = upload(packed, device)
+    return [whole[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]
+
+
 _TORCH_TYPES = {"i": torch.int32, "q": torch.int64, "f": torch.float32}
 
 

@@ -52,8 +52,8 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q: the last tokens, [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim]; returns q's shape."""
     (queries, heads, head_dim), (kv_heads, tokens) = q.shape, k.shape[:2]
     if queries == 1:  # the query heads of one KV head stand as its queries: no key is copied for them
-        grouped = q.view(1, kv_heads, heads // kv_heads, head_dim)
-        return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).view(q.shape)
+        grouped = q.reshape(1, kv_heads, heads // kv_heads, head_dim)
+        return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).reshape(q.shape)
     mask = None
     if queries < tokens:
         mask = torch.ones(queries, tokens, dtype=torch.bool, device=q.device).tril(tokens - queries)

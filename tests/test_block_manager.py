@@ -1,0 +1,164 @@
+"""BlockManager: sharing, reuse and giving back, by example and by random operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from nanoinfer import SamplingParams
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.sequence import Sequence
+
+BLOCK = 4
+
+
+def sequence(tokens: list[int]) -> Sequence:
+    return Sequence(0, tokens, SamplingParams(max_tokens=1000), seed=0, max_model_len=1000)
+
+
+def fill(manager: BlockManager, seq: Sequence) -> None:
+    """Allocate and compute the whole sequence."""
+    cached = manager.allocate(seq)
+    assert cached is not None
+    manager.record(seq, cached, len(seq))
+
+
+def test_a_full_block_is_shared_between_equal_prefixes() -> None:
+    manager = BlockManager(8, BLOCK)
+    first, second = sequence([1, 2, 3, 4, 5, 6]), sequence([1, 2, 3, 4, 9])
+    fill(manager, first)
+    assert manager.allocate(second) == 4
+    assert second.block_table[0] == first.block_table[0]
+    assert second.block_table[1] != first.block_table[1]
+    assert manager.num_free == 5
+
+
+def test_a_block_that_has_not_been_computed_is_not_shared() -> None:
+    manager = BlockManager(8, BLOCK)
+    assert manager.allocate(sequence([1, 2, 3, 4, 5])) == 0
+    assert manager.allocate(sequence([1, 2, 3, 4, 5])) == 0
+
+
+def test_equal_tokens_after_different_prefixes_are_not_shared() -> None:
+    manager = BlockManager(8, BLOCK)
+    fill(manager, sequence([1, 1, 1, 1, 5, 6, 7, 8]))
+    assert manager.allocate(sequence([2, 2, 2, 2, 5, 6, 7, 8, 9])) == 0
+
+
+def test_the_last_token_is_always_computed() -> None:
+    manager = BlockManager(8, BLOCK)
+    fill(manager, sequence([1, 2, 3, 4, 5, 6, 7, 8]))
+    assert manager.allocate(sequence([1, 2, 3, 4, 5, 6, 7, 8])) == 4
+    assert manager.allocate(sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])) == 8
+
+
+def test_a_freed_block_keeps_its_content_until_it_is_handed_out_least_recently_freed_first() -> None:
+    manager = BlockManager(4, BLOCK)
+    old, new = sequence([1, 2, 3, 4, 5]), sequence([6, 7, 8, 9, 10])
+    for seq in (old, new):
+        fill(manager, seq)
+    manager.free(old)
+    manager.free(new)
+    assert manager.num_free == 4
+    other = sequence([20, 21, 22, 23, 24])  # takes the two blocks of `old`
+    assert manager.allocate(other) == 0
+    assert manager.allocate(sequence([6, 7, 8, 9, 11])) == 4
+    assert len(manager.cached_blocks) == 1
+
+
+def test_a_prefix_outlives_what_follows_it() -> None:
+    manager = BlockManager(3, BLOCK)
+    seq = sequence(list(range(12)))
+    fill(manager, seq)
+    manager.free(seq)
+    assert manager.allocate(sequence([50])) == 0  # takes the last block of the three
+    again = sequence(list(range(12)))
+    assert manager.allocate(again) is None  # needs three blocks, of which two are cached and one is taken
+    assert manager.allocate(sequence(list(range(8)))) == 4
+
+
+def test_too_few_free_blocks_change_nothing() -> None:
+    manager = BlockManager(2, BLOCK)
+    seq = sequence(list(range(9)))
+    assert manager.allocate(seq) is None
+    assert seq.block_table == []
+    assert manager.num_free == 2
+
+
+def test_a_hash_is_believed_only_when_the_tokens_are_equal() -> None:
+    manager = BlockManager(4, BLOCK)
+    fill(manager, sequence([1, 2, 3, 4, 5]))
+    forged = sequence([9, 9, 9, 9, 5])
+    forged._block_hashes = [next(iter(manager.cached_blocks))]
+    assert manager.allocate(forged) == 0
+
+
+class RandomOperations(RuleBasedStateMachine):
+    """Sequences over two token ids, so that prefixes collide often, in a cache that is always too small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = BlockManager(12, BLOCK)
+        self.live: list[Sequence] = []
+        self.content: dict[int, tuple[int, ...]] = {}  # what a write would have left in each block: the whole prefix
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30))
+    def add(self, tokens: list[int]) -> None:
+        seq = sequence(tokens)
+        free = self.manager.num_free
+        cached = self.manager.allocate(seq)
+        if cached is None:
+            assert self.manager.num_free == free
+            return
+        assert cached < len(tokens)
+        assert len(seq.block_table) == -(-len(tokens) // BLOCK)
+        for index in range(cached // BLOCK):  # a hit must hold this very prefix
+            assert self.content[seq.block_table[index]] == tuple(tokens[: (index + 1) * BLOCK])
+        seq.num_scheduled = seq.num_computed = cached
+        self.live.append(seq)
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100), count=st.integers(1, 8))
+    def compute(self, which: int, count: int) -> None:
+        seq = self.live[which % len(self.live)]
+        end = min(seq.num_computed + count, len(seq))
+        for index in range(seq.num_computed // BLOCK, end // BLOCK):
+            self.content[seq.block_table[index]] = tuple(seq.token_ids[: (index + 1) * BLOCK])
+        self.manager.record(seq, seq.num_computed, end)
+        seq.num_computed = seq.num_scheduled = end
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100), token=st.integers(0, 1))
+    def grow(self, which: int, token: int) -> None:
+        seq = self.live[which % len(self.live)]
+        if seq.num_computed < len(seq):
+            return
+        if self.manager.needs_block(seq):
+            if not self.manager.num_free:
+                return
+            self.manager.append(seq)
+        seq.token_ids.append(token)
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100))
+    def free(self, which: int) -> None:
+        self.manager.free(self.live.pop(which % len(self.live)))
+
+    @invariant()
+    def no_block_is_both_free_and_used_and_counts_equal_the_tables(self) -> None:
+        used = Counter(block for seq in self.live for block in seq.block_table)
+        for block_id, block in enumerate(self.manager.blocks):
+            assert block.ref_count == used[block_id]
+            assert (block_id in self.manager.free_blocks) == (block.ref_count == 0)
+
+    @invariant()
+    def every_cached_hash_names_a_block_that_holds_it(self) -> None:
+        for digest, block_id in self.manager.cached_blocks.items():
+            assert self.manager.blocks[block_id].hash == digest
+
+
+TestRandomOperations = RandomOperations.TestCase
+TestRandomOperations.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -1,0 +1,201 @@
+"""Scheduler and RowMap: the order of things by example, and every request's end under random loads."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer import SamplingParams
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.message import DecodeMessage, Message, PrefillMessage, RowMap
+from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler, Step
+from nanoinfer.engine.sequence import Sequence
+
+BLOCK, EOS = 4, 1
+
+
+def scheduler(blocks: int = 64, rows: int = 8, budget: int = 32) -> Scheduler:
+    return Scheduler(BlockManager(blocks, BLOCK), rows, budget, frozenset([EOS]))
+
+
+def sequence(prompt_len: int, max_tokens: int = 5, ignore_eos: bool = False, start: int = 10) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+    return Sequence(0, list(range(start, start + prompt_len)), params, seed=0, max_model_len=40)
+
+
+def prefill(step: Step | None) -> list[tuple[Sequence, int, int]]:
+    assert isinstance(step, PrefillStep)
+    return [(chunk.seq, chunk.start, chunk.end) for chunk in step.chunks]
+
+
+def decode(step: Step | None) -> list[Sequence]:
+    assert isinstance(step, DecodeStep)
+    return step.seqs
+
+
+def test_prompts_go_first_in_the_order_they_came_and_long_ones_in_chunks() -> None:
+    sched = scheduler(budget=10)
+    a, b, c = sequence(4), sequence(13), sequence(3)
+    for seq in (a, b, c):
+        sched.add(seq)
+    assert prefill(sched.schedule()) == [(a, 0, 4), (b, 0, 6)]
+    assert prefill(sched.schedule()) == [(b, 6, 13), (c, 0, 3)]
+    assert decode(sched.schedule()) == [a, b, c]
+
+
+def test_a_sequence_leaves_when_its_last_token_is_planned_before_it_is_known() -> None:
+    sched = scheduler()
+    short, long = sequence(3, max_tokens=2), sequence(3, max_tokens=4)
+    sched.add(short)
+    sched.add(long)
+    sched.schedule()
+    assert [decode(sched.schedule()) for _ in range(3)] == [[short, long], [long], [long]]
+    assert sched.schedule() is None
+
+
+def test_no_more_sequences_run_than_there_are_rows() -> None:
+    sched = scheduler(rows=2)
+    seqs = [sequence(3) for _ in range(3)]
+    for seq in seqs:
+        sched.add(seq)
+    assert [seq for seq, _, _ in prefill(sched.schedule())] == seqs[:2]
+    assert decode(sched.schedule()) == seqs[:2]
+
+
+def test_the_newest_is_preempted_once_nothing_is_in_flight_and_comes_back_first() -> None:
+    sched = scheduler(blocks=4)
+    old, new, later = sequence(7, 20), sequence(7, 20, start=30), sequence(7, 20, start=50)
+    for seq in (old, new, later):
+        sched.add(seq)
+    steps = deque([sched.schedule(), sched.schedule()])
+    assert [seq for seq, _, _ in prefill(steps[0])] == [old, new]
+    assert sched.schedule() is None  # both need a third block, and what is in flight is not known yet
+    for step in steps:
+        sched.postprocess(step, [(old, 5), (new, 5)])
+    assert decode(sched.schedule()) == [old]
+    assert list(sched.waiting) == [new, later]
+    assert sched.num_preemptions == 1
+    assert new.block_table == []
+
+
+def test_end_of_sequence_ends_a_request_unless_ignored_and_what_comes_after_is_dropped() -> None:
+    sched = scheduler()
+    ends, goes_on = sequence(3), sequence(3, ignore_eos=True)
+    sched.add(ends)
+    sched.add(goes_on)
+    first, second = sched.schedule(), sched.schedule()
+    tokens = [(ends, EOS), (goes_on, EOS)]
+    assert sched.postprocess(first, tokens) == [ends]
+    assert sched.postprocess(second, tokens) == []
+    assert ends.output_token_ids == [EOS]
+    assert goes_on.output_token_ids == [EOS, EOS]
+
+
+def test_abort_all_gives_everything_back() -> None:
+    sched = scheduler(rows=2)
+    for _ in range(4):
+        sched.add(sequence(6))
+    for _ in range(2):
+        sched.schedule()
+    sched.abort_all()
+    assert sched.is_finished
+    assert sched.schedule() is None
+    assert sched.block_manager.num_free == 64
+
+
+class Device:
+    """The rows as a rank would keep them, fed by messages alone; each "samples" a token from what it was told."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+
+    def run(self, message: Message) -> list[int]:
+        for source, destination in message.moves:
+            self.rows[destination] = dict(self.rows[source])
+        del self.rows[message.num_rows :]
+        assert len(self.rows) == message.num_rows
+        if isinstance(message, PrefillMessage):
+            joined = [chunk for chunk in message.chunks if chunk.is_last]
+            for chunk in joined:
+                self.rows.append(
+                    {"len": chunk.start + len(chunk.token_ids), "table": list(chunk.block_table), "seed": chunk.seed}
+                )
+            return [self.token(row) for row in self.rows[len(self.rows) - len(joined) :]]
+        assert isinstance(message, DecodeMessage)
+        for row, column, block in message.new_blocks:
+            assert column == len(self.rows[row]["table"])
+            self.rows[row]["table"].append(block)
+        for row in self.rows:
+            row["len"] += 1
+            assert row["len"] <= len(row["table"]) * BLOCK, "a token would be written outside the row's blocks"
+        assert message.max_context_len == max(row["len"] for row in self.rows)
+        return [self.token(row) for row in self.rows]
+
+    @staticmethod
+    def token(row: dict) -> int:
+        """Depends on the sequence and the position alone, as sampling does; one in 20 ends the sequence."""
+        return (row["seed"] * 7919 + row["len"] * 104729) % 20
+
+
+def expected_tokens(seq: Sequence) -> list[int]:
+    tokens: list[int] = []
+    while seq.num_prompt_tokens + len(tokens) < seq.max_len:
+        tokens.append(Device.token({"seed": seq.seed, "len": seq.num_prompt_tokens + len(tokens)}))
+        if tokens[-1] == EOS and not seq.ignore_eos:
+            break
+    return tokens
+
+
+def check_blocks(sched: Scheduler) -> None:
+    manager = sched.block_manager
+    used = Counter(block for seq in (*sched.waiting, *sched.running) for block in seq.block_table)
+    for block_id, block in enumerate(manager.blocks):
+        assert block.ref_count == used[block_id]
+        assert (block_id in manager.free_blocks) == (block.ref_count == 0)
+    assert len(manager.cached_blocks) <= len(manager.blocks)
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["in step", "one step ahead"])
+@settings(max_examples=120, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 20), st.booleans(), st.integers(0, 3)), min_size=1, max_size=25
+    ),
+    blocks=st.integers(10, 40),
+    rows=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    arrivals=st.randoms(use_true_random=False),
+)
+def test_every_request_ends_with_its_own_tokens(depth, requests, blocks, rows, budget, arrivals) -> None:
+    """Random requests arriving at random times; prompts share prefixes; the device sees messages alone."""
+    sched, row_map, device = scheduler(blocks, rows, budget), RowMap(), Device()
+    pending = deque(
+        Sequence(i, [start] * length, SamplingParams(max_tokens=most, ignore_eos=ignore), seed=i, max_model_len=40)
+        for i, (length, most, ignore, start) in enumerate(requests)
+    )
+    seqs, in_flight, idle = list(pending), deque(), 0
+    while pending or not sched.is_finished or in_flight:
+        while pending and (sched.is_finished or arrivals.random() < 0.3):
+            sched.add(pending.popleft())
+        step = sched.schedule()
+        if step is not None:
+            message, order = row_map.describe(step)
+            assert len(row_map.rows) <= rows
+            assert [seq.row for seq in row_map.rows] == list(range(len(row_map.rows)))
+            tokens = device.run(message)
+            for seq, row in zip(row_map.rows, device.rows, strict=True):
+                assert row["table"] == seq.block_table
+                assert row["seed"] == seq.seed
+            if isinstance(step, PrefillStep):
+                assert step.num_tokens <= budget
+            in_flight.append((step, list(zip(order, tokens, strict=True))))
+        idle = idle + 1 if step is None else 0
+        assert idle <= depth + 1, "nothing runs and nothing is in flight: the engine would hang"
+        if in_flight and (step is None or len(in_flight) == depth):
+            sched.postprocess(*in_flight.popleft())
+        check_blocks(sched)
+    assert [seq.output_token_ids for seq in seqs] == [expected_tokens(seq) for seq in seqs]
+    assert sched.block_manager.num_free == blocks
