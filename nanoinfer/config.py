@@ -91,8 +91,11 @@ class Config:
         _check_int("kvcache_block_size", self.kvcache_block_size, low=16)
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size={self.kvcache_block_size}: must be a multiple of 16")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: must be above 0, at most 1")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization={share!r}: must be above 0, at most 1")
+        if not isinstance(self.enforce_eager, bool):
+            raise ValueError(f"enforce_eager={self.enforce_eager!r}: must be True or False")
         _check_choice("load_format", self.load_format, ["safetensors", "dummy"])
 
     def _check_num_blocks(self) -> None:

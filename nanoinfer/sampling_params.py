@@ -24,7 +24,8 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        number = isinstance(self.temperature, (int, float)) and math.isfinite(self.temperature)
+        if not number or self.temperature < 0:
             raise ValueError(f"temperature={self.temperature!r}: must be 0 (greedy) or a positive finite number")
         if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens!r}: must be an integer of at least 1")

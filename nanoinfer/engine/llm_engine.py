@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.message import RowMap
-from nanoinfer.engine.model_runner import ModelRunner, PendingTokens
+from nanoinfer.engine.model_runner import ModelRunner, PendingTokens, choose_parts
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.worker import Workers
-from nanoinfer.models import find_model
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -41,7 +40,7 @@ class LLMEngine:
     """Owns the scheduler, the rows' map and the ranks. One step is always in flight while the next is planned."""
 
     def __init__(self, config: Config) -> None:
-        find_model(config.hf_config, config.tensor_parallel_size)
+        choose_parts(config)  # what cannot run is said before a process is spawned
         self.config = config
         self.workers = Workers(config) if config.tensor_parallel_size > 1 else None
         self._finalizer = weakref.finalize(self, _close, self.workers, None)

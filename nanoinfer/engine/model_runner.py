@@ -20,9 +20,19 @@ from nanoinfer.engine.kv_cache import KVCacheSpec, num_blocks_on_cpu, num_blocks
 from nanoinfer.engine.message import ChunkMessage, DecodeMessage, Message, PrefillMessage
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models import find_model
-from nanoinfer.models.qwen3 import head_dim
+from nanoinfer.models.qwen3 import Qwen3ForCausalLM, head_dim
 from nanoinfer.utils.loader import load_weights, random_weights
 from nanoinfer.utils.tensor_parallel import TensorParallel
+
+
+def choose_parts(config: Config) -> tuple[type[Qwen3ForCausalLM], str]:
+    """The model class and the attention backend for a config; raises ValueError when there is none."""
+    hf = config.hf_config
+    model_class = find_model(hf, config.tensor_parallel_size)
+    backend = choose_backend(
+        config.attention_backend, config.device, config.torch_dtype, config.kvcache_block_size, head_dim(hf)
+    )
+    return model_class, backend
 
 
 class PendingTokens:
@@ -108,16 +118,9 @@ class ModelRunner:
 
     def _load_model(self) -> None:
         config = self.config
-        name = choose_backend(
-            config.attention_backend,
-            config.device,
-            config.torch_dtype,
-            config.kvcache_block_size,
-            head_dim(config.hf_config),
-        )
-        model_class = find_model(config.hf_config, self.tp.size)
+        model_class, backend = choose_parts(config)
         with self.device, _default_dtype(config.torch_dtype):
-            self.model = model_class(config.hf_config, config.max_model_len, make_backend(name), self.tp)
+            self.model = model_class(config.hf_config, config.max_model_len, make_backend(backend), self.tp)
         if config.load_format == "dummy":
             random_weights(self.model, config.seed)
         else:

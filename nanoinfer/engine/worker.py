@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.synchronize import Semaphore
@@ -24,7 +25,7 @@ from nanoinfer.engine.model_runner import ModelRunner
 SEGMENT_BYTES = 1 << 20
 HEADER = struct.Struct("<QQ?")  # pieces written so far, length of the last piece, whether its message goes on
 ACK = struct.Struct("<Q")  # pieces that a worker has read
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS = 5.0
 
 
 class WorkerError(RuntimeError):
@@ -44,7 +45,7 @@ class Sender:
         self._bytes[: self._data_at] = bytes(self._data_at)
         self._written = 0
 
-    def send(self, message: object, check: Any = lambda: None) -> None:
+    def send(self, message: object, check: Callable[[], None]) -> None:
         """Write a message for every worker; `check` is called while one is behind, and may raise."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         capacity = len(self._bytes) - self._data_at
@@ -57,7 +58,7 @@ class Sender:
             for semaphore in self.semaphores:
                 semaphore.release()
 
-    def _wait_until_read(self, check: Any) -> None:
+    def _wait_until_read(self, check: Callable[[], None]) -> None:
         for worker in range(len(self.semaphores)):
             while ACK.unpack_from(self._bytes, HEADER.size + ACK.size * worker)[0] < self._written:
                 check()
@@ -70,8 +71,9 @@ class Sender:
             self.memory.unlink()
 
     def close(self) -> None:
-        """Give the segment back."""
+        """Give the segment and the semaphores back."""
         self.unlink()
+        self.semaphores.clear()  # a semaphore has a name too, which goes with its last reference
         self._bytes.release()
         self.memory.close()
 
@@ -176,11 +178,18 @@ class Workers:
         return WorkerError(f"tensor-parallel rank {rank} died: {reason}")
 
     def stop(self) -> None:
-        """Tell every worker to end; one that cannot hear it is ended by `join`."""
+        """Tell every worker to end; `join` ends those that cannot hear it."""
+        deadline = time.monotonic() + self._patience
+
+        def check() -> None:
+            self.check()
+            if time.monotonic() > deadline:
+                raise WorkerError("a tensor-parallel rank does not listen")
+
         try:
-            self.send("close", ())
+            self.sender.send(("close", ()), check)
         except WorkerError:
-            self._patience = 0.0  # the others may be stuck in a collective with the dead one
+            self._patience = 0.0  # they may be stuck in a collective with a dead one
 
     def join(self) -> None:
         """Wait for every worker to end, by force if it does not end by itself, and give the segment back."""

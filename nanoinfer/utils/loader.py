@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 # Tensors that some checkpoints store and no model reads: they can be computed.
@@ -49,7 +49,7 @@ def load_weights(model: nn.Module, folder: str, ignored: tuple[str, ...] = ()) -
     missing = dict(expected)
     unknown: list[str] = []
     for file in files:
-        with safe_open(file, framework="pt") as reader:
+        with _open(file) as reader:
             for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
                 if name in expected:
                     _read(reader.get_slice(name), expected[name], name, file)
@@ -84,14 +84,14 @@ def _expected(model: nn.Module) -> dict[str, Shard]:
     return found
 
 
-class _Slice(Protocol):
-    def get_shape(self) -> list[int]: ...
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from error
 
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
 
-
-def _read(source: object, shard: Shard, name: str, file: Path) -> None:
-    tensor = cast(_Slice, source)
+def _read(tensor: Any, shard: Shard, name: str, file: Path) -> None:
     shape = tuple(tensor.get_shape())
     if shape != shard.shape:
         raise ValueError(f"{file.name}: {name} has shape {list(shape)}, but the model needs {list(shard.shape)}")

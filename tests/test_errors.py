@@ -1,0 +1,240 @@
+"""What a user can get wrong: a ValueError that names the argument and what would work, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import greedy
+from safetensors.torch import load_file, save_file
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(BUNDLED_MODEL, max_model_len=64, num_kvcache_blocks=8) as llm:
+        yield llm
+
+
+def copy_of(model: str, folder: Path, **changes: object) -> str:
+    """A copy of a model with some of its config.json changed."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return str(folder)
+
+
+class TestPrompts:
+    @pytest.mark.parametrize(
+        ("prompt", "message"),
+        [
+            ("", r"prompts\[1\] is empty"),
+            ([], r"prompts\[1\] is empty"),
+            ([5, 2048], r"prompts\[1\] has token id 2048: must be from 0 to 2047"),
+            ([-1], r"prompts\[1\] has token id -1"),
+            ([5] * 64, r"prompts\[1\] has 64 tokens: must be fewer than max_model_len=64"),
+            ([1.5], r"prompts\[1\] is \[1.5\]: must be a string or a list of token ids"),
+            (7, r"prompts\[1\] is 7"),
+            (None, r"prompts\[1\] is None"),
+            ([2**70], r"prompts\[1\] is"),
+            (["a"], r"prompts\[1\] is \['a'\]"),
+        ],
+        ids=repr,
+    )
+    def test_a_bad_prompt_is_found_by_its_index_before_the_first_token(
+        self, llm: LLM, prompt: object, message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            llm.generate([[5], prompt], greedy(1), use_tqdm=False)
+        assert llm.engine.is_finished
+
+    def test_no_prompts_give_no_outputs(self, llm: LLM) -> None:
+        assert llm.generate([], greedy(1)) == []
+
+    def test_a_lone_string_is_a_list_of_one(self, llm: LLM) -> None:
+        assert len(llm.generate("ROMEO:", greedy(1), use_tqdm=False)) == 1
+
+    def test_other_integer_types_are_token_ids_too(self, llm: LLM) -> None:
+        tensor = torch.tensor([30, 31, 32])
+        outputs = llm.generate([tensor, tensor.numpy(), (30, 31, 32), [30, 31, 32]], greedy(4), use_tqdm=False)
+        assert len({tuple(output["token_ids"]) for output in outputs}) == 1
+
+    def test_text_needs_a_tokenizer_and_token_ids_do_not(self, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+        folder = Path(copy_of(BUNDLED_MODEL, tmp_path / "bare"))
+        for file in folder.glob("tokenizer*"):
+            file.unlink()
+        bare = make_llm(str(folder))
+        (output,) = bare.generate([[30, 31]], greedy(4), use_tqdm=False)
+        assert len(output["token_ids"]) == 4
+        assert output["text"] == ""
+        with pytest.raises(ValueError, match=r"prompts\[0\] is text.*has no tokenizer: pass a list of token ids"):
+            bare.generate(["text"], greedy(4))
+
+
+class TestSamplingParams:
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"temperature": -0.1},
+            {"temperature": float("nan")},
+            {"temperature": float("inf")},
+            {"temperature": "hot"},
+            {"max_tokens": 0},
+            {"max_tokens": 1.5},
+            {"max_tokens": None},
+            {"seed": -1},
+            {"seed": 2**63},
+            {"seed": 0.5},
+        ],
+        ids=repr,
+    )
+    def test_a_setting_out_of_range_is_named_with_its_value(self, wrong: dict) -> None:
+        ((name, value),) = wrong.items()
+        with pytest.raises(ValueError, match=f"{name}={value!r}: must be"):
+            SamplingParams(**wrong)
+
+    def test_lists_of_different_lengths(self, llm: LLM) -> None:
+        with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):
+            llm.generate([[5], [6]], [greedy(1)])
+
+    def test_something_else(self, llm: LLM) -> None:
+        with pytest.raises(ValueError, match=r"sampling_params\[1\] is 3: must be a SamplingParams"):
+            llm.generate([[5], [6]], [greedy(1), 3])
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"max_num_batched_tokens": 0},
+            {"max_num_seqs": 0},
+            {"max_model_len": 1},
+            {"gpu_memory_utilization": 0},
+            {"gpu_memory_utilization": 1.5},
+            {"tensor_parallel_size": 0},
+            {"tensor_parallel_size": 9},
+            {"kvcache_block_size": 40},
+            {"kvcache_block_size": 0},
+            {"num_kvcache_blocks": 0},
+            {"num_kvcache_blocks": 7},
+            {"attention_backend": "flash"},
+            {"dtype": "int8"},
+            {"device": "tpu"},
+            {"seed": -1},
+            {"load_format": "gguf"},
+            {"max_num_seqs": "many"},
+            {"enforce_eager": "yes"},
+        ],
+        ids=repr,
+    )
+    def test_a_knob_out_of_range_is_named_with_its_value(self, wrong: dict) -> None:
+        ((name, value),) = wrong.items()
+        with pytest.raises(ValueError, match=rf"{name}={value!r}: "):
+            LLM(BUNDLED_MODEL, **wrong)
+
+    def test_an_unknown_argument_suggests_the_nearest_name(self) -> None:
+        with pytest.raises(ValueError, match="unknown argument 'max_seq_len': did you mean 'max_model_len'"):
+            LLM(BUNDLED_MODEL, max_seq_len=10)
+
+    def test_a_backend_that_cannot_run_says_why(self) -> None:
+        with pytest.raises(ValueError, match="attention_backend='flash_attn': needs device='cuda'"):
+            LLM(BUNDLED_MODEL, attention_backend="flash_attn", device="cpu")
+
+    def test_more_ranks_than_gpus(self) -> None:
+        count = torch.cuda.device_count()
+        with pytest.raises(ValueError, match="tensor_parallel_size=8: this machine has" if count else "no CUDA device"):
+            LLM(BUNDLED_MODEL, tensor_parallel_size=8, device="cuda")
+
+    def test_heads_that_the_ranks_do_not_divide(self) -> None:
+        with pytest.raises(ValueError, match="tensor_parallel_size=3: num_attention_heads=8 is not divisible"):
+            LLM(BUNDLED_MODEL, tensor_parallel_size=3, device="cpu")
+
+    def test_a_cache_that_does_not_fit_the_cpus_budget(self) -> None:
+        with pytest.raises(ValueError, match=r"MiB.*max_model_len=.*needs.*MiB.*num_kvcache_blocks"):
+            LLM(BUNDLED_MODEL, device="cpu", kvcache_block_size=1 << 20)
+
+
+class TestModel:
+    def test_a_path_that_is_nothing(self) -> None:
+        with pytest.raises(ValueError, match="model='/no/such/folder': no such folder"):
+            LLM("/no/such/folder")
+
+    def test_a_hub_id_that_cannot_be_fetched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with pytest.raises(ValueError, match="model='nobody/nothing-here': no such folder, and the Hugging Face Hub"):
+            LLM("nobody/nothing-here")
+
+    def test_a_folder_that_is_no_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"has no config\.json"):
+            LLM(str(tmp_path))
+
+    def test_a_config_that_is_no_json(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{")
+        with pytest.raises(ValueError, match=r"cannot read its config\.json"):
+            LLM(str(tmp_path))
+
+    def test_an_unsupported_architecture_names_those_that_are(self, tmp_path: Path) -> None:
+        folder = copy_of(BUNDLED_MODEL, tmp_path / "m", architectures=["LlamaForCausalLM"], model_type="llama")
+        with pytest.raises(ValueError, match=r"'LlamaForCausalLM' is not supported; supported: Qwen3ForCausalLM"):
+            LLM(folder)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}},
+            {"attention_bias": True},
+            {"hidden_act": "gelu"},
+            {"use_sliding_window": True, "sliding_window": 128, "layer_types": None},
+        ],
+        ids=lambda changes: next(iter(changes)),
+    )
+    def test_what_a_config_asks_for_and_we_lack_is_named(self, changes: dict, tmp_path: Path) -> None:
+        name = "rope_type" if "rope_parameters" in changes else next(iter(changes))
+        with pytest.raises(ValueError, match=f"{name}=.*is not supported"):
+            LLM(copy_of(BUNDLED_MODEL, tmp_path / "m", **changes))
+
+    def test_no_weights(self, tmp_path: Path) -> None:
+        folder = copy_of(BUNDLED_MODEL, tmp_path / "m")
+        (Path(folder) / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"has no \*\.safetensors file"):
+            LLM(folder)
+
+    def test_a_broken_weights_file(self, tmp_path: Path) -> None:
+        folder = copy_of(BUNDLED_MODEL, tmp_path / "m")
+        file = Path(folder) / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:1000])
+        with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read"):
+            LLM(folder)
+
+    @pytest.mark.parametrize(
+        ("edit", "message"),
+        [
+            (lambda w: w.pop("model.norm.weight"), r"missing: model\.norm\.weight\."),
+            (lambda w: w.update(extra=torch.zeros(1)), r"unknown: extra\."),
+            (
+                lambda w: w.update({"model.norm.weight": torch.zeros(3)}),
+                r"model\.norm\.weight has shape \[3\], but the model needs \[192\]",
+            ),
+        ],
+        ids=["missing", "extra", "mis-shaped"],
+    )
+    def test_a_weight_that_does_not_fit_is_named(self, edit: Callable, message: str, tmp_path: Path) -> None:
+        folder = copy_of(BUNDLED_MODEL, tmp_path / "m")
+        file = Path(folder) / "model.safetensors"
+        weights = load_file(file)
+        edit(weights)
+        save_file(weights, file)
+        with pytest.raises(ValueError, match=message):
+            LLM(folder)
+
+
+def test_generate_after_close(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    llm.close()
+    with pytest.raises(ValueError, match="closed"):
+        llm.generate([[5]])

@@ -1,0 +1,186 @@
+"""Several ranks: the same tokens as one, a channel that loses nothing, and no survivors when one dies."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Oracle, greedy
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.engine.message import DecodeMessage
+from nanoinfer.engine.worker import Receiver, Sender, WorkerError
+
+
+def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def segments() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+class TestTwoRanks:
+    """Greedy tokens in float32, on two CPU processes that talk through gloo."""
+
+    def test_fresh_then_prefix_cached_then_chunked_and_preempted(
+        self,
+        make_llm: Callable[..., LLM],
+        mixed_prompts: list[list[int]],
+        mixed_expected: list[list[int]],
+    ) -> None:
+        options = {"device": "cpu", "tensor_parallel_size": 2, "kvcache_block_size": 16}
+        llm = make_llm(**options)
+        assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
+        assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
+        llm.close()
+        tight = make_llm(**options, max_model_len=340, num_kvcache_blocks=48, max_num_batched_tokens=64)
+        assert token_ids(tight, mixed_prompts, greedy()) == mixed_expected
+        assert tight.engine.scheduler.num_preemptions > 0
+
+    def test_an_untied_model_whose_vocabulary_does_not_divide(
+        self, make_llm: Callable[..., LLM], make_qwen3: Callable[..., str]
+    ) -> None:
+        folder = make_qwen3(tie_word_embeddings=False, vocab_size=511, shards=3)
+        assert len(list(Path(folder).glob("*.safetensors"))) > 1
+        oracle = Oracle(folder)
+        prompts = [[30], [31, 32, 33, 510], [5] * 40]
+        two = make_llm(folder, device="cpu", tensor_parallel_size=2)
+        assert token_ids(two, prompts, greedy(12)) == [oracle.greedy(prompt, 12) for prompt in prompts]
+        params = SamplingParams(temperature=1.0, max_tokens=12, seed=3)
+        one = make_llm(folder, device="cpu")
+        assert token_ids(two, prompts, params) == token_ids(one, prompts, params)
+
+    def test_nothing_is_left_after_close(self, make_llm: Callable[..., LLM]) -> None:
+        before = segments()
+        llm = make_llm(device="cpu", tensor_parallel_size=2)
+        (process,) = llm.engine.workers.processes
+        assert not any(name.startswith("psm_") for name in segments() - before)  # unlinked once attached
+        llm.close()
+        assert not alive(process.pid)
+        assert segments() <= before
+
+    def test_a_killed_worker_ends_the_engine_with_an_error_that_names_it(self, make_llm: Callable[..., LLM]) -> None:
+        before = segments()
+        llm = make_llm(device="cpu", tensor_parallel_size=2)
+        (process,) = llm.engine.workers.processes
+        threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL)).start()
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match="rank 1 died: it ended with exit code -9"):
+            llm.generate([[30]] * 4, greedy(1500, ignore_eos=True), use_tqdm=False)
+        assert time.monotonic() - start < 10
+        assert llm.engine.is_closed
+        assert not alive(process.pid)
+        assert segments() <= before
+        with pytest.raises(ValueError, match="closed"):
+            llm.generate([[30]])
+
+    def test_a_worker_that_raises_brings_its_traceback(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(device="cpu", tensor_parallel_size=2)
+        llm.engine.workers.send("no_such_method", ())
+        with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*no_such_method"):
+            llm.generate([[30]], greedy(50), use_tqdm=False)
+
+    def test_workers_do_not_outlive_a_killed_rank_0(self) -> None:
+        before = segments()
+        script = (
+            "import os, signal\n"
+            "from nanoinfer import LLM, BUNDLED_MODEL\n"
+            "if __name__ == '__main__':\n"
+            "    llm = LLM(BUNDLED_MODEL, device='cpu', tensor_parallel_size=2, num_kvcache_blocks=8)\n"
+            "    print(llm.engine.workers.processes[0].pid, flush=True)\n"
+            "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        file = Path(os.environ.get("TMPDIR", "/tmp")) / f"nanoinfer-killed-{os.getpid()}.py"
+        file.write_text(script)
+        try:
+            done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120, check=False)
+        finally:
+            file.unlink()
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert wait_until(lambda: not alive(int(done.stdout)))
+        assert wait_until(lambda: segments() <= before)
+
+
+class TestChannel:
+    def test_messages_of_any_size_arrive_whole_and_in_order(self) -> None:
+        sender = Sender(num_workers=2, segment_bytes=4096)
+        received: list[list[object]] = [[], []]
+
+        def listen(worker: int) -> None:
+            receiver = Receiver(sender.memory.name, sender.semaphores, worker)
+            while (message := receiver.receive()) != "end":
+                received[worker].append(message)
+            receiver.close()
+
+        threads = [threading.Thread(target=listen, args=(worker,)) for worker in range(2)]
+        for thread in threads:
+            thread.start()
+        messages = [b"x" * size for size in (0, 1, 4000, 4096, 100_000, 3)]
+        for message in [*messages, "end"]:
+            sender.send(message, lambda: None)
+        for thread in threads:
+            thread.join(10)
+        sender.close()
+        assert received == [messages, messages]
+
+    def test_a_full_channel_calls_check_which_may_raise(self) -> None:
+        sender = Sender(num_workers=1)
+
+        def check() -> None:
+            raise WorkerError("gone")
+
+        sender.send("first", check)
+        with pytest.raises(WorkerError, match="gone"):
+            sender.send("second", check)
+        sender.close()
+        sender.unlink()
+
+    def test_a_steady_decode_message_is_small(self) -> None:
+        message = ("run", (DecodeMessage([(255, 3)], 255, [(row, 5, 1000 + row) for row in range(8)], 900),))
+        assert len(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)) < 1024
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_two_gpus_give_the_tokens_of_one(
+    enforce_eager: bool,
+    make_llm: Callable[..., LLM],
+    mixed_prompts: list[list[int]],
+    mixed_expected: list[list[int]],
+) -> None:
+    llm = make_llm(tensor_parallel_size=2, enforce_eager=enforce_eager, kvcache_block_size=16)
+    assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
+    assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
+    llm.close()
+    tight = make_llm(
+        tensor_parallel_size=2,
+        max_model_len=340,
+        kvcache_block_size=16,
+        num_kvcache_blocks=48,
+        enforce_eager=enforce_eager,
+    )
+    assert token_ids(tight, mixed_prompts, greedy()) == mixed_expected
+    assert tight.engine.scheduler.num_preemptions > 0
