@@ -29,7 +29,7 @@ class Config:
     enforce_eager: launch every decode step's kernels one by one instead of replaying a CUDA graph
     kvcache_block_size: tokens a KV-cache block, a multiple of 16
     num_kvcache_blocks: blocks in the KV cache; None: as many as fit the memory
-    attention_backend: "flash_attn", "triton", "torch", or "auto" for the fastest that can run
+    attention_backend: "flash_attn", "triton", "torch", or "auto": triton on CUDA, torch on the CPU
     dtype: "float32", "float16", "bfloat16", or "auto": the checkpoint's on CUDA, float32 on the CPU
     device: "cuda", "cpu", or "auto": CUDA if there is one
     seed: requests without a seed of their own derive theirs from it

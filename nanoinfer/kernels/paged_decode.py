@@ -92,9 +92,9 @@ def paged_decode_triton(
         BLOCK_SIZE=block_size,
         SPLITS=num_splits,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=math.gcd(block_size, 64),
+        BLOCK_N=math.gcd(block_size, 64 if num_splits > 1 else 32),
         BLOCK_D=block_d,
-        num_warps=4,
+        num_warps=4 if num_splits > 1 else 2,  # many rows: small programs, many of them on a multiprocessor
         num_stages=3,
     )
     if num_splits > 1:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
+BLOCK_M = 64
 
 
 def paged_prefill_reference(
@@ -82,8 +83,7 @@ def paged_prefill_triton(
     _, block_size, kv_heads, _ = k_cache.shape
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     wide = q.dtype == torch.float32 or head_dim > 128
-    block_m = 64 if wide else 128
-    grid = (triton.cdiv(max_query_len, block_m), heads, len(context_lens))
+    grid = (triton.cdiv(max_query_len, BLOCK_M), heads, len(context_lens))
     _paged_prefill_kernel[grid](
         q,
         k_cache,
@@ -99,10 +99,10 @@ def paged_prefill_triton(
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_M=block_m,
+        BLOCK_M=BLOCK_M,
         BLOCK_N=math.gcd(block_size, 32 if wide else 64),
         BLOCK_D=triton.next_power_of_2(head_dim),
-        num_warps=4 if wide else 8,
+        num_warps=4,
         num_stages=2,
     )
     return out
