@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 
@@ -222,15 +222,12 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def run_transformers(args: argparse.Namespace, folder: str, result: dict[str, Any]) -> dict[str, Any]:
     """The same prompts as one left-padded batch through transformers' generate."""
-    device, dtype = "cpu" if result["device"] == "cpu" else "cuda", getattr(torch, result["dtype"])
+    device = "cpu" if result["device"] == "cpu" else "cuda"
     if args.config:
-        hf = PretrainedConfig.get_config_dict(folder)[0]
-        from transformers import Qwen3Config
-
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**hf), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model = model.to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    model = model.to(device, getattr(torch, result["dtype"])).eval()
     work = Workload.nano(args.num_seqs, args.min_len, args.max_len, model.config.vocab_size)
     longest, most = max(map(len, work.prompts)), max(work.output_lens)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in work.prompts], device=device)

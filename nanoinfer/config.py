@@ -164,7 +164,10 @@ def _read_eos_token_ids(folder: str, hf_config: PretrainedConfig) -> frozenset[i
     """Every end-of-sequence id that the checkpoint's config.json or generation_config.json names."""
     sources: list[Any] = [hf_config]
     if (Path(folder) / "generation_config.json").is_file():
-        sources.append(GenerationConfig.from_pretrained(folder))
+        try:
+            sources.append(GenerationConfig.from_pretrained(folder))
+        except Exception as error:
+            raise ValueError(f"model={folder!r}: cannot read its generation_config.json: {error}") from error
     ids: set[int] = set()
     for source in sources:
         eos = source.eos_token_id

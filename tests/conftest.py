@@ -38,7 +38,7 @@ class Oracle:
     """transformers' greedy generate in float32 on the CPU, one prompt at a time."""
 
     def __init__(self, folder: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:

@@ -57,7 +57,6 @@ def test_ten_engines_one_after_another_do_not_grow() -> None:
     for _ in range(10):
         serve()
     assert resident_bytes() - before < 16 << 20  # one engine holds more than that
-    assert sum("nanoinfer" in name or "psm_" in name for name in os.listdir("/dev/shm")) == 0
 
 
 def test_an_interrupted_generate_leaves_the_engine_usable(

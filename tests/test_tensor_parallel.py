@@ -24,8 +24,11 @@ def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> lis
     return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def segments() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def shared_names(llm: LLM) -> list[Path]:
+    """What the engine's channel is called in /dev/shm: the segment, and each worker's semaphore."""
+    sender = llm.engine.workers.sender
+    semaphores = [semaphore._semlock.name.lstrip("/") for semaphore in sender.semaphores]
+    return [Path("/dev/shm") / name for name in (sender.memory.name, *(f"sem.{name}" for name in semaphores))]
 
 
 def alive(pid: int) -> bool:
@@ -74,18 +77,19 @@ class TestTwoRanks:
         assert token_ids(two, prompts, params) == token_ids(one, prompts, params)
 
     def test_nothing_is_left_after_close(self, make_llm: Callable[..., LLM]) -> None:
-        before = segments()
         llm = make_llm(device="cpu", tensor_parallel_size=2)
         (process,) = llm.engine.workers.processes
-        assert not any(name.startswith("psm_") for name in segments() - before)  # unlinked once attached
+        segment, semaphore = shared_names(llm)
+        assert not segment.exists()  # unlinked once the worker has attached
+        assert semaphore.exists()
         llm.close()
         assert not alive(process.pid)
-        assert segments() <= before
+        assert not semaphore.exists()
 
     def test_a_killed_worker_ends_the_engine_with_an_error_that_names_it(self, make_llm: Callable[..., LLM]) -> None:
-        before = segments()
         llm = make_llm(device="cpu", tensor_parallel_size=2)
         (process,) = llm.engine.workers.processes
+        names = shared_names(llm)
         threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL)).start()
         start = time.monotonic()
         with pytest.raises(WorkerError, match="rank 1 died: it ended with exit code -9"):
@@ -93,7 +97,7 @@ class TestTwoRanks:
         assert time.monotonic() - start < 10
         assert llm.engine.is_closed
         assert not alive(process.pid)
-        assert segments() <= before
+        assert not any(name.exists() for name in names)
         with pytest.raises(ValueError, match="closed"):
             llm.generate([[30]])
 
@@ -103,25 +107,30 @@ class TestTwoRanks:
         with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*no_such_method"):
             llm.generate([[30]], greedy(50), use_tqdm=False)
 
-    def test_workers_do_not_outlive_a_killed_rank_0(self) -> None:
-        before = segments()
-        script = (
+    def test_workers_do_not_outlive_a_killed_rank_0(self, tmp_path: Path) -> None:
+        script = tmp_path / "killed.py"
+        script.write_text(
             "import os, signal\n"
             "from nanoinfer import LLM, BUNDLED_MODEL\n"
+            "from test_tensor_parallel import shared_names\n"
             "if __name__ == '__main__':\n"
             "    llm = LLM(BUNDLED_MODEL, device='cpu', tensor_parallel_size=2, num_kvcache_blocks=8)\n"
-            "    print(llm.engine.workers.processes[0].pid, flush=True)\n"
+            "    print(llm.engine.workers.processes[0].pid, *shared_names(llm), flush=True)\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
         )
-        file = Path(os.environ.get("TMPDIR", "/tmp")) / f"nanoinfer-killed-{os.getpid()}.py"
-        file.write_text(script)
-        try:
-            done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120, check=False)
-        finally:
-            file.unlink()
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == -signal.SIGKILL, done.stderr
-        assert wait_until(lambda: not alive(int(done.stdout)))
-        assert wait_until(lambda: segments() <= before)
+        pid, *names = done.stdout.split()
+        assert len(names) == 2
+        assert wait_until(lambda: not alive(int(pid)))
+        assert wait_until(lambda: not any(Path(name).exists() for name in names))
 
 
 class TestChannel:

@@ -102,6 +102,8 @@ class LLMEngine:
                 raise
             cause = self.workers.explain(error)
             self.close()
+            if cause is error:
+                raise
             raise cause from error
 
     def _read_back(self, done: InFlight) -> StepResult:
