@@ -181,6 +181,12 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         config = llm.config
         vocabulary = config.hf_config.vocab_size
         work = Workload.nano(args.num_seqs, args.min_len, args.max_len, vocabulary)
+        if (
+            longest := max(map(sum, zip(map(len, work.prompts), work.output_lens, strict=True)))
+        ) > config.max_model_len:
+            raise SystemExit(
+                f"a request needs {longest} tokens, max_model_len is {config.max_model_len}: lower --max-len"
+            )
         params = [
             SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=length) for length in work.output_lens
         ]
@@ -191,8 +197,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             start = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             repeats.append(time.perf_counter() - start)
-            generated = [len(output["token_ids"]) for output in outputs]
-            assert generated == work.output_lens, "max_model_len cut outputs short: raise --max-model-len"
+            assert [len(output["token_ids"]) for output in outputs] == work.output_lens
     floor = Floor.of(work, config.hf_config, config.max_num_seqs, config.torch_dtype.itemsize)
     bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
     seconds, floor_seconds = statistics.median(repeats), floor.seconds(bandwidth, flops, args.tp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+
+from nanoinfer.attention import choose_backend
+from nanoinfer.models import check_architectures, find_model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NEEDED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -61,9 +65,17 @@ class Config:
         self.device = _resolve_device(self.device, self.tensor_parallel_size)
         self.model = _resolve_folder(self.model)
         self.hf_config = _read_config(self.model)
+        find_model(self.hf_config, self.tensor_parallel_size)
         self.eos_token_ids = _read_eos_token_ids(self.model, self.hf_config)
         self.max_model_len = min(self.max_model_len, self.hf_config.max_position_embeddings)
         self.dtype = _resolve_dtype(self.dtype, self.device, self.hf_config)
+        self.attention_backend = choose_backend(
+            self.attention_backend,
+            self.device,
+            self.torch_dtype,
+            self.kvcache_block_size,
+            self.hf_config.head_dim,
+        )
         self._check_num_blocks()
 
     @classmethod
@@ -111,7 +123,7 @@ class Config:
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    if not isinstance(value, int) or value < low or (high is not None and value > high):
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         allowed = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
         raise ValueError(f"{name}={value!r}: must be {allowed}")
 
@@ -152,8 +164,14 @@ def _resolve_folder(model: str) -> str:
 
 
 def _read_config(folder: str) -> PretrainedConfig:
-    if not (Path(folder) / "config.json").is_file():
+    file = Path(folder) / "config.json"
+    if not file.is_file():
         raise ValueError(f"model={folder!r}: the folder has no config.json, so it is no Hugging Face model")
+    try:
+        architectures = json.loads(file.read_text()).get("architectures") or []
+    except Exception as error:
+        raise ValueError(f"model={folder!r}: cannot read its config.json: {error}") from error
+    check_architectures(architectures)  # before transformers, which may not know it and cannot say what we support
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
@@ -170,7 +188,7 @@ def _read_eos_token_ids(folder: str, hf_config: PretrainedConfig) -> frozenset[i
             raise ValueError(f"model={folder!r}: cannot read its generation_config.json: {error}") from error
     ids: set[int] = set()
     for source in sources:
-        eos = source.eos_token_id
+        eos = getattr(source, "eos_token_id", None)
         ids.update([eos] if isinstance(eos, int) else eos or [])
     return frozenset(ids)
 
@@ -182,4 +200,7 @@ def _resolve_dtype(dtype: str, device: str, hf_config: PretrainedConfig) -> str:
     if device == "cpu":
         return "float32"
     stored = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.float32
-    return str(stored).removeprefix("torch.")
+    name = str(stored).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype='auto': the checkpoint's is {name}; choose one of {', '.join(DTYPES)}")
+    return name

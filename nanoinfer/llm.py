@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from pathlib import Path
 from types import TracebackType
@@ -100,13 +101,13 @@ class LLM:
         sampling_params: SamplingParams | ListLike[SamplingParams] | None,
     ) -> tuple[list[list[int]], list[SamplingParams]]:
         """The prompts as token ids, and each one's settings."""
-        items = [prompts] if isinstance(prompts, str) else list(prompts)
+        items = [prompts] if isinstance(prompts, str) else _as_list("prompts", prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             params = [sampling_params] * len(items)
         else:
-            params = list(sampling_params)
+            params = _as_list("sampling_params", sampling_params)
         if len(params) != len(items):
             raise ValueError(
                 f"sampling_params has {len(params)} entries for {len(items)} prompts: give one, or one each"
@@ -125,8 +126,10 @@ class LLM:
             token_ids = self.tokenizer.encode(prompt)
         else:
             try:
+                if isinstance(prompt, (bytes, bytearray, Mapping)):
+                    raise TypeError
                 token_ids = array("q", prompt).tolist()  # type: ignore[call-overload]
-            except (TypeError, OverflowError):
+            except (TypeError, ValueError, OverflowError):
                 raise ValueError(
                     f"prompts[{index}] is {_short(prompt)}: must be a string or a list of token ids"
                 ) from None
@@ -158,12 +161,13 @@ class Rates:
         self._decode = [0, 0.0]
 
     def update(self, result: StepResult) -> bool:
-        """Count one step; returns whether it was a prefill step."""
-        now = time.perf_counter()
+        """Count one step, over the time since the one before it; returns whether it was a prefill step."""
+        if result.ready_at is None:
+            return False
         counter = self._prefill if result.num_prefill_tokens else self._decode
         counter[0] += result.num_prefill_tokens + result.num_decode_tokens
-        counter[1] += now - self._last
-        self._last = now
+        counter[1] += result.ready_at - self._last
+        self._last = result.ready_at
         return result.num_prefill_tokens > 0
 
     def __str__(self) -> str:
@@ -178,6 +182,13 @@ def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot load its tokenizer: {error}") from error
+
+
+def _as_list(name: str, value: Any) -> list[Any]:
+    try:
+        return list(value)
+    except TypeError:
+        raise ValueError(f"{name}={_short(value)}: must be a list") from None
 
 
 def _short(value: object, most: int = 60) -> str:

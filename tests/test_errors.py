@@ -13,6 +13,7 @@ from conftest import greedy
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.config import Config, _resolve_dtype
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,8 @@ class TestPrompts:
             (None, r"prompts\[1\] is None"),
             ([2**70], r"prompts\[1\] is"),
             (["a"], r"prompts\[1\] is \['a'\]"),
+            (b"bytes", r"prompts\[1\] is b'bytes'"),
+            ({1: 2}, r"prompts\[1\] is {1: 2}"),
         ],
         ids=repr,
     )
@@ -55,6 +58,11 @@ class TestPrompts:
 
     def test_no_prompts_give_no_outputs(self, llm: LLM) -> None:
         assert llm.generate([], greedy(1)) == []
+
+    @pytest.mark.parametrize("prompts", [None, 5])
+    def test_prompts_that_are_no_list(self, llm: LLM, prompts: object) -> None:
+        with pytest.raises(ValueError, match=f"prompts={prompts}: must be a list"):
+            llm.generate(prompts, greedy(1))
 
     def test_a_lone_string_is_a_list_of_one(self, llm: LLM) -> None:
         assert len(llm.generate("ROMEO:", greedy(1), use_tqdm=False)) == 1
@@ -128,6 +136,7 @@ class TestConfig:
             {"seed": -1},
             {"load_format": "gguf"},
             {"max_num_seqs": "many"},
+            {"max_num_seqs": True},
             {"enforce_eager": "yes"},
         ],
         ids=repr,
@@ -146,7 +155,8 @@ class TestConfig:
             LLM(BUNDLED_MODEL, attention_backend="flash_attn", device="cpu")
 
     def test_more_ranks_than_gpus(self) -> None:
-        count = torch.cuda.device_count()
+        if (count := torch.cuda.device_count()) >= 8:
+            pytest.skip("this machine has GPUs enough")
         with pytest.raises(ValueError, match="tensor_parallel_size=8: this machine has" if count else "no CUDA device"):
             LLM(BUNDLED_MODEL, tensor_parallel_size=8, device="cuda")
 
@@ -178,10 +188,31 @@ class TestModel:
         with pytest.raises(ValueError, match=r"cannot read its config\.json"):
             LLM(str(tmp_path))
 
-    def test_an_unsupported_architecture_names_those_that_are(self, tmp_path: Path) -> None:
-        folder = copy_of(BUNDLED_MODEL, tmp_path / "m", architectures=["LlamaForCausalLM"], model_type="llama")
-        with pytest.raises(ValueError, match=r"'LlamaForCausalLM' is not supported; supported: Qwen3ForCausalLM"):
+    @pytest.mark.parametrize(
+        ("architecture", "model_type"),
+        [("LlamaForCausalLM", "llama"), ("T5ForConditionalGeneration", "t5"), ("FutureForCausalLM", "future")],
+    )
+    def test_an_unsupported_architecture_names_those_that_are(
+        self, architecture: str, model_type: str, tmp_path: Path
+    ) -> None:
+        folder = copy_of(BUNDLED_MODEL, tmp_path / "m", architectures=[architecture], model_type=model_type)
+        with pytest.raises(ValueError, match=rf"'{architecture}' is not supported; supported: Qwen3ForCausalLM"):
             LLM(folder)
+
+    def test_a_config_that_names_no_architecture(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"without 'architectures' is not supported; supported: Qwen3ForCausalLM"):
+            LLM(copy_of(BUNDLED_MODEL, tmp_path / "m", architectures=None))
+
+    def test_a_broken_generation_config(self, tmp_path: Path) -> None:
+        folder = copy_of(BUNDLED_MODEL, tmp_path / "m")
+        (Path(folder) / "generation_config.json").write_text("[")
+        with pytest.raises(ValueError, match=r"cannot read its generation_config\.json"):
+            LLM(folder)
+
+    def test_a_dtype_that_we_lack(self, tmp_path: Path) -> None:
+        config = Config.create(copy_of(BUNDLED_MODEL, tmp_path / "m", dtype="float64"), device="cpu")
+        with pytest.raises(ValueError, match="dtype='auto': the checkpoint's is float64; choose one of float32"):
+            _resolve_dtype("auto", "cuda", config.hf_config)
 
     @pytest.mark.parametrize(
         "changes",

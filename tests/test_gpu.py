@@ -154,6 +154,20 @@ def test_two_engines_share_a_device(make_llm: Callable[..., LLM], mixed_prompts:
     assert tokens(first, mixed_prompts[:4], greedy(8)) == tokens(second, mixed_prompts[:4], greedy(8))
 
 
+def test_an_engine_outlives_another(make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]) -> None:
+    """What one engine's graphs work in must not be given back with another's."""
+    first, second = make_llm(), make_llm()
+    params = greedy(16, ignore_eos=True)
+    before = tokens(second, mixed_prompts[:8], params)
+    first.close()
+    filler = [torch.full((64 << 20,), 255, dtype=torch.uint8, device="cuda") for _ in range(16)]
+    fresh = [[*prompt, 5] for prompt in mixed_prompts[:8]]
+    assert tokens(second, mixed_prompts[:8], params) == before
+    after = tokens(second, fresh, params)
+    assert all(block.eq(255).all() for block in filler)
+    assert after == tokens(make_llm(enforce_eager=True), fresh, params)
+
+
 def test_a_cache_that_does_not_fit_says_what_would_help() -> None:
     with pytest.raises(ValueError, match=r"MiB.*needs.*MiB.*gpu_memory_utilization"):
         LLM(BUNDLED_MODEL, gpu_memory_utilization=0.001)
@@ -168,5 +182,5 @@ def test_the_kernels_compile_for_every_head_size() -> None:
             lens = torch.tensor([20], dtype=torch.int32, device="cuda")
             cu = torch.tensor([0, 3], dtype=torch.int32, device="cuda")
             prefilled = paged_prefill_triton(q, k_cache, v_cache, tables, cu, lens, 3, 0.1)
-            decoded = paged_decode_triton(q[-1:], k_cache, v_cache, tables, lens, 20, 0.1)
+            decoded = paged_decode_triton(q[-1:], k_cache, v_cache, tables, lens, 0.1)
             torch.testing.assert_close(prefilled[-1:], decoded, rtol=1e-2, atol=1e-2)

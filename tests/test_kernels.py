@@ -127,7 +127,7 @@ def test_paged_decode(shape: tuple[int, int, int, int], num_splits: int | None, 
     k_cache, v_cache, tables = paged(context_lens, *shape, dtype)
     q = randn(len(context_lens), heads, head_dim, dtype=dtype)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
-    out = paged_decode_triton(q, k_cache, v_cache, tables, lens, 300, head_dim**-0.5, num_splits)
+    out = paged_decode_triton(q, k_cache, v_cache, tables, lens, head_dim**-0.5, num_splits)
     k, v = (cache.float().nan_to_num() for cache in (k_cache, v_cache))
     assert_close(out, paged_decode_reference(q.float(), k, v, tables, lens, 300, head_dim**-0.5))
 
@@ -135,7 +135,7 @@ def test_paged_decode(shape: tuple[int, int, int, int], num_splits: int | None, 
 def test_decode_of_an_empty_row_reads_nothing() -> None:
     k_cache, v_cache, tables = paged([20, 20], 4, 2, 32, 16, torch.float32)
     lens = torch.tensor([20, 0], dtype=torch.int32, device=DEVICE)
-    out = paged_decode_triton(randn(2, 4, 32), k_cache, v_cache, tables, lens, 20, 1.0)
+    out = paged_decode_triton(randn(2, 4, 32), k_cache, v_cache, tables, lens, 1.0)
     assert out[0].isfinite().all()
     assert out[1].eq(0).all()
 
@@ -151,6 +151,15 @@ def test_sample(vocabulary: int) -> None:
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(best, expected_best, rtol=1e-5, atol=1e-5)
     assert torch.equal(ids[:2], (logits[:2].argmax(dim=1) + 1000).int())
+
+
+def test_sample_takes_nan_for_impossible() -> None:
+    """A row whose logits overflowed gets a token like any other; no id may leave the vocabulary."""
+    logits = torch.full((3, 5000), float("nan"), device=DEVICE)
+    logits[1, 4321] = -1.0
+    temperatures, seeds = torch.tensor([0.0, 0.0, 1.0], device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    for function in (sample_triton, sample_reference):
+        assert function(logits, temperatures, seeds, seeds.int())[1].tolist() == [0, 4321, 0]
 
 
 def test_sample_takes_the_smallest_id_among_equals() -> None:

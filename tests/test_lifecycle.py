@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from conftest import Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM
+from nanoinfer.llm import Rates
 
 
 def resident_bytes() -> int:
@@ -80,6 +82,18 @@ def test_an_interrupted_generate_leaves_the_engine_usable(
     prompts = [[30], [30, 31, 32]]
     outputs = llm.generate(prompts, greedy(12), use_tqdm=False)
     assert [output["token_ids"] for output in outputs] == [oracle.greedy(prompt, 12) for prompt in prompts]
+
+
+def test_each_steps_time_counts_for_its_own_kind(make_llm: Callable[..., LLM]) -> None:
+    """A long prompt is prefilled many times faster, in tokens per second, than its few tokens are decoded."""
+    llm, rates = make_llm(), Rates()
+    llm.engine.add_request([30] * 1500, greedy(30, ignore_eos=True))
+    while not llm.engine.is_finished:
+        rates.update(llm.engine.step())
+    prefill, decode = re.fullmatch(r"prefill ([\d,]+) tok/s, decode ([\d,]+) tok/s", str(rates)).groups()
+    prefill_seconds, decode_seconds = 1500 / int(prefill.replace(",", "")), 29 / int(decode.replace(",", ""))
+    assert decode_seconds > prefill_seconds / 10
+    assert prefill_seconds > decode_seconds / 100
 
 
 def test_the_progress_bar_counts_requests_and_rates(

@@ -41,9 +41,9 @@ def test_prompts_go_first_in_the_order_they_came_and_long_ones_in_chunks() -> No
     a, b, c = sequence(4), sequence(13), sequence(3)
     for seq in (a, b, c):
         sched.add(seq)
-    assert prefill(sched.schedule()) == [(a, 0, 4), (b, 0, 6)]
-    assert prefill(sched.schedule()) == [(b, 6, 13), (c, 0, 3)]
-    assert decode(sched.schedule()) == [a, b, c]
+    assert prefill(sched.schedule(in_flight=False)) == [(a, 0, 4), (b, 0, 6)]
+    assert prefill(sched.schedule(in_flight=False)) == [(b, 6, 13), (c, 0, 3)]
+    assert decode(sched.schedule(in_flight=False)) == [a, b, c]
 
 
 def test_a_sequence_leaves_when_its_last_token_is_planned_before_it_is_known() -> None:
@@ -51,9 +51,9 @@ def test_a_sequence_leaves_when_its_last_token_is_planned_before_it_is_known() -
     short, long = sequence(3, max_tokens=2), sequence(3, max_tokens=4)
     sched.add(short)
     sched.add(long)
-    sched.schedule()
-    assert [decode(sched.schedule()) for _ in range(3)] == [[short, long], [long], [long]]
-    assert sched.schedule() is None
+    sched.schedule(in_flight=False)
+    assert [decode(sched.schedule(in_flight=True)) for _ in range(3)] == [[short, long], [long], [long]]
+    assert sched.schedule(in_flight=True) is None
 
 
 def test_no_more_sequences_run_than_there_are_rows() -> None:
@@ -61,8 +61,8 @@ def test_no_more_sequences_run_than_there_are_rows() -> None:
     seqs = [sequence(3) for _ in range(3)]
     for seq in seqs:
         sched.add(seq)
-    assert [seq for seq, _, _ in prefill(sched.schedule())] == seqs[:2]
-    assert decode(sched.schedule()) == seqs[:2]
+    assert [seq for seq, _, _ in prefill(sched.schedule(in_flight=False))] == seqs[:2]
+    assert decode(sched.schedule(in_flight=False)) == seqs[:2]
 
 
 def test_the_newest_is_preempted_once_nothing_is_in_flight_and_comes_back_first() -> None:
@@ -70,12 +70,12 @@ def test_the_newest_is_preempted_once_nothing_is_in_flight_and_comes_back_first(
     old, new, later = sequence(7, 20), sequence(7, 20, start=30), sequence(7, 20, start=50)
     for seq in (old, new, later):
         sched.add(seq)
-    steps = deque([sched.schedule(), sched.schedule()])
+    steps = deque([sched.schedule(in_flight=False), sched.schedule(in_flight=True)])
     assert [seq for seq, _, _ in prefill(steps[0])] == [old, new]
-    assert sched.schedule() is None  # both need a third block, and what is in flight is not known yet
+    assert sched.schedule(in_flight=True) is None  # both need a third block, and what is in flight is not known yet
     for step in steps:
         sched.postprocess(step, [(old, 5), (new, 5)])
-    assert decode(sched.schedule()) == [old]
+    assert decode(sched.schedule(in_flight=False)) == [old]
     assert list(sched.waiting) == [new, later]
     assert sched.num_preemptions == 1
     assert new.block_table == []
@@ -86,7 +86,7 @@ def test_end_of_sequence_ends_a_request_unless_ignored_and_what_comes_after_is_d
     ends, goes_on = sequence(3), sequence(3, ignore_eos=True)
     sched.add(ends)
     sched.add(goes_on)
-    first, second = sched.schedule(), sched.schedule()
+    first, second = sched.schedule(in_flight=False), sched.schedule(in_flight=False)
     tokens = [(ends, EOS), (goes_on, EOS)]
     assert sched.postprocess(first, tokens) == [ends]
     assert sched.postprocess(second, tokens) == []
@@ -99,10 +99,10 @@ def test_abort_all_gives_everything_back() -> None:
     for _ in range(4):
         sched.add(sequence(6))
     for _ in range(2):
-        sched.schedule()
+        sched.schedule(in_flight=False)
     sched.abort_all()
     assert sched.is_finished
-    assert sched.schedule() is None
+    assert sched.schedule(in_flight=False) is None
     assert sched.block_manager.num_free == 64
 
 
@@ -111,6 +111,7 @@ class Device:
 
     def __init__(self) -> None:
         self.rows: list[dict] = []
+        self.cache: dict[tuple[int, int], int] = {}  # (block, offset) -> the token written there last
 
     def run(self, message: Message) -> list[int]:
         for source, destination in message.moves:
@@ -119,20 +120,32 @@ class Device:
         assert len(self.rows) == message.num_rows
         if isinstance(message, PrefillMessage):
             joined = [chunk for chunk in message.chunks if chunk.is_last]
+            for chunk in message.chunks:
+                for position, token in enumerate(chunk.token_ids, start=chunk.start):
+                    self.write(chunk.block_table, position, token)
             for chunk in joined:
-                self.rows.append(
-                    {"len": chunk.start + len(chunk.token_ids), "table": list(chunk.block_table), "seed": chunk.seed}
-                )
-            return [self.token(row) for row in self.rows[len(self.rows) - len(joined) :]]
+                end = chunk.start + len(chunk.token_ids)
+                self.rows.append({"len": end, "table": list(chunk.block_table), "seed": chunk.seed})
+            return [self.sample(row) for row in self.rows[len(self.rows) - len(joined) :]]
         assert isinstance(message, DecodeMessage)
         for row, column, block in message.new_blocks:
             assert column == len(self.rows[row]["table"])
             self.rows[row]["table"].append(block)
         for row in self.rows:
+            self.write(row["table"], row["len"], row["last"])
             row["len"] += 1
-            assert row["len"] <= len(row["table"]) * BLOCK, "a token would be written outside the row's blocks"
         assert message.max_context_len == max(row["len"] for row in self.rows)
-        return [self.token(row) for row in self.rows]
+        return [self.sample(row) for row in self.rows]
+
+    def write(self, table: list[int], position: int, token: int) -> None:
+        self.cache[table[position // BLOCK], position % BLOCK] = token
+
+    def read(self, table: list[int], length: int) -> list[int]:
+        return [self.cache[table[position // BLOCK], position % BLOCK] for position in range(length)]
+
+    def sample(self, row: dict) -> int:
+        row["last"] = self.token(row)
+        return row["last"]
 
     @staticmethod
     def token(row: dict) -> int:
@@ -180,7 +193,7 @@ def test_every_request_ends_with_its_own_tokens(depth, requests, blocks, rows, b
     while pending or not sched.is_finished or in_flight:
         while pending and (sched.is_finished or arrivals.random() < 0.3):
             sched.add(pending.popleft())
-        step = sched.schedule()
+        step = sched.schedule(in_flight=bool(in_flight))
         if step is not None:
             message, order = row_map.describe(step)
             assert len(row_map.rows) <= rows
@@ -191,6 +204,8 @@ def test_every_request_ends_with_its_own_tokens(depth, requests, blocks, rows, b
                 assert row["seed"] == seq.seed
             if isinstance(step, PrefillStep):
                 assert step.num_tokens <= budget
+                for chunk in step.chunks:  # a cached prefix must hold these very tokens
+                    assert device.read(chunk.seq.block_table, chunk.end) == list(chunk.seq.token_ids[: chunk.end])
             in_flight.append((step, list(zip(order, tokens, strict=True))))
         idle = idle + 1 if step is None else 0
         assert idle <= depth + 1, "nothing runs and nothing is in flight: the engine would hang"

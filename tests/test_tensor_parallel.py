@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import Oracle, greedy
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.message import DecodeMessage
 from nanoinfer.engine.worker import Receiver, Sender, WorkerError
 
@@ -104,8 +106,38 @@ class TestTwoRanks:
     def test_a_worker_that_raises_brings_its_traceback(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(device="cpu", tensor_parallel_size=2)
         llm.engine.workers.send("no_such_method", ())
+        llm.engine.workers.processes[0].join()
         with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*no_such_method"):
             llm.generate([[30]], greedy(50), use_tqdm=False)
+
+    def test_a_worker_that_dies_while_starting_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        start = mp.context.SpawnProcess.start
+
+        def start_and_kill(process: mp.context.SpawnProcess) -> None:
+            start(process)
+            os.kill(process.pid, signal.SIGKILL)
+
+        monkeypatch.setattr(mp.context.SpawnProcess, "start", start_and_kill)
+        begin = time.monotonic()
+        with pytest.raises(WorkerError, match="rank 1 died: it ended with exit code -9"):
+            LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2)
+        assert time.monotonic() - begin < 10
+
+    def test_an_error_of_every_rank_is_the_users_own(self, tmp_path: Path) -> None:
+        shutil.copytree(BUNDLED_MODEL, tmp_path / "m")
+        (tmp_path / "m" / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"has no \*\.safetensors file"):
+            LLM(str(tmp_path / "m"), device="cpu", tensor_parallel_size=2)
+
+    def test_a_script_without_the_main_guard_is_told_so(self, tmp_path: Path) -> None:
+        script = tmp_path / "unguarded.py"
+        script.write_text(
+            "from nanoinfer import LLM, BUNDLED_MODEL\nLLM(BUNDLED_MODEL, device='cpu', tensor_parallel_size=2)\n"
+        )
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode != 0
+        assert "WorkerError: tensor-parallel rank 1 died" in done.stderr
+        assert "__main__" in done.stderr
 
     def test_workers_do_not_outlive_a_killed_rank_0(self, tmp_path: Path) -> None:
         script = tmp_path / "killed.py"

@@ -34,6 +34,4 @@ class TritonBackend:
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """Attend from one query a sequence."""
-        return paged_decode_triton(
-            q, k_cache, v_cache, context.block_tables, context.context_lens, context.max_context_len, scale
-        )
+        return paged_decode_triton(q, k_cache, v_cache, context.block_tables, context.context_lens, scale)

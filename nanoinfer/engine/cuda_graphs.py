@@ -28,11 +28,13 @@ class DecodeGraphs:
         self.sizes = sorted(sizes)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
+        # A stream of its own: cuBLAS keeps a workspace for each stream, and the first capture's pool owns it.
+        stream = torch.cuda.Stream()
         for size in reversed(self.sizes):
             decode(size)  # compiles kernels and creates handles, which a capture must not
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 decode(size)
             self.graphs[size] = graph
 

@@ -47,12 +47,12 @@ class InputBatch:
     def join(self, prompts: Prompts, token_ids: Tensor) -> None:
         """Append a row for each prompt of a prefill step that is complete, with the token sampled for it."""
         rows = slice(self.num_rows, self.num_rows + len(token_ids))
+        self.num_rows = rows.stop  # first: an interrupt from here on must not leave a row that is not counted
         self.last_tokens[rows] = token_ids
         self.positions[rows] = prompts.sample_positions
         self.block_tables[rows] = prompts.context.block_tables[prompts.sampled]
         self.temperatures[rows] = prompts.temperatures
         self.seeds[rows] = prompts.seeds
-        self.num_rows = rows.stop
 
     def decode_context(self, num_rows: int, kv_cache: Tensor, max_context_len: int) -> Context:
         """The context of a decode step over the first rows, computed from the rows on the device."""
@@ -100,19 +100,9 @@ class Prompts:
             cu_contexts.append(cu_contexts[-1] + end)
         complete = [i for i, chunk in enumerate(chunks) if chunk.is_last]
 
-        parts = [
-            tokens,
-            positions,
-            slots,
-            context_lens,
-            cu_queries,
-            cu_contexts,
-            tables,
-            array("i", complete),
-        ]
-        packed = upload(sum(parts, array("i")), device).split([len(part) for part in parts])
-        self.token_ids, *context_parts, flat_tables, sampled = packed
-        device_positions, device_slots, device_context_lens, device_cu_queries, device_cu_contexts = context_parts
+        parts = [tokens, positions, slots, tables, context_lens, cu_queries, cu_contexts, array("i", complete)]
+        self.token_ids, device_positions, device_slots, flat_tables, *lens, sampled = upload_all(parts, device)
+        device_context_lens, device_cu_queries, device_cu_contexts = lens
         self.context = Context(
             kv_cache,
             device_positions,

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer.config import Config
-from nanoinfer.models.qwen3 import head_dim
 
-CPU_BYTES = 4 << 30
-BYTES_PER_GRAPH = 16 << 20
+CPU_BUDGET = 4 << 30  # of which only what is written costs memory
+BYTES_PER_GRAPH = 16 << 20  # a captured step's own memory, besides what its kernels work in
 
 
 @dataclass(frozen=True)
@@ -24,18 +23,6 @@ class KVCacheSpec:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-
-    @classmethod
-    def of(cls, config: Config, ranks: int) -> KVCacheSpec:
-        """The cache that a config's model needs."""
-        hf = config.hf_config
-        return cls(
-            hf.num_hidden_layers,
-            config.kvcache_block_size,
-            hf.num_key_value_heads // ranks,
-            head_dim(hf),
-            config.torch_dtype,
-        )
 
     @property
     def block_bytes(self) -> int:
@@ -54,32 +41,31 @@ class KVCacheSpec:
         return torch.from_numpy(np.zeros(num_blocks * self.block_bytes, np.uint8)).view(self.dtype).view(shape)
 
 
-def num_blocks_on_cuda(config: Config, spec: KVCacheSpec, device: torch.device, num_graphs: int) -> int:
-    """Blocks for what the device has left, after the largest step has run.
+def cuda_budget(config: Config, device: torch.device, reserved: int) -> int:
+    """Bytes for the cache: total * gpu_memory_utilization - used - reserved, `used` counting every process.
 
-    total * gpu_memory_utilization - used - (peak - current) - graphs, where `used` counts every process on the
-    device, peak - current is what the largest step needs while it runs, and a graph's own memory is an estimate.
-    Raises ValueError when not even one sequence of max_model_len fits.
+    reserved: bytes that the steps and their graphs will take besides
     """
-    stats = torch.cuda.memory_stats(device)
-    transient = stats["allocated_bytes.all.peak"] - stats["allocated_bytes.all.current"]
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    budget = int(total * config.gpu_memory_utilization) - (total - free) - transient - num_graphs * BYTES_PER_GRAPH
-    return _fit(config, spec, budget, "raise gpu_memory_utilization, or lower max_model_len or max_num_batched_tokens")
+    return int(total * config.gpu_memory_utilization) - (total - free) - reserved
 
 
-def num_blocks_on_cpu(config: Config, spec: KVCacheSpec) -> int:
-    """Blocks for a fixed budget, but no more than all rows at their longest need."""
-    blocks = _fit(config, spec, CPU_BYTES, "set num_kvcache_blocks, or lower max_model_len")
-    return min(blocks, config.max_num_seqs * -(-config.max_model_len // spec.block_size))
+def blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
+    """How many blocks the budget, in bytes, is worth: no more than all rows at their longest can use.
 
-
-def _fit(config: Config, spec: KVCacheSpec, budget: int, remedy: str) -> int:
-    needed = -(-config.max_model_len // spec.block_size) * spec.block_bytes
+    Raises ValueError when not even one sequence of max_model_len fits.
+    """
+    blocks_per_seq = -(-config.max_model_len // spec.block_size)
+    needed = blocks_per_seq * spec.block_bytes
     if budget < needed:
+        remedy = (
+            "raise gpu_memory_utilization, or lower max_model_len or max_num_batched_tokens"
+            if config.device == "cuda"
+            else "set num_kvcache_blocks, or lower max_model_len"
+        )
         raise ValueError(
             f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of"
             f" max_model_len={config.max_model_len} needs {needed / 2**20:,.0f} MiB: {remedy}"
         )
-    return budget // spec.block_bytes
+    return min(budget // spec.block_bytes, config.max_num_seqs * blocks_per_seq)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.message import RowMap
-from nanoinfer.engine.model_runner import ModelRunner, PendingTokens, choose_parts
+from nanoinfer.engine.model_runner import ModelRunner, PendingTokens
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.worker import Workers
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.tensor_parallel import TensorParallel
 
 
 @dataclass
@@ -24,23 +25,23 @@ class InFlight:
 
     step: Step
     seqs: list[Sequence]  # in the order of the tokens
-    tokens: PendingTokens | None
+    tokens: PendingTokens
 
 
 @dataclass
 class StepResult:
-    """What one call of LLMEngine.step read back."""
+    """What one call of LLMEngine.step read back: one step at most."""
 
     finished: list[Sequence]
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    ready_at: float | None = None  # when the device was done with the step, on time.perf_counter's clock
 
 
 class LLMEngine:
     """Owns the scheduler, the rows' map and the ranks. One step is always in flight while the next is planned."""
 
     def __init__(self, config: Config) -> None:
-        choose_parts(config)  # what cannot run is said before a process is spawned
         self.config = config
         self.workers = Workers(config) if config.tensor_parallel_size > 1 else None
         self._finalizer = weakref.finalize(self, _close, self.workers, None)
@@ -75,7 +76,7 @@ class LLMEngine:
 
     def step(self) -> StepResult:
         """Launch the next step, if one can be planned, and read back the one before it."""
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(in_flight=bool(self.in_flight))
         if step is not None:
             message, seqs = self.rows.describe(step)
             with self._one_fate():
@@ -86,10 +87,12 @@ class LLMEngine:
         return StepResult([])
 
     def _make_runner(self) -> ModelRunner:
-        if self.workers is None:
-            return ModelRunner(self.config)
-        runner = ModelRunner(self.config, 0, self.workers.store, self.workers.send)
-        self.workers.sender.unlink()  # all have attached: they have built their models together with rank 0
+        config, workers = self.config, self.workers
+        if workers is None:
+            return ModelRunner(config, TensorParallel())
+        tp = TensorParallel(0, config.tensor_parallel_size, workers.store, config.device, workers.check)
+        runner = ModelRunner(config, tp, workers.send)
+        workers.sender.unlink()  # all have attached: they have built their models together with rank 0
         return runner
 
     @contextmanager
@@ -101,18 +104,23 @@ class LLMEngine:
             if self.workers is None:
                 raise
             cause = self.workers.explain(error)
-            self.close()
+            if alive := self._finalizer.detach():
+                workers, runner = alive[2]
+                _close(workers, runner, failed=True)
             if cause is error:
                 raise
             raise cause from error
 
     def _read_back(self, done: InFlight) -> StepResult:
         with self._one_fate():
-            token_ids = done.tokens.wait() if done.tokens is not None else []
-        finished = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
+            token_ids = done.tokens.wait(None if self.workers is None else self.workers.check)
+        result = StepResult(self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True)))
+        result.ready_at = done.tokens.ready_at
         if isinstance(done.step, PrefillStep):
-            return StepResult(finished, num_prefill_tokens=done.step.num_tokens)
-        return StepResult(finished, num_decode_tokens=done.step.num_tokens)
+            result.num_prefill_tokens = done.step.num_tokens
+        else:
+            result.num_decode_tokens = done.step.num_tokens
+        return result
 
     def abort_all(self) -> None:
         """Drop every request, those in flight included; the engine is ready for others."""
@@ -130,10 +138,11 @@ class LLMEngine:
         return not self._finalizer.alive
 
 
-def _close(workers: Workers | None, runner: ModelRunner | None) -> None:
+def _close(workers: Workers | None, runner: ModelRunner | None, failed: bool = False) -> None:
+    """End all ranks; after a failure, without expecting the others to listen."""
     if workers is not None:
-        workers.stop()
+        workers.stop(failed)
     if runner is not None:
-        runner.close()
+        runner.close(failed)
     if workers is not None:
         workers.join()

@@ -3,55 +3,54 @@
 from __future__ import annotations
 
 import gc
+import time
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from nanoinfer.attention import choose_backend, make_backend
+from nanoinfer.attention import make_backend
 from nanoinfer.config import Config
 from nanoinfer.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
 from nanoinfer.engine.input_batch import InputBatch, Prompts
-from nanoinfer.engine.kv_cache import KVCacheSpec, num_blocks_on_cpu, num_blocks_on_cuda
+from nanoinfer.engine.kv_cache import BYTES_PER_GRAPH, CPU_BUDGET, KVCacheSpec, blocks_that_fit, cuda_budget
 from nanoinfer.engine.message import ChunkMessage, DecodeMessage, Message, PrefillMessage
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models import find_model
-from nanoinfer.models.qwen3 import Qwen3ForCausalLM, head_dim
 from nanoinfer.utils.loader import load_weights, random_weights
 from nanoinfer.utils.tensor_parallel import TensorParallel
 
-
-def choose_parts(config: Config) -> tuple[type[Qwen3ForCausalLM], str]:
-    """The model class and the attention backend for a config; raises ValueError when there is none."""
-    hf = config.hf_config
-    model_class = find_model(hf, config.tensor_parallel_size)
-    backend = choose_backend(
-        config.attention_backend, config.device, config.torch_dtype, config.kvcache_block_size, head_dim(hf)
-    )
-    return model_class, backend
+POLL_SECONDS = 50e-6
 
 
 class PendingTokens:
     """The tokens of a launched step, on their way to the host."""
 
     def __init__(self, token_ids: Tensor) -> None:
+        """token_ids: [rows] int32, empty when the step samples none."""
         self._event: torch.cuda.Event | None = None
+        self._host = token_ids
         if token_ids.is_cuda:
             self._host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
             self._host.copy_(token_ids, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._host = token_ids
+        self.ready_at = time.perf_counter()  # when the step was done; on CUDA known only after `wait`
 
-    def wait(self) -> list[int]:
-        """Wait for the step, and return its tokens in the order of its rows."""
+    def wait(self, check: Callable[[], None] | None = None) -> list[int]:
+        """Wait for the step, and return its tokens in the order of its rows.
+
+        check: called again and again meanwhile; it may raise, when what is waited for can no longer come
+        """
         if self._event is not None:
+            while check is not None and not self._event.query():
+                check()
+                time.sleep(POLL_SECONDS)
             self._event.synchronize()
+            self.ready_at = time.perf_counter()
         return self._host.tolist()
 
 
@@ -59,22 +58,23 @@ class ModelRunner:
     """One rank: model, KV cache, rows and graphs. Rank 0's `call` makes the other ranks do the same."""
 
     def __init__(
-        self,
-        config: Config,
-        rank: int = 0,
-        store: dist.Store | None = None,
-        send: Callable[[str, tuple[Any, ...]], None] | None = None,
+        self, config: Config, tp: TensorParallel, send: Callable[[str, tuple[Any, ...]], None] | None = None
     ) -> None:
         """send: passes a method's name and arguments to the other ranks, on rank 0 of several."""
         self.config = config
+        self.tp = tp
         self.send = send
-        self.device = torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self.tp = TensorParallel(rank, config.tensor_parallel_size, store, config.device)
+        self.device = torch.device("cuda", tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
-        self._load_model()
-        self._allocate()
+        self.graphs: DecodeGraphs | None = None
+        try:
+            with self._current_device():
+                self._load_model()
+                self.tp.connect()
+                self._allocate()
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method on every rank; returns this rank's result."""
@@ -84,16 +84,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, message: Message) -> PendingTokens | None:
-        """Launch one step; returns its tokens, or None when no prompt was completed by it."""
-        self.batch.update(message)
-        token_ids = self._prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)
-        return None if token_ids is None else PendingTokens(token_ids)
+        """Launch one step; returns its tokens, on rank 0."""
+        with self._current_device():
+            self.batch.update(message)
+            token_ids = self._prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)
+            return PendingTokens(token_ids) if self.tp.rank == 0 else None
 
-    def _prefill(self, message: PrefillMessage) -> Tensor | None:
+    def _prefill(self, message: PrefillMessage) -> Tensor:
         prompts = Prompts(message.chunks, self.kv_cache, self.max_blocks)
         hidden = self.model(prompts.token_ids, prompts.context)
         if not len(prompts.sampled):
-            return None
+            return prompts.sampled
         logits = self.model.compute_logits(hidden[prompts.last_rows])
         token_ids = self.sampler(logits, prompts.temperatures, prompts.seeds, prompts.sample_positions)
         self.batch.join(prompts, token_ids)
@@ -118,9 +119,10 @@ class ModelRunner:
 
     def _load_model(self) -> None:
         config = self.config
-        model_class, backend = choose_parts(config)
+        model_class = find_model(config.hf_config, config.tensor_parallel_size)
+        backend = make_backend(config.attention_backend)
         with self.device, _default_dtype(config.torch_dtype):
-            self.model = model_class(config.hf_config, config.max_model_len, make_backend(backend), self.tp)
+            self.model = model_class(config.hf_config, config.max_model_len, backend, self.tp)
         if config.load_format == "dummy":
             random_weights(self.model, config.seed)
         else:
@@ -130,20 +132,19 @@ class ModelRunner:
     @torch.inference_mode()
     def _allocate(self) -> None:
         """Size and allocate the KV cache, leaving room for the largest step, and capture the graphs."""
-        config = self.config
-        spec = KVCacheSpec.of(config, self.tp.size)
+        config, model = self.config, self.model
+        spec = KVCacheSpec(
+            model.num_layers, config.kvcache_block_size, model.num_kv_heads, model.head_dim, config.torch_dtype
+        )
         sizes = [] if config.enforce_eager or config.device == "cpu" else graph_batch_sizes(config.max_num_seqs)
-        self.graphs: DecodeGraphs | None = None
-        self._make_cache(spec, 1)
-        num_blocks = config.num_kvcache_blocks
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self._warm_up()
-            if num_blocks is None:
-                num_blocks = num_blocks_on_cuda(config, spec, self.device, num_graphs=len(sizes))
-        elif num_blocks is None:
-            num_blocks = num_blocks_on_cpu(config, spec)
-        self.num_blocks = self.tp.min(num_blocks, self.device)
+        budget = CPU_BUDGET
+        if config.device == "cuda":
+            self._make_cache(spec, 1)
+            reserved = self._warm_up(keep_decode=bool(sizes)) + len(sizes) * BYTES_PER_GRAPH
+            budget = cuda_budget(config, self.device, reserved)
+        # The poorest rank decides for all, and all of them see that it is too poor.
+        budget = self.tp.min(budget, self.device)
+        self.num_blocks = config.num_kvcache_blocks or blocks_that_fit(config, spec, budget)
         self._make_cache(spec, self.num_blocks)
         if sizes:
             self.graphs = DecodeGraphs(sizes, lambda size: self._decode_rows(size, config.max_model_len))
@@ -153,8 +154,12 @@ class ModelRunner:
         self.kv_cache = spec.allocate(num_blocks, self.device)
         self.batch = InputBatch(config.max_num_seqs, self.max_blocks, config.kvcache_block_size, self.device)
 
-    def _warm_up(self) -> None:
-        """Run the largest prefill and decode steps, over a cache of one block that every table names."""
+    def _warm_up(self, keep_decode: bool) -> int:
+        """Run the largest prefill and decode steps, over a cache of one block that every table names.
+
+        keep_decode: the decode step's working memory will be held by graphs, beside the prefill step's
+        Returns the bytes that the steps work in.
+        """
         config = self.config
         tokens = config.max_num_batched_tokens
         prompts = min(config.max_num_seqs, tokens)
@@ -164,22 +169,33 @@ class ModelRunner:
             ChunkMessage(array("i", [0]) * min(length, config.max_model_len - 1), 0, table, True, 1.0, 0)
             for length in lengths
         ]
-        self.run(PrefillMessage([], 0, chunks))
-        self._decode_rows(config.max_num_seqs, config.max_model_len)
-        torch.cuda.synchronize()
+        prefill = self._peak_bytes(lambda: self.run(PrefillMessage([], 0, chunks)))
+        decode = self._peak_bytes(lambda: self._decode_rows(config.max_num_seqs, config.max_model_len))
+        return prefill + decode if keep_decode else max(prefill, decode)
 
-    def close(self) -> None:
-        """Give back the device memory and leave the group."""
-        self.graphs = None
-        for name in ("model", "sampler", "batch", "kv_cache"):
-            if hasattr(self, name):
-                delattr(self, name)
-        self.tp.close()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
+    def _peak_bytes(self, step: Callable[[], object]) -> int:
+        """The device memory that a step takes while it runs."""
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def close(self, failed: bool = False) -> None:
+        """Give back the device memory and leave the group; after another rank's failure, without waiting for it."""
+        with self._current_device():
+            self.tp.close(failed)
+            self.graphs = None
+            for name in ("model", "sampler", "batch", "kv_cache"):
+                self.__dict__.pop(name, None)
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+                torch._C._cuda_clearCublasWorkspaces()
+                torch.cuda.empty_cache()
+
+    def _current_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -68,7 +68,6 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
-        self.num_in_flight = 0  # steps scheduled and not yet postprocessed
         self.num_preemptions = 0
 
     def add(self, seq: Sequence) -> None:
@@ -80,12 +79,12 @@ class Scheduler:
         """Whether every sequence has its last token."""
         return not (self.waiting or self.running)
 
-    def schedule(self) -> Step | None:
-        """Plan the next step; None when nothing can run before the steps in flight are postprocessed."""
-        step = self._schedule_prefill() or self._schedule_decode()
-        if step is not None:
-            self.num_in_flight += 1
-        return step
+    def schedule(self, in_flight: bool) -> Step | None:
+        """Plan the next step; None when nothing can run before what is in flight has been postprocessed.
+
+        in_flight: whether there are scheduled steps whose tokens are not known yet
+        """
+        return self._schedule_prefill() or self._schedule_decode(in_flight)
 
     def _schedule_prefill(self) -> PrefillStep | None:
         chunks: list[Chunk] = []
@@ -107,11 +106,11 @@ class Scheduler:
                 self.running.append(self.waiting.popleft())
         return PrefillStep(chunks) if chunks else None
 
-    def _schedule_decode(self) -> DecodeStep | None:
+    def _schedule_decode(self, in_flight: bool) -> DecodeStep | None:
         seqs = [seq for seq in self.running if not seq.is_exhausted]
         grown = [seq for seq in seqs if self.block_manager.needs_block(seq)]
         while len(grown) > self.block_manager.num_free:
-            if self.num_in_flight:
+            if in_flight:
                 return None  # a preempted sequence starts again from its tokens: they must be known
             if self._preempt(seqs.pop()) is grown[-1]:
                 grown.pop()
@@ -135,7 +134,6 @@ class Scheduler:
 
     def postprocess(self, step: Step, tokens: Iterable[tuple[Sequence, int]]) -> list[Sequence]:
         """Take what the oldest step in flight sampled, in any order; returns the sequences that ended with it."""
-        self.num_in_flight -= 1
         if isinstance(step, PrefillStep):
             for chunk in step.chunks:
                 if not chunk.seq.is_finished:
@@ -168,4 +166,3 @@ class Scheduler:
             seq.status = SequenceStatus.FINISHED
         self.waiting.clear()
         self.running.clear()
-        self.num_in_flight = 0

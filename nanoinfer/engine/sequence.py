@@ -9,6 +9,8 @@ import xxhash
 
 from nanoinfer.sampling_params import SamplingParams
 
+MIN_TEMPERATURE = 1e-6  # what is below is greedy: logits divided by it would overflow
+
 
 class SequenceStatus(Enum):
     """Where a sequence is in its life."""
@@ -30,7 +32,7 @@ class Sequence:
         self.seq_id = seq_id
         self.token_ids = array("i", prompt)
         self.num_prompt_tokens = len(prompt)
-        self.temperature = params.temperature
+        self.temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
         self.ignore_eos = params.ignore_eos
         self.seed = seed
         self.max_len = min(len(prompt) + params.max_tokens, max_model_len)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from nanoinfer.config import Config
 from nanoinfer.engine.model_runner import ModelRunner
+from nanoinfer.utils.tensor_parallel import TensorParallel
 
 SEGMENT_BYTES = 1 << 20
 HEADER = struct.Struct("<QQ?")  # pieces written so far, length of the last piece, whether its message goes on
@@ -117,9 +118,9 @@ class Workers:
         ranks = config.tensor_parallel_size
         self.store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
         self.sender = Sender(ranks - 1)
-        self._patience = CLOSE_SECONDS
         self.processes: list[Any] = []
         self.errors: list[Connection] = []
+        self._reasons: dict[int, str] = {}  # of the ranks found dead
         context = mp.get_context("spawn")
         try:
             for rank in range(1, ranks):
@@ -142,7 +143,7 @@ class Workers:
                 self.processes.append(process)
                 self.errors.append(reading)
         except BaseException:
-            self.stop()
+            self.stop(failed=True)
             self.join()
             raise
 
@@ -154,32 +155,38 @@ class Workers:
     def check(self) -> None:
         """Raise WorkerError if a worker is dead."""
         for rank, process in enumerate(self.processes, start=1):
-            if not process.is_alive():
+            if not process.is_alive() or self.errors[rank - 1].poll():
                 raise self._error(rank)
 
     def explain(self, error: BaseException, patience: float = 5.0) -> BaseException:
         """What lies behind an error of rank 0: a dead worker's own error, if one dies within `patience` seconds."""
+        if isinstance(error, (WorkerError, ValueError)) or not isinstance(error, Exception):
+            return error  # it speaks for itself
         sentinels = [process.sentinel for process in self.processes]
-        if isinstance(error, Exception) and wait([*sentinels, *self.errors], timeout=patience):
+        if wait([*sentinels, *self.errors], timeout=patience):
             for rank, pipe in enumerate(self.errors, start=1):
                 if pipe.poll() or not self.processes[rank - 1].is_alive():
                     return self._error(rank)
         return error
 
     def _error(self, rank: int) -> WorkerError:
+        if rank not in self._reasons:
+            self._reasons[rank] = self._reason(rank)
+        return WorkerError(f"tensor-parallel rank {rank} died: {self._reasons[rank]}")
+
+    def _reason(self, rank: int) -> str:
         process, pipe = self.processes[rank - 1], self.errors[rank - 1]
         try:
-            reason = pipe.recv() if pipe.poll() else ""
+            if pipe.poll():
+                return pipe.recv()
         except EOFError:
-            reason = ""
-        if not reason:
-            process.join(1)
-            reason = f"it ended with exit code {process.exitcode} and left no traceback"
-        return WorkerError(f"tensor-parallel rank {rank} died: {reason}")
+            pass
+        process.join(1)
+        return f"it ended with exit code {process.exitcode} and left no traceback{_hint(process)}"
 
-    def stop(self) -> None:
-        """Tell every worker to end; `join` ends those that cannot hear it."""
-        deadline = time.monotonic() + self._patience
+    def stop(self, failed: bool = False) -> None:
+        """Tell every worker to end; kill them when they have failed, or do not listen."""
+        deadline = time.monotonic() + CLOSE_SECONDS
 
         def check() -> None:
             self.check()
@@ -187,13 +194,17 @@ class Workers:
                 raise WorkerError("a tensor-parallel rank does not listen")
 
         try:
-            self.sender.send(("close", ()), check)
+            if not failed:
+                self.sender.send(("close", ()), check)
+                return
         except WorkerError:
-            self._patience = 0.0  # they may be stuck in a collective with a dead one
+            pass
+        for process in self.processes:
+            process.kill()
 
     def join(self) -> None:
         """Wait for every worker to end, by force if it does not end by itself, and give the segment back."""
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + CLOSE_SECONDS
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0))
             if process.is_alive():
@@ -202,6 +213,12 @@ class Workers:
         for pipe in self.errors:
             pipe.close()
         self.sender.close()
+
+
+def _hint(process: Any) -> str:
+    if process.exitcode != 1:
+        return ""
+    return '; a script that makes an LLM of several ranks must do so under `if __name__ == "__main__":`'
 
 
 def run_worker(
@@ -215,7 +232,7 @@ def run_worker(
         if config.device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
         store = dist.TCPStore("127.0.0.1", port, config.tensor_parallel_size, is_master=False)
-        runner = ModelRunner(config, rank, store)
+        runner = ModelRunner(config, TensorParallel(rank, config.tensor_parallel_size, store, config.device))
         method = ""
         while method != "close":
             method, args = receiver.receive()

@@ -13,6 +13,7 @@ from torch import Tensor
 from nanoinfer.kernels.paged_prefill import LOG2_E
 
 MIN_KEYS_PER_SPLIT = 128
+MAX_SPLITS = 64
 
 
 def paged_decode_reference(
@@ -56,7 +57,6 @@ def paged_decode_triton(
     v_cache: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
-    max_context_len: int,
     scale: float,
     num_splits: int | None = None,
 ) -> Tensor:
@@ -67,14 +67,14 @@ def paged_decode_triton(
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     if num_splits is None:
-        num_splits = _choose_splits(rows * kv_heads, max_context_len, q.device)
+        num_splits = _choose_splits(rows * kv_heads, block_tables.shape[1] * block_size, q.device)
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     partial, lse = out, out  # one split writes the result itself, and no statistics
     if num_splits > 1:
         partial = torch.empty((rows, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((rows, heads, num_splits), dtype=torch.float32, device=q.device)
     group = heads // kv_heads
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = max(16, triton.next_power_of_2(head_dim))
     _paged_decode_kernel[(rows, kv_heads, num_splits)](
         q,
         k_cache,
@@ -111,10 +111,12 @@ def paged_decode_triton(
 
 
 def _choose_splits(programs: int, max_context_len: int, device: torch.device) -> int:
+    """A power of two: each number of splits is a kernel to compile."""
     if device.type != "cuda":
         return 1
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // programs
-    return max(1, min(wanted, max_context_len // MIN_KEYS_PER_SPLIT, 64))
+    most = max(1, min(wanted, max_context_len // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
+    return 1 << (most.bit_length() - 1)
 
 
 @triton.jit

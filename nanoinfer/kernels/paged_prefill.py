@@ -101,7 +101,7 @@ def paged_prefill_triton(
         BLOCK_SIZE=block_size,
         BLOCK_M=BLOCK_M,
         BLOCK_N=math.gcd(block_size, 32 if wide else 64),
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         num_warps=4,
         num_stages=2,
     )

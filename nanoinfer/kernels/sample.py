@@ -20,7 +20,7 @@ def sample(
     seeds: [rows] int64, not negative
     positions: [rows] int32, the position in its sequence of the token that is drawn
     Returns the best perturbed logit of each row, [rows] float32, and its token id, [rows] int32. Among equals the
-    smallest id wins.
+    smallest id wins; NaN counts as -inf.
     """
     function = sample_triton if logits.is_cuda else sample_reference
     return function(logits, temperatures, seeds, positions, first_id)
@@ -30,7 +30,7 @@ def sample_reference(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_id: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Sample in torch."""
-    scores = logits.float()
+    scores = logits.float().nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     drawn = (temperatures > 0).nonzero().squeeze(1)
     if len(drawn):
         ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
@@ -43,13 +43,13 @@ def sample_reference(
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise, -log(-log(1 - u)), from a counter-based generator.
 
-    seeds, positions and token_ids broadcast against each other; returns float32. u = (bits + 1/2) / 2^32, so the
-    noise's upper tail, which decides, is resolved down to probabilities of 2^-33.
+    seeds, positions and token_ids broadcast against each other; returns float32. u = (bits + 1/2) / 2^32 in float32,
+    kept below 1: the noise's upper tail, which decides, is resolved down to probabilities of 2^-33.
     """
     low, high = seeds & 0xFFFFFFFF, seeds >> 32
     key = _mix(_mix(_mix(low) ^ high) + positions.long() & 0xFFFFFFFF)
     bits = _mix(_mix(token_ids + key & 0xFFFFFFFF) ^ _mix(key ^ 0x9E3779B9))
-    u = (bits.float() + 0.5) * 2.0**-32
+    u = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     # log(1 - u) rounds a small u away: there, its series.
     exponential = torch.where(u < 1 / 128, u * (1 + u * (1 / 2 + u / 3)), -torch.log(1 - u))
     return -torch.log(exponential)
@@ -91,7 +91,7 @@ def _gumbel_noise_triton(seed, position, token_ids):
     low, high = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
     key = _mix_triton(_mix_triton(_mix_triton(low) ^ high) + position.to(tl.uint32))
     bits = _mix_triton(_mix_triton(token_ids.to(tl.uint32) + key) ^ _mix_triton(key ^ 0x9E3779B9))
-    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # 2^-32, 1 - 2^-24
     exponential = tl.where(u < 0.0078125, u * (1 + u * (0.5 + u / 3)), -tl.log(1 - u))
     return -tl.log(exponential)
 
@@ -114,6 +114,7 @@ def _sample_slice_kernel(
     mask = column < vocabulary
     source = logits_ptr + row.to(tl.int64) * row_stride + column
     scores = tl.load(source, mask=mask, other=float("-inf")).to(tl.float32)
+    scores = tl.where(scores == scores, scores, float("-inf"))
     temperature = tl.load(temperatures_ptr + row)
     if temperature > 0:
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)

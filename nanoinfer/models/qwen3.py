@@ -30,7 +30,7 @@ class Qwen3Attention(nn.Module):
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.head_dim = head_dim(config)
+        self.head_dim = config.head_dim
         self.num_heads = config.num_attention_heads // tp.size
         self.num_kv_heads = config.num_key_value_heads // tp.size
         q_size = config.num_attention_heads * self.head_dim
@@ -100,7 +100,7 @@ class Qwen3Model(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
-        rotary = RotaryEmbedding(head_dim(config), max_model_len, rope_theta(config))
+        rotary = RotaryEmbedding(config.head_dim, max_model_len, rope_theta(config))
         self.layers = nn.ModuleList(
             Qwen3DecoderLayer(config, layer, rotary, backend, tp) for layer in range(config.num_hidden_layers)
         )
@@ -121,6 +121,9 @@ class Qwen3ForCausalLM(nn.Module):
         self, config: PretrainedConfig, max_model_len: int, backend: AttentionBackend, tp: TensorParallel
     ) -> None:
         super().__init__()
+        self.num_layers = config.num_hidden_layers
+        self.num_kv_heads = config.num_key_value_heads // tp.size  # this rank's
+        self.head_dim = config.head_dim
         self.model = Qwen3Model(config, max_model_len, backend, tp)
         tied = config.tie_word_embeddings
         self.lm_head = (
@@ -144,6 +147,10 @@ class Qwen3ForCausalLM(nn.Module):
             size = getattr(config, name)
             if size % tensor_parallel_size:
                 raise ValueError(f"tensor_parallel_size={tensor_parallel_size}: {name}={size} is not divisible by it")
+        if config.vocab_size < tensor_parallel_size**2:
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size}: vocab_size={config.vocab_size} is too small"
+            )
         rope = rope_parameters(config)
         unsupported = {
             "attention_bias": getattr(config, "attention_bias", False),
@@ -154,11 +161,6 @@ class Qwen3ForCausalLM(nn.Module):
         for name, value in unsupported.items():
             if value:
                 raise ValueError(f"model: {name}={value!r} in its config is not supported for Qwen3")
-
-
-def head_dim(config: PretrainedConfig) -> int:
-    """Size of one attention head; it need not be hidden_size / heads."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT = timedelta(minutes=30)
+POLL_SECONDS = 0.01
 
 
 class TensorParallel:
@@ -19,13 +22,34 @@ class TensorParallel:
     engines.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        store: dist.Store | None = None,
+        device: str = "cpu",
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """check: called while this rank waits for the others to come up; raises when one of them cannot."""
         self.rank = rank
         self.size = size
+        self._store = store
+        self._device = device
+        self._check = check
         self._group: Any = None  # torch's stubs leave out the collectives
-        if size > 1:
-            assert store is not None
-            self._group = _nccl_group(store, rank, size) if device == "cuda" else _gloo_group(store, rank, size)
+
+    def connect(self) -> None:
+        """Form the group, once every rank has come this far. A rank that failed before is found by `check`."""
+        if self.size == 1:
+            return
+        assert self._store is not None
+        names = [f"rank {rank} is ready" for rank in range(self.size)]
+        self._store.set(names[self.rank], "")
+        while not self._store.check(names):
+            self._check()
+            time.sleep(POLL_SECONDS)
+        make_group = _nccl_group if self._device == "cuda" else _gloo_group
+        self._group = make_group(self._store, self.rank, self.size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, in place; returns x."""
@@ -45,10 +69,13 @@ class TensorParallel:
         """The smallest of the ranks' values."""
         return int(self.all_gather(torch.tensor([value], device=device)).min())
 
-    def close(self) -> None:
-        """Leave the group."""
+    def close(self, failed: bool = False) -> None:
+        """Leave the group; if another rank failed, end the collectives that would wait for it."""
         if self._group is not None:
-            self._group.shutdown()
+            if failed and hasattr(self._group, "abort"):
+                self._group.abort()
+            else:
+                self._group.shutdown()
             self._group = None
 
 
