@@ -146,7 +146,7 @@ def _resolve_device(device: str, ranks: int) -> str:
 
 
 def _resolve_folder(model: str) -> str:
-    if not isinstance(model, (str, Path)):
+    if not isinstance(model, (str, Path)) or not str(model):
         raise ValueError(f"model={model!r}: must be a folder's path or a Hugging Face Hub id")
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -189,7 +189,12 @@ def _read_eos_token_ids(folder: str, hf_config: PretrainedConfig) -> frozenset[i
     ids: set[int] = set()
     for source in sources:
         eos = getattr(source, "eos_token_id", None)
-        ids.update([eos] if isinstance(eos, int) else eos or [])
+        found = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(isinstance(token_id, int) for token_id in found):
+            raise ValueError(
+                f"model={folder!r}: eos_token_id={eos!r} in its configs: must be an integer or a list of them"
+            )
+        ids.update(found)
     return frozenset(ids)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from collections.abc import Sequence as ListLike
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,7 @@ class LLM:
         self.config = Config.create(model, **options)
         self.tokenizer = _load_tokenizer(self.config.model)
         self.engine = LLMEngine(self.config)
+        self._busy = threading.Lock()
 
     def generate(
         self,
@@ -63,12 +65,16 @@ class LLM:
         if self.engine.is_closed:
             raise ValueError("this LLM is closed: make another")
         token_ids, params = self._check(prompts, sampling_params)
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("another thread is generating with this LLM: pass all prompts in one call")
         try:
             seqs = [self.engine.add_request(*request) for request in zip(token_ids, params, strict=True)]
             self._run(len(seqs), use_tqdm)
         except BaseException:
             self.engine.abort_all()
             raise
+        finally:
+            self._busy.release()
         return [self._output(seq) for seq in seqs]
 
     def close(self) -> None:
@@ -123,10 +129,13 @@ class LLM:
                 raise ValueError(
                     f"prompts[{index}] is text, but {self.config.model!r} has no tokenizer: pass a list of token ids"
                 )
-            token_ids = self.tokenizer.encode(prompt)
+            try:
+                token_ids = self.tokenizer.encode(prompt)
+            except TypeError:  # such as half a surrogate pair
+                raise ValueError(f"prompts[{index}] is {_short(prompt)}: the tokenizer does not take it") from None
         else:
             try:
-                if isinstance(prompt, (bytes, bytearray, Mapping)):
+                if isinstance(prompt, (bytes, bytearray, Mapping, Set)):
                     raise TypeError
                 token_ids = array("q", prompt).tolist()  # type: ignore[call-overload]
             except (TypeError, ValueError, OverflowError):
@@ -185,10 +194,9 @@ def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
 
 
 def _as_list(name: str, value: Any) -> list[Any]:
-    try:
-        return list(value)
-    except TypeError:
-        raise ValueError(f"{name}={_short(value)}: must be a list") from None
+    if isinstance(value, Mapping) or not isinstance(value, Iterable):
+        raise ValueError(f"{name}={_short(value)}: must be a list")
+    return list(value)
 
 
 def _short(value: object, most: int = 60) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 
 
@@ -24,10 +24,11 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        number = isinstance(self.temperature, (int, float)) and math.isfinite(self.temperature)
-        if not number or self.temperature < 0:
+        if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature={self.temperature!r}: must be 0 (greedy) or a positive finite number")
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+        if not isinstance(self.max_tokens, int) or isinstance(self.max_tokens, bool) or self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens!r}: must be an integer of at least 1")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos={self.ignore_eos!r}: must be True or False")
         if self.seed is not None and (not isinstance(self.seed, int) or not 0 <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r}: must be None or an integer from 0 to 2**63 - 1")

@@ -90,8 +90,13 @@ def test_compare_with_transformers() -> None:
     assert "times as fast" in text
 
 
-def test_a_senseless_workload_is_refused() -> None:
-    for arguments in (["--num-seqs", "0"], ["--min-len", "5", "--max-len", "4"], ["--repeats", "0"]):
+def test_a_senseless_command_is_refused_before_the_run() -> None:
+    for arguments in (
+        ["--num-seqs", "0"],
+        ["--min-len", "5", "--max-len", "4"],
+        ["--repeats", "0"],
+        ["--json", "/no/such/folder/file"],
+    ):
         with pytest.raises(SystemExit):
             bench.parse_args(arguments)
 

@@ -63,10 +63,12 @@ def test_a_freed_block_keeps_its_content_until_it_is_handed_out_least_recently_f
     manager.free(old)
     manager.free(new)
     assert manager.num_free == 4
-    other = sequence([20, 21, 22, 23, 24])  # takes the two blocks of `old`
+    other = sequence(list(range(20, 29)))  # takes the two blocks that are not full, then the full one of `old`
     assert manager.allocate(other) == 0
-    assert manager.allocate(sequence([6, 7, 8, 9, 11])) == 4
     assert len(manager.cached_blocks) == 1
+    manager.free(other)
+    assert manager.allocate(sequence([1, 2, 3, 4, 11])) == 0
+    assert manager.allocate(sequence([6, 7, 8, 9, 11])) == 4
 
 
 def test_a_prefix_outlives_what_follows_it() -> None:
@@ -78,6 +80,18 @@ def test_a_prefix_outlives_what_follows_it() -> None:
     again = sequence(list(range(12)))
     assert manager.allocate(again) is None  # needs three blocks, of which two are cached and one is taken
     assert manager.allocate(sequence(list(range(8)))) == 4
+
+
+def test_blocks_without_content_are_handed_out_before_those_with() -> None:
+    manager = BlockManager(4, BLOCK)
+    prefix = sequence([1, 2, 3, 4, 5])
+    fill(manager, prefix)
+    manager.free(prefix)
+    for token in range(10, 20):
+        short = sequence([token])
+        fill(manager, short)
+        manager.free(short)
+    assert manager.allocate(sequence([1, 2, 3, 4, 6])) == 4
 
 
 def test_too_few_free_blocks_change_nothing() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,6 +46,8 @@ class TestPrompts:
             (None, r"prompts\[1\] is None"),
             ([2**70], r"prompts\[1\] is"),
             (["a"], r"prompts\[1\] is \['a'\]"),
+            ({5, 6}, r"prompts\[1\] is {5, 6}"),
+            ("half a pair \udc80", r"prompts\[1\] is .*: the tokenizer does not take it"),
             (b"bytes", r"prompts\[1\] is b'bytes'"),
             ({1: 2}, r"prompts\[1\] is {1: 2}"),
         ],
@@ -59,7 +63,7 @@ class TestPrompts:
     def test_no_prompts_give_no_outputs(self, llm: LLM) -> None:
         assert llm.generate([], greedy(1)) == []
 
-    @pytest.mark.parametrize("prompts", [None, 5])
+    @pytest.mark.parametrize("prompts", [None, 5, {"prompt": "text"}])
     def test_prompts_that_are_no_list(self, llm: LLM, prompts: object) -> None:
         with pytest.raises(ValueError, match=f"prompts={prompts}: must be a list"):
             llm.generate(prompts, greedy(1))
@@ -95,6 +99,9 @@ class TestSamplingParams:
             {"max_tokens": 0},
             {"max_tokens": 1.5},
             {"max_tokens": None},
+            {"max_tokens": True},
+            {"temperature": 10**400},
+            {"ignore_eos": "no"},
             {"seed": -1},
             {"seed": 2**63},
             {"seed": 0.5},
@@ -209,6 +216,13 @@ class TestModel:
         with pytest.raises(ValueError, match=r"cannot read its generation_config\.json"):
             LLM(folder)
 
+    @pytest.mark.parametrize("eos", ["2", 2.0, [[2]], {"a": 1}], ids=repr)
+    def test_an_end_of_sequence_id_that_is_no_integer(self, eos: object, tmp_path: Path) -> None:
+        folder = copy_of(BUNDLED_MODEL, tmp_path / "m")
+        (Path(folder) / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        with pytest.raises(ValueError, match=r"eos_token_id|generation_config"):
+            LLM(folder)
+
     def test_a_dtype_that_we_lack(self, tmp_path: Path) -> None:
         config = Config.create(copy_of(BUNDLED_MODEL, tmp_path / "m", dtype="float64"), device="cpu")
         with pytest.raises(ValueError, match="dtype='auto': the checkpoint's is float64; choose one of float32"):
@@ -219,6 +233,8 @@ class TestModel:
         [
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}},
             {"attention_bias": True},
+            {"quantization_config": {"quant_method": "fp8"}},
+            {"layer_types": ["sliding_attention"] * 4},
             {"hidden_act": "gelu"},
             {"use_sliding_window": True, "sliding_window": 128, "layer_types": None},
         ],
@@ -262,6 +278,19 @@ class TestModel:
         save_file(weights, file)
         with pytest.raises(ValueError, match=message):
             LLM(folder)
+
+
+def test_two_threads_at_once(make_llm: Callable[..., LLM]) -> None:
+    """The second is refused, and the first gets its tokens."""
+    llm, outputs = make_llm(), []
+    first = threading.Thread(target=lambda: outputs.extend(llm.generate([[5]], greedy(200, ignore_eos=True))))
+    first.start()
+    while not llm.engine.scheduler.running:
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match="another thread is generating"):
+        llm.generate([[5]])
+    first.join()
+    assert len(outputs[0]["token_ids"]) == 200
 
 
 def test_generate_after_close(make_llm: Callable[..., LLM]) -> None:

@@ -38,6 +38,15 @@ def test_deletion_frees_the_cache_and_the_weights() -> None:
     assert [ref() for ref in held] == [None, None]
 
 
+def test_a_forked_child_leaves_its_parents_engine_alone(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(device="cpu")
+    pid = os.fork()
+    if pid == 0:
+        llm.close()
+        os._exit(0 if hasattr(llm.engine.runner, "model") else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 def test_two_engines_at_once_do_not_mix(make_llm: Callable[..., LLM], oracle: Oracle) -> None:
     first, second = make_llm(), make_llm(max_num_seqs=2)
     expected = [oracle.greedy([30], 12)]

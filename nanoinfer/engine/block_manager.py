@@ -22,8 +22,8 @@ class Block:
 class BlockManager:
     """Hands blocks to sequences, shares full ones between equal prefixes, and takes them back.
 
-    A block that nobody names any more is free but keeps its content until it is handed out again, least recently
-    freed first, so that a later sequence with the same prefix can have it back.
+    A full block that nobody names any more is free but keeps its content until it is handed out again, least
+    recently freed first, so that a later sequence with the same prefix can have it back.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -80,6 +80,8 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_blocks[block_id] = None
+                if block.hash is None:  # nothing to keep: the next to be handed out
+                    self.free_blocks.move_to_end(block_id, last=False)
         seq.block_table = []
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:

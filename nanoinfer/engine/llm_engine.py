@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -44,11 +45,11 @@ class LLMEngine:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.workers = Workers(config) if config.tensor_parallel_size > 1 else None
-        self._finalizer = weakref.finalize(self, _close, self.workers, None)
+        self._finalizer = weakref.finalize(self, _close, os.getpid(), self.workers, None)
         with self._one_fate():
             self.runner = self._make_runner()
         self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _close, self.workers, self.runner)
+        self._finalizer = weakref.finalize(self, _close, os.getpid(), self.workers, self.runner)
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_blocks, config.kvcache_block_size),
             config.max_num_seqs,
@@ -105,8 +106,8 @@ class LLMEngine:
                 raise
             cause = self.workers.explain(error)
             if alive := self._finalizer.detach():
-                workers, runner = alive[2]
-                _close(workers, runner, failed=True)
+                _, _, (owner, workers, runner), _ = alive
+                _close(owner, workers, runner, failed=True)
             if cause is error:
                 raise
             raise cause from error
@@ -138,8 +139,10 @@ class LLMEngine:
         return not self._finalizer.alive
 
 
-def _close(workers: Workers | None, runner: ModelRunner | None, failed: bool = False) -> None:
+def _close(owner: int, workers: Workers | None, runner: ModelRunner | None, failed: bool = False) -> None:
     """End all ranks; after a failure, without expecting the others to listen."""
+    if owner != os.getpid():
+        return  # a fork of the process that owns them, going its own way
     if workers is not None:
         workers.stop(failed)
     if runner is not None:

@@ -155,6 +155,8 @@ class Qwen3ForCausalLM(nn.Module):
         unsupported = {
             "attention_bias": getattr(config, "attention_bias", False),
             "use_sliding_window": getattr(config, "use_sliding_window", False),
+            "layer_types": [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"],
+            "quantization_config": getattr(config, "quantization_config", None),
             "hidden_act": config.hidden_act != "silu" and config.hidden_act,
             "rope_type": rope.get("rope_type", rope.get("type", "default")) != "default" and rope,
         }

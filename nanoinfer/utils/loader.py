@@ -87,7 +87,7 @@ def _expected(model: nn.Module) -> dict[str, Shard]:
 def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: cannot be read: {error}") from error
 
 
