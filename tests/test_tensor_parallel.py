@@ -206,6 +206,23 @@ class TestChannel:
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_killed_gpu_worker_ends_the_engine_and_another_can_follow(
+    enforce_eager: bool, make_llm: Callable[..., LLM], oracle: Oracle
+) -> None:
+    """The collective that rank 0's GPU is in never ends by itself."""
+    llm = make_llm(tensor_parallel_size=2, enforce_eager=enforce_eager)
+    (process,) = llm.engine.workers.processes
+    threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL)).start()
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 died: it ended with exit code -9"):
+        llm.generate([[30]] * 64, greedy(2000, ignore_eos=True), use_tqdm=False)
+    assert time.monotonic() - begin < 15
+    assert not alive(process.pid)
+    assert token_ids(make_llm(), [[30]], greedy(12)) == [oracle.greedy([30], 12)]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("enforce_eager", [False, True])
 def test_two_gpus_give_the_tokens_of_one(
     enforce_eager: bool,
     make_llm: Callable[..., LLM],
