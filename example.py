@@ -9,7 +9,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 SHAKESPEARE = [
     "ROMEO:\nBut, soft! what light",
     "GLOUCESTER:\nNow is the winter",
-    "First Citizen:\nBefore we proceed any further,",
+    "JULIET:\nO Romeo, Romeo!",
 ]
 QUESTIONS = ["introduce yourself", "list all prime numbers within 100"]
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from nanoinfer import BUNDLED_MODEL, LLM
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
+torch.set_num_threads(2)  # the models are tiny: more threads wait for each other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

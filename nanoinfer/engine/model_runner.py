@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -67,6 +68,8 @@ class ModelRunner:
         self.device = torch.device("cuda", tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.graphs: DecodeGraphs | None = None
+        if config.device == "cpu" and tp.size > 1:  # ranks that fight for cores spin more than they compute
+            torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // tp.size)))
         try:
             with self._current_device():
                 self._load_model()

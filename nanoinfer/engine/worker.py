@@ -16,7 +16,6 @@ from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.synchronize import Semaphore
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from nanoinfer.config import Config
@@ -229,8 +228,6 @@ def run_worker(
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
         receiver = Receiver(segment, semaphores, rank - 1)
-        if config.device == "cpu":
-            torch.set_num_threads(max(1, torch.get_num_threads() // config.tensor_parallel_size))
         store = dist.TCPStore("127.0.0.1", port, config.tensor_parallel_size, is_master=False)
         runner = ModelRunner(config, TensorParallel(rank, config.tensor_parallel_size, store, config.device))
         method = ""
@@ -239,6 +236,7 @@ def run_worker(
             runner.call(method, *args)
         receiver.close()
     except BaseException:
+        traceback.print_exc()  # for the case that rank 0 cannot say it
         errors.send(traceback.format_exc())
         raise SystemExit(1) from None
 
