@@ -52,12 +52,11 @@ def cuda_budget(config: Config, device: torch.device, reserved: int) -> int:
 
 
 def blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
-    """How many blocks the budget, in bytes, is worth: no more than all rows at their longest can use.
+    """How many blocks the budget, in bytes, is worth.
 
     Raises ValueError when not even one sequence of max_model_len fits.
     """
-    blocks_per_seq = -(-config.max_model_len // spec.block_size)
-    needed = blocks_per_seq * spec.block_bytes
+    needed = -(-config.max_model_len // spec.block_size) * spec.block_bytes
     if budget < needed:
         remedy = (
             "raise gpu_memory_utilization, or lower max_model_len or max_num_batched_tokens"
@@ -68,4 +67,4 @@ def blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
             f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of"
             f" max_model_len={config.max_model_len} needs {needed / 2**20:,.0f} MiB: {remedy}"
         )
-    return min(budget // spec.block_bytes, config.max_num_seqs * blocks_per_seq)
+    return budget // spec.block_bytes
