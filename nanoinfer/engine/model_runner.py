@@ -187,8 +187,8 @@ class ModelRunner:
     def close(self, failed: bool = False) -> None:
         """Give back the device memory and leave the group; after another rank's failure, without waiting for it."""
         with self._current_device():
+            self.graphs = None  # first: NCCL does not end a communicator that a graph holds
             self.tp.close(failed)
-            self.graphs = None
             for name in ("model", "sampler", "batch", "kv_cache"):
                 self.__dict__.pop(name, None)
             gc.collect()

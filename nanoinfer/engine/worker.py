@@ -120,6 +120,8 @@ class Workers:
         self.processes: list[Any] = []
         self.errors: list[Connection] = []
         self._reasons: dict[int, str] = {}  # of the ranks found dead
+        self._stopping = False
+        self._watcher: threading.Thread | None = None
         context = mp.get_context("spawn")
         try:
             for rank in range(1, ranks):
@@ -157,6 +159,17 @@ class Workers:
             if not process.is_alive() or self.errors[rank - 1].poll():
                 raise self._error(rank)
 
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Call on_death, on another thread, when a worker dies: rank 0 may be waiting for it inside a collective."""
+
+        def wait_for_death() -> None:
+            wait([*(process.sentinel for process in self.processes), *self.errors])
+            if not self._stopping:
+                on_death()
+
+        self._watcher = threading.Thread(target=wait_for_death, name="nanoinfer-watcher", daemon=True)
+        self._watcher.start()
+
     def explain(self, error: BaseException, patience: float = 5.0) -> BaseException:
         """What lies behind an error of rank 0: a dead worker's own error, if one dies within `patience` seconds."""
         if isinstance(error, (WorkerError, ValueError)) or not isinstance(error, Exception):
@@ -186,6 +199,7 @@ class Workers:
     def stop(self, failed: bool = False) -> None:
         """Tell every worker to end; kill them when they have failed, or do not listen."""
         deadline = time.monotonic() + CLOSE_SECONDS
+        self._stopping = True
 
         def check() -> None:
             self.check()
@@ -209,6 +223,8 @@ class Workers:
             if process.is_alive():
                 process.kill()
                 process.join()
+        if self._watcher is not None:
+            self._watcher.join()
         for pipe in self.errors:
             pipe.close()
         self.sender.close()

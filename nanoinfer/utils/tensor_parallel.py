@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
 TIMEOUT = timedelta(minutes=30)
 POLL_SECONDS = 0.01
@@ -37,6 +39,10 @@ class TensorParallel:
         self._device = device
         self._check = check
         self._group: Any = None  # torch's stubs leave out the collectives
+        self._aborting = threading.Lock()
+        # On CUDA a collective runs on the stream of the kernels around it, and the host does not wait.
+        self._reduce_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
+        self._reduce_options.asyncOp = self._gather_options.asyncOp = device != "cuda"
 
     def connect(self) -> None:
         """Form the group, once every rank has come this far. A rank that failed before is found by `check`."""
@@ -54,7 +60,7 @@ class TensorParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, in place; returns x."""
         if self._group is not None:
-            self._group.allreduce([x]).wait()
+            _finish(self._group.allreduce([x], self._reduce_options))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -62,21 +68,32 @@ class TensorParallel:
         if self._group is None:
             return x.unsqueeze(0)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        self._group._allgather_base(out, x.contiguous()).wait()
+        _finish(self._group._allgather_base(out, x.contiguous(), self._gather_options))
         return out.unflatten(0, (self.size, -1))
 
     def min(self, value: int, device: torch.device) -> int:
         """The smallest of the ranks' values."""
         return int(self.all_gather(torch.tensor([value], device=device)).min())
 
-    def close(self, failed: bool = False) -> None:
-        """Leave the group; if another rank failed, end the collectives that would wait for it."""
-        if self._group is not None:
-            if failed and hasattr(self._group, "abort"):
+    def abort(self) -> None:
+        """End the collectives that wait for a rank which will not come; from any thread."""
+        with self._aborting:
+            if hasattr(self._group, "abort"):
                 self._group.abort()
+
+    def close(self, failed: bool = False) -> None:
+        """Leave the group; if another rank failed, without waiting for it."""
+        if self._group is not None:
+            if failed:
+                self.abort()
             else:
                 self._group.shutdown()
             self._group = None
+
+
+def _finish(work: Any) -> None:
+    if work is not None:  # None: it is on the stream already
+        work.wait()
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int) -> Any:
