@@ -13,9 +13,9 @@ from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend
 from nanoinfer.engine.input_batch import Prompts
 from nanoinfer.engine.message import ChunkMessage
-from nanoinfer.kernels.kv_cache import store_kvcache
-from nanoinfer.kernels.paged_decode import paged_decode_triton
+from nanoinfer.kernels.paged_decode import paged_decode_triton, plan_decode
 from nanoinfer.kernels.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.qkv import norm_rotate_store
 from nanoinfer.kernels.sample import sample_reference, sample_triton
 
 pytestmark = pytest.mark.gpu
@@ -93,10 +93,12 @@ def test_a_cache_of_more_than_two_to_the_31_elements(backend: str) -> None:
     length = 600
     at = torch.arange(length, device="cuda")
     slots = (table[0, at // block_size] * block_size + at % block_size).int()
-    k, v = (torch.randn(length, kv_heads, head_dim, device="cuda").bfloat16() for _ in range(2))
-    q = torch.randn(length, heads, head_dim, device="cuda").bfloat16()
-    store_kvcache(k, v, k_cache, v_cache, slots)
-    assert torch.equal(k_cache.flatten(0, 1)[slots.long()], k)
+    qkv = torch.randn(length, heads + 2 * kv_heads, head_dim, device="cuda").bfloat16()
+    ones = torch.ones(head_dim, dtype=torch.bfloat16, device="cuda")
+    unrotated = torch.tensor([[1.0] * (head_dim // 2) + [0.0] * (head_dim // 2)], device="cuda")
+    q = norm_rotate_store(qkv, ones, ones, 1e-6, unrotated, torch.zeros_like(slots), k_cache, v_cache, slots)
+    k, v = (torch.rms_norm(qkv[:, heads : heads + kv_heads], (head_dim,), eps=1e-6), qkv[:, heads + kv_heads :])
+    torch.testing.assert_close(k_cache.flatten(0, 1)[slots.long()], k)
     assert torch.equal(v_cache.flatten(0, 1)[slots.long()], v)
 
     wide = [x.float().transpose(0, 1)[None] for x in (q, k, v)]
@@ -182,5 +184,6 @@ def test_the_kernels_compile_for_every_head_size() -> None:
             lens = torch.tensor([20], dtype=torch.int32, device="cuda")
             cu = torch.tensor([0, 3], dtype=torch.int32, device="cuda")
             prefilled = paged_prefill_triton(q, k_cache, v_cache, tables, cu, lens, 3, 0.1)
-            decoded = paged_decode_triton(q[-1:], k_cache, v_cache, tables, lens, 0.1)
+            plan = plan_decode(lens, kv_heads=2, block_size=16)
+            decoded = paged_decode_triton(q[-1:], k_cache, v_cache, tables, lens, 0.1, plan)
             torch.testing.assert_close(prefilled[-1:], decoded, rtol=1e-2, atol=1e-2)

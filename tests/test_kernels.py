@@ -8,18 +8,31 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import DEVICE, HAS_CUDA
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanoinfer.kernels.activation import silu_mul_reference, silu_mul_triton
-from nanoinfer.kernels.kv_cache import store_kvcache_reference, store_kvcache_triton
+from nanoinfer.kernels.linear import (
+    FEW_ROWS,
+    few_rows_linear,
+    few_rows_norm_linear,
+    few_rows_silu_mul_linear,
+)
 from nanoinfer.kernels.norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
     rms_norm_reference,
     rms_norm_triton,
 )
-from nanoinfer.kernels.paged_decode import paged_decode_reference, paged_decode_triton
+from nanoinfer.kernels.paged_decode import paged_decode_reference, paged_decode_triton, plan_decode
 from nanoinfer.kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
-from nanoinfer.kernels.rotary import qk_norm_rotary_reference, qk_norm_rotary_triton
+from nanoinfer.kernels.qkv import norm_rotate_store_reference, norm_rotate_store_triton
+from nanoinfer.kernels.rows import (
+    advance_rows_reference,
+    advance_rows_triton,
+    locate_rows_reference,
+    locate_rows_triton,
+)
 from nanoinfer.kernels.sample import gumbel_noise, sample_reference, sample_triton
 
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
@@ -56,31 +69,55 @@ def test_silu_mul(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("q_heads", "k_heads", "head_dim"), [(4, 2, 32), (16, 8, 128), (3, 1, 96), (5, 5, 64)])
-def test_qk_norm_rotary(q_heads: int, k_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    qkv = randn(6, q_heads + 2 * k_heads, head_dim, dtype=dtype)
-    qk = qkv[:, : q_heads + k_heads]  # strided over tokens, as in the model
+@pytest.mark.parametrize("rows", range(1, FEW_ROWS + 1))
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 32), (96, 9), (2500, 10)])
+def test_few_rows_linear(in_features: int, out_features: int, rows: int, dtype: torch.dtype) -> None:
+    weight = randn(out_features, in_features, dtype=dtype)
+    x, residual, gate_up = (randn(rows, size * in_features, dtype=dtype) for size in (1, 1, 2))
+    norm_weight = randn(in_features, dtype=dtype)
+    wide = weight.float()
+    assert_close(few_rows_linear(x, weight), x.float() @ wide.T)
+    assert_close(few_rows_silu_mul_linear(gate_up, weight), silu_mul_reference(gate_up.float()) @ wide.T)
+    out, total = few_rows_norm_linear(x, None, norm_weight, 1e-6, weight)
+    assert_close(out, rms_norm_reference(x.float(), norm_weight.float(), 1e-6) @ wide.T)
+    assert total is x
+    out, total = few_rows_norm_linear(x, residual, norm_weight, 1e-6, weight)
+    normed, expected_total = add_rms_norm_reference(x.float(), residual.float(), norm_weight.float(), 1e-6)
+    assert_close(out, normed @ wide.T)
+    assert_close(total, expected_total)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (16, 8, 128), (3, 1, 96), (5, 5, 64)])
+def test_norm_rotate_store(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    qkv = randn(6, heads + 2 * kv_heads, head_dim, dtype=dtype)
     weights = [randn(head_dim, dtype=dtype) for _ in range(2)]
     angles = randn(40, head_dim // 2)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
     positions = torch.tensor([0, 1, 39, 5, -1, 7], dtype=torch.int32, device=DEVICE)
-    out = qk_norm_rotary_triton(qk, q_heads, *weights, cos_sin, positions, 1e-6)
-    wide = [weight.float() for weight in weights]
-    assert_close(out, qk_norm_rotary_reference(qk.float(), q_heads, *wide, cos_sin, positions, 1e-6))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 32), (8, 128), (3, 96)])
-def test_store_kvcache(kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    qkv = randn(5, 3 * kv_heads, head_dim, dtype=dtype)
-    k, v = qkv[:, kv_heads : 2 * kv_heads], qkv[:, 2 * kv_heads :]
-    slots = torch.tensor([0, 47, -1, 16, 31], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([0, 47, 15, 16, -1, 31], dtype=torch.int32, device=DEVICE)
     caches = [randn(3, 16, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
-    expected = [cache.clone() for cache in caches]
-    store_kvcache_triton(k, v, *caches, slots)
-    store_kvcache_reference(k, v, *expected, slots)
-    for cache, wanted in zip(caches, expected, strict=True):
-        assert torch.equal(cache, wanted)
+    expected_caches = [cache.float() for cache in caches]
+    q = norm_rotate_store_triton(qkv, *weights, 1e-6, cos_sin, positions, *caches, slots)
+    wide = [weight.float() for weight in weights]
+    assert_close(q, norm_rotate_store_reference(qkv.float(), *wide, 1e-6, cos_sin, positions, *expected_caches, slots))
+    assert_close(caches[0], expected_caches[0])
+    assert torch.equal(caches[1].float(), expected_caches[1])  # values are copied; nothing else is written
+
+
+def test_rows_advance() -> None:
+    positions = torch.tensor([5, 0, 31, -1, 16, -1], dtype=torch.int32, device=DEVICE)
+    tables = torch.randint(0, 100, (6, 3), device=DEVICE).int()
+    for out, expected in zip(
+        locate_rows_triton(positions, tables, 16), locate_rows_reference(positions, tables, 16), strict=True
+    ):
+        assert torch.equal(out, expected)
+    sampled = torch.arange(10, 16, device=DEVICE).int()
+    for advance in (advance_rows_triton, advance_rows_reference):
+        tokens, moved = torch.zeros_like(positions), positions.clone()
+        advance(tokens, moved, sampled)
+        assert torch.equal(tokens, sampled)
+        assert moved.tolist() == [6, 1, 32, -1, 17, -1]
 
 
 def paged(
@@ -119,25 +156,39 @@ def test_paged_prefill(shape: tuple[int, int, int, int], dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_splits", [None, 1, 3])
+@pytest.mark.parametrize("workers", [1, 3, 8, None])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_paged_decode(shape: tuple[int, int, int, int], num_splits: int | None, dtype: torch.dtype) -> None:
-    heads, _, head_dim, _ = shape
-    context_lens = [1, 16, 100, 300, 64]
+def test_paged_decode(shape: tuple[int, int, int, int], workers: int | None, dtype: torch.dtype) -> None:
+    """Rows that one worker has, that several share, and that begin or end within a worker's share; one is empty."""
+    heads, kv_heads, head_dim, block_size = shape
+    context_lens = [1, 16, 100, 300, 64, 0]
     k_cache, v_cache, tables = paged(context_lens, *shape, dtype)
     q = randn(len(context_lens), heads, head_dim, dtype=dtype)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
-    out = paged_decode_triton(q, k_cache, v_cache, tables, lens, head_dim**-0.5, num_splits)
+    plan = plan_decode(lens, kv_heads, block_size, workers)
     k, v = (cache.float().nan_to_num() for cache in (k_cache, v_cache))
-    assert_close(out, paged_decode_reference(q.float(), k, v, tables, lens, 300, head_dim**-0.5))
+    expected = paged_decode_reference(q.float(), k, v, tables, lens, 300, head_dim**-0.5)
+    for _ in range(2):  # two layers: the first leaves the plan as it was
+        out = paged_decode_triton(q, k_cache, v_cache, tables, lens, head_dim**-0.5, plan)
+        assert_close(out[:5], expected[:5])
+        assert plan.arrivals.eq(0).all()
 
 
-def test_decode_of_an_empty_row_reads_nothing() -> None:
-    k_cache, v_cache, tables = paged([20, 20], 4, 2, 32, 16, torch.float32)
-    lens = torch.tensor([20, 0], dtype=torch.int32, device=DEVICE)
-    out = paged_decode_triton(randn(2, 4, 32), k_cache, v_cache, tables, lens, 1.0)
-    assert out[0].isfinite().all()
-    assert out[1].eq(0).all()
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=9), st.integers(1, 12))
+def test_a_decode_plan_deals_out_every_tile_once(lens: list[int], workers: int) -> None:
+    context_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    plan = plan_decode(context_lens, kv_heads=2, block_size=16, workers=workers)
+    row_tiles = [-(-length // plan.tile) for length in lens]
+    dealt = []
+    for first_row, last_row, tile, left in plan.shares.tolist():
+        assert left <= plan.share_tiles.item()
+        for row in range(first_row, last_row + 1):
+            took = min(row_tiles[row] - tile, left)
+            dealt += [(row, tile + i) for i in range(took)]
+            tile, left = 0, left - took
+        assert left == 0
+    assert dealt == [(row, tile) for row, tiles in enumerate(row_tiles) for tile in range(tiles)]
 
 
 @pytest.mark.parametrize("vocabulary", [100, 4096, 10000])

@@ -12,11 +12,10 @@ from nanoinfer.utils.context import Context
 
 
 class AttentionBackend(Protocol):
-    """What layers/attention.py asks of a backend. Shapes are those of kernels/paged_prefill and paged_decode."""
+    """What layers/attention.py asks of a backend, once the new keys and values are in the cache.
 
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write the tokens' keys and values to their slots."""
-        ...
+    Shapes are those of kernels/paged_prefill and paged_decode.
+    """
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """Attend from packed queries, causally, over each sequence's context."""

@@ -5,16 +5,11 @@ from __future__ import annotations
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from nanoinfer.kernels.kv_cache import store_kvcache
 from nanoinfer.utils.context import Context
 
 
 class FlashAttnBackend:
     """See AttentionBackend."""
-
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write the tokens' keys and values to their slots."""
-        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """Attend from packed queries."""

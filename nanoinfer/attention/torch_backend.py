@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanoinfer.kernels.kv_cache import store_kvcache
 from nanoinfer.kernels.paged_decode import paged_decode_reference
 from nanoinfer.kernels.paged_prefill import paged_prefill_reference
 from nanoinfer.utils.context import Context
@@ -12,10 +11,6 @@ from nanoinfer.utils.context import Context
 
 class TorchBackend:
     """See AttentionBackend."""
-
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write the tokens' keys and values to their slots."""
-        store_kvcache(k, v, k_cache, v_cache, slot_mapping)
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """Attend from packed queries, one sequence after another."""

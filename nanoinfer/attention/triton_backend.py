@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanoinfer.kernels.kv_cache import store_kvcache_triton
-from nanoinfer.kernels.paged_decode import paged_decode_triton
+from nanoinfer.kernels.paged_decode import paged_decode_triton, plan_decode
 from nanoinfer.kernels.paged_prefill import paged_prefill_triton
 from nanoinfer.utils.context import Context
 
 
 class TritonBackend:
     """See AttentionBackend."""
-
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write the tokens' keys and values to their slots."""
-        store_kvcache_triton(k, v, k_cache, v_cache, slot_mapping)
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """Attend from packed queries."""
@@ -34,4 +29,7 @@ class TritonBackend:
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """Attend from one query a sequence."""
-        return paged_decode_triton(q, k_cache, v_cache, context.block_tables, context.context_lens, scale)
+        if context.decode_plan is None:
+            context.decode_plan = plan_decode(context.context_lens, *k_cache.shape[2:0:-1])
+        plan = context.decode_plan
+        return paged_decode_triton(q, k_cache, v_cache, context.block_tables, context.context_lens, scale, plan)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.engine.message import ChunkMessage, DecodeMessage, PrefillMessage
+from nanoinfer.kernels.rows import advance_rows, locate_rows
 from nanoinfer.utils.context import Context, PackedQueries
 
 
@@ -58,16 +59,13 @@ class InputBatch:
         """The context of a decode step over the first rows, computed from the rows on the device."""
         positions = self.positions[:num_rows]
         block_tables = self.block_tables[:num_rows]
-        at = positions.clamp(min=0)
-        block = block_tables.gather(1, (at // self.block_size).long().unsqueeze(1)).squeeze(1)
-        slots = (block * self.block_size + at % self.block_size).where(positions >= 0, -1)
-        return Context(kv_cache, positions, slots, block_tables, positions + 1, max_context_len)
+        slots, context_lens = locate_rows(positions, block_tables, self.block_size)
+        return Context(kv_cache, positions, slots, block_tables, context_lens, max_context_len)
 
     def advance(self, token_ids: Tensor) -> None:
         """Give the first rows their sampled tokens; empty rows stay empty."""
         rows = slice(0, len(token_ids))
-        self.last_tokens[rows] = token_ids
-        self.positions[rows] += self.positions[rows] >= 0
+        advance_rows(self.last_tokens[rows], self.positions[rows], token_ids)
 
     def _upload(self, values: array[int], width: int) -> Tensor:
         return upload(values, self.device).view(-1, width)

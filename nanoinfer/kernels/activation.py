@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+
 BLOCK = 1024
 
 
@@ -25,12 +27,13 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     """silu_mul as one launch."""
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)
-    _silu_mul_kernel[(tokens, triton.cdiv(size, BLOCK))](gate_up, out, size, BLOCK=BLOCK)
+    _silu_mul_kernel[(tokens, triton.cdiv(size, BLOCK))](gate_up, out, size, BLOCK=BLOCK, **early_launch(gate_up))
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_predecessor(EARLY)
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size

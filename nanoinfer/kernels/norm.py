@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019).
@@ -55,22 +57,42 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
     block = triton.next_power_of_2(size)
     warps = min(max(block // 256, 1), 16)
     _rms_norm_kernel[(tokens,)](
-        x, residual, weight, out, total, size, eps, ADD=residual is not None, BLOCK=block, num_warps=warps
+        x,
+        residual,
+        weight,
+        out,
+        total,
+        size,
+        eps,
+        ADD=residual is not None,
+        BLOCK=block,
+        num_warps=warps,
+        **early_launch(x),
     )
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    size,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * size
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
+    wait_for_predecessor(EARLY)
     x = tl.load(x_ptr + row + offsets, mask=mask, other=0.0)
     if ADD:
         x += tl.load(residual_ptr + row + offsets, mask=mask, other=0.0)
         tl.store(total_ptr + row + offsets, x, mask=mask)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
     tl.store(out_ptr + row + offsets, (wide * scale).to(x.dtype) * weight, mask=mask)

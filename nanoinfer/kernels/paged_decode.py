@@ -1,8 +1,10 @@
-"""Attention of one new token a sequence over the paged cache, split along the context when rows are few."""
+"""Attention of one new token a sequence over the paged cache, the keys dealt out evenly to the device's programs."""
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 from nanoinfer.kernels.paged_prefill import LOG2_E
 
-MIN_KEYS_PER_SPLIT = 128
-MAX_SPLITS = 64
+TILE = 128  # keys
+PROGRAMS_PER_SM = 2
+PROGRAMS_WHEN_INTERPRETED = 12
 
 
 def paged_decode_reference(
@@ -51,6 +55,106 @@ def paged_decode_reference(
     return attended.reshape(rows, heads, head_dim)
 
 
+@dataclass(slots=True)
+class DecodePlan:
+    """Who reads what in a decode step, the same for every layer and KV head.
+
+    The rows' contexts, cut into tiles and laid end to end, are dealt to the workers in equal shares, so that all of
+    them end together whatever the lengths. A row whose tiles went to several workers is put together by the last of
+    them to finish (the "stream-K" way of Osama et al., 2023).
+
+    shares: [workers, 4] int32: first row, last row, first tile in the first row, number of tiles
+    share_tiles: [1] int32, tiles of a full share
+    arrivals: [rows * kv_heads] int32, how many workers of a split row have finished; zero between layers
+    """
+
+    shares: Tensor
+    share_tiles: Tensor
+    arrivals: Tensor
+    tile: int
+
+
+def plan_decode(context_lens: Tensor, kv_heads: int, block_size: int, workers: int | None = None) -> DecodePlan:
+    """Deal out the contexts of a decode step, as one launch.
+
+    context_lens: [rows] int32
+    workers: programs for each KV head; None chooses enough to fill the device
+    """
+    rows, device = len(context_lens), context_lens.device
+    if workers is None:
+        workers = max(1, _programs(device) // kv_heads)
+    plan = DecodePlan(
+        torch.empty((workers, 4), dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty(rows * kv_heads, dtype=torch.int32, device=device),
+        math.gcd(block_size, TILE),  # a tile of keys lies in one block
+    )
+    block_w = 8
+    programs = triton.cdiv(workers, block_w)
+    _plan_kernel[(programs,)](
+        context_lens,
+        plan.shares,
+        plan.share_tiles,
+        plan.arrivals,
+        rows,
+        workers,
+        plan.arrivals.numel(),
+        TILE=plan.tile,
+        BLOCK_R=triton.next_power_of_2(rows),
+        BLOCK_W=block_w,
+        BLOCK_A=triton.next_power_of_2(triton.cdiv(plan.arrivals.numel(), programs)),
+        **early_launch(context_lens),
+    )
+    return plan
+
+
+@functools.cache
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return PROGRAMS_WHEN_INTERPRETED
+    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def _plan_kernel(
+    context_lens_ptr,
+    shares_ptr,
+    share_tiles_ptr,
+    arrivals_ptr,
+    rows,
+    workers,
+    num_arrivals,
+    TILE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_predecessor(EARLY)
+    r = tl.arange(0, BLOCK_R)
+    tiles = tl.cdiv(tl.load(context_lens_ptr + r, mask=r < rows, other=0), TILE)
+    ends = tl.cumsum(tiles, axis=0)
+    total = tl.sum(tiles, axis=0)
+    share = tl.maximum(tl.cdiv(total, workers), 1)
+
+    w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    first = tl.minimum(w * share, total)
+    last = tl.minimum(first + share, total) - 1  # below first where nothing is left
+    before_first = (ends[None, :] <= first[:, None]) & (r < rows)[None, :]
+    before_last = (ends[None, :] <= last[:, None]) & (r < rows)[None, :]
+    first_row = tl.sum(before_first.to(tl.int32), axis=1)
+    last_row = tl.where(last < first, first_row - 1, tl.sum(before_last.to(tl.int32), axis=1))
+    first_tile = first - tl.sum(tl.where(before_first, tiles[None, :], 0), axis=1)
+    mask = w < workers
+    tl.store(shares_ptr + w * 4, first_row, mask=mask)
+    tl.store(shares_ptr + w * 4 + 1, last_row, mask=mask)
+    tl.store(shares_ptr + w * 4 + 2, first_tile, mask=mask)
+    tl.store(shares_ptr + w * 4 + 3, last + 1 - first, mask=mask)
+    tl.store(share_tiles_ptr, share)
+    a = tl.program_id(0) * BLOCK_A + tl.arange(0, BLOCK_A)
+    tl.store(arrivals_ptr + a, 0, mask=a < num_arrivals)
+
+
 def paged_decode_triton(
     q: Tensor,
     k_cache: Tensor,
@@ -58,31 +162,28 @@ def paged_decode_triton(
     block_tables: Tensor,
     context_lens: Tensor,
     scale: float,
-    num_splits: int | None = None,
+    plan: DecodePlan,
 ) -> Tensor:
-    """paged_decode_reference as one launch, or two when the context is split.
-
-    num_splits: how many programs share a row's context; None chooses enough to fill the device.
-    """
+    """paged_decode_reference as one launch; plan: plan_decode of the same context_lens."""
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
-    if num_splits is None:
-        num_splits = _choose_splits(rows * kv_heads, block_tables.shape[1] * block_size, q.device)
+    group, workers = heads // kv_heads, plan.shares.shape[0]
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
-    partial, lse = out, out  # one split writes the result itself, and no statistics
-    if num_splits > 1:
-        partial = torch.empty((rows, heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((rows, heads, num_splits), dtype=torch.float32, device=q.device)
-    group = heads // kv_heads
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    _paged_decode_kernel[(rows, kv_heads, num_splits)](
+    # What a worker has of a row that it shares with others: of its first row, and of its last.
+    partial = torch.empty((kv_heads, workers, 2, group, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((kv_heads, workers, 2, group), dtype=torch.float32, device=q.device)
+    _paged_decode_kernel[(workers, kv_heads)](
         q,
         k_cache,
         v_cache,
         block_tables,
         context_lens,
+        plan.shares,
+        plan.share_tiles,
+        plan.arrivals,
         partial,
         lse,
+        out,
         scale * LOG2_E,
         q.stride(0),
         block_tables.stride(0),
@@ -90,36 +191,14 @@ def paged_decode_triton(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        SPLITS=num_splits,
+        TILE=plan.tile,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=math.gcd(block_size, 128 if num_splits < 16 else 64),
-        BLOCK_D=block_d,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         num_warps=4,
         num_stages=2,
+        **early_launch(q),
     )
-    if num_splits > 1:
-        _combine_splits_kernel[(rows, heads)](
-            partial,
-            lse,
-            out,
-            SPLITS=num_splits,
-            HEAD_DIM=head_dim,
-            BLOCK_S=triton.next_power_of_2(num_splits),
-            BLOCK_D=block_d,
-        )
     return out
-
-
-def _choose_splits(programs: int, max_context_len: int, device: torch.device) -> int:
-    """A power of two: each number of splits is a kernel to compile.
-
-    Eight programs a multiprocessor were fastest on an H200 for rows of mixed lengths: the longest one ends last.
-    """
-    if device.type != "cuda":
-        return 1
-    wanted = 8 * torch.cuda.get_device_properties(device).multi_processor_count // programs
-    most = max(1, min(wanted, max_context_len // MIN_KEYS_PER_SPLIT, MAX_SPLITS))
-    return 1 << (most.bit_length() - 1)
 
 
 @triton.jit
@@ -129,8 +208,12 @@ def _paged_decode_kernel(
     v_cache_ptr,
     block_tables_ptr,
     context_lens_ptr,
-    out_ptr,
+    shares_ptr,
+    share_tiles_ptr,
+    arrivals_ptr,
+    partial_ptr,
     lse_ptr,
+    out_ptr,
     scale_log2,
     q_stride,
     table_stride,
@@ -138,70 +221,104 @@ def _paged_decode_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    context_len = tl.load(context_lens_ptr + row)
-    tiles = tl.cdiv(tl.cdiv(context_len, BLOCK_N), SPLITS)
-    begin = split * tiles * BLOCK_N
-    end = tl.minimum(begin + tiles * BLOCK_N, context_len)
+    wait_for_predecessor(EARLY)
+    worker, kv_head = tl.program_id(0), tl.program_id(1)
+    first_row = tl.load(shares_ptr + worker * 4)
+    last_row = tl.load(shares_ptr + worker * 4 + 1)
+    tile = tl.load(shares_ptr + worker * 4 + 2)
+    num_tiles = tl.load(shares_ptr + worker * 4 + 3)
+    share = tl.load(share_tiles_ptr)
 
     # One program serves all query heads of a KV head: each key is read once.
     g = tl.arange(0, BLOCK_G)
-    n = tl.arange(0, BLOCK_N)
+    n = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + g
     q_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
 
-    top = tl.full([BLOCK_G], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        # BLOCK_N divides BLOCK_SIZE: a tile of keys lies in one block.
-        block = tl.load(block_tables_ptr + row * table_stride + start // BLOCK_SIZE).to(tl.int64)
-        key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
-        offsets = key[:, None] + kv_head * HEAD_DIM + d[None, :]
-        kv_mask = (start + n < end)[:, None] & (d < HEAD_DIM)[None, :]
-        k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
-        v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where((start + n < end)[None, :], scores, -1e30)
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_top[:, None])
-        rescale = tl.exp2(top - new_top)
-        total = total * rescale + tl.sum(weights, axis=1)
-        acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        top = new_top
+    left = num_tiles
+    for row in range(first_row, last_row + 1):
+        context_len = tl.load(context_lens_ptr + row)
+        row_tiles = tl.cdiv(context_len, TILE)
+        end_tile = tl.minimum(row_tiles, tile + left)
+        q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
+        table = block_tables_ptr + row * table_stride
 
-    slot = (row * (KV_HEADS * GROUP) + head) * SPLITS + split
-    acc = acc / tl.maximum(total, 1e-30)[:, None]
-    target = out_ptr + slot[:, None] * HEAD_DIM + d[None, :]
-    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
-    if SPLITS > 1:
-        lse = tl.where(total > 0, top + tl.log2(tl.maximum(total, 1e-30)), -1e30)
-        tl.store(lse_ptr + slot, lse, mask=g < GROUP)
+        top = tl.full([BLOCK_G], -1e30, tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        for start in range(tile * TILE, end_tile * TILE, TILE):
+            block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+            key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
+            offsets = key[:, None] + kv_head * HEAD_DIM + d[None, :]
+            kv_mask = (start + n < context_len)[:, None] & (d < HEAD_DIM)[None, :]
+            k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
+            v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            scores = tl.where((start + n < context_len)[None, :], scores, -1e30)
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - new_top[:, None])
+            rescale = tl.exp2(top - new_top)
+            total = total * rescale + tl.sum(weights, axis=1)
+            acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            top = new_top
+        acc = acc / tl.maximum(total, 1e-30)[:, None]
+
+        if (tile == 0) & (end_tile == row_tiles):
+            target = out_ptr + row * (KV_HEADS * GROUP * HEAD_DIM) + head[:, None] * HEAD_DIM + d[None, :]
+            tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+        else:
+            # The worker's first row is its piece 0 if another has the row's beginning, else piece 1.
+            piece = (kv_head * tl.num_programs(0) + worker) * 2 + (tile == 0)
+            part = partial_ptr + piece * (GROUP * HEAD_DIM) + g[:, None] * HEAD_DIM + d[None, :]
+            tl.store(part, acc, mask=q_mask)
+            tl.store(lse_ptr + piece * GROUP + g, top + tl.log2(tl.maximum(total, 1e-30)), mask=g < GROUP)
+            row_begin = worker * share + (num_tiles - left) - tile
+            first_worker = row_begin // share
+            pieces = (row_begin + row_tiles - 1) // share - first_worker + 1
+            tl.debug_barrier()  # every thread's stores come before the arrival that announces them
+            arrival = arrivals_ptr + row * KV_HEADS + kv_head
+            if tl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
+                tl.store(arrival, 0)
+                _combine_pieces(
+                    partial_ptr,
+                    lse_ptr,
+                    out_ptr + (row * KV_HEADS + kv_head) * (GROUP * HEAD_DIM),
+                    kv_head * tl.num_programs(0) + first_worker,
+                    pieces,
+                    GROUP,
+                    HEAD_DIM,
+                )
+        left -= end_tile - tile
+        tile = 0
 
 
 @triton.jit
-def _combine_splits_kernel(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    head = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+def _combine_pieces(partial_ptr, lse_ptr, out_ptr, first_worker, pieces, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Weigh a row's pieces by their sums of exponents: piece 1 of the first worker, piece 0 of those after it."""
+    SIZE: tl.constexpr = GROUP * HEAD_DIM
+    BLOCK_S: tl.constexpr = triton.next_power_of_2(SIZE)
+    BLOCK_P: tl.constexpr = max(4096 // BLOCK_S, 1)
     s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
-    lse = tl.load(lse_ptr + head * SPLITS + s, mask=s < SPLITS, other=-1e30)
-    weights = tl.exp2(lse - tl.max(lse, axis=0))
-    mask = (s < SPLITS)[:, None] & (d < HEAD_DIM)[None, :]
-    partial = tl.load(partial_ptr + (head * SPLITS + s)[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-    out = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    tl.store(out_ptr + head * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+    p = tl.arange(0, BLOCK_P)
+    top = tl.full([BLOCK_S], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_S], tl.float32)
+    acc = tl.zeros([BLOCK_S], tl.float32)
+    for start in range(0, pieces, BLOCK_P):
+        i = start + p
+        piece = ((first_worker + i) * 2 + (i == 0).to(tl.int32))[:, None]
+        mask = (i < pieces)[:, None] & (s < SIZE)[None, :]
+        # Past the L1 cache, which may hold what an earlier layer left there.
+        lse = tl.load(lse_ptr + piece * GROUP + s[None, :] // HEAD_DIM, mask=mask, other=-1e30, cache_modifier=".cg")
+        part = tl.load(partial_ptr + piece * SIZE + s[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(lse, axis=0))
+        rescale, weights = tl.exp2(top - new_top), tl.exp2(lse - new_top[None, :])
+        total = total * rescale + tl.sum(weights, axis=0)
+        acc = acc * rescale + tl.sum(part * weights, axis=0)
+        top = new_top
+    tl.store(out_ptr + s, (acc / total).to(out_ptr.dtype.element_ty), mask=s < SIZE)

@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+
 BLOCK = 4096
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def sample(
@@ -35,7 +38,7 @@ def sample_reference(
     if len(drawn):
         ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
         noise = gumbel_noise(seeds[drawn, None], positions[drawn, None], ids)
-        scores = scores.index_copy(0, drawn, scores[drawn] / temperatures[drawn, None] + noise)
+        scores = scores.index_copy(0, drawn, scores[drawn] * (1 / temperatures[drawn, None]) + noise)
     best, index = scores.max(dim=1)
     return best, (index + first_id).int()
 
@@ -48,7 +51,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """
     low, high = seeds & 0xFFFFFFFF, seeds >> 32
     key = _mix(_mix(_mix(low) ^ high) + positions.long() & 0xFFFFFFFF)
-    bits = _mix(_mix(token_ids + key & 0xFFFFFFFF) ^ _mix(key ^ 0x9E3779B9))
+    factor = _mix(key ^ 0x9E3779B9) | 1
+    bits = _mix(token_ids * factor + key & 0xFFFFFFFF)
     u = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     # log(1 - u) rounds a small u away: there, its series.
     exponential = torch.where(u < 1 / 128, u * (1 + u * (1 / 2 + u / 3)), -torch.log(1 - u))
@@ -71,11 +75,23 @@ def sample_triton(
     best = torch.empty((rows, slices), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, slices), dtype=torch.int32, device=logits.device)
     _sample_slice_kernel[(rows, slices)](
-        logits, temperatures, seeds, positions, best, ids, vocabulary, logits.stride(0), first_id, BLOCK=BLOCK
+        logits,
+        temperatures,
+        seeds,
+        positions,
+        best,
+        ids,
+        vocabulary,
+        logits.stride(0),
+        first_id,
+        BLOCK=BLOCK,
+        **early_launch(logits),
     )
     row_best = torch.empty(rows, dtype=torch.float32, device=logits.device)
     row_ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    _best_slice_kernel[(rows,)](best, ids, row_best, row_ids, slices, BLOCK=triton.next_power_of_2(slices))
+    _best_slice_kernel[(rows,)](
+        best, ids, row_best, row_ids, slices, BLOCK=triton.next_power_of_2(slices), **early_launch(logits)
+    )
     return row_best, row_ids
 
 
@@ -90,10 +106,12 @@ def _mix_triton(x):
 def _gumbel_noise_triton(seed, position, token_ids):
     low, high = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
     key = _mix_triton(_mix_triton(_mix_triton(low) ^ high) + position.to(tl.uint32))
-    bits = _mix_triton(_mix_triton(token_ids.to(tl.uint32) + key) ^ _mix_triton(key ^ 0x9E3779B9))
+    factor = _mix_triton(key ^ 0x9E3779B9) | 1
+    bits = _mix_triton(token_ids.to(tl.uint32) * factor + key)
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # 2^-32, 1 - 2^-24
-    exponential = tl.where(u < 0.0078125, u * (1 + u * (0.5 + u / 3)), -tl.log(1 - u))
-    return -tl.log(exponential)
+    # The device has an instruction for log2, and a function for log.
+    exponential = tl.where(u < 0.0078125, u * (1 + u * (0.5 + u * 0.33333334)), -LN_2 * tl.log2(1 - u))
+    return -LN_2 * tl.log2(exponential)
 
 
 @triton.jit
@@ -108,7 +126,9 @@ def _sample_slice_kernel(
     row_stride,
     first_id,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_predecessor(EARLY)
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     mask = column < vocabulary
@@ -118,15 +138,17 @@ def _sample_slice_kernel(
     temperature = tl.load(temperatures_ptr + row)
     if temperature > 0:
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-        noise = _gumbel_noise_triton(seed, position, first_id + column)
-        scores = tl.where(mask, scores / temperature + noise, float("-inf"))
-    best, index = tl.max(scores, axis=0, return_indices=True)
+        scores = scores * (1 / temperature) + _gumbel_noise_triton(seed, position, first_id + column)
+    best = tl.max(scores, axis=0)
+    # Two plain reductions cost less than one over pairs.
+    index = tl.min(tl.where(scores == best, column, vocabulary - 1), axis=0)
     tl.store(best_ptr + row * parts + part, best)
-    tl.store(ids_ptr + row * parts + part, first_id + part * BLOCK + index)
+    tl.store(ids_ptr + row * parts + part, first_id + index)
 
 
 @triton.jit
-def _best_slice_kernel(best_ptr, ids_ptr, row_best_ptr, row_ids_ptr, slices, BLOCK: tl.constexpr):
+def _best_slice_kernel(best_ptr, ids_ptr, row_best_ptr, row_ids_ptr, slices, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_predecessor(EARLY)
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     best = tl.load(best_ptr + row * slices + i, mask=i < slices, other=float("-inf"))

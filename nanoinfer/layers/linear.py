@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear import linear, norm_linear, silu_mul_linear
+from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.utils.loader import Shard
 from nanoinfer.utils.tensor_parallel import TensorParallel
 
 
 class ColumnParallelLinear(nn.Module):
-    """Several projections of one input as one matrix product; each rank holds a share of every one's outputs.
+    """Several projections of one normed input as one matrix product; each rank holds a share of every one's outputs.
 
-    outputs: the projections' names in the checkpoint and their sizes over all ranks; [tokens, in_features] becomes
-    [tokens, this rank's share of the first, of the second, ...].
+    outputs: the projections' names in the checkpoint and their sizes over all ranks
     """
 
     def __init__(self, in_features: int, outputs: dict[str, int], tp: TensorParallel) -> None:
@@ -27,9 +27,12 @@ class ColumnParallelLinear(nn.Module):
         assert [size * tp.size for size in self.sizes] == list(outputs.values())
         self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, in_features] to [tokens, sum of this rank's shares]."""
-        return F.linear(x, self.weight)
+    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Project norm(x + residual), both [tokens, in_features].
+
+        Returns [tokens, this rank's share of the first projection, of the second, ...], and x + residual.
+        """
+        return norm_linear(x, residual, norm.weight, norm.eps, self.weight)
 
     def shards(self) -> Iterator[Shard]:
         """Each projection's rows of the merged weight."""
@@ -52,7 +55,11 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, this rank's share of in_features] to [tokens, out_features], equal on every rank."""
-        return self.tp.all_reduce(F.linear(x, self.weight))
+        return self.tp.all_reduce(linear(x, self.weight))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """The same of silu(gate) * up; [tokens, gate and up of this rank's share of in_features]."""
+        return self.tp.all_reduce(silu_mul_linear(gate_up, self.weight))
 
     def shards(self) -> Iterator[Shard]:
         """This rank's columns."""

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.kernels.activation import silu_mul
 from nanoinfer.layers.attention import Attention
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -31,8 +30,6 @@ class Qwen3Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.num_heads = config.num_attention_heads // tp.size
-        self.num_kv_heads = config.num_key_value_heads // tp.size
         q_size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim
         self.qkv_proj = ColumnParallelLinear(
@@ -40,17 +37,14 @@ class Qwen3Attention(nn.Module):
         )
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.rotary = rotary
-        self.attention = Attention(layer, self.head_dim, backend)
+        self.attention = Attention(layer, rotary, backend)
         self.o_proj = RowParallelLinear(q_size, config.hidden_size, tp)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """[tokens, hidden_size] to [tokens, hidden_size]."""
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        qk, v = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        qk = self.rotary(qk, self.num_heads, self.q_norm, self.k_norm, context.positions)
-        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
-        return self.o_proj(self.attention(q, k, v, context).flatten(1))
+    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, context: Context) -> tuple[Tensor, Tensor]:
+        """Returns the attention over norm(x + residual), and x + residual; all [tokens, hidden_size]."""
+        qkv, residual = self.qkv_proj(x, residual, norm)
+        heads = self.attention(qkv.unflatten(-1, (-1, self.head_dim)), self.q_norm, self.k_norm, context)
+        return self.o_proj(heads.flatten(1)), residual
 
 
 class Qwen3MLP(nn.Module):
@@ -62,13 +56,14 @@ class Qwen3MLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, tp)
         self.down_proj = RowParallelLinear(size, config.hidden_size, tp)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, hidden_size] to [tokens, hidden_size]."""
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Returns the MLP of norm(x + residual), and x + residual; all [tokens, hidden_size]."""
+        gate_up, residual = self.gate_up_proj(x, residual, norm)
+        return self.down_proj.silu_mul(gate_up), residual
 
 
 class Qwen3DecoderLayer(nn.Module):
-    """One block. The residual stream is carried beside the branch, so that each norm adds and norms in one pass."""
+    """One block. The residual stream is carried beside the branch: what norms their sum adds them too, in one pass."""
 
     def __init__(
         self,
@@ -86,10 +81,8 @@ class Qwen3DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         """x is the last block's branch, not yet added to residual; both [tokens, hidden_size]."""
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, context)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.self_attn(x, residual, self.input_layernorm, context)
+        return self.mlp(x, residual, self.post_attention_layernorm)
 
 
 class Qwen3Model(nn.Module):

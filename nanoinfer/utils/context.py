@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -28,3 +29,4 @@ class Context:
     context_lens: Tensor  # [seqs] int32
     max_context_len: int  # no context is longer
     prefill: PackedQueries | None = None  # None: a decode step
+    decode_plan: Any = None  # the attention backend's own, if it wants one: made at the first layer, for all

@@ -1,0 +1,97 @@
+"""The rows of the running batch, advanced on the device."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+
+
+def locate_rows(positions: Tensor, block_tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Where each row's next token goes, and how much context it sees.
+
+    positions: [rows] int32, -1 in an empty row; block_tables: [rows, max blocks] int32
+    Returns slots ([rows] int32, block * block_size + offset, -1 for an empty row) and context lengths ([rows] int32).
+    """
+    function = locate_rows_triton if positions.is_cuda else locate_rows_reference
+    return function(positions, block_tables, block_size)
+
+
+def locate_rows_reference(positions: Tensor, block_tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """locate_rows in torch."""
+    at = positions.clamp(min=0)
+    block = block_tables.gather(1, (at // block_size).long().unsqueeze(1)).squeeze(1)
+    return (block * block_size + at % block_size).where(positions >= 0, -1), positions + 1
+
+
+def locate_rows_triton(positions: Tensor, block_tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """locate_rows as one launch."""
+    slots, context_lens = torch.empty_like(positions), torch.empty_like(positions)
+    rows, block = len(positions), triton.next_power_of_2(min(len(positions), 256))
+    _locate_rows_kernel[(triton.cdiv(rows, block),)](
+        positions,
+        block_tables,
+        slots,
+        context_lens,
+        rows,
+        block_tables.stride(0),
+        BLOCK_SIZE=block_size,
+        BLOCK=block,
+        **early_launch(positions),
+    )
+    return slots, context_lens
+
+
+@triton.jit
+def _locate_rows_kernel(
+    positions_ptr,
+    block_tables_ptr,
+    slots_ptr,
+    context_lens_ptr,
+    rows,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_predecessor(EARLY)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions_ptr + row, mask=row < rows, other=-1)
+    filled = position >= 0
+    block = tl.load(block_tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=filled, other=0)
+    slot = tl.where(filled, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(slots_ptr + row, slot, mask=row < rows)
+    tl.store(context_lens_ptr + row, position + 1, mask=row < rows)
+
+
+def advance_rows(last_tokens: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+    """Give each row its sampled token and move it one position on; empty rows stay empty. All [rows] int32."""
+    function = advance_rows_triton if positions.is_cuda else advance_rows_reference
+    function(last_tokens, positions, token_ids)
+
+
+def advance_rows_reference(last_tokens: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+    """advance_rows in torch."""
+    last_tokens.copy_(token_ids)
+    positions += positions >= 0
+
+
+def advance_rows_triton(last_tokens: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+    """advance_rows as one launch."""
+    rows, block = len(positions), triton.next_power_of_2(min(len(positions), 256))
+    _advance_rows_kernel[(triton.cdiv(rows, block),)](
+        last_tokens, positions, token_ids, rows, BLOCK=block, **early_launch(positions)
+    )
+
+
+@triton.jit
+def _advance_rows_kernel(last_tokens_ptr, positions_ptr, token_ids_ptr, rows, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_predecessor(EARLY)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < rows
+    tl.store(last_tokens_ptr + row, tl.load(token_ids_ptr + row, mask=mask), mask=mask)
+    position = tl.load(positions_ptr + row, mask=mask)
+    tl.store(positions_ptr + row, tl.where(position >= 0, position + 1, position), mask=mask)
