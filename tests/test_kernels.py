@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from nanoinfer.kernels.activation import silu_mul_reference, silu_mul_triton
 from nanoinfer.kernels.linear import (
-    FEW_ROWS,
-    few_rows_linear,
-    few_rows_norm_linear,
-    few_rows_silu_mul_linear,
+    one_row_linear,
+    one_row_norm_linear,
+    one_row_silu_mul_linear,
 )
 from nanoinfer.kernels.norm import (
     add_rms_norm_reference,
@@ -69,19 +68,18 @@ def test_silu_mul(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", range(1, FEW_ROWS + 1))
 @pytest.mark.parametrize(("in_features", "out_features"), [(64, 32), (96, 9), (2500, 10)])
-def test_few_rows_linear(in_features: int, out_features: int, rows: int, dtype: torch.dtype) -> None:
+def test_one_row_linear(in_features: int, out_features: int, dtype: torch.dtype) -> None:
     weight = randn(out_features, in_features, dtype=dtype)
-    x, residual, gate_up = (randn(rows, size * in_features, dtype=dtype) for size in (1, 1, 2))
+    x, residual, gate_up = (randn(1, size * in_features, dtype=dtype) for size in (1, 1, 2))
     norm_weight = randn(in_features, dtype=dtype)
     wide = weight.float()
-    assert_close(few_rows_linear(x, weight), x.float() @ wide.T)
-    assert_close(few_rows_silu_mul_linear(gate_up, weight), silu_mul_reference(gate_up.float()) @ wide.T)
-    out, total = few_rows_norm_linear(x, None, norm_weight, 1e-6, weight)
+    assert_close(one_row_linear(x, weight), x.float() @ wide.T)
+    assert_close(one_row_silu_mul_linear(gate_up, weight), silu_mul_reference(gate_up.float()) @ wide.T)
+    out, total = one_row_norm_linear(x, None, norm_weight, 1e-6, weight)
     assert_close(out, rms_norm_reference(x.float(), norm_weight.float(), 1e-6) @ wide.T)
     assert total is x
-    out, total = few_rows_norm_linear(x, residual, norm_weight, 1e-6, weight)
+    out, total = one_row_norm_linear(x, residual, norm_weight, 1e-6, weight)
     normed, expected_total = add_rms_norm_reference(x.float(), residual.float(), norm_weight.float(), 1e-6)
     assert_close(out, normed @ wide.T)
     assert_close(total, expected_total)

@@ -1,11 +1,12 @@
-"""Matrix products with what makes their input: at few rows one launch, bound by the reading of the weight.
+"""Matrix products with what makes their input: for a single row one launch, as fast as the weight can be read.
 
-With few rows a product's time is that of reading its weight, and a launch of its own for the norm or the activation
-before it costs as much again. So each program makes the whole input row for itself, while its share of the weight is
-on the way.
+A launch of its own for the norm or the activation before a single row's product costs as much as a small product. So
+each program makes the whole input row for itself, while the first of its share of the weight is on the way.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +18,22 @@ from nanoinfer.kernels.activation import silu_mul
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 from nanoinfer.kernels.norm import add_rms_norm, rms_norm
 
-FEW_ROWS = 4  # above, cuBLAS with separate launches is faster (measured on an H200)
+TILE = 8192  # weights that a program loads at once
+PROGRAMS_PER_SM = 4
+PROGRAMS_WHEN_INTERPRETED = 3
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T: [tokens, in_features] and [out_features, in_features] to [tokens, out_features]."""
-    if x.is_cuda and len(x) <= FEW_ROWS:
-        return few_rows_linear(x, weight)
+    if x.is_cuda and len(x) == 1:
+        return one_row_linear(x, weight)
     return F.linear(x, weight)
 
 
 def silu_mul_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
     """linear(silu_mul(gate_up), weight); gate_up: [tokens, 2 * in_features]."""
-    if gate_up.is_cuda and len(gate_up) <= FEW_ROWS:
-        return few_rows_silu_mul_linear(gate_up, weight)
+    if gate_up.is_cuda and len(gate_up) == 1:
+        return one_row_silu_mul_linear(gate_up, weight)
     return F.linear(silu_mul(gate_up), weight)
 
 
@@ -38,28 +41,28 @@ def norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns linear(rms_norm(x + residual), weight) and x + residual; x and residual: [tokens, in_features]."""
-    if x.is_cuda and len(x) <= FEW_ROWS:
-        return few_rows_norm_linear(x, residual, norm_weight, eps, weight)
+    if x.is_cuda and len(x) == 1:
+        return one_row_norm_linear(x, residual, norm_weight, eps, weight)
     if residual is None:
         return F.linear(rms_norm(x, norm_weight, eps), weight), x
     normed, total = add_rms_norm(x, residual, norm_weight, eps)
     return F.linear(normed, weight), total
 
 
-def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Linear as one launch."""
+def one_row_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Linear of one row as one launch."""
     return _launch(x, weight)
 
 
-def few_rows_silu_mul_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """silu_mul_linear as one launch."""
+def one_row_silu_mul_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """silu_mul_linear of one row as one launch."""
     return _launch(gate_up, weight, silu_mul=True)
 
 
-def few_rows_norm_linear(
+def one_row_norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """norm_linear as one launch."""
+    """norm_linear of one row as one launch."""
     total = x if residual is None else torch.empty_like(x)
     return _launch(x, weight, residual, total, norm_weight, eps), total
 
@@ -76,10 +79,11 @@ def _launch(
     out_features, in_features = weight.shape
     assert x.is_contiguous()
     assert weight.is_contiguous()
-    out = torch.empty((len(x), out_features), dtype=x.dtype, device=x.device)
-    block_k = min(triton.next_power_of_2(in_features), 1024)
-    block_n = 4 if out_features <= 4096 else 8
-    _few_rows_kernel[(triton.cdiv(out_features, block_n),)](
+    out = torch.empty((1, out_features), dtype=x.dtype, device=x.device)
+    block_k = triton.next_power_of_2(in_features)
+    block_n = max(TILE // block_k, 1)
+    tiles = triton.cdiv(out_features, block_n)
+    _one_row_kernel[(min(tiles, _programs(x.device)),)](
         x,
         residual,
         norm_weight,
@@ -89,21 +93,26 @@ def _launch(
         in_features,
         out_features,
         eps,
-        ROWS=len(x),
-        BLOCK_ROWS=triton.next_power_of_2(len(x)),
         NORM=norm_weight is not None,
         ADD=residual is not None,
         SILU_MUL=silu_mul,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=4,
+        num_warps=4 if block_k <= 4096 else 16,
         **early_launch(x),
     )
     return out
 
 
+@functools.cache
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return PROGRAMS_WHEN_INTERPRETED
+    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @triton.jit
-def _few_rows_kernel(
+def _one_row_kernel(
     x_ptr,
     residual_ptr,
     norm_weight_ptr,
@@ -113,8 +122,6 @@ def _few_rows_kernel(
     in_features,
     out_features,
     eps,
-    ROWS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
     SILU_MUL: tl.constexpr,
@@ -122,54 +129,38 @@ def _few_rows_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+    program, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK_K)
-    rows = tl.arange(0, BLOCK_ROWS)[:, None]
-    weights = weight_ptr + n * in_features + k[None, :]
+    inside = k < in_features
     # No kernel writes weights: the first of them need not wait.
-    weight = tl.load(weights, mask=(n < out_features) & (k < in_features)[None, :], other=0.0)
+    tile = _load_tile(weight_ptr, program, k, in_features, out_features, BLOCK_N)
+    if NORM:
+        norm_weight = tl.load(norm_weight_ptr + k, mask=inside, other=0.0)
     wait_for_predecessor(EARLY)
 
-    scale = tl.zeros([BLOCK_ROWS, 1], tl.float32)
-    stored = tl.where(tl.program_id(0) == 0, in_features, 0)  # of x + residual: one program does it
+    x = tl.load(x_ptr + k, mask=inside, other=0.0)
+    if SILU_MUL:
+        gate = x.to(tl.float32)
+        up = tl.load(x_ptr + in_features + k, mask=inside, other=0.0)
+        x = (gate * tl.sigmoid(gate)).to(up.dtype) * up
+    if ADD:
+        x += tl.load(residual_ptr + k, mask=inside, other=0.0)
+        tl.store(total_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
+    wide = x.to(tl.float32)
     if NORM:
-        for row in tl.static_range(ROWS):
-            squares = tl.zeros([BLOCK_K], tl.float32)
-            for start in range(0, in_features, BLOCK_K):
-                x = _load_sum(x_ptr, residual_ptr, row * in_features, start + k, in_features, ADD)
-                squares += x.to(tl.float32) * x.to(tl.float32)
-                if ADD:
-                    tl.store(total_ptr + row * in_features + start + k, x, mask=start + k < stored)
-            row_scale = tl.rsqrt(tl.sum(squares, axis=0) / in_features + eps)
-            scale = tl.where(rows == row, row_scale, scale)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / in_features + eps)
+        wide = ((wide * scale).to(x.dtype) * norm_weight).to(tl.float32)
 
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
-    for start in range(0, in_features, BLOCK_K):
-        at = start + k
-        wide = weight.to(tl.float32)
-        following = (n < out_features) & (at + BLOCK_K < in_features)[None, :]
-        weight = tl.load(weights + start + BLOCK_K, mask=following, other=0.0)
-        for row in tl.static_range(ROWS):
-            if SILU_MUL:
-                gate = tl.load(x_ptr + row * 2 * in_features + at, mask=at < in_features, other=0.0)
-                up = tl.load(x_ptr + (row * 2 + 1) * in_features + at, mask=at < in_features, other=0.0)
-                gate = gate.to(tl.float32)
-                x = (gate * tl.sigmoid(gate)).to(up.dtype) * up
-            else:
-                x = _load_sum(x_ptr, residual_ptr, row * in_features, at, in_features, ADD)
-            if NORM:
-                row_scale = tl.sum(tl.where(rows == row, scale, 0.0))
-                norm_weight = tl.load(norm_weight_ptr + at, mask=at < in_features, other=0.0)
-                x = (x.to(tl.float32) * row_scale).to(x.dtype) * norm_weight
-            dots = tl.sum(wide * x.to(tl.float32)[None, :], axis=1)
-            acc += tl.where(rows == row, dots[None, :], 0.0)
-    out = out_ptr + rows * out_features + n.trans()
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(rows < ROWS) & (n < out_features).trans())
+    n = tl.arange(0, BLOCK_N)
+    for start in range(program * BLOCK_N, out_features, programs * BLOCK_N):
+        following = _load_tile(weight_ptr, start // BLOCK_N + programs, k, in_features, out_features, BLOCK_N)
+        dots = tl.sum(tile.to(tl.float32) * wide[None, :], axis=1)
+        tl.store(out_ptr + start + n, dots.to(out_ptr.dtype.element_ty), mask=start + n < out_features)
+        tile = following
 
 
 @triton.jit
-def _load_sum(x_ptr, residual_ptr, offset, at, size, ADD: tl.constexpr):
-    x = tl.load(x_ptr + offset + at, mask=at < size, other=0.0)
-    if ADD:
-        x += tl.load(residual_ptr + offset + at, mask=at < size, other=0.0)
-    return x
+def _load_tile(weight_ptr, tile, k, in_features, out_features, BLOCK_N: tl.constexpr):
+    n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (n < out_features)[:, None] & (k < in_features)[None, :]
+    return tl.load(weight_ptr + n[:, None] * in_features + k[None, :], mask=mask, other=0.0)

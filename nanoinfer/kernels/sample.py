@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
@@ -55,7 +56,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     bits = _mix(token_ids * factor + key & 0xFFFFFFFF)
     u = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     # log(1 - u) rounds a small u away: there, its series.
-    exponential = torch.where(u < 1 / 128, u * (1 + u * (1 / 2 + u / 3)), -torch.log(1 - u))
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))
+    exponential = torch.where(u < 1 / 16, series, -torch.log(1 - u))
     return -torch.log(exponential)
 
 
@@ -85,6 +87,7 @@ def sample_triton(
         logits.stride(0),
         first_id,
         BLOCK=BLOCK,
+        COMPILED=logits.is_cuda,
         **early_launch(logits),
     )
     row_best = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -103,15 +106,20 @@ def _mix_triton(x):
 
 
 @triton.jit
-def _gumbel_noise_triton(seed, position, token_ids):
+def _log(x, COMPILED: tl.constexpr):
+    """The device has an instruction for log2, accurate to 2^-22; Triton's own log is a polynomial of 20."""
+    return LN_2 * (libdevice.fast_log2f(x) if COMPILED else tl.log2(x))
+
+
+@triton.jit
+def _gumbel_noise_triton(seed, position, token_ids, COMPILED: tl.constexpr):
     low, high = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
     key = _mix_triton(_mix_triton(_mix_triton(low) ^ high) + position.to(tl.uint32))
     factor = _mix_triton(key ^ 0x9E3779B9) | 1
     bits = _mix_triton(token_ids.to(tl.uint32) * factor + key)
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # 2^-32, 1 - 2^-24
-    # The device has an instruction for log2, and a function for log.
-    exponential = tl.where(u < 0.0078125, u * (1 + u * (0.5 + u * 0.33333334)), -LN_2 * tl.log2(1 - u))
-    return -LN_2 * tl.log2(exponential)
+    series = u * (1 + u * (0.5 + u * (0.33333334 + u * 0.25)))
+    return -_log(tl.where(u < 0.0625, series, -_log(1 - u, COMPILED)), COMPILED)
 
 
 @triton.jit
@@ -126,6 +134,7 @@ def _sample_slice_kernel(
     row_stride,
     first_id,
     BLOCK: tl.constexpr,
+    COMPILED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     wait_for_predecessor(EARLY)
@@ -138,7 +147,7 @@ def _sample_slice_kernel(
     temperature = tl.load(temperatures_ptr + row)
     if temperature > 0:
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-        scores = scores * (1 / temperature) + _gumbel_noise_triton(seed, position, first_id + column)
+        scores = scores * (1 / temperature) + _gumbel_noise_triton(seed, position, first_id + column, COMPILED)
     best = tl.max(scores, axis=0)
     # Two plain reductions cost less than one over pairs.
     index = tl.min(tl.where(scores == best, column, vocabulary - 1), axis=0)
