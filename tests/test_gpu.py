@@ -87,8 +87,9 @@ def test_a_cache_of_more_than_two_to_the_31_elements(backend: str) -> None:
     torch.manual_seed(0)
     num_blocks, block_size, kv_heads, heads, head_dim = 8300, 256, 8, 16, 128
     assert num_blocks * block_size * kv_heads * head_dim > 2**31
-    shape = (num_blocks, block_size, kv_heads, head_dim)
-    k_cache, v_cache = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    shape = (2, 1, num_blocks, block_size, kv_heads, head_dim)
+    kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+    k_cache, v_cache = kv_cache[:, 0]
     table = torch.tensor([[num_blocks - 1, 0, num_blocks - 2]], dtype=torch.int32, device="cuda")
     length = 600
     at = torch.arange(length, device="cuda")
@@ -109,10 +110,10 @@ def test_a_cache_of_more_than_two_to_the_31_elements(backend: str) -> None:
     from nanoinfer.utils.context import Context, PackedQueries
 
     packed = PackedQueries([length], [length], cu, cu)
-    empty = torch.empty(0, device="cuda")
-    context = Context(empty, empty, slots, table, lens, length, packed)
+    context = Context(kv_cache, torch.empty(0, device="cuda"), slots, table, lens, length, packed)
     backend_object = make_backend(name)
     prefilled = backend_object.prefill(q, k_cache, v_cache, context, head_dim**-0.5)
+    backend_object.prepare_decode(context)
     decoded = backend_object.decode(q[-1:], k_cache, v_cache, context, head_dim**-0.5)
     for out, wanted in ((prefilled, expected), (decoded, expected[-1:])):
         assert (out.float() - wanted).norm() / wanted.norm() < 1e-2

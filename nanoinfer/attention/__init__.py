@@ -17,6 +17,10 @@ class AttentionBackend(Protocol):
     Shapes are those of kernels/paged_prefill and paged_decode.
     """
 
+    def prepare_decode(self, context: Context) -> None:
+        """Work out what all layers of a decode step need; called before the first of them."""
+        ...
+
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """Attend from packed queries, causally, over each sequence's context."""
         ...

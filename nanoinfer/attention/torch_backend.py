@@ -12,6 +12,9 @@ from nanoinfer.utils.context import Context
 class TorchBackend:
     """See AttentionBackend."""
 
+    def prepare_decode(self, context: Context) -> None:
+        """Nothing."""
+
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """Attend from packed queries, one sequence after another."""
         packed = context.prefill

@@ -12,6 +12,11 @@ from nanoinfer.utils.context import Context
 class TritonBackend:
     """See AttentionBackend."""
 
+    def prepare_decode(self, context: Context) -> None:
+        """Deal out the keys."""
+        _, _, _, block_size, kv_heads, _ = context.kv_cache.shape
+        context.decode_plan = plan_decode(context.context_lens, kv_heads, block_size)
+
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """Attend from packed queries."""
         packed = context.prefill
@@ -29,7 +34,6 @@ class TritonBackend:
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """Attend from one query a sequence."""
-        if context.decode_plan is None:
-            context.decode_plan = plan_decode(context.context_lens, *k_cache.shape[2:0:-1])
-        plan = context.decode_plan
-        return paged_decode_triton(q, k_cache, v_cache, context.block_tables, context.context_lens, scale, plan)
+        return paged_decode_triton(
+            q, k_cache, v_cache, context.block_tables, context.context_lens, scale, context.decode_plan
+        )

@@ -114,6 +114,7 @@ class ModelRunner:
         """One decode step over the first rows, all of it on the device."""
         batch = self.batch
         context = batch.decode_context(num_rows, self.kv_cache, max_context_len)
+        self.backend.prepare_decode(context)
         hidden = self.model(batch.last_tokens[:num_rows], context)
         logits = self.model.compute_logits(hidden)
         token_ids = self.sampler(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], context.context_lens)
@@ -123,9 +124,9 @@ class ModelRunner:
     def _load_model(self) -> None:
         config = self.config
         model_class = find_model(config.hf_config, config.tensor_parallel_size)
-        backend = make_backend(config.attention_backend)
+        self.backend = make_backend(config.attention_backend)
         with self.device, _default_dtype(config.torch_dtype):
-            self.model = model_class(config.hf_config, config.max_model_len, backend, self.tp)
+            self.model = model_class(config.hf_config, config.max_model_len, self.backend, self.tp)
         if config.load_format == "dummy":
             random_weights(self.model, config.seed)
         else:

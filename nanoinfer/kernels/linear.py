@@ -18,21 +18,22 @@ from nanoinfer.kernels.activation import silu_mul
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 from nanoinfer.kernels.norm import add_rms_norm, rms_norm
 
-TILE = 8192  # weights that a program loads at once
-PROGRAMS_PER_SM = 4
+MAX_IN_FEATURES = 16384  # what one program's registers hold of the input, beside two tiles of the weight
+MIN_TILE = 8192  # weights that a program loads at once; two rows of it at least, or the reductions cost more
+WEIGHTS_PER_SM = 4 * MIN_TILE  # on their way at a time
 PROGRAMS_WHEN_INTERPRETED = 3
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T: [tokens, in_features] and [out_features, in_features] to [tokens, out_features]."""
-    if x.is_cuda and len(x) == 1:
+    if _is_one_row(x, weight):
         return one_row_linear(x, weight)
     return F.linear(x, weight)
 
 
 def silu_mul_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
     """linear(silu_mul(gate_up), weight); gate_up: [tokens, 2 * in_features]."""
-    if gate_up.is_cuda and len(gate_up) == 1:
+    if _is_one_row(gate_up, weight):
         return one_row_silu_mul_linear(gate_up, weight)
     return F.linear(silu_mul(gate_up), weight)
 
@@ -41,12 +42,16 @@ def norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns linear(rms_norm(x + residual), weight) and x + residual; x and residual: [tokens, in_features]."""
-    if x.is_cuda and len(x) == 1:
+    if _is_one_row(x, weight):
         return one_row_norm_linear(x, residual, norm_weight, eps, weight)
     if residual is None:
         return F.linear(rms_norm(x, norm_weight, eps), weight), x
     normed, total = add_rms_norm(x, residual, norm_weight, eps)
     return F.linear(normed, weight), total
+
+
+def _is_one_row(x: Tensor, weight: Tensor) -> bool:
+    return x.is_cuda and len(x) == 1 and weight.shape[1] <= MAX_IN_FEATURES
 
 
 def one_row_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -81,9 +86,10 @@ def _launch(
     assert weight.is_contiguous()
     out = torch.empty((1, out_features), dtype=x.dtype, device=x.device)
     block_k = triton.next_power_of_2(in_features)
-    block_n = max(TILE // block_k, 1)
-    tiles = triton.cdiv(out_features, block_n)
-    _one_row_kernel[(min(tiles, _programs(x.device)),)](
+    tile = max(MIN_TILE, 2 * block_k)
+    block_n = tile // block_k
+    programs = min(triton.cdiv(out_features, block_n), _programs(x.device, tile))
+    _one_row_kernel[(programs,)](
         x,
         residual,
         norm_weight,
@@ -98,17 +104,17 @@ def _launch(
         SILU_MUL=silu_mul,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=4 if block_k <= 4096 else 16,
+        num_warps=8 if tile == MIN_TILE else 16,
         **early_launch(x),
     )
     return out
 
 
 @functools.cache
-def _programs(device: torch.device) -> int:
+def _programs(device: torch.device, tile: int) -> int:
     if device.type != "cuda":
         return PROGRAMS_WHEN_INTERPRETED
-    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(WEIGHTS_PER_SM // tile, 1) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

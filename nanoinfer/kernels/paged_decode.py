@@ -16,6 +16,7 @@ from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 from nanoinfer.kernels.paged_prefill import LOG2_E
 
 TILE = 128  # keys
+FEW_ROWS = 16  # up to here, smaller tiles keep more of the device busy
 PROGRAMS_PER_SM = 2
 PROGRAMS_WHEN_INTERPRETED = 12
 
@@ -57,7 +58,7 @@ def paged_decode_reference(
 
 @dataclass(slots=True)
 class DecodePlan:
-    """Who reads what in a decode step, the same for every layer and KV head.
+    """Who reads what in a decode step, the same for every layer and KV head; made before the first layer.
 
     The rows' contexts, cut into tiles and laid end to end, are dealt to the workers in equal shares, so that all of
     them end together whatever the lengths. A row whose tiles went to several workers is put together by the last of
@@ -87,7 +88,7 @@ def plan_decode(context_lens: Tensor, kv_heads: int, block_size: int, workers: i
         torch.empty((workers, 4), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
         torch.empty(rows * kv_heads, dtype=torch.int32, device=device),
-        math.gcd(block_size, TILE),  # a tile of keys lies in one block
+        math.gcd(block_size, TILE if rows > FEW_ROWS else TILE // 2),  # a tile of keys lies in one block
     )
     block_w = 8
     programs = triton.cdiv(workers, block_w)
@@ -195,7 +196,7 @@ def paged_decode_triton(
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         num_warps=4,
-        num_stages=2,
+        num_stages=3,
         **early_launch(q),
     )
     return out

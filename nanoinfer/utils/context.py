@@ -29,4 +29,4 @@ class Context:
     context_lens: Tensor  # [seqs] int32
     max_context_len: int  # no context is longer
     prefill: PackedQueries | None = None  # None: a decode step
-    decode_plan: Any = None  # the attention backend's own, if it wants one: made at the first layer, for all
+    decode_plan: Any = None  # what the attention backend worked out for all layers of a decode step
