@@ -79,13 +79,12 @@ class RowMap:
         num_rows = len(staying)
         if num_rows == len(self.rows):
             return []
-        kept = set(staying)
-        for seq in self.rows:
-            if seq not in kept:
-                seq.row = -1
-        holes = [row for row in range(num_rows) if self.rows[row].row < 0]
-        movers = [seq for seq in self.rows[num_rows:] if seq.row >= 0]
+        leaving = set(self.rows).difference(staying)
+        holes = sorted(seq.row for seq in leaving if seq.row < num_rows)
+        movers = [seq for seq in self.rows[num_rows:] if seq not in leaving]
         moves = [(seq.row, hole) for seq, hole in zip(movers, holes, strict=True)]
+        for seq in leaving:
+            seq.row = -1
         for seq, hole in zip(movers, holes, strict=True):
             seq.row = hole
             self.rows[hole] = seq
