@@ -131,24 +131,24 @@ class RandomOperations(RuleBasedStateMachine):
         assert len(seq.block_table) == -(-len(tokens) // BLOCK)
         for index in range(cached // BLOCK):  # a hit must hold this very prefix
             assert self.content[seq.block_table[index]] == tuple(tokens[: (index + 1) * BLOCK])
-        seq.num_scheduled = seq.num_computed = cached
+        seq.num_scheduled = cached
         self.live.append(seq)
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100), count=st.integers(1, 8))
     def compute(self, which: int, count: int) -> None:
         seq = self.live[which % len(self.live)]
-        end = min(seq.num_computed + count, len(seq))
-        for index in range(seq.num_computed // BLOCK, end // BLOCK):
+        end = min(seq.num_scheduled + count, len(seq))
+        for index in range(seq.num_scheduled // BLOCK, end // BLOCK):
             self.content[seq.block_table[index]] = tuple(seq.token_ids[: (index + 1) * BLOCK])
-        self.manager.record(seq, seq.num_computed, end)
-        seq.num_computed = seq.num_scheduled = end
+        self.manager.record(seq, seq.num_scheduled, end)
+        seq.num_scheduled = end
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100), token=st.integers(0, 1))
     def grow(self, which: int, token: int) -> None:
         seq = self.live[which % len(self.live)]
-        if seq.num_computed < len(seq):
+        if seq.num_scheduled < len(seq):
             return
         if self.manager.needs_block(seq):
             if not self.manager.num_free:

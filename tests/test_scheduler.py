@@ -12,7 +12,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.message import DecodeMessage, Message, PrefillMessage, RowMap
 from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler, Step
-from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
 BLOCK, EOS = 4, 1
 
@@ -171,6 +171,29 @@ def check_blocks(sched: Scheduler) -> None:
     assert len(manager.cached_blocks) <= len(manager.blocks)
 
 
+def check_decoding(sched: Scheduler) -> None:
+    """What the scheduler keeps from step to step is what a look at every sequence would find."""
+    needs_block = sched.block_manager.needs_block
+    assert sched.decoding == [seq for seq in sched.running if not seq.is_exhausted]
+    assert Counter(sched.full) == Counter(seq for seq in sched.decoding if needs_block(seq))
+    for seq in sched.running:
+        assert seq.status is (SequenceStatus.ENDING if seq.is_exhausted else SequenceStatus.RUNNING)
+    for seq in sched.decoding:
+        later = range(seq.num_scheduled + 1, seq.max_len)
+        assert seq.check_at == next(length for length in later if length % BLOCK == 0 or length + 1 == seq.max_len)
+
+
+def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]) -> None:
+    """Postprocess; then exactly those blocks have names whose keys and values steps that were read back computed."""
+    seqs = [chunk.seq for chunk in step.chunks] if isinstance(step, PrefillStep) else step.seqs
+    tables = [list(seq.block_table) for seq in seqs]  # empty where a step before has ended the sequence
+    sched.postprocess(step, tokens)
+    ends = [chunk.end for chunk in step.chunks] if isinstance(step, PrefillStep) else [len(seq) - 1 for seq in seqs]
+    for table, end in zip(tables, ends, strict=True):
+        named = [sched.block_manager.blocks[block].hash is not None for block in table]
+        assert named == [index < end // BLOCK for index in range(len(table))]
+
+
 @pytest.mark.parametrize("depth", [1, 2], ids=["in step", "one step ahead"])
 @settings(max_examples=120, deadline=None)
 @given(
@@ -210,7 +233,8 @@ def test_every_request_ends_with_its_own_tokens(depth, requests, blocks, rows, b
         idle = idle + 1 if step is None else 0
         assert idle <= depth + 1, "nothing runs and nothing is in flight: the engine would hang"
         if in_flight and (step is None or len(in_flight) == depth):
-            sched.postprocess(*in_flight.popleft())
+            postprocess(sched, *in_flight.popleft())
         check_blocks(sched)
+        check_decoding(sched)
     assert [seq.output_token_ids for seq in seqs] == [expected_tokens(seq) for seq in seqs]
     assert sched.block_manager.num_free == blocks

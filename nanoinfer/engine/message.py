@@ -56,7 +56,7 @@ class RowMap:
         """
         if isinstance(step, DecodeStep):
             return self._describe_decode(step)
-        moves = self._pack([seq for seq in self.rows if _goes_on(seq)])
+        moves = self._pack([seq for seq in self.rows if seq.status is SequenceStatus.RUNNING])
         num_rows = len(self.rows)
         finished = [chunk.seq for chunk in step.chunks if chunk.is_last]
         for seq in finished:
@@ -71,8 +71,7 @@ class RowMap:
     def _describe_decode(self, step: DecodeStep) -> tuple[DecodeMessage, list[Sequence]]:
         moves = self._pack(step.seqs)
         grown = [(seq.row, len(seq.block_table) - 1, seq.block_table[-1]) for seq in step.grown]
-        longest = max(seq.num_scheduled for seq in step.seqs)
-        return DecodeMessage(moves, len(self.rows), grown, longest), self.rows.copy()
+        return DecodeMessage(moves, len(self.rows), grown, step.max_context_len), self.rows.copy()
 
     def _pack(self, staying: list[Sequence]) -> list[tuple[int, int]]:
         """Let all but `staying` leave, and move the last rows into the holes; returns (source, destination) rows."""
@@ -90,10 +89,6 @@ class RowMap:
             self.rows[hole] = seq
         del self.rows[num_rows:]
         return moves
-
-
-def _goes_on(seq: Sequence) -> bool:
-    return seq.status is SequenceStatus.RUNNING and not seq.is_exhausted
 
 
 def _describe_chunk(chunk: Chunk) -> ChunkMessage:

@@ -38,6 +38,8 @@ class DecodeStep:
 
     seqs: list[Sequence]
     grown: list[Sequence]  # those whose block table got a block for this step
+    due: list[Sequence]  # those that this step takes to their check_at
+    max_context_len: int
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +55,9 @@ class Scheduler:
 
     `schedule` plans a step from lengths alone, so it may be called again before the tokens of the last step are
     known; `postprocess` takes each step's tokens, in the order of the steps.
+
+    A decode step costs little more than one short loop over its rows in each of the two: what a row needs but seldom,
+    a block or to leave, is looked into only when its num_scheduled comes to its check_at.
     """
 
     def __init__(
@@ -68,6 +73,8 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
+        self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
+        self.full: list[Sequence] = []  # those of `decoding` that need a block for it
         self.num_preemptions = 0
 
     def add(self, seq: Sequence) -> None:
@@ -95,68 +102,100 @@ class Scheduler:
                 num_cached = self.block_manager.allocate(seq)
                 if num_cached is None:
                     break
-                seq.num_scheduled = seq.num_computed = num_cached
+                seq.num_scheduled = num_cached
             start = seq.num_scheduled
             end = min(len(seq), start + budget)
             chunks.append(Chunk(seq, start, end, is_last=end == len(seq)))
             seq.num_scheduled = end
             budget -= end - start
             if end == len(seq):
-                seq.status = SequenceStatus.RUNNING
                 self.running.append(self.waiting.popleft())
+                self._start(seq)
         return PrefillStep(chunks) if chunks else None
 
     def _schedule_decode(self, in_flight: bool) -> DecodeStep | None:
-        seqs = [seq for seq in self.running if not seq.is_exhausted]
-        grown = [seq for seq in seqs if self.block_manager.needs_block(seq)]
-        while len(grown) > self.block_manager.num_free:
+        while len(self.full) > self.block_manager.num_free:
             if in_flight:
                 return None  # a preempted sequence starts again from its tokens: they must be known
-            if self._preempt(seqs.pop()) is grown[-1]:
-                grown.pop()
-        if not seqs:
+            self._preempt(self.decoding[-1])
+        if not self.decoding:
             return None
+        seqs, grown, due, longest = self.decoding.copy(), self.full.copy(), [], 0
         for seq in grown:
             self.block_manager.append(seq)
+        self.full.clear()
         for seq in seqs:
-            seq.num_scheduled += 1
-        return DecodeStep(seqs, grown)
+            seq.num_scheduled = length = seq.num_scheduled + 1
+            if length > longest:
+                longest = length
+            if length == seq.check_at:
+                due.append(seq)
+        for seq in due:
+            self._check(seq)
+        return DecodeStep(seqs, grown, due, longest)
 
-    def _preempt(self, seq: Sequence) -> Sequence:
+    def _start(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.RUNNING
+        self.decoding.append(seq)
+        self._check(seq)
+
+    def _check(self, seq: Sequence) -> None:
+        """See whether a sequence takes part in the next decode step, whether with a block, and when to look again."""
+        if seq.is_exhausted:
+            seq.status = SequenceStatus.ENDING
+            self.decoding.remove(seq)
+            return
+        if self.block_manager.needs_block(seq):
+            self.full.append(seq)
+        block_size = self.block_manager.block_size
+        seq.check_at = min((seq.num_scheduled // block_size + 1) * block_size, seq.max_len - 1)
+
+    def _preempt(self, seq: Sequence) -> None:
         assert seq is self.running[-1]
-        self.running.pop()
-        self.block_manager.free(seq)
-        seq.num_scheduled = seq.num_computed = 0
+        self._stop(seq)
+        seq.num_scheduled = 0
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
-        return seq
+
+    def _stop(self, seq: Sequence) -> None:
+        """Take back a sequence's blocks and its place."""
+        self.block_manager.free(seq)
+        for seqs in (self.running, self.decoding, self.full):
+            if seq in seqs:
+                seqs.remove(seq)
 
     def postprocess(self, step: Step, tokens: Iterable[tuple[Sequence, int]]) -> list[Sequence]:
         """Take what the oldest step in flight sampled, in any order; returns the sequences that ended with it."""
-        if isinstance(step, PrefillStep):
-            for chunk in step.chunks:
-                if not chunk.seq.is_finished:
-                    self._advance(chunk.seq, chunk.end)
-        else:
-            for seq in step.seqs:
-                if not seq.is_finished:
-                    self._advance(seq, seq.num_computed + 1)
-        return [seq for seq, token_id in tokens if not seq.is_finished and self._append(seq, token_id)]
+        self._record(step)
+        ended = []
+        running, eos_token_ids = SequenceStatus.RUNNING, self.eos_token_ids
+        for seq, token_id in tokens:
+            if seq.status is running and token_id not in eos_token_ids:
+                seq.token_ids.append(token_id)  # nearly always
+            elif not seq.is_finished and self._append(seq, token_id):
+                ended.append(seq)
+        return ended
 
-    def _advance(self, seq: Sequence, num_computed: int) -> None:
-        self.block_manager.record(seq, seq.num_computed, num_computed)
-        seq.num_computed = num_computed
+    def _record(self, step: Step) -> None:
+        """Name the blocks that a step has filled; a sequence is due when one is."""
+        if isinstance(step, PrefillStep):
+            filled = [(chunk.seq, chunk.start, chunk.end) for chunk in step.chunks]
+        else:  # it has computed the last token that is known
+            filled = [(seq, len(seq) - 1, len(seq)) for seq in step.due]
+        for seq, start, end in filled:
+            if not seq.is_finished:
+                self.block_manager.record(seq, start, end)
 
     def _append(self, seq: Sequence, token_id: int) -> bool:
+        """Append a token that may be the last; returns whether it is."""
         seq.token_ids.append(token_id)
         ended = len(seq) >= seq.max_len or (token_id in self.eos_token_ids and not seq.ignore_eos)
         if ended:
             # A step in flight may still compute the token after an end-of-sequence token. Its write lands before
             # that of the block's next owner, whose step is launched later.
             seq.status = SequenceStatus.FINISHED
-            self.running.remove(seq)
-            self.block_manager.free(seq)
+            self._stop(seq)
         return ended
 
     def abort_all(self) -> None:
@@ -164,5 +203,5 @@ class Scheduler:
         for seq in (*self.waiting, *self.running):
             self.block_manager.free(seq)
             seq.status = SequenceStatus.FINISHED
-        self.waiting.clear()
-        self.running.clear()
+        for seqs in (self.waiting, self.running, self.decoding, self.full):
+            seqs.clear()

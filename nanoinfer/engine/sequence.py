@@ -17,6 +17,7 @@ class SequenceStatus(Enum):
 
     WAITING = auto()
     RUNNING = auto()
+    ENDING = auto()  # runs, and its last token is on its way
     FINISHED = auto()
 
 
@@ -24,8 +25,7 @@ class Sequence:
     """One request, from its prompt to its last token.
 
     The host runs ahead of the device, so lengths come in two kinds. `num_scheduled` counts the tokens whose keys
-    and values a launched step computes; `num_computed` counts those whose step has been read back. Only tokens that
-    have been read back are in `token_ids`.
+    and values a launched step computes. Only tokens that have been read back are in `token_ids`.
     """
 
     def __init__(self, seq_id: int, prompt: list[int], params: SamplingParams, seed: int, max_model_len: int) -> None:
@@ -38,7 +38,7 @@ class Sequence:
         self.max_len = min(len(prompt) + params.max_tokens, max_model_len)
         self.status = SequenceStatus.WAITING
         self.num_scheduled = 0
-        self.num_computed = 0
+        self.check_at = 0  # kept by Scheduler: the num_scheduled that fills the last block, or leaves one token to go
         self.block_table: list[int] = []  # kept by BlockManager
         self.row = -1  # this sequence's row on the device, kept by RowMap; -1: none
         self._block_hashes: list[int] = []
