@@ -28,6 +28,22 @@ class Sequence:
     and values a launched step computes. Only tokens that have been read back are in `token_ids`.
     """
 
+    __slots__ = (
+        "_block_hashes",
+        "block_table",
+        "check_at",
+        "ignore_eos",
+        "max_len",
+        "num_prompt_tokens",
+        "num_scheduled",
+        "row",
+        "seed",
+        "seq_id",
+        "status",
+        "temperature",
+        "token_ids",
+    )
+
     def __init__(self, seq_id: int, prompt: list[int], params: SamplingParams, seed: int, max_model_len: int) -> None:
         self.seq_id = seq_id
         self.token_ids = array("i", prompt)
