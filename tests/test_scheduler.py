@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nanoinfer import SamplingParams
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.message import DecodeMessage, Message, PrefillMessage, RowMap
-from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler, Step
+from nanoinfer.engine.scheduler import MIN_PREFILL_TOKENS, DecodeStep, PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
 BLOCK, EOS = 4, 1
@@ -63,6 +63,43 @@ def test_no_more_sequences_run_than_there_are_rows() -> None:
         sched.add(seq)
     assert [seq for seq, _, _ in prefill(sched.schedule(in_flight=False))] == seqs[:2]
     assert decode(sched.schedule(in_flight=False)) == seqs[:2]
+
+
+def test_prompts_gather_while_others_decode() -> None:
+    """A sixteenth of the rows, or MIN_PREFILL_TOKENS, or all that wait: then a prefill step is worth its launches."""
+    sched = scheduler(blocks=2000, rows=64, budget=16384)
+    for max_tokens in [2, 3, 4, 5, *[50] * 60]:
+        sched.add(sequence(10, max_tokens, ignore_eos=True))
+    assert len(prefill(sched.schedule(in_flight=False))) == 64
+    for _ in range(6):
+        sched.add(sequence(10, 50, ignore_eos=True))
+    rows = []
+    while isinstance(step := sched.schedule(in_flight=False), DecodeStep):
+        rows.append(len(step.seqs))
+        postprocess(sched, step, [0] * len(step.seqs))
+    assert rows == [64, 63, 62, 61]
+    assert len(prefill(step)) == 4
+    postprocess(sched, step, [0] * 4)
+    assert len(decode(sched.schedule(in_flight=False))) == 64
+
+    long = Sequence(0, [5] * MIN_PREFILL_TOKENS, SamplingParams(), seed=0, max_model_len=2 * MIN_PREFILL_TOKENS)
+    for seqs, due in (([], False), ([long], True)):
+        sched = scheduler(blocks=2000, rows=64, budget=16384)
+        for max_tokens in [1, 2, *[50] * 62]:
+            sched.add(sequence(10, max_tokens, ignore_eos=True))
+        step = sched.schedule(in_flight=False)
+        for seq in [*seqs, *(sequence(10, 50) for _ in range(3))]:
+            sched.add(seq)
+        postprocess(sched, step, [0] * 64)
+        assert isinstance(sched.schedule(in_flight=False), PrefillStep) == due
+
+
+def test_a_few_prompts_that_are_all_start_at_once() -> None:
+    sched = scheduler(rows=64)
+    sched.add(sequence(3, 50))
+    sched.schedule(in_flight=False)
+    sched.add(sequence(4, 50))
+    assert len(prefill(sched.schedule(in_flight=True))) == 1
 
 
 def test_the_newest_is_preempted_once_nothing_is_in_flight_and_comes_back_first() -> None:

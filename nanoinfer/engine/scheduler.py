@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+
+# While sequences decode, prompts gather until they are worth a step of their own: on an H200 a step of a thousand
+# tokens of a small model takes its launches longer than the device.
+MIN_PREFILL_TOKENS = 4096
+MAX_FREE_ROWS = 1 / 16  # of max_num_seqs
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ Step = PrefillStep | DecodeStep
 
 
 class Scheduler:
-    """First come, first served: waiting prompts before running sequences, the newest preempted first.
+    """First come, first served: gathered prompts before running sequences, the newest preempted first.
 
     `schedule` plans a step from lengths alone, so it may be called again before the tokens of the last step are
     known; `postprocess` takes each step's tokens, in the order of the steps.
@@ -91,7 +97,21 @@ class Scheduler:
 
         in_flight: whether there are scheduled steps whose tokens are not known yet
         """
-        return self._schedule_prefill() or self._schedule_decode(in_flight)
+        return (self._prefill_is_due() and self._schedule_prefill()) or self._schedule_decode(in_flight)
+
+    def _prefill_is_due(self) -> bool:
+        """Whether to prefill before decoding, which waits meanwhile.
+
+        It is time when nothing else can run, a prompt is half done, there are no more prompts to gather, or those that
+        may start are many: by their tokens, or by the rows that they leave empty.
+        """
+        if not self.waiting:
+            return False
+        free_rows = self.max_num_seqs - len(self.running)
+        many_rows = max(1, int(self.max_num_seqs * MAX_FREE_ROWS))
+        if not self.decoding or self.waiting[0].block_table or free_rows >= min(len(self.waiting), many_rows):
+            return True
+        return sum(map(len, islice(self.waiting, free_rows))) >= MIN_PREFILL_TOKENS
 
     def _schedule_prefill(self) -> PrefillStep | None:
         chunks: list[Chunk] = []
