@@ -36,6 +36,14 @@ def decode(step: Step | None) -> list[Sequence]:
     return step.seqs
 
 
+def run(sched: Scheduler) -> list[Sequence]:
+    """A step whose tokens are read at once; returns its sequences."""
+    step = sched.schedule(in_flight=False)
+    seqs = step.seqs if isinstance(step, DecodeStep) else [seq for seq, _, _ in prefill(step)]
+    sched.postprocess(step, [(seq, 0) for seq in seqs])
+    return seqs
+
+
 def test_prompts_go_first_in_the_order_they_came_and_long_ones_in_chunks() -> None:
     sched = scheduler(budget=10)
     a, b, c = sequence(4), sequence(13), sequence(3)
@@ -66,32 +74,24 @@ def test_no_more_sequences_run_than_there_are_rows() -> None:
 
 
 def test_prompts_gather_while_others_decode() -> None:
-    """A sixteenth of the rows, or MIN_PREFILL_TOKENS, or all that wait: then a prefill step is worth its launches."""
+    """Until a sixteenth of the rows is free."""
     sched = scheduler(blocks=2000, rows=64, budget=16384)
-    for max_tokens in [2, 3, 4, 5, *[50] * 60]:
-        sched.add(sequence(10, max_tokens, ignore_eos=True))
-    assert len(prefill(sched.schedule(in_flight=False))) == 64
-    for _ in range(6):
-        sched.add(sequence(10, 50, ignore_eos=True))
-    rows = []
-    while isinstance(step := sched.schedule(in_flight=False), DecodeStep):
-        rows.append(len(step.seqs))
-        postprocess(sched, step, [0] * len(step.seqs))
-    assert rows == [64, 63, 62, 61]
-    assert len(prefill(step)) == 4
-    postprocess(sched, step, [0] * 4)
-    assert len(decode(sched.schedule(in_flight=False))) == 64
+    for max_tokens in [2, 3, 4, 5, *[30] * 66]:
+        sched.add(sequence(10, max_tokens))
+    assert len(run(sched)) == 64
+    assert [len(run(sched)) for _ in range(4)] == [64, 63, 62, 61]
+    assert len(prefill(sched.schedule(in_flight=False))) == 4
 
-    long = Sequence(0, [5] * MIN_PREFILL_TOKENS, SamplingParams(), seed=0, max_model_len=2 * MIN_PREFILL_TOKENS)
-    for seqs, due in (([], False), ([long], True)):
-        sched = scheduler(blocks=2000, rows=64, budget=16384)
-        for max_tokens in [1, 2, *[50] * 62]:
-            sched.add(sequence(10, max_tokens, ignore_eos=True))
-        step = sched.schedule(in_flight=False)
-        for seq in [*seqs, *(sequence(10, 50) for _ in range(3))]:
-            sched.add(seq)
-        postprocess(sched, step, [0] * 64)
-        assert isinstance(sched.schedule(in_flight=False), PrefillStep) == due
+
+@pytest.mark.parametrize("prompt_len", [MIN_PREFILL_TOKENS - 1, MIN_PREFILL_TOKENS])
+def test_a_prompt_that_is_worth_a_step_goes_at_once(prompt_len: int) -> None:
+    sched = scheduler(blocks=5000, rows=64, budget=16384)
+    for max_tokens in [1, *[30] * 63]:
+        sched.add(sequence(10, max_tokens))
+    run(sched)
+    for length in (prompt_len, 10):
+        sched.add(Sequence(0, [5] * length, SamplingParams(), seed=0, max_model_len=2 * MIN_PREFILL_TOKENS))
+    assert isinstance(sched.schedule(in_flight=False), PrefillStep) == (prompt_len == MIN_PREFILL_TOKENS)
 
 
 def test_a_few_prompts_that_are_all_start_at_once() -> None:
