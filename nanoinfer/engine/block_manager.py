@@ -37,6 +37,11 @@ class BlockManager:
         """Blocks that can be handed out, whether or not they hold old content."""
         return len(self.free_blocks)
 
+    @property
+    def share_used(self) -> float:
+        """The share of all blocks that some sequence holds, 0 to 1."""
+        return 1 - self.num_free / len(self.blocks)
+
     def allocate(self, seq: Sequence) -> int | None:
         """Give a sequence that holds no blocks all that its tokens need, cached prefix first.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,12 +31,17 @@ class InFlight:
 
 @dataclass
 class StepResult:
-    """What one call of LLMEngine.step read back: one step at most."""
+    """What one call of LLMEngine.step read back: one step at most.
+
+    num_running and blocks_used are as the step found them, before the sequences that ended with it left.
+    """
 
     finished: list[Sequence]
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     ready_at: float | None = None  # when the device was done with the step, on time.perf_counter's clock
+    num_running: int = 0  # sequences whose prompts are scheduled whole and whose last token is not read yet
+    blocks_used: float = 0.0  # the share of the KV cache's blocks that sequences hold
 
 
 class LLMEngine:
@@ -58,6 +63,7 @@ class LLMEngine:
         )
         self.rows = RowMap()
         self.in_flight: deque[InFlight] = deque()
+        self.on_step: Callable[[StepResult], None] | None = None  # told of each step read back
         self._num_requests = 0
 
     def add_request(self, prompt: list[int], params: SamplingParams) -> Sequence:
@@ -116,12 +122,19 @@ class LLMEngine:
     def _read_back(self, done: InFlight) -> StepResult:
         with self._one_fate():
             token_ids = done.tokens.wait(None if self.workers is None else self.workers.check)
-        result = StepResult(self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True)))
-        result.ready_at = done.tokens.ready_at
+        result = StepResult(
+            finished=[],
+            ready_at=done.tokens.ready_at,
+            num_running=len(self.scheduler.running),
+            blocks_used=self.scheduler.block_manager.share_used,
+        )
         if isinstance(done.step, PrefillStep):
             result.num_prefill_tokens = done.step.num_tokens
         else:
             result.num_decode_tokens = done.step.num_tokens
+        result.finished = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
+        if self.on_step is not None:
+            self.on_step(result)
         return result
 
     def abort_all(self) -> None:
