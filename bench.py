@@ -4,8 +4,9 @@
     python bench.py --model PATH                # any supported checkpoint
     python bench.py --config 8b                 # random weights of a published Qwen3's shape, nothing to download
     python bench.py --compare transformers      # the same prompts through transformers too
+    python bench.py --plot run.png              # draw the last repeat, step by step
 
-The workload is nano-vLLM's: seed 0, 256 prompts of 100 to 1,024 random tokens, 100 to 1,024 tokens out of each.
+The prompts are random tokens from seed 0. The workloads are in WORKLOADS; --help lists them.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.config import Config
+from nanoinfer.engine.llm_engine import StepResult
 
-# hidden_size, intermediate_size, layers, query heads, KV heads, head_dim, tied embeddings, vocabulary
+SHAPE_FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "tie_word_embeddings", "vocab_size",
+)  # fmt: skip
 SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 32, True, 2048),
     "0.6b": (1024, 3072, 28, 16, 8, 128, True, 151936),
@@ -39,26 +46,55 @@ SHAPES = {
     "32b": (5120, 25600, 64, 64, 8, 128, False, 151936),
 }
 TEMPERATURE = 0.6
+MAX_TOKEN = 10000  # of the prompts' random tokens, in a vocabulary that has it
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a workload consists of, and the engine's limits that suit it; lengths are (least, most) tokens."""
+
+    num_seqs: int = 256
+    prompt_lens: tuple[int, int] = (100, 1024)
+    output_lens: tuple[int, int] = (100, 1024)
+    prefix_len: int = 0  # tokens that come before every prompt, the same for all
+    max_num_seqs: int = 512
+    max_model_len: int = 4096
+
+    def draw(self, vocab_size: int) -> Workload:
+        """Prompts and output lengths from seed 0, in nano-vLLM's order; the shared prefix last."""
+        rand = random.Random(0).randint
+        top = min(MAX_TOKEN, vocab_size - 1)
+        prompts = [[rand(0, top) for _ in range(rand(*self.prompt_lens))] for _ in range(self.num_seqs)]
+        output_lens = [rand(*self.output_lens) for _ in range(self.num_seqs)]
+        prefix = [rand(0, top) for _ in range(self.prefix_len)]
+        return Workload([prefix + prompt for prompt in prompts], output_lens, self.prefix_len)
+
+    def __str__(self) -> str:
+        prompt, output = ("-".join(map(str, sorted(set(lens)))) for lens in (self.prompt_lens, self.output_lens))
+        prefix = f"{self.prefix_len} + " if self.prefix_len else ""
+        return f"{prefix}{prompt} in, {output} out"
+
+
+WORKLOADS = {
+    "nano": Recipe(),  # nano-vLLM's own
+    "refill": Recipe(num_seqs=1024, max_num_seqs=256),  # rows that end are filled again
+    "stream": Recipe(num_seqs=1, prompt_lens=(128, 128), output_lens=(512, 512)),
+    "prefix": Recipe(prefix_len=1024),
+    "long": Recipe(num_seqs=8, prompt_lens=(32768, 32768), output_lens=(256, 256), max_model_len=33024),
+}
 
 
 @dataclass
 class Workload:
-    """Prompt and output lengths, and the random tokens of each repeat's prompts."""
+    """Prompts, the first prefix_len tokens of all of them the same, and how many tokens to generate for each."""
 
     prompts: list[list[int]]
     output_lens: list[int]
-
-    @classmethod
-    def nano(cls, num_seqs: int, min_len: int, max_len: int, vocab_size: int) -> Workload:
-        """nano-vLLM's bench, drawn in its order from seed 0."""
-        draw = random.Random(0).randint
-        top = min(10000, vocab_size - 1)
-        prompts = [[draw(0, top) for _ in range(draw(min_len, max_len))] for _ in range(num_seqs)]
-        return cls(prompts, [draw(min_len, max_len) for _ in range(num_seqs)])
+    prefix_len: int = 0
 
     def repeat(self, index: int, vocab_size: int) -> list[list[int]]:
         """The prompts with other tokens in each repeat, so that none finds the last one's prefixes cached."""
-        top = min(10000, vocab_size - 1) + 1
+        top = min(MAX_TOKEN, vocab_size - 1) + 1
         return [[(token + index) % top for token in prompt] for prompt in self.prompts]
 
     @property
@@ -81,21 +117,24 @@ class Floor:
 
     @classmethod
     def of(cls, work: Workload, hf: PretrainedConfig, max_num_seqs: int, itemsize: int) -> Floor:
-        """KV of every decode step, the weights once a step, and the prompts' matrix products."""
+        """KV of every decode step and the weights once a step; the prompts' matrix products.
+
+        A shared prefix is read once a step, whatever the rows, and computed once.
+        """
         q_size, kv_size = hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
         layer = hf.hidden_size * (2 * q_size + 2 * kv_size + 3 * hf.intermediate_size)
         layers, head = hf.num_hidden_layers * layer, hf.vocab_size * hf.hidden_size
-        lens = [(len(prompt), out) for prompt, out in zip(work.prompts, work.output_lens, strict=True)]
-        decoded = [out - 1 for _, out in lens]  # prefill samples each sequence's first token
+        prefix = work.prefix_len
+        own = [len(prompt) - prefix for prompt in work.prompts]
+        decoded = [out - 1 for out in work.output_lens]  # prefill samples each sequence's first token
         steps = max(max(decoded), math.ceil(sum(decoded) / max_num_seqs))
-        contexts = sum(
-            out * (prompt + 1) + out * (out - 1) // 2 for (prompt, _), out in zip(lens, decoded, strict=True)
-        )
+        contexts = sum(out * (n + 1) + out * (out - 1) // 2 for n, out in zip(own, decoded, strict=True))
         kv_token = 2 * hf.num_hidden_layers * kv_size * itemsize
-        attention = sum(2 * hf.num_hidden_layers * q_size * prompt * prompt for prompt, _ in lens)  # causal: half
+        pairs = prefix**2 + sum(n * (2 * prefix + n) for n in own)  # twice those of a token and one it sees
+        matrices = 2 * layers * (prefix + sum(own)) + 2 * head * len(own)
         return cls(
-            decode_bytes=steps * (layers + head) * itemsize + contexts * kv_token,
-            prefill_flops=2 * layers * work.tokens_in + 2 * head * len(lens) + attention,
+            decode_bytes=steps * ((layers + head) * itemsize + prefix * kv_token) + contexts * kv_token,
+            prefill_flops=matrices + 2 * hf.num_hidden_layers * q_size * pairs,
         )
 
     def seconds(self, bandwidth: float, flops: float, devices: int) -> float:
@@ -141,18 +180,10 @@ def _seconds_on_cpu(run: Callable[[], object]) -> float:
 
 def write_config(name: str, folder: str) -> None:
     """Write the config.json of a published shape."""
-    hidden, intermediate, layers, heads, kv_heads, head_dim, tied, vocabulary = SHAPES[name]
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "tie_word_embeddings": tied,
-        "vocab_size": vocabulary,
+        **dict(zip(SHAPE_FIELDS, SHAPES[name], strict=True)),
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
@@ -162,16 +193,26 @@ def write_config(name: str, folder: str) -> None:
     (Path(folder) / "config.json").write_text(json.dumps(config))
 
 
-def run_nanoinfer(args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Start, warm up, time the repeats."""
+@dataclass
+class Repeat:
+    """One timed run: when it began on time.perf_counter's clock, how long it took, and the engine's steps."""
+
+    start: float
+    seconds: float
+    steps: list[StepResult]
+
+
+def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Repeat]:
+    """Start, warm up, time the repeats; returns the figures and the last repeat."""
+    recipe: Recipe = args.recipe
     start = time.perf_counter()
     llm = LLM(
         folder,
         tensor_parallel_size=args.tp,
         attention_backend=args.backend,
         enforce_eager=args.enforce_eager,
-        max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len,
+        max_num_seqs=recipe.max_num_seqs,
+        max_model_len=recipe.max_model_len,
         dtype=args.dtype,
         device=args.device,
         load_format="dummy" if args.config else "safetensors",
@@ -179,43 +220,30 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     startup = time.perf_counter() - start
     with llm:
         config = llm.config
-        vocabulary = config.hf_config.vocab_size
-        work = Workload.nano(args.num_seqs, args.min_len, args.max_len, vocabulary)
-        if (
-            longest := max(map(sum, zip(map(len, work.prompts), work.output_lens, strict=True)))
-        ) > config.max_model_len:
-            raise SystemExit(
-                f"a request needs {longest} tokens, max_model_len is {config.max_model_len}: lower --max-len"
-            )
-        params = [
-            SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=length) for length in work.output_lens
-        ]
+        work = recipe.draw(config.hf_config.vocab_size)
+        check_fits(work, config)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
-        repeats = []
-        for index in range(args.repeats or (3 if config.device == "cuda" else 1)):
-            prompts = work.repeat(index, vocabulary)
-            start = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            repeats.append(time.perf_counter() - start)
-            assert [len(output["token_ids"]) for output in outputs] == work.output_lens
+        count = args.repeats or (3 if config.device == "cuda" else 1)
+        repeats = [time_repeat(llm, work, index) for index in range(count)]
         # Beside the engine: on an H200, what is allocated from memory that it has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
     floor = Floor.of(work, config.hf_config, config.max_num_seqs, config.torch_dtype.itemsize)
-    seconds, floor_seconds = statistics.median(repeats), floor.seconds(bandwidth, flops, args.tp)
+    floor_seconds = floor.seconds(bandwidth, flops, args.tp)
+    seconds = statistics.median(repeat.seconds for repeat in repeats)
     return {
         "config": args.config or args.model,
-        "workload": f"nano {args.min_len}-{args.max_len}",
+        "workload": f"{args.workload} {recipe}",
         "device": torch.cuda.get_device_name() if config.device == "cuda" else "cpu",
         "tensor_parallel_size": args.tp,
         "attention_backend": args.backend,
         "enforce_eager": args.enforce_eager,
-        "max_num_seqs": args.max_num_seqs,
+        "max_num_seqs": recipe.max_num_seqs,
         "dtype": config.dtype,
-        "num_seqs": args.num_seqs,
+        "num_seqs": recipe.num_seqs,
         "tokens_in": work.tokens_in,
         "tokens_out": work.tokens_out,
         "startup_seconds": startup,
-        "repeats": repeats,
+        "repeats": [repeat.seconds for repeat in repeats],
         "seconds": seconds,
         "tokens_per_second": work.tokens_out / seconds,
         "bandwidth_bytes_per_second": bandwidth,
@@ -223,7 +251,56 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "floor_seconds": floor_seconds,
         "fraction_of_floor": floor_seconds / seconds,
         "versions": {name: installed_version(name) for name in ("torch", "triton", "transformers", "flash-attn")},
-    }
+    }, repeats[-1]
+
+
+def check_fits(work: Workload, config: Config) -> None:
+    """Exit when a request is longer than max_model_len, which the model's own limit may have lowered."""
+    longest = max(len(prompt) + out for prompt, out in zip(work.prompts, work.output_lens, strict=True))
+    if longest > config.max_model_len:
+        raise SystemExit(
+            f"a request needs {longest} tokens, max_model_len is {config.max_model_len}: lower --max-len, raise"
+            f" --max-model-len (this model's limit: {config.hf_config.max_position_embeddings}), or change --workload"
+        )
+
+
+def time_repeat(llm: LLM, work: Workload, index: int) -> Repeat:
+    """Generate all that the workload asks for, with the tokens of repeat `index`."""
+    prompts = work.repeat(index, llm.config.hf_config.vocab_size)
+    params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=out) for out in work.output_lens]
+    steps: list[StepResult] = []
+    llm.engine.on_step = steps.append
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    assert [len(output["token_ids"]) for output in outputs] == work.output_lens
+    return Repeat(start, seconds, steps)
+
+
+def plot(repeat: Repeat, title: str, file: str) -> None:
+    """Draw tokens per second, running rows and used KV-cache blocks over the repeat's time into `file`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    rates, rows, blocks = figure.subplots(3, sharex=True)
+    times = [0.0, *(step.ready_at - repeat.start for step in repeat.steps if step.ready_at is not None)]
+    for name, color in (("prefill", "tab:orange"), ("decode", "tab:blue")):
+        tokens = [getattr(step, f"num_{name}_tokens") for step in repeat.steps]
+        rates.stairs(*binned_rate(times, tokens), color=color, label=name)
+    rows.stairs([step.num_running for step in repeat.steps], times, color="tab:green")
+    blocks.stairs([100 * step.blocks_used for step in repeat.steps], times, color="tab:red")
+    rates.set(title=title, ylabel="tokens per second", yscale="log")
+    rates.legend()
+    rows.set(ylabel="running rows")
+    blocks.set(ylabel="KV-cache blocks in use, %", xlabel="seconds", xlim=(0, times[-1]))
+    figure.savefig(file)
+
+
+def binned_rate(times: list[float], tokens: list[int], bins: int = 100) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens per second in equal bins, and the bins' edges; step i runs evenly from times[i] to times[i + 1]."""
+    edges = np.linspace(0, times[-1], bins + 1)
+    done = np.interp(edges, times, np.cumsum([0, *tokens]))
+    return np.diff(done) / np.diff(edges), edges
 
 
 def run_transformers(args: argparse.Namespace, folder: str, result: dict[str, Any]) -> dict[str, Any]:
@@ -234,21 +311,15 @@ def run_transformers(args: argparse.Namespace, folder: str, result: dict[str, An
     else:
         model = AutoModelForCausalLM.from_pretrained(folder)
     model = model.to(device, getattr(torch, result["dtype"])).eval()
-    work = Workload.nano(args.num_seqs, args.min_len, args.max_len, model.config.vocab_size)
+    work = args.recipe.draw(model.config.vocab_size)
     longest, most = max(map(len, work.prompts)), max(work.output_lens)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in work.prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in work.prompts], device=device)
     start = time.perf_counter()
     with torch.inference_mode():
+        length = {"max_new_tokens": most, "min_new_tokens": most}
         model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=most,
-            min_new_tokens=most,
-            do_sample=True,
-            temperature=TEMPERATURE,
-            top_k=0,
-            pad_token_id=0,
+            ids, attention_mask=mask, do_sample=True, temperature=TEMPERATURE, top_k=0, pad_token_id=0, **length
         )
         if device == "cuda":
             torch.cuda.synchronize()
@@ -269,8 +340,9 @@ def report(result: dict[str, Any]) -> None:
     print(f"{result['config']} on {result['device']}: ready after {result['startup_seconds']:.1f} s")
     runs = ", ".join(f"{seconds:.2f}" for seconds in result["repeats"])
     print(
-        f"{result['num_seqs']} requests, {result['tokens_in']:,} tokens in, {result['tokens_out']:,} out:"
-        f" {result['seconds']:.2f} s (runs: {runs}), {result['tokens_per_second']:,.0f} tok/s"
+        f"{result['workload']}: {result['num_seqs']} requests, {result['tokens_in']:,} tokens in,"
+        f" {result['tokens_out']:,} out: {result['seconds']:.2f} s (runs: {runs}),"
+        f" {result['tokens_per_second']:,.0f} tok/s"
     )
     print(
         f"floor: {result['floor_seconds']:.2f} s at {result['bandwidth_bytes_per_second'] / 1e12:.3f} TB/s and"
@@ -289,11 +361,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", default=BUNDLED_MODEL, help="folder or Hub id (default: the bundled model)")
     which.add_argument("--config", choices=SHAPES, help="random weights of this Qwen3's shape")
-    parser.add_argument("--num-seqs", type=int, default=256, help="requests")
-    parser.add_argument("--min-len", type=int, default=100, help="shortest prompt and shortest output")
-    parser.add_argument("--max-len", type=int, default=1024, help="longest prompt and longest output")
-    parser.add_argument("--max-num-seqs", type=int, default=512, help="the most requests that run at once")
-    parser.add_argument("--max-model-len", type=int, default=4096)
+    listed = "; ".join(f"{name}: {recipe.num_seqs} x {recipe}" for name, recipe in WORKLOADS.items())
+    parser.add_argument("--workload", choices=WORKLOADS, default="nano", help=f"tokens of {listed} (default: nano)")
+    parser.add_argument("--num-seqs", type=int, help="requests (this and the next four default to the workload's)")
+    parser.add_argument("--min-len", type=int, help="shortest prompt and shortest output of nano, refill and prefix")
+    parser.add_argument("--max-len", type=int, help="longest prompt and longest output of nano, refill and prefix")
+    parser.add_argument("--max-num-seqs", type=int, help="the most requests that run at once")
+    parser.add_argument("--max-model-len", type=int, help="the most tokens of a request, prompt and output")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
@@ -302,20 +376,55 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="timed runs (default: 3 on CUDA, 1 on the CPU)")
     parser.add_argument("--compare", choices=["transformers"], help="run the same prompts through it too")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument("--plot", metavar="FILE", help="draw the last repeat there; needs matplotlib")
     args = parser.parse_args(argv)
-    for name in ("num_seqs", "min_len"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if args.max_len < args.min_len:
-        parser.error(f"--max-len {args.max_len} is less than --min-len {args.min_len}")
-    if args.repeats is not None and args.repeats < 1:
-        parser.error("--repeats must be at least 1")
-    if args.json:
-        try:
-            Path(args.json).touch()
-        except OSError as error:
-            parser.error(f"--json {args.json}: {error.strerror}")
+    try:
+        args.recipe = choose_recipe(args)
+        check_outputs(args)
+    except ValueError as error:
+        parser.error(str(error))
     return args
+
+
+def choose_recipe(args: argparse.Namespace) -> Recipe:
+    """The workload's recipe with what the command line overrides. Raises ValueError for what makes no sense."""
+    for name in ("num_seqs", "min_len", "max_len", "max_num_seqs", "max_model_len", "repeats"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    names = ("num_seqs", "max_num_seqs", "max_model_len")
+    recipe = replace(WORKLOADS[args.workload], **{name: value for name in names if (value := getattr(args, name))})
+    if not (args.min_len or args.max_len):
+        return recipe
+    low, high = recipe.prompt_lens
+    if low == high:
+        raise ValueError(f"--workload {args.workload} has fixed lengths: leave out --min-len and --max-len")
+    lens = low, high = args.min_len or low, args.max_len or high
+    if high < low:
+        raise ValueError(f"--max-len {high} is less than --min-len {low}")
+    return replace(recipe, prompt_lens=lens, output_lens=lens)
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Raises ValueError for a --json or --plot file that cannot be written."""
+    if args.plot:
+        check_plot(args.plot)
+    for option, file in (("json", args.json), ("plot", args.plot)):
+        try:
+            if file:
+                Path(file).open("ab").close()
+        except OSError as error:
+            raise ValueError(f"--{option} {file}: {error.strerror}") from None
+
+
+def check_plot(file: str) -> None:
+    """Raises ValueError when matplotlib is missing, or does not write files of this suffix."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(f"--plot {file} needs matplotlib: pip install matplotlib") from None
+    known = Figure().canvas.get_supported_filetypes()
+    if (suffix := Path(file).suffix[1:].lower()) not in known:
+        raise ValueError(f"--plot {file}: matplotlib does not write {suffix!r} files, only {', '.join(sorted(known))}")
 
 
 def main() -> None:
@@ -325,12 +434,14 @@ def main() -> None:
         folder = scratch if args.config else args.model
         if args.config:
             write_config(args.config, scratch)
-        result = run_nanoinfer(args, folder)
+        result, last = run_nanoinfer(args, folder)
         if args.compare:
             result["transformers"] = run_transformers(args, folder, result)
     report(result)
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    if args.plot:
+        plot(last, f"{result['config']} on {result['device']}: {result['workload']}", args.plot)
 
 
 if __name__ == "__main__":

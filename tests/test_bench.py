@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import bench
+from nanoinfer import LLM
 
 
 def run(*command: str) -> str:
@@ -23,43 +26,111 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def test_the_default_workload_is_nano_vllms() -> None:
-    work = bench.Workload.nano(256, 100, 1024, vocab_size=151936)
-    assert (work.tokens_in, work.tokens_out) == (142_827, 133_966)
-    assert work.prompts[0][:3] == [6311, 6890, 663]
+@pytest.mark.parametrize(
+    ("name", "num_seqs", "tokens_in", "tokens_out", "longest"),
+    [
+        ("nano", 256, 142_827, 133_966, 2011),
+        ("refill", 1024, 580_663, 583_802, 2004),
+        ("stream", 1, 128, 512, 128 + 512),
+        ("prefix", 256, 142_827 + 256 * 1024, 133_966, 1024 + 2011),
+        ("long", 8, 8 * 32768, 8 * 256, 32768 + 256),
+    ],
+)
+def test_the_workloads(name: str, num_seqs: int, tokens_in: int, tokens_out: int, longest: int) -> None:
+    recipe = bench.WORKLOADS[name]
+    work = recipe.draw(vocab_size=151936)
+    assert len(work.prompts) == len(work.output_lens) == num_seqs
+    assert (work.tokens_in, work.tokens_out) == (tokens_in, tokens_out)
+    assert max(len(prompt) + out for prompt, out in zip(work.prompts, work.output_lens, strict=True)) == longest
+    assert recipe.max_model_len == (33024 if name == "long" else 4096) >= longest
+    assert recipe.max_num_seqs == (256 if name == "refill" else 512)
 
 
-def test_no_repeat_finds_the_last_ones_prefixes_cached() -> None:
-    work = bench.Workload.nano(4, 10, 20, vocab_size=100)
+def test_nanos_requests_are_nano_vllms_and_prefix_has_them_behind_its_prefix() -> None:
+    nano, prefix = (bench.WORKLOADS[name].draw(vocab_size=151936) for name in ("nano", "prefix"))
+    assert nano.prompts[0][:3] == [6311, 6890, 663]
+    assert prefix.output_lens == nano.output_lens
+    assert [prompt[1024:] for prompt in prefix.prompts] == nano.prompts
+    assert len({tuple(prompt[:1024]) for prompt in prefix.prompts}) == 1
+
+
+@pytest.mark.parametrize("name", bench.WORKLOADS)
+def test_every_repeat_has_other_tokens(name: str) -> None:
+    work = replace(bench.WORKLOADS[name], num_seqs=4).draw(vocab_size=100)
     first, second = work.repeat(0, 100), work.repeat(1, 100)
     assert first == work.prompts
     assert all(a != b for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
     assert max(max(prompt) for prompt in second) < 100
 
 
+@pytest.fixture
+def tiny(tmp_path: Path, make_llm: Callable[..., LLM]) -> LLM:
+    """An engine of one row: the second request starts when the first one's blocks are in the cache."""
+    bench.write_config("tiny", str(tmp_path))
+    return make_llm(str(tmp_path), device="cpu", load_format="dummy", max_num_seqs=1)
+
+
+@pytest.mark.parametrize(("name", "num_shared"), [("nano", 0), ("prefix", 1024)])
+def test_prefixes_are_cached_within_a_repeat_and_not_beyond_it(tiny: LLM, name: str, num_shared: int) -> None:
+    recipe = replace(bench.WORKLOADS[name], num_seqs=3, prompt_lens=(257, 300), output_lens=(1, 3))
+    work = recipe.draw(vocab_size=2048)
+    for index in range(3):
+        steps = bench.time_repeat(tiny, work, index).steps
+        assert sum(step.num_prefill_tokens for step in steps) == work.tokens_in - 2 * num_shared
+
+
+def test_the_engine_tells_its_observer_what_each_step_found(tiny: LLM) -> None:
+    work = bench.Workload([[1] * 300, [2] * 3], [3, 2])
+    repeat = bench.time_repeat(tiny, work, 0)
+    blocks = len(tiny.engine.scheduler.block_manager.blocks)
+    assert [(step.num_prefill_tokens, step.num_decode_tokens) for step in repeat.steps] == [
+        (300, 0), (0, 1), (0, 1), (3, 0), (0, 1),
+    ]  # fmt: skip
+    assert [step.num_running for step in repeat.steps] == [1] * 5
+    assert [step.blocks_used * blocks for step in repeat.steps] == pytest.approx([2, 2, 2, 1, 1])
+    times = [step.ready_at for step in repeat.steps]
+    assert repeat.start < times[0]
+    assert times == sorted(times)
+    assert times[-1] <= repeat.start + repeat.seconds
+
+
+class Shape:
+    hidden_size, intermediate_size, num_hidden_layers, vocab_size = 8, 16, 2, 100
+    num_attention_heads, num_key_value_heads, head_dim = 4, 2, 4
+
+
+LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
+
+
 def test_the_floor_counts_what_must_be_read_and_computed() -> None:
     """One prompt of 3 tokens and 3 tokens out: two decode steps, over contexts of 4 and 5 tokens."""
-
-    class Shape:
-        hidden_size, intermediate_size, num_hidden_layers, vocab_size = 8, 16, 2, 100
-        num_attention_heads, num_key_value_heads, head_dim = 4, 2, 4
-
-    layer = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
     floor = bench.Floor.of(bench.Workload([[1, 2, 3]], [3]), Shape, max_num_seqs=8, itemsize=2)
-    assert floor.decode_bytes == 2 * (2 * layer + 800) * 2 + (4 + 5) * (2 * 2 * 8 * 2)
-    assert floor.prefill_flops == 2 * 2 * layer * 3 + 2 * 800 + 2 * 2 * 16 * 9
+    assert floor.decode_bytes == 2 * (2 * LAYER + 800) * 2 + (4 + 5) * (2 * 2 * 8 * 2)
+    assert floor.prefill_flops == 2 * 2 * LAYER * 3 + 2 * 800 + 2 * 2 * 16 * 9
     assert floor.seconds(1e6, 2e6, 4) == pytest.approx((floor.decode_bytes / 1e6 + floor.prefill_flops / 2e6) / 4)
 
 
 def test_too_few_rows_cost_more_steps() -> None:
-    class Shape:
-        hidden_size, intermediate_size, num_hidden_layers, vocab_size = 8, 16, 2, 100
-        num_attention_heads, num_key_value_heads, head_dim = 4, 2, 4
-
     work = bench.Workload([[1]] * 8, [11] * 8)
     few, many = (bench.Floor.of(work, Shape, rows, itemsize=2).decode_bytes for rows in (2, 8))
-    layer_bytes = (2 * (8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16) + 800) * 2
-    assert few - many == (40 - 10) * layer_bytes
+    assert few - many == (40 - 10) * (2 * LAYER + 800) * 2
+
+
+def test_a_shared_prefix_is_read_once_a_step_and_computed_once() -> None:
+    """Two tokens before 1 and 2 of their own, 3 and 2 out: decode over 2 and 3, and over 3, tokens of their own."""
+    work = bench.Workload([[1, 2, 3], [1, 2, 4, 5]], [3, 2], prefix_len=2)
+    weights, kv_token = (2 * LAYER + 800) * 2, 2 * 2 * 8 * 2
+    floor = bench.Floor.of(work, Shape, max_num_seqs=8, itemsize=2)
+    assert floor.decode_bytes == 2 * weights + (2 * 2 + 2 + 3 + 3) * kv_token
+    # A suffix attends to the prefix and, causally, to itself.
+    assert floor.prefill_flops == 2 * 2 * LAYER * (2 + 1 + 2) + 2 * 800 * 2 + 2 * 2 * 16 * (4 + (4 + 1) + (8 + 4))
+    one_row = bench.Floor.of(work, Shape, max_num_seqs=1, itemsize=2)
+    assert one_row.decode_bytes == floor.decode_bytes + weights + 2 * kv_token
+
+
+def test_a_prefix_that_nobody_shares_saves_nothing() -> None:
+    whole, split = (bench.Workload([[1, 2, 3, 4, 5]], [4], prefix_len) for prefix_len in (0, 3))
+    assert bench.Floor.of(whole, Shape, 8, 2) == bench.Floor.of(split, Shape, 8, 2)
 
 
 def test_random_weights_and_json(tmp_path: Path) -> None:
@@ -73,6 +144,7 @@ def test_random_weights_and_json(tmp_path: Path) -> None:
         "config", "workload", "device", "num_seqs", "tokens_in", "tokens_out", "startup_seconds", "repeats", "seconds",
         "tokens_per_second", "floor_seconds", "fraction_of_floor", "versions",
     } <= set(figures)  # fmt: skip
+    assert figures["workload"] == "nano 4-12 in, 4-12 out"
     assert len(figures["repeats"]) == 3
     assert figures["seconds"] == sorted(figures["repeats"])[1]
     assert figures["tokens_per_second"] == pytest.approx(figures["tokens_out"] / figures["seconds"])
@@ -90,15 +162,89 @@ def test_compare_with_transformers() -> None:
     assert "times as fast" in text
 
 
-def test_a_senseless_command_is_refused_before_the_run() -> None:
-    for arguments in (
-        ["--num-seqs", "0"],
-        ["--min-len", "5", "--max-len", "4"],
-        ["--repeats", "0"],
-        ["--json", "/no/such/folder/file"],
+def test_plot_writes_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+    from matplotlib.image import imread
+
+    file = tmp_path / "run.png"
+    command = "bench.py --config tiny --workload prefix --num-seqs 3 --min-len 4 --max-len 12 --device cpu --plot"
+    monkeypatch.setattr(sys, "argv", [*command.split(), str(file)])
+    bench.main()
+    assert file.read_bytes().startswith(b"\x89PNG")
+    height, width, _ = imread(file).shape
+    assert min(height, width) >= 500
+
+
+def test_binned_rates_keep_every_token() -> None:
+    rates, edges = bench.binned_rate([0.0, 1.0, 4.0], [10, 60], bins=4)
+    assert edges.tolist() == [0, 1, 2, 3, 4]
+    assert rates.tolist() == [10, 20, 20, 20]
+
+
+def test_the_command_line_overrides_the_workload() -> None:
+    assert bench.parse_args([]).recipe == bench.WORKLOADS["nano"]
+    short = bench.parse_args(["--workload", "prefix", "--num-seqs", "4", "--max-len", "200"]).recipe
+    assert short == replace(bench.WORKLOADS["prefix"], num_seqs=4, prompt_lens=(100, 200), output_lens=(100, 200))
+    assert str(short) == "1024 + 100-200 in, 100-200 out"
+    limits = bench.parse_args(["--workload", "stream", "--max-num-seqs", "1", "--max-model-len", "640"]).recipe
+    assert limits == replace(bench.WORKLOADS["stream"], max_num_seqs=1, max_model_len=640)
+    assert str(limits) == "128 in, 512 out"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("--num-seqs 0", "--num-seqs 0: must be at least 1"),
+        ("--max-num-seqs 0", "--max-num-seqs 0: must be at least 1"),
+        ("--min-len 5 --max-len 4", "--max-len 4 is less than --min-len 5"),
+        ("--max-len 50", "--max-len 50 is less than --min-len 100"),
+        ("--workload long --max-len 50", "--workload long has fixed lengths"),
+        ("--repeats 0", "--repeats 0: must be at least 1"),
+        ("--json /no/such/folder/file", "--json /no/such/folder/file: No such file"),
+        ("--json /", "--json /: Is a directory"),
+    ],
+)
+def test_a_senseless_command_is_refused_before_the_run(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse_args(command.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("/no/such/folder/run.png", "--plot /no/such/folder/run.png: No such file"),
+        ("run.txt", "--plot run.txt: matplotlib does not write 'txt' files, only"),
+        ("run", "--plot run: matplotlib does not write '' files, only"),
+    ],
+)
+def test_a_plot_that_cannot_be_written_is_refused_before_the_run(
+    file: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+    with pytest.raises(SystemExit):
+        bench.parse_args(["--plot", file])
+    assert message in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    with pytest.raises(SystemExit):
+        bench.parse_args(["--plot", "run.png"])
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_a_workload_beyond_the_models_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--workload", "prefix", "--num-seqs", "8", "--device", "cpu"])
+    with pytest.raises(
+        SystemExit, match=r"a request needs \d+ tokens, max_model_len is 2048.*this model's limit: 2048"
     ):
-        with pytest.raises(SystemExit):
-            bench.parse_args(arguments)
+        bench.main()
 
 
 def test_the_example_recites() -> None:
