@@ -125,8 +125,8 @@ def test_end_of_sequence_ends_a_request_unless_ignored_and_what_comes_after_is_d
     sched.add(goes_on)
     first, second = sched.schedule(in_flight=False), sched.schedule(in_flight=False)
     tokens = [(ends, EOS), (goes_on, EOS)]
-    assert sched.postprocess(first, tokens) == [ends]
-    assert sched.postprocess(second, tokens) == []
+    assert sched.postprocess(first, tokens) == ([ends], 0)
+    assert sched.postprocess(second, tokens) == ([], 1)
     assert ends.output_token_ids == [EOS]
     assert goes_on.output_token_ids == [EOS, EOS]
 

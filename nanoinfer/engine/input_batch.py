@@ -34,16 +34,23 @@ class InputBatch:
     def update(self, message: PrefillMessage | DecodeMessage) -> None:
         """Bring the rows to where the host has them before the message's step."""
         if message.moves:
-            source, destination = self._upload(array("i", [row for move in message.moves for row in move]), 2).T
+            flat = array("i", [row for move in message.moves for row in move])
+            source, destination = upload(flat, self.device).view(-1, 2).T
             for rows in (self.last_tokens, self.positions, self.block_tables, self.temperatures, self.seeds):
                 rows[destination] = rows[source]
         if message.num_rows < self.num_rows:
             self.positions[message.num_rows : self.num_rows] = -1
         self.num_rows = message.num_rows
         if isinstance(message, DecodeMessage) and message.new_blocks:
-            flat = array("i", [value for new_block in message.new_blocks for value in new_block])
-            row, column, block = self._upload(flat, 3).T
-            self.block_tables[row, column] = block
+            self._add_blocks(message.new_blocks)
+
+    def _add_blocks(self, new_blocks: list[tuple[int, int, int]]) -> None:
+        width = self.block_tables.shape[1]
+        flat = array("q")
+        for row, column, block in new_blocks:
+            flat.extend((row * width + column, block))
+        where, blocks = upload(flat, self.device).view(-1, 2).T
+        self.block_tables.view(-1).index_copy_(0, where, blocks.int())
 
     def join(self, prompts: Prompts, token_ids: Tensor) -> None:
         """Append a row for each prompt of a prefill step that is complete, with the token sampled for it."""
@@ -66,9 +73,6 @@ class InputBatch:
         """Give the first rows their sampled tokens; empty rows stay empty."""
         rows = slice(0, len(token_ids))
         advance_rows(self.last_tokens[rows], self.positions[rows], token_ids)
-
-    def _upload(self, values: array[int], width: int) -> Tensor:
-        return upload(values, self.device).view(-1, width)
 
 
 class Prompts:

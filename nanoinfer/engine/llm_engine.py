@@ -38,7 +38,7 @@ class StepResult:
 
     finished: list[Sequence]
     num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
+    num_decode_tokens: int = 0  # without those that came after an end-of-sequence token
     ready_at: float | None = None  # when the device was done with the step, on time.perf_counter's clock
     num_running: int = 0  # sequences whose prompts are scheduled whole and whose last token is not read yet
     blocks_used: float = 0.0  # the share of the KV cache's blocks that sequences hold
@@ -128,11 +128,11 @@ class LLMEngine:
             num_running=len(self.scheduler.running),
             blocks_used=self.scheduler.block_manager.share_used,
         )
+        result.finished, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
         if isinstance(done.step, PrefillStep):
             result.num_prefill_tokens = done.step.num_tokens
         else:
-            result.num_decode_tokens = done.step.num_tokens
-        result.finished = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
+            result.num_decode_tokens = done.step.num_tokens - num_dropped
         if self.on_step is not None:
             self.on_step(result)
         return result

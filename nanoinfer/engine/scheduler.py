@@ -185,17 +185,22 @@ class Scheduler:
             if seq in seqs:
                 seqs.remove(seq)
 
-    def postprocess(self, step: Step, tokens: Iterable[tuple[Sequence, int]]) -> list[Sequence]:
-        """Take what the oldest step in flight sampled, in any order; returns the sequences that ended with it."""
+    def postprocess(self, step: Step, tokens: Iterable[tuple[Sequence, int]]) -> tuple[list[Sequence], int]:
+        """Take what the oldest step in flight sampled, in any order.
+
+        Returns the sequences that ended with it, and how many of the tokens were dropped, as their sequence had ended.
+        """
         self._record(step)
-        ended = []
+        ended, num_dropped = [], 0
         running, eos_token_ids = SequenceStatus.RUNNING, self.eos_token_ids
         for seq, token_id in tokens:
             if seq.status is running and token_id not in eos_token_ids:
                 seq.token_ids.append(token_id)  # nearly always
-            elif not seq.is_finished and self._append(seq, token_id):
+            elif seq.is_finished:
+                num_dropped += 1
+            elif self._append(seq, token_id):
                 ended.append(seq)
-        return ended
+        return ended, num_dropped
 
     def _record(self, step: Step) -> None:
         """Name the blocks that a step has filled; a sequence is due when one is."""
