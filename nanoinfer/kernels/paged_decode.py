@@ -16,7 +16,7 @@ from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 from nanoinfer.kernels.paged_prefill import LOG2_E
 
 TILE = 128  # keys
-FEW_ROWS = 16  # up to here, smaller tiles keep more of the device busy
+FEW_ROWS = 64  # up to here, half of that, twice as far ahead, is faster (measured on an H200)
 PROGRAMS_PER_SM = 2
 PROGRAMS_WHEN_INTERPRETED = 12
 
@@ -196,7 +196,7 @@ def paged_decode_triton(
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if plan.tile == TILE else 5,
         **early_launch(q),
     )
     return out
