@@ -16,7 +16,7 @@ BLOCK = 4
 
 
 def sequence(tokens: list[int]) -> Sequence:
-    return Sequence(0, tokens, SamplingParams(max_tokens=1000), seed=0, max_model_len=1000)
+    return Sequence(tokens, SamplingParams(max_tokens=1000), seed=0, max_model_len=1000)
 
 
 def fill(manager: BlockManager, seq: Sequence) -> None:

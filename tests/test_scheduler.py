@@ -23,7 +23,7 @@ def scheduler(blocks: int = 64, rows: int = 8, budget: int = 32) -> Scheduler:
 
 def sequence(prompt_len: int, max_tokens: int = 5, ignore_eos: bool = False, start: int = 10) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-    return Sequence(0, list(range(start, start + prompt_len)), params, seed=0, max_model_len=40)
+    return Sequence(list(range(start, start + prompt_len)), params, seed=0, max_model_len=40)
 
 
 def prefill(step: Step | None) -> list[tuple[Sequence, int, int]]:
@@ -90,7 +90,7 @@ def test_a_prompt_that_is_worth_a_step_goes_at_once(prompt_len: int) -> None:
         sched.add(sequence(10, max_tokens))
     run(sched)
     for length in (prompt_len, 10):
-        sched.add(Sequence(0, [5] * length, SamplingParams(), seed=0, max_model_len=2 * MIN_PREFILL_TOKENS))
+        sched.add(Sequence([5] * length, SamplingParams(), seed=0, max_model_len=2 * MIN_PREFILL_TOKENS))
     assert isinstance(sched.schedule(in_flight=False), PrefillStep) == (prompt_len == MIN_PREFILL_TOKENS)
 
 
@@ -246,7 +246,7 @@ def test_every_request_ends_with_its_own_tokens(depth, requests, blocks, rows, b
     """Random requests arriving at random times; prompts share prefixes; the device sees messages alone."""
     sched, row_map, device = scheduler(blocks, rows, budget), RowMap(), Device()
     pending = deque(
-        Sequence(i, [start] * length, SamplingParams(max_tokens=most, ignore_eos=ignore), seed=i, max_model_len=40)
+        Sequence([start] * length, SamplingParams(max_tokens=most, ignore_eos=ignore), seed=i, max_model_len=40)
         for i, (length, most, ignore, start) in enumerate(requests)
     )
     seqs, in_flight, idle = list(pending), deque(), 0

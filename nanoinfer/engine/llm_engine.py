@@ -71,7 +71,7 @@ class LLMEngine:
         seed = params.seed
         if seed is None:
             seed = (self.config.seed * 0x9E3779B97F4A7C15 + self._num_requests * 0xD1B54A32D192ED03) % 2**63
-        seq = Sequence(self._num_requests, prompt, params, seed, self.config.max_model_len)
+        seq = Sequence(prompt, params, seed, self.config.max_model_len)
         self._num_requests += 1
         self.scheduler.add(seq)
         return seq

@@ -38,14 +38,12 @@ class Sequence:
         "num_scheduled",
         "row",
         "seed",
-        "seq_id",
         "status",
         "temperature",
         "token_ids",
     )
 
-    def __init__(self, seq_id: int, prompt: list[int], params: SamplingParams, seed: int, max_model_len: int) -> None:
-        self.seq_id = seq_id
+    def __init__(self, prompt: list[int], params: SamplingParams, seed: int, max_model_len: int) -> None:
         self.token_ids = array("i", prompt)
         self.num_prompt_tokens = len(prompt)
         self.temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
