@@ -13,7 +13,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend
 from nanoinfer.engine.input_batch import Prompts
 from nanoinfer.engine.message import ChunkMessage
-from nanoinfer.kernels.paged_decode import paged_decode_triton, plan_decode
+from nanoinfer.kernels.paged_decode import FEW_ROWS, paged_decode_triton, plan_decode
 from nanoinfer.kernels.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.qkv import norm_rotate_store
 from nanoinfer.kernels.sample import sample_reference, sample_triton
@@ -180,11 +180,14 @@ def test_the_kernels_compile_for_every_head_size() -> None:
     for head_dim in (32, 64, 96, 128, 256):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             q = torch.randn(3, 4, head_dim, device="cuda").to(dtype)
-            k_cache, v_cache = (torch.randn(2, 16, 2, head_dim, device="cuda").to(dtype) for _ in range(2))
+            k_cache, v_cache = (torch.randn(2, 256, 2, head_dim, device="cuda").to(dtype) for _ in range(2))
             tables = torch.tensor([[1, 0]], dtype=torch.int32, device="cuda")
-            lens = torch.tensor([20], dtype=torch.int32, device="cuda")
+            lens = torch.tensor([400], dtype=torch.int32, device="cuda")
             cu = torch.tensor([0, 3], dtype=torch.int32, device="cuda")
             prefilled = paged_prefill_triton(q, k_cache, v_cache, tables, cu, lens, 3, 0.1)
-            plan = plan_decode(lens, kv_heads=2, block_size=16)
-            decoded = paged_decode_triton(q[-1:], k_cache, v_cache, tables, lens, 0.1, plan)
-            torch.testing.assert_close(prefilled[-1:], decoded, rtol=1e-2, atol=1e-2)
+            for rows in (1, FEW_ROWS + 1):
+                row_lens, row_tables = lens.expand(rows).contiguous(), tables.expand(rows, -1).contiguous()
+                plan = plan_decode(row_lens, k_cache)
+                queries = q[-1:].expand(rows, -1, -1).contiguous()
+                decoded = paged_decode_triton(queries, k_cache, v_cache, row_tables, row_lens, 0.1, plan)
+                torch.testing.assert_close(prefilled[-1:].expand_as(decoded), decoded, rtol=1e-2, atol=1e-2)

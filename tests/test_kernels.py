@@ -158,12 +158,12 @@ def test_paged_prefill(shape: tuple[int, int, int, int], dtype: torch.dtype) -> 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_paged_decode(shape: tuple[int, int, int, int], workers: int | None, dtype: torch.dtype) -> None:
     """Rows that one worker has, that several share, and that begin or end within a worker's share; one is empty."""
-    heads, kv_heads, head_dim, block_size = shape
+    heads, _, head_dim, _ = shape
     context_lens = [1, 16, 100, 300, 64, 0]
     k_cache, v_cache, tables = paged(context_lens, *shape, dtype)
     q = randn(len(context_lens), heads, head_dim, dtype=dtype)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
-    plan = plan_decode(lens, kv_heads, block_size, workers)
+    plan = plan_decode(lens, k_cache, workers)
     k, v = (cache.float().nan_to_num() for cache in (k_cache, v_cache))
     expected = paged_decode_reference(q.float(), k, v, tables, lens, 300, head_dim**-0.5)
     for _ in range(2):  # two layers: the first leaves the plan as it was
@@ -176,7 +176,7 @@ def test_paged_decode(shape: tuple[int, int, int, int], workers: int | None, dty
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=9), st.integers(1, 12))
 def test_a_decode_plan_deals_out_every_tile_once(lens: list[int], workers: int) -> None:
     context_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-    plan = plan_decode(context_lens, kv_heads=2, block_size=16, workers=workers)
+    plan = plan_decode(context_lens, torch.empty(1, 16, 2, 32, device=DEVICE), workers)
     row_tiles = [-(-length // plan.tile) for length in lens]
     dealt = []
     for first_row, last_row, tile, left in plan.shares.tolist():

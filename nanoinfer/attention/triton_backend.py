@@ -14,8 +14,7 @@ class TritonBackend:
 
     def prepare_decode(self, context: Context) -> None:
         """Deal out the keys."""
-        _, _, _, block_size, kv_heads, _ = context.kv_cache.shape
-        context.decode_plan = plan_decode(context.context_lens, kv_heads, block_size)
+        context.decode_plan = plan_decode(context.context_lens, context.kv_cache[0, 0])
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """Attend from packed queries."""

@@ -15,8 +15,9 @@ from torch import Tensor
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 from nanoinfer.kernels.paged_prefill import LOG2_E
 
-TILE = 128  # keys
-FEW_ROWS = 64  # up to here, half of that, twice as far ahead, is faster (measured on an H200)
+MAX_TILE = 128  # keys
+TILE_BYTES = 32 << 10  # of keys in shared memory, and as many of values
+FEW_ROWS = 64  # up to here, half a tile at a time, but one tile further ahead, is faster (measured on an H200)
 PROGRAMS_PER_SM = 2
 PROGRAMS_WHEN_INTERPRETED = 12
 
@@ -72,23 +73,28 @@ class DecodePlan:
     shares: Tensor
     share_tiles: Tensor
     arrivals: Tensor
-    tile: int
+    tile: int  # keys
+    stages: int  # of the loop over the tiles: where the table is read, the keys are on their way, and are in use
 
 
-def plan_decode(context_lens: Tensor, kv_heads: int, block_size: int, workers: int | None = None) -> DecodePlan:
+def plan_decode(context_lens: Tensor, k_cache: Tensor, workers: int | None = None) -> DecodePlan:
     """Deal out the contexts of a decode step, as one launch.
 
-    context_lens: [rows] int32
+    context_lens: [rows] int32; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's
     workers: programs for each KV head; None chooses enough to fill the device
     """
     rows, device = len(context_lens), context_lens.device
+    _, block_size, kv_heads, head_dim = k_cache.shape
+    tile = min(MAX_TILE, TILE_BYTES // (triton.next_power_of_2(head_dim) * k_cache.itemsize))
+    few = rows <= FEW_ROWS
     if workers is None:
         workers = max(1, _programs(device) // kv_heads)
     plan = DecodePlan(
         torch.empty((workers, 4), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
         torch.empty(rows * kv_heads, dtype=torch.int32, device=device),
-        math.gcd(block_size, TILE if rows > FEW_ROWS else TILE // 2),  # a tile of keys lies in one block
+        tile=math.gcd(block_size, tile // 2 if few else tile),  # so that a tile lies in one block
+        stages=5 if few else 3,
     )
     block_w = 8
     programs = triton.cdiv(workers, block_w)
@@ -196,7 +202,7 @@ def paged_decode_triton(
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         num_warps=4,
-        num_stages=3 if plan.tile == TILE else 5,
+        num_stages=plan.stages,
         **early_launch(q),
     )
     return out
