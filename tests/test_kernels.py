@@ -23,7 +23,7 @@ from nanoinfer.kernels.norm import (
     rms_norm_reference,
     rms_norm_triton,
 )
-from nanoinfer.kernels.paged_decode import paged_decode_reference, paged_decode_triton, plan_decode
+from nanoinfer.kernels.paged_decode import FEW_ROWS, paged_decode_reference, paged_decode_triton, plan_decode
 from nanoinfer.kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.qkv import norm_rotate_store_reference, norm_rotate_store_triton
 from nanoinfer.kernels.rows import (
@@ -52,7 +52,7 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [64, 192, 1024, 5120])
 def test_rms_norm(size: int, dtype: torch.dtype) -> None:
-    x, residual, weight = randn(5, size, dtype=dtype), randn(5, size, dtype=dtype), randn(size, dtype=dtype)
+    weight, x, residual = randn(size, dtype=dtype), randn(5, size, dtype=dtype), randn(5, size, dtype=dtype)
     assert_close(rms_norm_triton(x, weight, 1e-6), rms_norm_reference(x.float(), weight.float(), 1e-6))
     out, total = add_rms_norm_triton(x, residual, weight, 1e-6)
     expected, expected_total = add_rms_norm_reference(x.float(), residual.float(), weight.float(), 1e-6)
@@ -68,7 +68,7 @@ def test_silu_mul(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("in_features", "out_features"), [(64, 32), (96, 9), (2500, 10)])
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 32), (96, 9), (2500, 10), (12288, 5)])
 def test_one_row_linear(in_features: int, out_features: int, dtype: torch.dtype) -> None:
     weight = randn(out_features, in_features, dtype=dtype)
     x, residual, gate_up = (randn(1, size * in_features, dtype=dtype) for size in (1, 1, 2))
@@ -170,6 +170,19 @@ def test_paged_decode(shape: tuple[int, int, int, int], workers: int | None, dty
         out = paged_decode_triton(q, k_cache, v_cache, tables, lens, head_dim**-0.5, plan)
         assert_close(out[:5], expected[:5])
         assert plan.arrivals.eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_paged_decode_of_many_rows(dtype: torch.dtype) -> None:
+    """Beyond FEW_ROWS the tiles are larger, and the loop over them shorter."""
+    context_lens = [1 + 37 * row % 400 for row in range(FEW_ROWS + 8)]
+    shape = (4, 2, 128, 256)
+    k_cache, v_cache, tables = paged(context_lens, *shape, dtype)
+    q = randn(len(context_lens), 4, 128, dtype=dtype)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    out = paged_decode_triton(q, k_cache, v_cache, tables, lens, 0.1, plan_decode(lens, k_cache))
+    k, v = (cache.float().nan_to_num() for cache in (k_cache, v_cache))
+    assert_close(out, paged_decode_reference(q.float(), k, v, tables, lens, 400, 0.1))
 
 
 @settings(max_examples=200, deadline=None)

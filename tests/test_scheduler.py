@@ -240,10 +240,18 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
     blocks=st.integers(10, 40),
     rows=st.integers(1, 6),
     budget=st.integers(1, 40),
+    worth=st.tuples(st.integers(1, 100), st.sampled_from([1 / 16, 1 / 2, 1])),
     arrivals=st.randoms(use_true_random=False),
 )
-def test_every_request_ends_with_its_own_tokens(depth, requests, blocks, rows, budget, arrivals) -> None:
+def test_every_request_ends_with_its_own_tokens(depth, requests, blocks, rows, budget, worth, arrivals) -> None:
     """Random requests arriving at random times; prompts share prefixes; the device sees messages alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(("MIN_PREFILL_TOKENS", "MAX_FREE_ROWS"), worth, strict=True):
+            patch.setattr(f"nanoinfer.engine.scheduler.{name}", value)
+        serve_random_requests(depth, requests, blocks, rows, budget, arrivals)
+
+
+def serve_random_requests(depth, requests, blocks, rows, budget, arrivals) -> None:
     sched, row_map, device = scheduler(blocks, rows, budget), RowMap(), Device()
     pending = deque(
         Sequence([start] * length, SamplingParams(max_tokens=most, ignore_eos=ignore), seed=i, max_model_len=40)

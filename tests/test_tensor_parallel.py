@@ -12,14 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from conftest import Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.message import DecodeMessage
 from nanoinfer.engine.worker import Receiver, Sender, WorkerError
+from nanoinfer.utils import tensor_parallel
 
 
 def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
@@ -121,6 +124,17 @@ class TestTwoRanks:
         begin = time.monotonic()
         with pytest.raises(WorkerError, match="rank 1 died: it ended with exit code -9"):
             LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2)
+        assert time.monotonic() - begin < 10
+
+    def test_a_rank_that_dies_between_ready_and_the_rendezvous_is_not_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tensor_parallel, "RENDEZVOUS_TIMEOUT", timedelta(seconds=1))
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        store.set("rank 1 is ready", "")
+        begin = time.monotonic()
+        with pytest.raises((WorkerError, RuntimeError)):
+            tensor_parallel.TensorParallel(0, 2, store).connect()
         assert time.monotonic() - begin < 10
 
     def test_an_error_of_every_rank_is_the_users_own(self, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def _close(owner: int, workers: Workers | None, runner: ModelRunner | None, fail
     if owner != os.getpid():
         return  # a fork of the process that owns them, going its own way
     if workers is not None:
-        workers.stop(failed)
+        failed = not workers.stop(failed)
     if runner is not None:
         runner.close(failed)
     if workers is not None:

@@ -76,7 +76,7 @@ class ModelRunner:
                 self.tp.connect()
                 self._allocate()
         except BaseException:
-            self.close()
+            self.close(failed=True)
             raise
 
     def call(self, method: str, *args: Any) -> Any:

@@ -196,8 +196,11 @@ class Workers:
         process.join(1)
         return f"it ended with exit code {process.exitcode} and left no traceback{_hint(process)}"
 
-    def stop(self, failed: bool = False) -> None:
-        """Tell every worker to end; kill them when they have failed, or do not listen."""
+    def stop(self, failed: bool = False) -> bool:
+        """Tell every worker to end; kill them when they have failed, or do not listen.
+
+        Returns whether they end by themselves, together with rank 0.
+        """
         deadline = time.monotonic() + CLOSE_SECONDS
         self._stopping = True
 
@@ -209,11 +212,12 @@ class Workers:
         try:
             if not failed:
                 self.sender.send(("close", ()), check)
-                return
+                return True
         except WorkerError:
             pass
         for process in self.processes:
             process.kill()
+        return False
 
     def join(self) -> None:
         """Wait for every worker to end, by force if it does not end by itself, and give the segment back."""
@@ -223,7 +227,7 @@ class Workers:
             if process.is_alive():
                 process.kill()
                 process.join()
-        if self._watcher is not None:
+        if self._watcher not in (None, threading.current_thread()):  # a collected engine is closed on any thread
             self._watcher.join()
         for pipe in self.errors:
             pipe.close()

@@ -2,8 +2,9 @@
 
 It waits for that one before it touches what others write. What it may do before, such as reading weights or just being
 launched, costs no time. Whoever launches with these options must call `wait_for_predecessor` in every program, before
-any load of what a kernel wrote and before any store: then, however early a kernel starts, all before its predecessor
-are complete too.
+any store and before any load of what another kernel writes: then, however early a kernel starts, all before its
+predecessor are complete too. Weights may be loaded before: between their writing and a kernel that is launched early
+there must be one that is not, as torch's all are.
 """
 
 from __future__ import annotations

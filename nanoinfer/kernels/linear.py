@@ -138,7 +138,7 @@ def _one_row_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK_K)
     inside = k < in_features
-    # No kernel writes weights: the first of them need not wait.
+    # Weights were written long before: the first of them need not wait.
     tile = _load_tile(weight_ptr, program, k, in_features, out_features, BLOCK_N)
     if NORM:
         norm_weight = tl.load(norm_weight_ptr + k, mask=inside, other=0.0)

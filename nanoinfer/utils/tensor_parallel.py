@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
 TIMEOUT = timedelta(minutes=30)
+RENDEZVOUS_TIMEOUT = timedelta(seconds=30)  # all ranks have said that they are ready
 POLL_SECONDS = 0.01
 
 
@@ -39,7 +40,8 @@ class TensorParallel:
         self._device = device
         self._check = check
         self._group: Any = None  # torch's stubs leave out the collectives
-        self._aborting = threading.Lock()
+        self._lock = threading.RLock()  # around the group's end, which comes from any thread, the collector's too
+        self._aborted = False
         # On CUDA a collective runs on the stream of the kernels around it, and the host does not wait.
         self._reduce_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
         self._reduce_options.asyncOp = self._gather_options.asyncOp = device != "cuda"
@@ -55,7 +57,13 @@ class TensorParallel:
             self._check()
             time.sleep(POLL_SECONDS)
         make_group = _nccl_group if self._device == "cuda" else _gloo_group
-        self._group = make_group(self._store, self.rank, self.size)
+        group = make_group(self._store, self.rank, self.size)
+        with self._lock:
+            self._group = group
+        if self._aborted:  # a rank died while there was no group to abort
+            self._check()
+        if self._device == "cuda":  # NCCL connects with the first collective, and until then cannot be aborted
+            self.all_reduce(torch.zeros(1, device=torch.device("cuda", self.rank)))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, in place; returns x."""
@@ -77,18 +85,20 @@ class TensorParallel:
 
     def abort(self) -> None:
         """End the collectives that wait for a rank which will not come; from any thread."""
-        with self._aborting:
-            if hasattr(self._group, "abort"):
+        with self._lock:
+            self._aborted = True
+            if self._group is not None:
                 self._group.abort()
 
     def close(self, failed: bool = False) -> None:
         """Leave the group; if another rank failed, without waiting for it."""
-        if self._group is not None:
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
             if failed:
-                self.abort()
+                group.abort()
             else:
-                self._group.shutdown()
-            self._group = None
+                group.shutdown()
 
 
 def _finish(work: Any) -> None:
@@ -100,8 +110,10 @@ def _gloo_group(store: dist.Store, rank: int, size: int) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._timeout = TIMEOUT
-    return gloo(store, rank, size, options)
+    options._timeout = RENDEZVOUS_TIMEOUT
+    group = gloo(store, rank, size, options)
+    group._set_default_timeout(TIMEOUT)
+    return group
 
 
 def _nccl_group(store: dist.Store, rank: int, size: int) -> Any:
