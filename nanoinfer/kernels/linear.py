@@ -6,8 +6,6 @@ each program makes the whole input row for itself, while the first of its share 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -15,13 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.activation import silu_mul
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.norm import add_rms_norm, rms_norm
 
 MAX_IN_FEATURES = 16384  # what one program's registers hold of the input, beside two tiles of the weight
 MIN_TILE = 8192  # weights that a program loads at once; two rows of it at least, or the reductions cost more
 WEIGHTS_PER_SM = 4 * MIN_TILE  # on their way at a time
-PROGRAMS_WHEN_INTERPRETED = 3
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -61,7 +58,7 @@ def one_row_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def one_row_silu_mul_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
     """silu_mul_linear of one row as one launch."""
-    return _launch(gate_up, weight, silu_mul=True)
+    return _launch(gate_up, weight, gated=True)
 
 
 def one_row_norm_linear(
@@ -79,7 +76,7 @@ def _launch(
     total: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    silu_mul: bool = False,
+    gated: bool = False,
 ) -> Tensor:
     out_features, in_features = weight.shape
     assert x.is_contiguous()
@@ -88,8 +85,8 @@ def _launch(
     block_k = triton.next_power_of_2(in_features)
     tile = max(MIN_TILE, 2 * block_k)
     block_n = tile // block_k
-    programs = min(triton.cdiv(out_features, block_n), _programs(x.device, tile))
-    _one_row_kernel[(programs,)](
+    programs = max(WEIGHTS_PER_SM // tile, 1) * num_multiprocessors(x.device)
+    _one_row_kernel[(min(triton.cdiv(out_features, block_n), programs),)](
         x,
         residual,
         norm_weight,
@@ -101,20 +98,13 @@ def _launch(
         eps,
         NORM=norm_weight is not None,
         ADD=residual is not None,
-        SILU_MUL=silu_mul,
+        SILU_MUL=gated,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=8 if tile == MIN_TILE else 16,
         **early_launch(x),
     )
     return out
-
-
-@functools.cache
-def _programs(device: torch.device, tile: int) -> int:
-    if device.type != "cuda":
-        return PROGRAMS_WHEN_INTERPRETED
-    return max(WEIGHTS_PER_SM // tile, 1) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

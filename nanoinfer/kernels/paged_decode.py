@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -12,14 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.paged_prefill import LOG2_E
 
 MAX_TILE = 128  # keys
 TILE_BYTES = 32 << 10  # of keys in shared memory, and as many of values
 FEW_ROWS = 64  # up to here, half a tile at a time, but one tile further ahead, is faster (measured on an H200)
 PROGRAMS_PER_SM = 2
-PROGRAMS_WHEN_INTERPRETED = 12
 
 
 def paged_decode_reference(
@@ -88,7 +86,7 @@ def plan_decode(context_lens: Tensor, k_cache: Tensor, workers: int | None = Non
     tile = min(MAX_TILE, TILE_BYTES // (triton.next_power_of_2(head_dim) * k_cache.itemsize))
     few = rows <= FEW_ROWS
     if workers is None:
-        workers = max(1, _programs(device) // kv_heads)
+        workers = max(1, PROGRAMS_PER_SM * num_multiprocessors(device) // kv_heads)
     plan = DecodePlan(
         torch.empty((workers, 4), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
@@ -113,13 +111,6 @@ def plan_decode(context_lens: Tensor, k_cache: Tensor, workers: int | None = Non
         **early_launch(context_lens),
     )
     return plan
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return PROGRAMS_WHEN_INTERPRETED
-    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.norm import add_rms_norm, rms_norm
+from nanoinfer.kernels.norm import add_rms_norm
 from nanoinfer.utils.loader import Shard
 
 
@@ -19,10 +19,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the norm of x + residual, and that sum; all [tokens, size]."""
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def shards(self) -> Iterator[Shard]:
