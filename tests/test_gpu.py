@@ -7,12 +7,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend
 from nanoinfer.engine.input_batch import Prompts
 from nanoinfer.engine.message import ChunkMessage
+from nanoinfer.kernels.activation import silu_mul_reference
+from nanoinfer.kernels.linear import linear, norm_linear
+from nanoinfer.kernels.norm import rms_norm_reference
 from nanoinfer.kernels.paged_decode import FEW_ROWS, paged_decode_triton, plan_decode
 from nanoinfer.kernels.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.qkv import norm_rotate_store
@@ -191,3 +195,24 @@ def test_the_kernels_compile_for_every_head_size() -> None:
                 queries = q[-1:].expand(rows, -1, -1).contiguous()
                 decoded = paged_decode_triton(queries, k_cache, v_cache, row_tables, row_lens, 0.1, plan)
                 torch.testing.assert_close(prefilled[-1:].expand_as(decoded), decoded, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 40, 64, 128, 144, 200, 256, 300])
+def test_linear_takes_the_right_product_whichever_kernel_is_chosen(tokens: int) -> None:
+    chosen = set()
+    for out_features, in_features in ((4096, 1024), (1024, 2048), (1024, 3072), (4096, 4096), (1000, 1152)):
+        x, weight, up = (
+            torch.randn(rows, in_features, device="cuda").bfloat16() for rows in (tokens, out_features, out_features)
+        )
+        norm_weight, both = torch.ones_like(x[0]), torch.cat([weight, up])
+        out = linear(x, weight, may_split=True)
+        chosen.add(out.dim())
+        torch.testing.assert_close(
+            out.view(-1, *out.shape[-2:]).sum(0).bfloat16(), F.linear(x, weight), rtol=0.02, atol=0.5
+        )
+        gated, total = norm_linear(x, None, norm_weight, 1e-6, both, gated=True)
+        assert total is x
+        expected = silu_mul_reference(F.linear(rms_norm_reference(x, norm_weight, 1e-6), both))
+        error = (gated.float() - expected.float()).norm() / expected.float().norm()
+        assert error < 0.01
+    assert chosen == ({2} if tokens in (1, 300) else {2, 3})

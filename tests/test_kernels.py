@@ -12,17 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer.kernels.activation import silu_mul_reference, silu_mul_triton
-from nanoinfer.kernels.linear import (
-    one_row_linear,
-    one_row_norm_linear,
-    one_row_silu_mul_linear,
-)
 from nanoinfer.kernels.norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
     rms_norm_reference,
     rms_norm_triton,
 )
+from nanoinfer.kernels.one_row_linear import one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.one_wave_linear import cut, one_wave_linear
 from nanoinfer.kernels.paged_decode import FEW_ROWS, paged_decode_reference, paged_decode_triton, plan_decode
 from nanoinfer.kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.qkv import norm_rotate_store_reference, norm_rotate_store_triton
@@ -72,11 +69,10 @@ def test_silu_mul(size: int, dtype: torch.dtype) -> None:
 def test_one_row_linear(in_features: int, out_features: int, dtype: torch.dtype) -> None:
     """The last two shapes have more tiles than programs, when interpreted."""
     weight = randn(out_features, in_features, dtype=dtype)
-    x, residual, gate_up = (randn(1, size * in_features, dtype=dtype) for size in (1, 1, 2))
+    x, residual = (randn(1, in_features, dtype=dtype) for _ in range(2))
     norm_weight = randn(in_features, dtype=dtype)
     wide = weight.float()
     assert_close(one_row_linear(x, weight), x.float() @ wide.T)
-    assert_close(one_row_silu_mul_linear(gate_up, weight), silu_mul_reference(gate_up.float()) @ wide.T)
     out, total = one_row_norm_linear(x, None, norm_weight, 1e-6, weight)
     assert_close(out, rms_norm_reference(x.float(), norm_weight.float(), 1e-6) @ wide.T)
     assert total is x
@@ -84,6 +80,38 @@ def test_one_row_linear(in_features: int, out_features: int, dtype: torch.dtype)
     normed, expected_total = add_rms_norm_reference(x.float(), residual.float(), norm_weight.float(), 1e-6)
     assert_close(out, normed @ wide.T)
     assert_close(total, expected_total)
+    if out_features % 2 == 0:
+        out, _ = one_row_norm_linear(x, residual, norm_weight, 1e-6, weight, gated=True)
+        assert_close(out, silu_mul_reference(normed @ wide.T))
+
+
+@pytest.mark.parametrize("tokens", [2, 17, 64, 100])
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 128), (100, 512), (128, 1152)])
+def test_one_wave_linear(tokens: int, out_features: int, in_features: int) -> None:
+    """Whole and in pieces, with and without gates; the last tile of tokens and of outputs may be cut short."""
+    dtype = DTYPES[-1]
+    x, weight = randn(tokens, in_features, dtype=dtype), randn(2 * out_features, in_features, dtype=dtype)
+    in_pieces = cut(tokens, out_features, in_features, 8, may_split=True)
+    assert in_pieces.pieces == {128: 1, 512: 2 if tokens > 64 else 4, 1152: 1 if tokens > 64 else 3}[in_features]
+    expected = x.float() @ weight.float().T
+    out = one_wave_linear(x, weight[:out_features], in_pieces)
+    assert out.dim() == (3 if in_pieces.pieces > 1 else 2)
+    assert_close(out.view(-1, tokens, out_features).sum(dim=0), expected[:, :out_features])
+    whole = cut(tokens, out_features, in_features, 8, may_split=False)
+    assert whole.pieces == 1
+    assert_close(one_wave_linear(x, weight, whole, gated=True), silu_mul_reference(expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm_of_pieces(dtype: torch.dtype) -> None:
+    pieces, residual, weight = randn(4, 5, 96), randn(5, 96, dtype=dtype), randn(96, dtype=dtype)
+    for out, expected in zip(
+        add_rms_norm_triton(pieces, residual, weight, 1e-6),
+        add_rms_norm_reference(pieces, residual.float(), weight.float(), 1e-6),
+        strict=True,
+    ):
+        assert out.dtype == dtype
+        assert_close(out, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

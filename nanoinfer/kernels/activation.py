@@ -37,7 +37,13 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, EARLY: tl.
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
-    gate = tl.load(gate_up_ptr + token * 2 * size + offsets, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + token * 2 * size + offsets, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + token * 2 * size + size + offsets, mask=mask, other=0.0)
-    silu = (gate * tl.sigmoid(gate)).to(up.dtype)
-    tl.store(out_ptr + token * size + offsets, silu * up, mask=mask)
+    tl.store(out_ptr + token * size + offsets, silu_mul_block(gate, up), mask=mask)
+
+
+@triton.jit
+def silu_mul_block(gate, up):
+    """silu_mul inside a kernel, of blocks in the model's dtype; SiLU is rounded to it, as transformers does."""
+    wide = gate.to(tl.float32)
+    return (wide * tl.sigmoid(wide)).to(gate.dtype) * up

@@ -19,7 +19,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(x + residual), x + residual), both [tokens, size]."""
+    """Returns (rms_norm(x + residual), x + residual), both [tokens, size].
+
+    x: [tokens, size], or [pieces, tokens, size] float32 that add up to it; residual: [tokens, size]
+    """
     if x.is_cuda:
         return add_rms_norm_triton(x, residual, weight, eps)
     return add_rms_norm_reference(x, residual, weight, eps)
@@ -34,6 +37,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """add_rms_norm in torch."""
+    if x.dim() == 3:
+        x = x.sum(dim=0).to(residual.dtype)
     total = x + residual
     return rms_norm_reference(total, weight, eps), total
 
@@ -47,13 +52,13 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """add_rms_norm as one launch."""
-    out, total = torch.empty_like(x), torch.empty_like(x)
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
     _launch(x, residual, weight, out, total, eps)
     return out, total
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:
-    tokens, size = x.shape
+    tokens, size = x.shape[-2:]
     block = triton.next_power_of_2(size)
     warps = min(max(block // 256, 1), 16)
     _rms_norm_kernel[(tokens,)](
@@ -63,7 +68,9 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
         out,
         total,
         size,
+        tokens * size,
         eps,
+        PIECES=len(x) if x.dim() == 3 else 1,
         ADD=residual is not None,
         BLOCK=block,
         num_warps=warps,
@@ -79,7 +86,9 @@ def _rms_norm_kernel(
     out_ptr,
     total_ptr,
     size,
+    piece_stride,
     eps,
+    PIECES: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -90,6 +99,9 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
     wait_for_predecessor(EARLY)
     x = tl.load(x_ptr + row + offsets, mask=mask, other=0.0)
+    for piece in tl.static_range(1, PIECES):
+        x += tl.load(x_ptr + piece * piece_stride + row + offsets, mask=mask, other=0.0)
+    x = x.to(out_ptr.dtype.element_ty)
     if ADD:
         x += tl.load(residual_ptr + row + offsets, mask=mask, other=0.0)
         tl.store(total_ptr + row + offsets, x, mask=mask)

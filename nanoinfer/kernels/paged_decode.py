@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, num_multiprocessors, start_successor, wait_for_predecessor
 from nanoinfer.kernels.paged_prefill import LOG2_E
 
 MAX_TILE = 128  # keys
@@ -224,7 +224,7 @@ def _paged_decode_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_predecessor(EARLY)
+    wait_for_predecessor(EARLY, START_SUCCESSOR=False)
     worker, kv_head = tl.program_id(0), tl.program_id(1)
     first_row = tl.load(shares_ptr + worker * 4)
     last_row = tl.load(shares_ptr + worker * 4 + 1)
@@ -294,6 +294,7 @@ def _paged_decode_kernel(
                 )
         left -= end_tile - tile
         tile = 0
+    start_successor(EARLY)  # not before: it would be in the way
 
 
 @triton.jit

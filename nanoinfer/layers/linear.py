@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.linear import linear, norm_linear, silu_mul_linear
+from nanoinfer.kernels.linear import linear, norm_linear
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.utils.loader import Shard
 from nanoinfer.utils.tensor_parallel import TensorParallel
@@ -17,22 +17,24 @@ class ColumnParallelLinear(nn.Module):
     """Several projections of one normed input as one matrix product; each rank holds a share of every one's outputs.
 
     outputs: the projections' names in the checkpoint and their sizes over all ranks
+    gated: there are two, and silu(the first) * the second is what is wanted
     """
 
-    def __init__(self, in_features: int, outputs: dict[str, int], tp: TensorParallel) -> None:
+    def __init__(self, in_features: int, outputs: dict[str, int], tp: TensorParallel, gated: bool = False) -> None:
         super().__init__()
         self.tp = tp
+        self.gated = gated
         self.outputs = outputs
         self.sizes = [size // tp.size for size in outputs.values()]
         assert [size * tp.size for size in self.sizes] == list(outputs.values())
         self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project norm(x + residual), both [tokens, in_features].
+        """Project norm(x + residual), both [tokens, in_features]; x may be pieces, as RowParallelLinear returns them.
 
         Returns [tokens, this rank's share of the first projection, of the second, ...], and x + residual.
         """
-        return norm_linear(x, residual, norm.weight, norm.eps, self.weight)
+        return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.gated)
 
     def shards(self) -> Iterator[Shard]:
         """Each projection's rows of the merged weight."""
@@ -54,12 +56,13 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, share), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, this rank's share of in_features] to [tokens, out_features], equal on every rank."""
-        return self.tp.all_reduce(linear(x, self.weight))
+        """[tokens, this rank's share of in_features] to [tokens, out_features], equal on every rank.
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """The same of silu(gate) * up; [tokens, gate and up of this rank's share of in_features]."""
-        return self.tp.all_reduce(silu_mul_linear(gate_up, self.weight))
+        Alone, a rank may leave it in pieces that add up to it: [pieces, tokens, out_features] float32.
+        """
+        if self.tp.size == 1:
+            return linear(x, self.weight, may_split=True)
+        return self.tp.all_reduce(linear(x, self.weight))
 
     def shards(self) -> Iterator[Shard]:
         """This rank's columns."""

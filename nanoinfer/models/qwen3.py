@@ -53,13 +53,15 @@ class Qwen3MLP(nn.Module):
     def __init__(self, config: PretrainedConfig, tp: TensorParallel) -> None:
         super().__init__()
         size = config.intermediate_size
-        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, tp)
+        self.gate_up_proj = ColumnParallelLinear(
+            config.hidden_size, {"gate_proj": size, "up_proj": size}, tp, gated=True
+        )
         self.down_proj = RowParallelLinear(size, config.hidden_size, tp)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Returns the MLP of norm(x + residual), and x + residual; all [tokens, hidden_size]."""
-        gate_up, residual = self.gate_up_proj(x, residual, norm)
-        return self.down_proj.silu_mul(gate_up), residual
+        gated, residual = self.gate_up_proj(x, residual, norm)
+        return self.down_proj(gated), residual
 
 
 class Qwen3DecoderLayer(nn.Module):

@@ -1,0 +1,130 @@
+"""One row times a matrix, with what makes the row, as one launch: as fast as the weight can be read.
+
+A launch of its own for the norm before a single row's product costs as much as a small product. So each program makes
+the whole input row for itself, while the first of its share of the weight is on the way.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.activation import silu_mul_block
+from nanoinfer.kernels.launch import early_launch, num_multiprocessors, start_successor, wait_for_predecessor
+
+MAX_IN_FEATURES = 16384  # what one program's registers hold of the input, beside two tiles of the weight
+MIN_TILE = 8192  # weights that a program loads at once; two rows of it at least, or the reductions cost more
+WEIGHTS_PER_SM = 4 * MIN_TILE  # on their way at a time
+
+
+def one_row_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T: [1, in_features] and [out_features, in_features] to [1, out_features]."""
+    return _launch(x, weight)
+
+
+def one_row_norm_linear(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, gated: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See kernels.linear.norm_linear."""
+    total = x if residual is None else torch.empty_like(x)
+    return _launch(x, weight, residual, total, norm_weight, eps, gated), total
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+) -> Tensor:
+    rows, in_features = weight.shape
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    out = torch.empty((1, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
+    block_k = triton.next_power_of_2(in_features)
+    tile = max(MIN_TILE, 2 * block_k)
+    block_n = tile // block_k
+    programs = max(WEIGHTS_PER_SM // tile, 1) * num_multiprocessors(x.device)
+    _one_row_kernel[(min(triton.cdiv(rows, block_n), programs),)](
+        x,
+        residual,
+        norm_weight,
+        weight,
+        out,
+        total,
+        in_features,
+        rows,
+        eps,
+        NORM=norm_weight is not None,
+        ADD=residual is not None,
+        GATED=gated,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=8 if tile == MIN_TILE else 16,
+        **early_launch(x),
+    )
+    return out
+
+
+@triton.jit
+def _one_row_kernel(
+    x_ptr,
+    residual_ptr,
+    norm_weight_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    in_features,
+    rows,
+    eps,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    k = tl.arange(0, BLOCK_K)
+    inside = k < in_features
+    # Weights were written long before: the first of them need not wait. Nor need the successor's.
+    start_successor(EARLY)
+    tile = _load_tile(weight_ptr, program, k, in_features, rows, BLOCK_N, GATED)
+    if NORM:
+        norm_weight = tl.load(norm_weight_ptr + k, mask=inside, other=0.0)
+    wait_for_predecessor(EARLY, START_SUCCESSOR=False)
+
+    x = tl.load(x_ptr + k, mask=inside, other=0.0)
+    if ADD:
+        x += tl.load(residual_ptr + k, mask=inside, other=0.0)
+        tl.store(total_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
+    wide = x.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / in_features + eps)
+        wide = ((wide * scale).to(x.dtype) * norm_weight).to(tl.float32)
+
+    for start in range(program * BLOCK_N, rows, programs * BLOCK_N):
+        following = _load_tile(weight_ptr, start // BLOCK_N + programs, k, in_features, rows, BLOCK_N, GATED)
+        dots = tl.sum(tile.to(tl.float32) * wide[None, :], axis=1).to(x.dtype)
+        if GATED:
+            n = start // 2 + tl.arange(0, BLOCK_N // 2)
+            gate, up = tl.split(tl.reshape(dots, [BLOCK_N // 2, 2]))
+            tl.store(out_ptr + n, silu_mul_block(gate, up), mask=n < rows // 2)
+        else:
+            n = start + tl.arange(0, BLOCK_N)
+            tl.store(out_ptr + n, dots, mask=n < rows)
+        tile = following
+
+
+@triton.jit
+def _load_tile(weight_ptr, tile, k, in_features, rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """BLOCK_N rows of the weight; a gate's row and then its up's, and so on, where the weight has all gates first."""
+    n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (n < rows)[:, None] & (k < in_features)[None, :]
+    if GATED:
+        n = n // 2 + n % 2 * (rows // 2)
+    return tl.load(weight_ptr + n[:, None] * in_features + k[None, :], mask=mask, other=0.0)

@@ -1,0 +1,147 @@
+"""Matrix products so small that all of their tiles are in work at once, one on each multiprocessor.
+
+Such a product takes no longer than a launch and the way to memory and back. cuBLAS waits for the kernel before it has
+ended, then launches, and where one row of tiles would leave multiprocessors idle it adds up pieces in a launch of its
+own. This one is launched early, applies the activation, and leaves its pieces to the next kernel, which adds anyhow.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.activation import silu_mul_block
+from nanoinfer.kernels.launch import can_launch_early, early_launch, num_multiprocessors, wait_for_predecessor
+
+MAX_TOKENS = 256  # beyond, nothing was measured to be faster than cuBLAS
+MAX_PIECES = 8
+MAX_STAGES = 5
+BLOCK_K = 128
+
+
+@dataclass(frozen=True)
+class Wave:
+    """How a product is cut: tiles of tokens by outputs, and each of them by inputs into pieces."""
+
+    block_m: int  # tokens
+    block_n: int  # outputs; of a gated product, as many gates and as many ups
+    pieces: int
+    programs: int
+
+
+def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: bool = False) -> Wave | None:
+    """The wave for x and weight as in kernels.linear, or None: where cuBLAS does better, and where only it can."""
+    in_features = weight.shape[1]
+    if not can_launch_early(x.device) or len(x) > MAX_TOKENS or x.itemsize != 2 or in_features % BLOCK_K:
+        return None
+    out_features = weight.shape[0] // 2 if gated else weight.shape[0]
+    multiprocessors = num_multiprocessors(x.device)
+    wave = cut(len(x), out_features, in_features, multiprocessors, may_split)
+    return wave if multiprocessors // 3 <= wave.programs <= multiprocessors else None
+
+
+def cut(tokens: int, out_features: int, in_features: int, multiprocessors: int, may_split: bool) -> Wave:
+    """Cut a product into tiles; if they are few, into smaller ones, or into pieces if it may be split."""
+    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    columns, block_n = triton.cdiv(tokens, block_m), 64
+    if block_m == 64 and not may_split and 2 * columns * triton.cdiv(out_features, 64) <= multiprocessors:
+        block_n = 32
+    programs = columns * triton.cdiv(out_features, block_n)
+    most = min(MAX_PIECES, multiprocessors // programs) if may_split else 1
+    pieces = max((p for p in range(1, most + 1) if in_features % (p * BLOCK_K) == 0), default=1)
+    return Wave(block_m, block_n, pieces, pieces * programs)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have; an interpreted one takes no notice."""
+    if device.type != "cuda":
+        return 1 << 20
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+
+
+def one_wave_linear(x: Tensor, weight: Tensor, wave: Wave, gated: bool = False) -> Tensor:
+    """The product as one launch.
+
+    x: [tokens, in_features]; weight: [out_features, in_features], if gated [2 * out_features, in_features]
+    Returns [tokens, out_features], or in several pieces [pieces, tokens, out_features] float32; gated: silu(gate) * up.
+    """
+    (tokens, in_features), out_features = x.shape, weight.shape[0] // 2 if gated else weight.shape[0]
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    assert in_features % (wave.pieces * BLOCK_K) == 0
+    dtype = x.dtype if wave.pieces == 1 else torch.float32
+    out = torch.empty((wave.pieces, tokens, out_features), dtype=dtype, device=x.device)
+    stage = (wave.block_m + wave.block_n * (2 if gated else 1)) * BLOCK_K * x.itemsize
+    columns, rows = triton.cdiv(out_features, wave.block_n), triton.cdiv(tokens, wave.block_m)
+    _one_wave_kernel[(columns, rows, wave.pieces)](
+        x,
+        weight,
+        out,
+        tokens,
+        out_features,
+        in_features,
+        in_features // wave.pieces,
+        GATED=gated,
+        BLOCK_M=wave.block_m,
+        BLOCK_N=wave.block_n,
+        BLOCK_K=BLOCK_K,
+        num_warps=4,
+        num_stages=min(MAX_STAGES, _shared_memory(x.device) // stage),
+        **early_launch(x),
+    )
+    return out if wave.pieces > 1 else out[0]
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _one_wave_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    tokens,
+    out_features,
+    in_features,
+    share,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(2) * share + tl.arange(0, BLOCK_K)
+    has_token, has_output = (m < tokens)[:, None], (n < out_features)[:, None]
+    wait_for_predecessor(EARLY)
+
+    # The tensor cores take at least 64 rows on the left: of few tokens, that is the weight's side.
+    TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
+    acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+    up_acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+    x_ptrs = x_ptr + m[:, None] * in_features + k[None, :]
+    weight_ptrs = weight_ptr + n[:, None] * in_features + k[None, :]
+    for start in range(0, share, BLOCK_K):
+        x = tl.load(x_ptrs + start, mask=has_token, other=0.0)
+        weight = tl.load(weight_ptrs + start, mask=has_output, other=0.0)
+        acc = _add_product(acc, x, weight, TOKENS_LEFT)
+        if GATED:
+            up_weight = tl.load(weight_ptrs + start + out_features * in_features, mask=has_output, other=0.0)
+            up_acc = _add_product(up_acc, x, up_weight, TOKENS_LEFT)
+
+    out = acc.to(out_ptr.dtype.element_ty)
+    if GATED:
+        out = silu_mul_block(out, up_acc.to(out.dtype))
+    if not TOKENS_LEFT:
+        out = tl.trans(out)
+    targets = out_ptr + (tl.program_id(2) * tokens + m[:, None]) * out_features + n[None, :]
+    tl.store(targets, out, mask=has_token & (n < out_features)[None, :])
+
+
+@triton.jit
+def _add_product(acc, x, weight, TOKENS_LEFT: tl.constexpr):
+    return tl.dot(x, tl.trans(weight), acc) if TOKENS_LEFT else tl.dot(weight, tl.trans(x), acc)
