@@ -6,19 +6,16 @@
     python bench.py --compare transformers      # the same prompts through transformers too
     python bench.py --plot run.png              # draw the last repeat, step by step
 
-The prompts are random tokens from seed 0. The workloads are in WORKLOADS; --help lists them.
+The prompts are random tokens from seed 0. --help lists the workloads.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,171 +23,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
+from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, write_config
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import StepResult
 
-SHAPE_FIELDS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "tie_word_embeddings", "vocab_size",
-)  # fmt: skip
-SHAPES = {
-    "tiny": (64, 128, 2, 4, 2, 32, True, 2048),
-    "0.6b": (1024, 3072, 28, 16, 8, 128, True, 151936),
-    "1.7b": (2048, 6144, 28, 16, 8, 128, True, 151936),
-    "4b": (2560, 9728, 36, 32, 8, 128, True, 151936),
-    "8b": (4096, 12288, 36, 32, 8, 128, False, 151936),
-    "14b": (5120, 17408, 40, 40, 8, 128, False, 151936),
-    "32b": (5120, 25600, 64, 64, 8, 128, False, 151936),
-}
 TEMPERATURE = 0.6
-MAX_TOKEN = 10000  # of the prompts' random tokens, in a vocabulary that has it
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a workload consists of, and the engine's limits that suit it; lengths are (least, most) tokens."""
-
-    num_seqs: int = 256
-    prompt_lens: tuple[int, int] = (100, 1024)
-    output_lens: tuple[int, int] = (100, 1024)
-    prefix_len: int = 0  # tokens that come before every prompt, the same for all
-    max_num_seqs: int = 512
-    max_model_len: int = 4096
-
-    def draw(self, vocab_size: int) -> Workload:
-        """Prompts and output lengths from seed 0, in nano-vLLM's order; the shared prefix last."""
-        rand = random.Random(0).randint
-        top = min(MAX_TOKEN, vocab_size - 1)
-        prompts = [[rand(0, top) for _ in range(rand(*self.prompt_lens))] for _ in range(self.num_seqs)]
-        output_lens = [rand(*self.output_lens) for _ in range(self.num_seqs)]
-        prefix = [rand(0, top) for _ in range(self.prefix_len)]
-        return Workload([prefix + prompt for prompt in prompts], output_lens, self.prefix_len)
-
-    def __str__(self) -> str:
-        prompt, output = ("-".join(map(str, sorted(set(lens)))) for lens in (self.prompt_lens, self.output_lens))
-        prefix = f"{self.prefix_len} + " if self.prefix_len else ""
-        return f"{prefix}{prompt} in, {output} out"
-
-
-WORKLOADS = {
-    "nano": Recipe(),  # nano-vLLM's own
-    "refill": Recipe(num_seqs=1024, max_num_seqs=256),  # rows that end are filled again
-    "stream": Recipe(num_seqs=1, prompt_lens=(128, 128), output_lens=(512, 512)),
-    "prefix": Recipe(prefix_len=1024),
-    "long": Recipe(num_seqs=8, prompt_lens=(32768, 32768), output_lens=(256, 256), max_model_len=33024),
-}
-
-
-@dataclass
-class Workload:
-    """Prompts, the first prefix_len tokens of all of them the same, and how many tokens to generate for each."""
-
-    prompts: list[list[int]]
-    output_lens: list[int]
-    prefix_len: int = 0
-
-    def repeat(self, index: int, vocab_size: int) -> list[list[int]]:
-        """The prompts with other tokens in each repeat, so that none finds the last one's prefixes cached."""
-        top = min(MAX_TOKEN, vocab_size - 1) + 1
-        return [[(token + index) % top for token in prompt] for prompt in self.prompts]
-
-    @property
-    def tokens_in(self) -> int:
-        """Prompt tokens of one repeat."""
-        return sum(map(len, self.prompts))
-
-    @property
-    def tokens_out(self) -> int:
-        """Generated tokens of one repeat."""
-        return sum(self.output_lens)
-
-
-@dataclass
-class Floor:
-    """The least time a workload can take: bytes that must be read, operations that must be done."""
-
-    decode_bytes: float
-    prefill_flops: float
-
-    @classmethod
-    def of(cls, work: Workload, hf: PretrainedConfig, max_num_seqs: int, itemsize: int) -> Floor:
-        """KV of every decode step and the weights once a step; the prompts' matrix products.
-
-        A shared prefix is read once a step, whatever the rows, and computed once.
-        """
-        q_size, kv_size = hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
-        layer = hf.hidden_size * (2 * q_size + 2 * kv_size + 3 * hf.intermediate_size)
-        layers, head = hf.num_hidden_layers * layer, hf.vocab_size * hf.hidden_size
-        prefix = work.prefix_len
-        own = [len(prompt) - prefix for prompt in work.prompts]
-        decoded = [out - 1 for out in work.output_lens]  # prefill samples each sequence's first token
-        steps = max(max(decoded), math.ceil(sum(decoded) / max_num_seqs))
-        contexts = sum(out * (n + 1) + out * (out - 1) // 2 for n, out in zip(own, decoded, strict=True))
-        kv_token = 2 * hf.num_hidden_layers * kv_size * itemsize
-        pairs = prefix**2 + sum(n * (2 * prefix + n) for n in own)  # twice those of a token and one it sees
-        matrices = 2 * layers * (prefix + sum(own)) + 2 * head * len(own)
-        return cls(
-            decode_bytes=steps * ((layers + head) * itemsize + prefix * kv_token) + contexts * kv_token,
-            prefill_flops=matrices + 2 * hf.num_hidden_layers * q_size * pairs,
-        )
-
-    def seconds(self, bandwidth: float, flops: float, devices: int) -> float:
-        """On `devices` of this bandwidth, in bytes per second, and matrix rate, in operations per second."""
-        return (self.decode_bytes / bandwidth + self.prefill_flops / flops) / devices
-
-
-def measure_bandwidth(device: str) -> float:
-    """Bytes per second of a large copy, read and written bytes both counted."""
-    size = min(1 << 32, torch.cuda.mem_get_info()[0] // 4) if device == "cuda" else 1 << 28
-    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    source.random_()
-    return 2 * size / median_seconds(lambda: target.copy_(source), device)
-
-
-def measure_flops(device: str, dtype: torch.dtype) -> float:
-    """Operations per second of a large matrix product of random numbers."""
-    size = 8192 if device == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / median_seconds(lambda: a @ b, device)
-
-
-def median_seconds(run: Callable[[], object], device: str, times: int = 11) -> float:
-    """The median time of one call, by the device's own clock."""
-    run()
-    return statistics.median(_seconds_on_cuda(run) if device == "cuda" else _seconds_on_cpu(run) for _ in range(times))
-
-
-def _seconds_on_cuda(run: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-def _seconds_on_cpu(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def write_config(name: str, folder: str) -> None:
-    """Write the config.json of a published shape."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        **dict(zip(SHAPE_FIELDS, SHAPES[name], strict=True)),
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "max_position_embeddings": 40960,
-        "torch_dtype": "bfloat16",
-    }
-    (Path(folder) / "config.json").write_text(json.dumps(config))
 
 
 @dataclass
