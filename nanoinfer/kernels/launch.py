@@ -7,8 +7,8 @@ any store and before any load of what another kernel writes: all kernels before 
 Weights may be loaded before: between their writing and a kernel that is launched early there must be one that is not,
 as torch's all are.
 
-Most kernels let their successor start only once they have themselves stopped waiting. Else a whole row of kernels would
-stand ready at once, and those behind would hold the shared memory that the next one needs.
+A kernel lets its successor start only once it has itself stopped waiting. Else a whole row of kernels would stand
+ready at once, and those behind would hold the shared memory that the next one needs.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ def wait_for_predecessor(EARLY: tl.constexpr, START_SUCCESSOR: tl.constexpr = Tr
 
 @triton.jit
 def start_successor(EARLY: tl.constexpr):
-    """Let the next kernel start, earlier or later than wait_for_predecessor does."""
+    """Let the next kernel start; for one that is long enough for its successor to be in the way until now."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.activation import silu_mul_block
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, start_successor, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
 
 MAX_IN_FEATURES = 16384  # what one program's registers hold of the input, beside two tiles of the weight
 MIN_TILE = 8192  # weights that a program loads at once; two rows of it at least, or the reductions cost more
@@ -91,12 +91,11 @@ def _one_row_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK_K)
     inside = k < in_features
-    # Weights were written long before: the first of them need not wait. Nor need the successor's.
-    start_successor(EARLY)
+    # Weights were written long before: the first of them need not wait.
     tile = _load_tile(weight_ptr, program, k, in_features, rows, BLOCK_N, GATED)
     if NORM:
         norm_weight = tl.load(norm_weight_ptr + k, mask=inside, other=0.0)
-    wait_for_predecessor(EARLY, START_SUCCESSOR=False)
+    wait_for_predecessor(EARLY)
 
     x = tl.load(x_ptr + k, mask=inside, other=0.0)
     if ADD:
