@@ -167,9 +167,20 @@ class TestConfig:
         with pytest.raises(ValueError, match="tensor_parallel_size=8: this machine has" if count else "no CUDA device"):
             LLM(BUNDLED_MODEL, tensor_parallel_size=8, device="cuda")
 
-    def test_heads_that_the_ranks_do_not_divide(self) -> None:
-        with pytest.raises(ValueError, match="tensor_parallel_size=3: num_attention_heads=8 is not divisible"):
-            LLM(BUNDLED_MODEL, tensor_parallel_size=3, device="cpu")
+    @pytest.mark.parametrize(
+        ("ranks", "shape", "reason"),
+        [
+            (3, {}, "num_attention_heads=4 is not divisible"),
+            (4, {"intermediate_size": 90}, "intermediate_size=90 is not divisible"),
+            (4, {"num_attention_heads": 12, "num_key_value_heads": 6}, "num_key_value_heads=6 neither divides it nor"),
+            (4, {"vocab_size": 15}, "vocab_size=15 is too small"),
+        ],
+    )
+    def test_what_the_ranks_cannot_share(
+        self, ranks: int, shape: dict[str, int], reason: str, make_qwen3: Callable[..., str]
+    ) -> None:
+        with pytest.raises(ValueError, match=f"tensor_parallel_size={ranks}: {reason}"):
+            LLM(make_qwen3(**shape), tensor_parallel_size=ranks, device="cpu")
 
     def test_a_cache_that_does_not_fit_the_cpus_budget(self) -> None:
         with pytest.raises(ValueError, match=r"MiB.*max_model_len=.*needs.*MiB.*num_kvcache_blocks"):

@@ -30,6 +30,7 @@ def rank(index: int, size: int) -> TensorParallel:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_ranks_slices_make_up_the_whole(size: int, tmp_path: Path) -> None:
+    """Of two KV heads, each of four ranks has the one that its query heads see."""
     weights = {
         "block.q_proj.weight": torch.randn(16, 8),
         "block.k_proj.weight": torch.randn(8, 8),
@@ -42,7 +43,7 @@ def test_the_ranks_slices_make_up_the_whole(size: int, tmp_path: Path) -> None:
         tp = rank(index, size)
         block = nn.ModuleDict(
             {
-                "qk_proj": ColumnParallelLinear(8, {"q_proj": 16, "k_proj": 8}, tp),
+                "qk_proj": ColumnParallelLinear(8, {"q_proj": 4, "k_proj": 2}, tp, head_dim=4),
                 "o_proj": RowParallelLinear(16, 8, tp),
             }
         )
@@ -51,9 +52,11 @@ def test_the_ranks_slices_make_up_the_whole(size: int, tmp_path: Path) -> None:
         return model
 
     models = [load(index) for index in range(size)]
-    q_and_k = [model["block"]["qk_proj"].weight.split([16 // size, 8 // size]) for model in models]
+    q_and_k = [model["block"]["qk_proj"].weight.split([16 // size, max(8 // size, 4)]) for model in models]
+    held = q_and_k[:: size // 2] if size > 2 else q_and_k
     assert torch.equal(torch.cat([q for q, _ in q_and_k]), weights["block.q_proj.weight"])
-    assert torch.equal(torch.cat([k for _, k in q_and_k]), weights["block.k_proj.weight"])
+    assert torch.equal(torch.cat([k for _, k in held]), weights["block.k_proj.weight"])
+    assert all(torch.equal(q_and_k[i][1], held[i * len(held) // size][1]) for i in range(size))
     assert torch.equal(torch.cat([m["block"]["o_proj"].weight for m in models], dim=1), weights["block.o_proj.weight"])
     assert torch.equal(torch.cat([m["embed"].weight for m in models]), weights["embed.weight"])
 

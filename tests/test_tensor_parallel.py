@@ -81,6 +81,14 @@ class TestTwoRanks:
         one = make_llm(folder, device="cpu")
         assert token_ids(two, prompts, params) == token_ids(one, prompts, params)
 
+    def test_one_kv_head_for_both_ranks(self, make_llm: Callable[..., LLM], make_qwen3: Callable[..., str]) -> None:
+        folder = make_qwen3(num_key_value_heads=1)
+        oracle = Oracle(folder)
+        prompts = [[30], [31, 32, 33, 500], [5] * 40]
+        llm = make_llm(folder, device="cpu", tensor_parallel_size=2)
+        assert llm.engine.runner.kv_cache.shape[4] == 1
+        assert token_ids(llm, prompts, greedy(12)) == [oracle.greedy(prompt, 12) for prompt in prompts]
+
     def test_nothing_is_left_after_close(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(device="cpu", tensor_parallel_size=2)
         (process,) = llm.engine.workers.processes

@@ -13,20 +13,29 @@ from nanoinfer.utils.loader import Shard
 from nanoinfer.utils.tensor_parallel import TensorParallel
 
 
+def share_of_heads(heads: int, ranks: int) -> int:
+    """How many of the heads a rank holds: an equal share, or one that others hold too."""
+    assert heads % ranks == 0 or ranks % heads == 0
+    return max(heads // ranks, 1)
+
+
 class ColumnParallelLinear(nn.Module):
     """Several projections of one normed input as one matrix product; each rank holds a share of every one's outputs.
 
-    outputs: the projections' names in the checkpoint and their sizes over all ranks
+    outputs: the projections' names in the checkpoint and their sizes over all ranks, in heads
+    head_dim: a head's size; heads are not divided, and where they are fewer than the ranks, several ranks hold the same
     gated: there are two, and silu(the first) * the second is what is wanted
     """
 
-    def __init__(self, in_features: int, outputs: dict[str, int], tp: TensorParallel, gated: bool = False) -> None:
+    def __init__(
+        self, in_features: int, outputs: dict[str, int], tp: TensorParallel, head_dim: int = 1, gated: bool = False
+    ) -> None:
         super().__init__()
         self.tp = tp
+        self.head_dim = head_dim
         self.gated = gated
         self.outputs = outputs
-        self.sizes = [size // tp.size for size in outputs.values()]
-        assert [size * tp.size for size in self.sizes] == list(outputs.values())
+        self.sizes = [share_of_heads(heads, tp.size) * head_dim for heads in outputs.values()]
         self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
@@ -39,9 +48,9 @@ class ColumnParallelLinear(nn.Module):
     def shards(self) -> Iterator[Shard]:
         """Each projection's rows of the merged weight."""
         targets = self.weight.split(self.sizes)
-        for target, (name, size) in zip(targets, self.outputs.items(), strict=True):
-            start = self.tp.rank * target.shape[0]
-            yield Shard(target, (size, self.weight.shape[1]), start, sibling=name)
+        for target, (name, heads) in zip(targets, self.outputs.items(), strict=True):
+            start = self.tp.rank * heads // self.tp.size * self.head_dim
+            yield Shard(target, (heads * self.head_dim, self.weight.shape[1]), start, sibling=name)
 
 
 class RowParallelLinear(nn.Module):

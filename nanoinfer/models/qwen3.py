@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.layers.attention import Attention
 from nanoinfer.layers.embedding import VocabParallelEmbedding
-from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, share_of_heads
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.utils.context import Context
@@ -30,15 +30,14 @@ class Qwen3Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        q_size = config.num_attention_heads * self.head_dim
-        kv_size = config.num_key_value_heads * self.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.qkv_proj = ColumnParallelLinear(
-            config.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, tp
+            config.hidden_size, {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}, tp, self.head_dim
         )
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.attention = Attention(layer, rotary, backend)
-        self.o_proj = RowParallelLinear(q_size, config.hidden_size, tp)
+        self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, tp)
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, context: Context) -> tuple[Tensor, Tensor]:
         """Returns the attention over norm(x + residual), and x + residual; all [tokens, hidden_size]."""
@@ -117,7 +116,7 @@ class Qwen3ForCausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.num_layers = config.num_hidden_layers
-        self.num_kv_heads = config.num_key_value_heads // tp.size  # this rank's
+        self.num_kv_heads = share_of_heads(config.num_key_value_heads, tp.size)
         self.head_dim = config.head_dim
         self.model = Qwen3Model(config, max_model_len, backend, tp)
         tied = config.tie_word_embeddings
@@ -138,14 +137,18 @@ class Qwen3ForCausalLM(nn.Module):
     @staticmethod
     def check(config: PretrainedConfig, tensor_parallel_size: int) -> None:
         """Raise ValueError, naming the setting, when this file does not implement what config asks for."""
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        ranks = tensor_parallel_size
+        for name in ("num_attention_heads", "intermediate_size"):
             size = getattr(config, name)
-            if size % tensor_parallel_size:
-                raise ValueError(f"tensor_parallel_size={tensor_parallel_size}: {name}={size} is not divisible by it")
-        if config.vocab_size < tensor_parallel_size**2:
+            if size % ranks:
+                raise ValueError(f"tensor_parallel_size={ranks}: {name}={size} is not divisible by it")
+        kv_heads = config.num_key_value_heads
+        if kv_heads % ranks and ranks % kv_heads:
             raise ValueError(
-                f"tensor_parallel_size={tensor_parallel_size}: vocab_size={config.vocab_size} is too small"
+                f"tensor_parallel_size={ranks}: num_key_value_heads={kv_heads} neither divides it nor is divided by it"
             )
+        if config.vocab_size < ranks**2:
+            raise ValueError(f"tensor_parallel_size={ranks}: vocab_size={config.vocab_size} is too small")
         rope = rope_parameters(config)
         unsupported = {
             "attention_bias": getattr(config, "attention_bias", False),
