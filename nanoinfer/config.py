@@ -38,6 +38,7 @@ class Config:
     device: "cuda", "cpu", or "auto": CUDA if there is one
     seed: requests without a seed of their own derive theirs from it
     load_format: "safetensors", or "dummy" for random weights of the config's shapes
+    worker_timeout: a rank that shows no sign of life for so many seconds, stopped or starved, ends the engine
 
     Raises ValueError, naming the argument, its value and what is allowed.
     """
@@ -56,6 +57,7 @@ class Config:
     device: str = "auto"
     seed: int = 0
     load_format: str = "safetensors"
+    worker_timeout: float = 30.0
 
     hf_config: PretrainedConfig = field(init=False, repr=False)
     eos_token_ids: frozenset[int] = field(init=False, repr=False)
@@ -108,6 +110,9 @@ class Config:
             raise ValueError(f"gpu_memory_utilization={share!r}: must be above 0, at most 1")
         if not isinstance(self.enforce_eager, bool):
             raise ValueError(f"enforce_eager={self.enforce_eager!r}: must be True or False")
+        seconds = self.worker_timeout
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 1 <= seconds < float("inf"):
+            raise ValueError(f"worker_timeout={seconds!r}: must be a number of seconds, at least 1")
         _check_choice("load_format", self.load_format, ["safetensors", "dummy"])
 
     def _check_num_blocks(self) -> None:

@@ -114,6 +114,25 @@ class TestTwoRanks:
         with pytest.raises(ValueError, match="closed"):
             llm.generate([[30]])
 
+    def test_a_stopped_worker_ends_the_engine_with_an_error_that_names_it(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(device="cpu", tensor_parallel_size=2, worker_timeout=2)
+        (process,) = llm.engine.workers.processes
+        names = shared_names(llm)
+        threading.Timer(0.5, os.kill, (process.pid, signal.SIGSTOP)).start()
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=r"rank 1 hangs: no sign of life for 2 s \(worker_timeout\)"):
+            llm.generate([[30]] * 4, greedy(1500, ignore_eos=True), use_tqdm=False)
+        assert time.monotonic() - start < 10
+        assert not alive(process.pid)
+        assert not any(name.exists() for name in names)
+
+    def test_a_worker_that_is_stopped_for_a_moment_goes_on(self, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
+        llm = make_llm(device="cpu", tensor_parallel_size=2, worker_timeout=5)
+        (process,) = llm.engine.workers.processes
+        os.kill(process.pid, signal.SIGSTOP)
+        threading.Timer(1.5, os.kill, (process.pid, signal.SIGCONT)).start()
+        assert token_ids(llm, [[30]], greedy(12)) == [oracle.greedy([30], 12)]
+
     def test_a_worker_that_raises_brings_its_traceback(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(device="cpu", tensor_parallel_size=2)
         llm.engine.workers.send("no_such_method", ())

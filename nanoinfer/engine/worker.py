@@ -24,7 +24,9 @@ from nanoinfer.utils.tensor_parallel import TensorParallel
 
 SEGMENT_BYTES = 1 << 20
 HEADER = struct.Struct("<QQ?")  # pieces written so far, length of the last piece, whether its message goes on
-ACK = struct.Struct("<Q")  # pieces that a worker has read
+COUNT = struct.Struct("<Q")  # each worker has two: pieces read, heartbeats
+BEAT_SECONDS = 0.25
+SPAWN_SECONDS = 120.0  # until the first heartbeat: a worker imports everything anew
 CLOSE_SECONDS = 5.0
 
 
@@ -41,7 +43,7 @@ class Sender:
         self.memory = SharedMemory(create=True, size=segment_bytes)
         self._bytes = _view(self.memory)
         self._linked = True
-        self._data_at = HEADER.size + ACK.size * num_workers
+        self._data_at = HEADER.size + 2 * COUNT.size * num_workers
         self._bytes[: self._data_at] = bytes(self._data_at)
         self._written = 0
 
@@ -60,9 +62,16 @@ class Sender:
 
     def _wait_until_read(self, check: Callable[[], None]) -> None:
         for worker in range(len(self.semaphores)):
-            while ACK.unpack_from(self._bytes, HEADER.size + ACK.size * worker)[0] < self._written:
+            while self._count(2 * worker) < self._written:
                 check()
                 time.sleep(20e-6)
+
+    def heartbeats(self, worker: int) -> int:
+        """How often the worker has shown that it is alive; 0 before it has attached."""
+        return self._count(2 * worker + 1)
+
+    def _count(self, index: int) -> int:
+        return COUNT.unpack_from(self._bytes, HEADER.size + COUNT.size * index)[0]
 
     def unlink(self) -> None:
         """Remove the segment's name, which only the attaching workers need; safe to repeat."""
@@ -85,8 +94,9 @@ class Receiver:
         self.memory = SharedMemory(name)
         self._bytes = _view(self.memory)
         self.semaphore = semaphores[worker]
-        self._data_at = HEADER.size + ACK.size * len(semaphores)
-        self._ack_at = HEADER.size + ACK.size * worker
+        self._data_at = HEADER.size + 2 * COUNT.size * len(semaphores)
+        self._counts_at = HEADER.size + 2 * COUNT.size * worker
+        self._beats = 0
 
     def receive(self) -> Any:
         """Wait for the next message."""
@@ -96,8 +106,13 @@ class Receiver:
             self.semaphore.acquire()
             written, length, goes_on = HEADER.unpack_from(self._bytes)
             data += self._bytes[self._data_at : self._data_at + length]
-            ACK.pack_into(self._bytes, self._ack_at, written)
+            COUNT.pack_into(self._bytes, self._counts_at, written)
         return pickle.loads(data)
+
+    def beat(self) -> None:
+        """Show rank 0 that this process is alive."""
+        self._beats += 1
+        COUNT.pack_into(self._bytes, self._counts_at + COUNT.size, self._beats)
 
     def close(self) -> None:
         """Let go of the segment."""
@@ -117,9 +132,10 @@ class Workers:
         ranks = config.tensor_parallel_size
         self.store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
         self.sender = Sender(ranks - 1)
+        self.timeout = config.worker_timeout
         self.processes: list[Any] = []
         self.errors: list[Connection] = []
-        self._reasons: dict[int, str] = {}  # of the ranks found dead
+        self._reasons: dict[int, str] = {}  # what befell the ranks that are lost
         self._stopping = False
         self._watcher: threading.Thread | None = None
         context = mp.get_context("spawn")
@@ -154,20 +170,37 @@ class Workers:
         self.sender.send((method, args), self.check)
 
     def check(self) -> None:
-        """Raise WorkerError if a worker is dead."""
-        for rank, process in enumerate(self.processes, start=1):
-            if not process.is_alive() or self.errors[rank - 1].poll():
+        """Raise WorkerError if a worker is lost."""
+        for rank in range(1, len(self.processes) + 1):
+            if self._is_lost(rank):
                 raise self._error(rank)
 
-    def watch(self, on_death: Callable[[], None]) -> None:
-        """Call on_death, on another thread, when a worker dies: rank 0 may be waiting for it inside a collective."""
+    def _is_lost(self, rank: int) -> bool:
+        process, errors = self.processes[rank - 1], self.errors[rank - 1]
+        return rank in self._reasons or not process.is_alive() or errors.poll()
 
-        def wait_for_death() -> None:
-            wait([*(process.sentinel for process in self.processes), *self.errors])
+    def watch(self, on_loss: Callable[[], None]) -> None:
+        """Call on_loss, on another thread, when a worker dies: rank 0 may be waiting for it inside a collective.
+
+        A worker whose heart stops is killed.
+        """
+
+        def wait_for_loss() -> None:
+            ends = [*(process.sentinel for process in self.processes), *self.errors]
+            silence = [0.0] * len(self.processes)
+            beats = [0] * len(self.processes)
+            # Waits are counted, not the clock: this process too may have been stopped, as all are by a Ctrl-Z.
+            while not wait(ends, timeout=BEAT_SECONDS):
+                for worker, process in enumerate(self.processes):
+                    before, beats[worker] = beats[worker], self.sender.heartbeats(worker)
+                    silence[worker] = silence[worker] + BEAT_SECONDS if beats[worker] == before else 0.0
+                    if silence[worker] > (self.timeout if before else max(self.timeout, SPAWN_SECONDS)):
+                        self._reasons[worker + 1] = f"hangs: no sign of life for {self.timeout:g} s (worker_timeout)"
+                        process.kill()
             if not self._stopping:
-                on_death()
+                on_loss()
 
-        self._watcher = threading.Thread(target=wait_for_death, name="nanoinfer-watcher", daemon=True)
+        self._watcher = threading.Thread(target=wait_for_loss, name="nanoinfer-watcher", daemon=True)
         self._watcher.start()
 
     def explain(self, error: BaseException, patience: float = 5.0) -> BaseException:
@@ -176,25 +209,25 @@ class Workers:
             return error  # it speaks for itself
         sentinels = [process.sentinel for process in self.processes]
         if wait([*sentinels, *self.errors], timeout=patience):
-            for rank, pipe in enumerate(self.errors, start=1):
-                if pipe.poll() or not self.processes[rank - 1].is_alive():
+            for rank in range(1, len(self.processes) + 1):
+                if self._is_lost(rank):
                     return self._error(rank)
         return error
 
     def _error(self, rank: int) -> WorkerError:
         if rank not in self._reasons:
             self._reasons[rank] = self._reason(rank)
-        return WorkerError(f"tensor-parallel rank {rank} died: {self._reasons[rank]}")
+        return WorkerError(f"tensor-parallel rank {rank} {self._reasons[rank]}")
 
     def _reason(self, rank: int) -> str:
         process, pipe = self.processes[rank - 1], self.errors[rank - 1]
         try:
             if pipe.poll():
-                return pipe.recv()
+                return f"died: {pipe.recv()}"
         except EOFError:
             pass
         process.join(1)
-        return f"it ended with exit code {process.exitcode} and left no traceback{_hint(process)}"
+        return f"died: it ended with exit code {process.exitcode} and left no traceback{_hint(process)}"
 
     def stop(self, failed: bool = False) -> bool:
         """Tell every worker to end; kill them when they have failed, or do not listen.
@@ -245,25 +278,26 @@ def run_worker(
 ) -> None:
     """The life of a rank: build a ModelRunner in step with rank 0, then do what the channel says until "close"."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets the Ctrl-C and ends the others
-    threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
         receiver = Receiver(segment, semaphores, rank - 1)
+        threading.Thread(target=_live_with_parent, args=(receiver,), daemon=True).start()
         store = dist.TCPStore("127.0.0.1", port, config.tensor_parallel_size, is_master=False)
         runner = ModelRunner(config, TensorParallel(rank, config.tensor_parallel_size, store, config.device))
         method = ""
         while method != "close":
             method, args = receiver.receive()
             runner.call(method, *args)
-        receiver.close()
     except BaseException:
         traceback.print_exc()  # for the case that rank 0 cannot say it
         errors.send(traceback.format_exc())
         raise SystemExit(1) from None
 
 
-def _die_with_parent() -> None:
-    """A worker whose rank 0 is gone, however it went, has nobody to tell it to stop."""
+def _live_with_parent(receiver: Receiver) -> None:
+    """Show that this process lives. If rank 0 is gone, however it went, nobody will tell it to stop."""
     parent = mp.parent_process()
     assert parent is not None
-    wait([parent.sentinel])
+    receiver.beat()
+    while not wait([parent.sentinel], timeout=BEAT_SECONDS):
+        receiver.beat()
     os._exit(1)
