@@ -142,6 +142,8 @@ class TestConfig:
             {"device": "tpu"},
             {"seed": -1},
             {"load_format": "gguf"},
+            {"worker_timeout": 0.5},
+            {"worker_timeout": "never"},
             {"max_num_seqs": "many"},
             {"max_num_seqs": True},
             {"enforce_eager": "yes"},

@@ -7,19 +7,23 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.engine.kv_cache import KVCacheSpec
 from nanoinfer.engine.message import DecodeMessage
 from nanoinfer.engine.worker import Receiver, Sender, WorkerError
 from nanoinfer.utils import tensor_parallel
@@ -48,6 +52,27 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
     return condition()
+
+
+@dataclass
+class Remains:
+    """What an engine of several ranks may leave behind."""
+
+    pids: list[int]
+    names: list[Path]
+    port: int
+
+    @classmethod
+    def of(cls, llm: LLM) -> Remains:
+        workers = llm.engine.workers
+        return cls([process.pid for process in workers.processes], shared_names(llm), workers.store.port)
+
+    def check_gone(self) -> None:
+        assert not any(alive(pid) for pid in self.pids)
+        assert not any(name.exists() for name in self.names)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger do not count
+            probe.bind(("127.0.0.1", self.port))
 
 
 class TestTwoRanks:
@@ -99,46 +124,12 @@ class TestTwoRanks:
         assert not alive(process.pid)
         assert not semaphore.exists()
 
-    def test_a_killed_worker_ends_the_engine_with_an_error_that_names_it(self, make_llm: Callable[..., LLM]) -> None:
-        llm = make_llm(device="cpu", tensor_parallel_size=2)
-        (process,) = llm.engine.workers.processes
-        names = shared_names(llm)
-        threading.Timer(0.5, os.kill, (process.pid, signal.SIGKILL)).start()
-        start = time.monotonic()
-        with pytest.raises(WorkerError, match="rank 1 died: it ended with exit code -9"):
-            llm.generate([[30]] * 4, greedy(1500, ignore_eos=True), use_tqdm=False)
-        assert time.monotonic() - start < 10
-        assert llm.engine.is_closed
-        assert not alive(process.pid)
-        assert not any(name.exists() for name in names)
-        with pytest.raises(ValueError, match="closed"):
-            llm.generate([[30]])
-
-    def test_a_stopped_worker_ends_the_engine_with_an_error_that_names_it(self, make_llm: Callable[..., LLM]) -> None:
-        llm = make_llm(device="cpu", tensor_parallel_size=2, worker_timeout=2)
-        (process,) = llm.engine.workers.processes
-        names = shared_names(llm)
-        threading.Timer(0.5, os.kill, (process.pid, signal.SIGSTOP)).start()
-        start = time.monotonic()
-        with pytest.raises(WorkerError, match=r"rank 1 hangs: no sign of life for 2 s \(worker_timeout\)"):
-            llm.generate([[30]] * 4, greedy(1500, ignore_eos=True), use_tqdm=False)
-        assert time.monotonic() - start < 10
-        assert not alive(process.pid)
-        assert not any(name.exists() for name in names)
-
     def test_a_worker_that_is_stopped_for_a_moment_goes_on(self, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
         llm = make_llm(device="cpu", tensor_parallel_size=2, worker_timeout=5)
         (process,) = llm.engine.workers.processes
         os.kill(process.pid, signal.SIGSTOP)
         threading.Timer(1.5, os.kill, (process.pid, signal.SIGCONT)).start()
         assert token_ids(llm, [[30]], greedy(12)) == [oracle.greedy([30], 12)]
-
-    def test_a_worker_that_raises_brings_its_traceback(self, make_llm: Callable[..., LLM]) -> None:
-        llm = make_llm(device="cpu", tensor_parallel_size=2)
-        llm.engine.workers.send("no_such_method", ())
-        llm.engine.workers.processes[0].join()
-        with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*no_such_method"):
-            llm.generate([[30]], greedy(50), use_tqdm=False)
 
     def test_a_worker_that_dies_while_starting_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         start = mp.context.SpawnProcess.start
@@ -204,6 +195,97 @@ class TestTwoRanks:
         assert len(names) == 2
         assert wait_until(lambda: not alive(int(pid)))
         assert wait_until(lambda: not any(Path(name).exists() for name in names))
+
+
+def interrupt_after(seconds: float) -> None:
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+class TestFailures:
+    """Whatever fails, the caller hears of it within seconds, nothing stays behind, and another engine can follow."""
+
+    @pytest.fixture(autouse=True)
+    def soon_and_another_follows(self, make_llm: Callable[..., LLM], oracle: Oracle) -> Iterator[None]:
+        threads = threading.active_count()
+        yield
+        assert wait_until(lambda: threading.active_count() <= threads + 1)
+        assert token_ids(make_llm(device="cpu", tensor_parallel_size=2), [[30]], greedy(8)) == [oracle.greedy([30], 8)]
+
+    def test_a_worker_is_killed(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(device="cpu", tensor_parallel_size=2)
+        remains = Remains.of(llm)
+        threading.Timer(0.5, os.kill, (remains.pids[0], signal.SIGKILL)).start()
+        begin = time.monotonic()
+        with pytest.raises(WorkerError, match="rank 1 died: it ended with exit code -9"):
+            llm.generate([[30]] * 4, greedy(1500, ignore_eos=True), use_tqdm=False)
+        assert time.monotonic() - begin < 10
+        remains.check_gone()
+        assert llm.engine.is_closed
+        with pytest.raises(ValueError, match="closed"):
+            llm.generate([[30]])
+
+    def test_a_worker_is_stopped(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(device="cpu", tensor_parallel_size=2, worker_timeout=2)
+        remains = Remains.of(llm)
+        threading.Timer(0.5, os.kill, (remains.pids[0], signal.SIGSTOP)).start()
+        begin = time.monotonic()
+        with pytest.raises(WorkerError, match=r"rank 1 hangs: no sign of life for 2 s \(worker_timeout\)"):
+            llm.generate([[30]] * 4, greedy(1500, ignore_eos=True), use_tqdm=False)
+        assert time.monotonic() - begin < 10
+        remains.check_gone()
+
+    def test_a_worker_raises(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(device="cpu", tensor_parallel_size=2)
+        remains = Remains.of(llm)
+        llm.engine.workers.send("no_such_method", ())
+        with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*no_such_method"):
+            llm.generate([[30]], greedy(50), use_tqdm=False)
+        remains.check_gone()
+
+    def test_rank_0_raises(self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+        llm = make_llm(device="cpu", tensor_parallel_size=2)
+        remains = Remains.of(llm)
+
+        def fail(message: object) -> None:
+            raise RuntimeError("rank 0 has a problem")
+
+        monkeypatch.setattr(llm.engine.runner, "_decode", fail)
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 0 has a problem"):
+            llm.generate([[30]], greedy(8), use_tqdm=False)
+        assert time.monotonic() - begin < 10
+        remains.check_gone()
+
+    def test_one_rank_is_out_of_memory(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(device="cpu", tensor_parallel_size=2)
+        remains = Remains.of(llm)
+        spec = KVCacheSpec(2, 256, 2, 64, torch.float32)
+        llm.engine.workers.send("_make_cache", (spec, 1 << 30))
+        begin = time.monotonic()
+        with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*Unable to allocate"):
+            llm.generate([[30]], greedy(50), use_tqdm=False)
+        assert time.monotonic() - begin < 10
+        remains.check_gone()
+
+    def test_interrupted_while_loading(self) -> None:
+        before = set(Path("/dev/shm").iterdir())
+        interrupt_after(3)
+        with pytest.raises(KeyboardInterrupt):
+            LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2)
+        assert mp.active_children() == []
+        assert set(Path("/dev/shm").iterdir()) <= before
+
+    @pytest.mark.parametrize(("prompt_len", "max_tokens"), [(1900, 2), (2, 1900)], ids=["prefill", "decode"])
+    def test_interrupted_while_running(self, prompt_len: int, max_tokens: int, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(device="cpu", tensor_parallel_size=2, max_num_batched_tokens=512)
+        remains = Remains.of(llm)
+        interrupt_after(1)
+        begin = time.monotonic()
+        prompts, params = [[30 + i] * prompt_len for i in range(64)], greedy(max_tokens, ignore_eos=True)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, params, use_tqdm=False)
+        assert time.monotonic() - begin < 11
+        remains.check_gone()
 
 
 class TestChannel:

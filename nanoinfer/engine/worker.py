@@ -130,7 +130,8 @@ class Workers:
 
     def __init__(self, config: Config) -> None:
         ranks = config.tensor_parallel_size
-        self.store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+        self.store: dist.TCPStore | None = store
         self.sender = Sender(ranks - 1)
         self.timeout = config.worker_timeout
         self.processes: list[Any] = []
@@ -147,7 +148,7 @@ class Workers:
                     args=(
                         config,
                         rank,
-                        self.store.port,
+                        store.port,
                         self.sender.memory.name,
                         self.sender.semaphores,
                         writing,
@@ -265,6 +266,7 @@ class Workers:
         for pipe in self.errors:
             pipe.close()
         self.sender.close()
+        self.store = None  # the port goes with the last reference
 
 
 def _hint(process: Any) -> str:

@@ -94,6 +94,7 @@ class TensorParallel:
         """Leave the group; if another rank failed, without waiting for it."""
         with self._lock:
             group, self._group = self._group, None
+            self._store = None
         if group is not None:
             if failed:
                 group.abort()
@@ -102,8 +103,11 @@ class TensorParallel:
 
 
 def _finish(work: Any) -> None:
-    if work is not None:  # None: it is on the stream already
-        work.wait()
+    try:
+        if work is not None:  # None: it is on the stream already
+            work.wait()
+    finally:
+        del work  # an error's traceback would keep it, it the group, and the group the rendezvous' port
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int) -> Any:
