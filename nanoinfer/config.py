@@ -38,7 +38,8 @@ class Config:
     device: "cuda", "cpu", or "auto": CUDA if there is one
     seed: requests without a seed of their own derive theirs from it
     load_format: "safetensors", or "dummy" for random weights of the config's shapes
-    worker_timeout: a rank that shows no sign of life for so many seconds, stopped or starved, ends the engine
+    worker_timeout: a rank whose process does not run for so many seconds, stopped or starved, ends the engine;
+        float("inf"): it is waited for
 
     Raises ValueError, naming the argument, its value and what is allowed.
     """
@@ -111,7 +112,7 @@ class Config:
         if not isinstance(self.enforce_eager, bool):
             raise ValueError(f"enforce_eager={self.enforce_eager!r}: must be True or False")
         seconds = self.worker_timeout
-        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 1 <= seconds < float("inf"):
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds >= 1:
             raise ValueError(f"worker_timeout={seconds!r}: must be a number of seconds, at least 1")
         _check_choice("load_format", self.load_format, ["safetensors", "dummy"])
 

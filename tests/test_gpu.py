@@ -17,7 +17,7 @@ from nanoinfer.engine.message import ChunkMessage
 from nanoinfer.kernels.activation import silu_mul_reference
 from nanoinfer.kernels.linear import linear, norm_linear
 from nanoinfer.kernels.norm import rms_norm_reference
-from nanoinfer.kernels.one_wave_linear import MAX_TOKENS
+from nanoinfer.kernels.one_wave_linear import find_one_wave
 from nanoinfer.kernels.paged_decode import FEW_ROWS, paged_decode_triton, plan_decode
 from nanoinfer.kernels.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.qkv import norm_rotate_store
@@ -200,14 +200,14 @@ def test_the_kernels_compile_for_every_head_size() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 40, 64, 128, 144, 200, 256, 300])
 def test_linear_takes_the_right_product_whichever_kernel_is_chosen(tokens: int) -> None:
-    chosen = set()
     for out_features, in_features in ((4096, 1024), (1024, 2048), (1024, 3072), (4096, 4096), (1000, 1152)):
         x, weight, up = (
             torch.randn(rows, in_features, device="cuda").bfloat16() for rows in (tokens, out_features, out_features)
         )
         norm_weight, both = torch.ones_like(x[0]), torch.cat([weight, up])
         out = linear(x, weight, may_split=True)
-        chosen.add(out.dim())
+        wave = find_one_wave(x, weight, may_split=True)
+        assert out.dim() == (3 if tokens > 1 and wave is not None and wave.pieces > 1 else 2)
         torch.testing.assert_close(
             out.view(-1, *out.shape[-2:]).sum(0).bfloat16(), F.linear(x, weight), rtol=0.02, atol=0.5
         )
@@ -216,4 +216,3 @@ def test_linear_takes_the_right_product_whichever_kernel_is_chosen(tokens: int) 
         expected = silu_mul_reference(F.linear(rms_norm_reference(x, norm_weight, 1e-6), both))
         error = (gated.float() - expected.float()).norm() / expected.float().norm()
         assert error < 0.01
-    assert (3 in chosen) == (1 < tokens <= MAX_TOKENS)

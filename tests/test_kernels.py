@@ -32,7 +32,8 @@ from nanoinfer.kernels.rows import (
 from nanoinfer.kernels.sample import gumbel_noise, sample_reference, sample_triton
 
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+SHORT = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter's products of bfloat16 are wrong
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -89,7 +90,7 @@ def test_one_row_linear(in_features: int, out_features: int, dtype: torch.dtype)
 @pytest.mark.parametrize(("out_features", "in_features"), [(64, 128), (100, 512), (128, 1152)])
 def test_one_wave_linear(tokens: int, out_features: int, in_features: int) -> None:
     """Whole and in pieces, with and without gates; the last tile of tokens and of outputs may be cut short."""
-    dtype = DTYPES[-1]
+    dtype = SHORT
     x, weight = randn(tokens, in_features, dtype=dtype), randn(2 * out_features, in_features, dtype=dtype)
     in_pieces = cut(tokens, out_features, in_features, 8, may_split=True)
     assert in_pieces.pieces == {128: 1, 512: 2 if tokens > 64 else 4, 1152: 1 if tokens > 64 else 3}[in_features]
@@ -102,7 +103,7 @@ def test_one_wave_linear(tokens: int, out_features: int, in_features: int) -> No
     assert_close(one_wave_linear(x, weight, whole, gated=True), silu_mul_reference(expected))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
 def test_add_rms_norm_of_pieces(dtype: torch.dtype) -> None:
     pieces, residual, weight = randn(4, 5, 96), randn(5, 96, dtype=dtype), randn(96, dtype=dtype)
     for out, expected in zip(

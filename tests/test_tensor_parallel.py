@@ -23,9 +23,10 @@ import torch.distributed as dist
 from conftest import Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.engine import worker as worker_module
 from nanoinfer.engine.kv_cache import KVCacheSpec
 from nanoinfer.engine.message import DecodeMessage
-from nanoinfer.engine.worker import Receiver, Sender, WorkerError
+from nanoinfer.engine.worker import Receiver, Sender, WorkerError, Workers
 from nanoinfer.utils import tensor_parallel
 
 
@@ -34,8 +35,12 @@ def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> lis
 
 
 def shared_names(llm: LLM) -> list[Path]:
+    return names_of(llm.engine.workers)
+
+
+def names_of(workers: Workers) -> list[Path]:
     """What the engine's channel is called in /dev/shm: the segment, and each worker's semaphore."""
-    sender = llm.engine.workers.sender
+    sender = workers.sender
     semaphores = [semaphore._semlock.name.lstrip("/") for semaphore in sender.semaphores]
     return [Path("/dev/shm") / name for name in (sender.memory.name, *(f"sem.{name}" for name in semaphores))]
 
@@ -206,9 +211,8 @@ class TestFailures:
 
     @pytest.fixture(autouse=True)
     def soon_and_another_follows(self, make_llm: Callable[..., LLM], oracle: Oracle) -> Iterator[None]:
-        threads = threading.active_count()
         yield
-        assert wait_until(lambda: threading.active_count() <= threads + 1)
+        assert wait_until(lambda: not any(thread.name == "nanoinfer-watcher" for thread in threading.enumerate()))
         assert token_ids(make_llm(device="cpu", tensor_parallel_size=2), [[30]], greedy(8)) == [oracle.greedy([30], 8)]
 
     def test_a_worker_is_killed(self, make_llm: Callable[..., LLM]) -> None:
@@ -242,6 +246,37 @@ class TestFailures:
             llm.generate([[30]], greedy(50), use_tqdm=False)
         remains.check_gone()
 
+    def test_a_worker_is_stopped_while_starting(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(worker_module, "START_SECONDS", 3)
+        start = mp.context.SpawnProcess.start
+
+        def start_and_stop(process: mp.context.SpawnProcess) -> None:
+            start(process)
+            os.kill(process.pid, signal.SIGSTOP)
+
+        monkeypatch.setattr(mp.context.SpawnProcess, "start", start_and_stop)
+        with pytest.raises(WorkerError, match="rank 1 hangs: no sign of life for 3 s while starting"):
+            LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2, worker_timeout=1)
+        monkeypatch.undo()
+
+    def test_an_engine_that_is_collected_on_the_watchers_own_thread(
+        self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm = make_llm(device="cpu", tensor_parallel_size=2)
+        remains, workers = Remains.of(llm), llm.engine.workers
+        failures: list[object] = []
+        monkeypatch.setattr(threading, "excepthook", failures.append)
+        heartbeats = workers.sender.heartbeats
+
+        def collect_and_look(worker: int) -> int:
+            llm.close()
+            return heartbeats(worker)
+
+        workers.sender.heartbeats = collect_and_look
+        assert wait_until(lambda: llm.engine.is_closed and not workers._watcher.is_alive())
+        assert failures == []
+        remains.check_gone()
+
     def test_rank_0_raises(self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
         llm = make_llm(device="cpu", tensor_parallel_size=2)
         remains = Remains.of(llm)
@@ -267,13 +302,23 @@ class TestFailures:
         assert time.monotonic() - begin < 10
         remains.check_gone()
 
-    def test_interrupted_while_loading(self) -> None:
-        before = set(Path("/dev/shm").iterdir())
-        interrupt_after(3)
+    def test_interrupted_while_loading(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The signal comes while the worker, seconds long, imports what it needs."""
+        started: list[Workers] = []
+        init = Workers.__init__
+
+        def init_and_interrupt(workers: Workers, config: object) -> None:
+            init(workers, config)
+            started.append(workers)
+            names.extend(names_of(workers))
+            interrupt_after(0.5)
+
+        names: list[Path] = []
+        monkeypatch.setattr(Workers, "__init__", init_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2)
-        assert mp.active_children() == []
-        assert set(Path("/dev/shm").iterdir()) <= before
+        assert not any(process.is_alive() for process in started[0].processes)
+        assert not any(name.exists() for name in names)
 
     @pytest.mark.parametrize(("prompt_len", "max_tokens"), [(1900, 2), (2, 1900)], ids=["prefill", "decode"])
     def test_interrupted_while_running(self, prompt_len: int, max_tokens: int, make_llm: Callable[..., LLM]) -> None:

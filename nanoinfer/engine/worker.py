@@ -26,12 +26,14 @@ SEGMENT_BYTES = 1 << 20
 HEADER = struct.Struct("<QQ?")  # pieces written so far, length of the last piece, whether its message goes on
 COUNT = struct.Struct("<Q")  # each worker has two: pieces read, heartbeats
 BEAT_SECONDS = 0.25
-SPAWN_SECONDS = 120.0  # until the first heartbeat: a worker imports everything anew
+START_SECONDS = (
+    120.0  # the least patience while the ranks start: some calls that import or create hold the GIL for long
+)
 CLOSE_SECONDS = 5.0
 
 
 class WorkerError(RuntimeError):
-    """A tensor-parallel rank died; the message names it and carries its traceback."""
+    """A tensor-parallel rank died or hangs; the message names it, with its traceback if it left one."""
 
 
 class Sender:
@@ -115,7 +117,7 @@ class Receiver:
         COUNT.pack_into(self._bytes, self._counts_at + COUNT.size, self._beats)
 
     def close(self) -> None:
-        """Let go of the segment."""
+        """Let go of the segment; a worker's beats until its process ends, which does the same."""
         self._bytes.release()
         self.memory.close()
 
@@ -137,6 +139,7 @@ class Workers:
         self.processes: list[Any] = []
         self.errors: list[Connection] = []
         self._reasons: dict[int, str] = {}  # what befell the ranks that are lost
+        self._are_up = False
         self._stopping = False
         self._watcher: threading.Thread | None = None
         context = mp.get_context("spawn")
@@ -186,23 +189,37 @@ class Workers:
         A worker whose heart stops is killed.
         """
 
-        def wait_for_loss() -> None:
-            ends = [*(process.sentinel for process in self.processes), *self.errors]
-            silence = [0.0] * len(self.processes)
-            beats = [0] * len(self.processes)
-            # Waits are counted, not the clock: this process too may have been stopped, as all are by a Ctrl-Z.
-            while not wait(ends, timeout=BEAT_SECONDS):
-                for worker, process in enumerate(self.processes):
-                    before, beats[worker] = beats[worker], self.sender.heartbeats(worker)
-                    silence[worker] = silence[worker] + BEAT_SECONDS if beats[worker] == before else 0.0
-                    if silence[worker] > (self.timeout if before else max(self.timeout, SPAWN_SECONDS)):
-                        self._reasons[worker + 1] = f"hangs: no sign of life for {self.timeout:g} s (worker_timeout)"
-                        process.kill()
+        def watch_until_loss() -> None:
+            try:
+                self._wait_for_loss()
+            except (ValueError, OSError):  # collected on this very thread: what it looks at is closed
+                if not self._stopping:
+                    raise
             if not self._stopping:
                 on_loss()
 
-        self._watcher = threading.Thread(target=wait_for_loss, name="nanoinfer-watcher", daemon=True)
+        self._watcher = threading.Thread(target=watch_until_loss, name="nanoinfer-watcher", daemon=True)
         self._watcher.start()
+
+    def _wait_for_loss(self) -> None:
+        ends = [*(process.sentinel for process in self.processes), *self.errors]
+        beats, silence = [0] * len(self.processes), [0.0] * len(self.processes)
+        # Waits are counted, not the clock: this process too may have been stopped, as all are by a Ctrl-Z.
+        while not wait(ends, timeout=BEAT_SECONDS):
+            for worker, process in enumerate(self.processes):
+                before, beats[worker] = beats[worker], self.sender.heartbeats(worker)
+                silence[worker] = silence[worker] + BEAT_SECONDS if beats[worker] == before else 0.0
+                limit, hint = self.timeout, "(worker_timeout)"
+                if not self._are_up and limit < START_SECONDS:
+                    limit, hint = START_SECONDS, "while starting; a larger worker_timeout is waited for longer"
+                if silence[worker] > limit:
+                    self._reasons[worker + 1] = f"hangs: no sign of life for {limit:g} s {hint}"
+                    process.kill()
+
+    def are_up(self) -> None:
+        """All ranks have built their models: nobody needs the segment's name any more, nor a start's patience."""
+        self._are_up = True
+        self.sender.unlink()
 
     def explain(self, error: BaseException, patience: float = 5.0) -> BaseException:
         """What lies behind an error of rank 0: a dead worker's own error, if one dies within `patience` seconds."""

@@ -71,6 +71,7 @@ def one_wave_linear(x: Tensor, weight: Tensor, wave: Wave, gated: bool = False) 
     x: [tokens, in_features]; weight: [out_features, in_features], if gated [2 * out_features, in_features]
     Returns [tokens, out_features], or in several pieces [pieces, tokens, out_features] float32; gated: silu(gate) * up.
     """
+    assert wave.pieces == 1 or not gated  # the activation is of the sum
     (tokens, in_features), out_features = x.shape, weight.shape[0] // 2 if gated else weight.shape[0]
     assert x.is_contiguous()
     assert weight.is_contiguous()

@@ -14,7 +14,7 @@ from nanoinfer.utils.tensor_parallel import TensorParallel
 
 
 def share_of_heads(heads: int, ranks: int) -> int:
-    """How many of the heads a rank holds: an equal share, or one that others hold too."""
+    """How many of the heads, or other units, a rank holds: an equal share, or one that others hold too."""
     assert heads % ranks == 0 or ranks % heads == 0
     return max(heads // ranks, 1)
 
@@ -22,8 +22,9 @@ def share_of_heads(heads: int, ranks: int) -> int:
 class ColumnParallelLinear(nn.Module):
     """Several projections of one normed input as one matrix product; each rank holds a share of every one's outputs.
 
-    outputs: the projections' names in the checkpoint and their sizes over all ranks, in heads
-    head_dim: a head's size; heads are not divided, and where they are fewer than the ranks, several ranks hold the same
+    outputs: the projections' names in the checkpoint and their sizes over all ranks, in units of head_dim
+    head_dim: the unit that is not divided: a head, or a single feature; where there are fewer than ranks, several ranks
+        hold the same one
     gated: there are two, and silu(the first) * the second is what is wanted
     """
 
@@ -41,7 +42,8 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Project norm(x + residual), both [tokens, in_features]; x may be pieces, as RowParallelLinear returns them.
 
-        Returns [tokens, this rank's share of the first projection, of the second, ...], and x + residual.
+        Returns [tokens, this rank's share of the first projection, of the second, ...], or if gated
+        [tokens, its share of one], and x + residual.
         """
         return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.gated)
 

@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norm of x + residual, and that sum; all [tokens, size]."""
+        """Returns the norm of x + residual, and that sum; all [tokens, size], x perhaps in pieces (kernels.norm)."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def shards(self) -> Iterator[Shard]:

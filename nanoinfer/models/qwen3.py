@@ -40,7 +40,7 @@ class Qwen3Attention(nn.Module):
         self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, tp)
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, context: Context) -> tuple[Tensor, Tensor]:
-        """Returns the attention over norm(x + residual), and x + residual; all [tokens, hidden_size]."""
+        """Returns the attention over norm(x + residual), and x + residual; see Qwen3DecoderLayer for their shapes."""
         qkv, residual = self.qkv_proj(x, residual, norm)
         heads = self.attention(qkv.unflatten(-1, (-1, self.head_dim)), self.q_norm, self.k_norm, context)
         return self.o_proj(heads.flatten(1)), residual
@@ -58,13 +58,16 @@ class Qwen3MLP(nn.Module):
         self.down_proj = RowParallelLinear(size, config.hidden_size, tp)
 
     def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Returns the MLP of norm(x + residual), and x + residual; all [tokens, hidden_size]."""
+        """Returns the MLP of norm(x + residual), and x + residual; see Qwen3DecoderLayer for their shapes."""
         gated, residual = self.gate_up_proj(x, residual, norm)
         return self.down_proj(gated), residual
 
 
 class Qwen3DecoderLayer(nn.Module):
-    """One block. The residual stream is carried beside the branch: what norms their sum adds them too, in one pass."""
+    """One block. The residual stream is carried beside the branch: what norms their sum adds them too, in one pass.
+
+    Both are [tokens, hidden_size]; a branch may be in pieces that add up to it, as RowParallelLinear leaves it.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class Qwen3DecoderLayer(nn.Module):
         self.mlp = Qwen3MLP(config, tp)
 
     def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
-        """x is the last block's branch, not yet added to residual; both [tokens, hidden_size]."""
+        """x is the last block's branch, not yet added to residual; returns this block's, and the sum before it."""
         x, residual = self.self_attn(x, residual, self.input_layernorm, context)
         return self.mlp(x, residual, self.post_attention_layernorm)
 
@@ -141,14 +144,15 @@ class Qwen3ForCausalLM(nn.Module):
         for name in ("num_attention_heads", "intermediate_size"):
             size = getattr(config, name)
             if size % ranks:
-                raise ValueError(f"tensor_parallel_size={ranks}: {name}={size} is not divisible by it")
+                raise ValueError(f"tensor_parallel_size={ranks}: {name}={size} is not divisible by it; use a divisor")
         kv_heads = config.num_key_value_heads
         if kv_heads % ranks and ranks % kv_heads:
             raise ValueError(
-                f"tensor_parallel_size={ranks}: num_key_value_heads={kv_heads} neither divides it nor is divided by it"
+                f"tensor_parallel_size={ranks}: num_key_value_heads={kv_heads} neither divides it nor is divided by it;"
+                " use a divisor or a multiple"
             )
         if config.vocab_size < ranks**2:
-            raise ValueError(f"tensor_parallel_size={ranks}: vocab_size={config.vocab_size} is too small")
+            raise ValueError(f"tensor_parallel_size={ranks}: vocab_size={config.vocab_size} is too small; use fewer")
         rope = rope_parameters(config)
         unsupported = {
             "attention_bias": getattr(config, "attention_bias", False),
