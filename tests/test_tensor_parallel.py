@@ -34,11 +34,7 @@ def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> lis
     return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def shared_names(llm: LLM) -> list[Path]:
-    return names_of(llm.engine.workers)
-
-
-def names_of(workers: Workers) -> list[Path]:
+def shared_names(workers: Workers) -> list[Path]:
     """What the engine's channel is called in /dev/shm: the segment, and each worker's semaphore."""
     sender = workers.sender
     semaphores = [semaphore._semlock.name.lstrip("/") for semaphore in sender.semaphores]
@@ -70,7 +66,7 @@ class Remains:
     @classmethod
     def of(cls, llm: LLM) -> Remains:
         workers = llm.engine.workers
-        return cls([process.pid for process in workers.processes], shared_names(llm), workers.store.port)
+        return cls([process.pid for process in workers.processes], shared_names(llm.engine.workers), workers.store.port)
 
     def check_gone(self) -> None:
         assert not any(alive(pid) for pid in self.pids)
@@ -122,7 +118,7 @@ class TestTwoRanks:
     def test_nothing_is_left_after_close(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(device="cpu", tensor_parallel_size=2)
         (process,) = llm.engine.workers.processes
-        segment, semaphore = shared_names(llm)
+        segment, semaphore = shared_names(llm.engine.workers)
         assert not segment.exists()  # unlinked once the worker has attached
         assert semaphore.exists()
         llm.close()
@@ -184,7 +180,7 @@ class TestTwoRanks:
             "from test_tensor_parallel import shared_names\n"
             "if __name__ == '__main__':\n"
             "    llm = LLM(BUNDLED_MODEL, device='cpu', tensor_parallel_size=2, num_kvcache_blocks=8)\n"
-            "    print(llm.engine.workers.processes[0].pid, *shared_names(llm), flush=True)\n"
+            "    print(llm.engine.workers.processes[0].pid, *shared_names(llm.engine.workers), flush=True)\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
         )
         done = subprocess.run(
@@ -310,7 +306,7 @@ class TestFailures:
         def init_and_interrupt(workers: Workers, config: object) -> None:
             init(workers, config)
             started.append(workers)
-            names.extend(names_of(workers))
+            names.extend(shared_names(workers))
             interrupt_after(0.5)
 
         names: list[Path] = []
@@ -342,7 +338,6 @@ class TestChannel:
             receiver = Receiver(sender.memory.name, sender.semaphores, worker)
             while (message := receiver.receive()) != "end":
                 received[worker].append(message)
-            receiver.close()
 
         threads = [threading.Thread(target=listen, args=(worker,)) for worker in range(2)]
         for thread in threads:

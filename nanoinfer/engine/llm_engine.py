@@ -100,7 +100,7 @@ class LLMEngine:
         tp = TensorParallel(0, config.tensor_parallel_size, workers.store, config.device, workers.check)
         workers.watch(tp.abort)
         runner = ModelRunner(config, tp, workers.send)
-        workers.are_up()  # they have built their models together with rank 0
+        workers.end_start()  # they have built their models together with rank 0
         return runner
 
     @contextmanager

@@ -26,9 +26,7 @@ SEGMENT_BYTES = 1 << 20
 HEADER = struct.Struct("<QQ?")  # pieces written so far, length of the last piece, whether its message goes on
 COUNT = struct.Struct("<Q")  # each worker has two: pieces read, heartbeats
 BEAT_SECONDS = 0.25
-START_SECONDS = (
-    120.0  # the least patience while the ranks start: some calls that import or create hold the GIL for long
-)
+START_SECONDS = 120.0  # the least patience while the ranks start: imports and drivers may hold the GIL for long
 CLOSE_SECONDS = 5.0
 
 
@@ -90,7 +88,7 @@ class Sender:
 
 
 class Receiver:
-    """A worker's end of the channel."""
+    """A worker's end of the channel, which goes with its process: the heart beats until then."""
 
     def __init__(self, name: str, semaphores: list[Semaphore], worker: int) -> None:
         self.memory = SharedMemory(name)
@@ -116,11 +114,6 @@ class Receiver:
         self._beats += 1
         COUNT.pack_into(self._bytes, self._counts_at + COUNT.size, self._beats)
 
-    def close(self) -> None:
-        """Let go of the segment; a worker's beats until its process ends, which does the same."""
-        self._bytes.release()
-        self.memory.close()
-
 
 def _view(memory: SharedMemory) -> memoryview:
     assert memory.buf is not None
@@ -139,7 +132,7 @@ class Workers:
         self.processes: list[Any] = []
         self.errors: list[Connection] = []
         self._reasons: dict[int, str] = {}  # what befell the ranks that are lost
-        self._are_up = False
+        self._starting = True
         self._stopping = False
         self._watcher: threading.Thread | None = None
         context = mp.get_context("spawn")
@@ -210,15 +203,15 @@ class Workers:
                 before, beats[worker] = beats[worker], self.sender.heartbeats(worker)
                 silence[worker] = silence[worker] + BEAT_SECONDS if beats[worker] == before else 0.0
                 limit, hint = self.timeout, "(worker_timeout)"
-                if not self._are_up and limit < START_SECONDS:
+                if self._starting and limit < START_SECONDS:
                     limit, hint = START_SECONDS, "while starting; a larger worker_timeout is waited for longer"
                 if silence[worker] > limit:
                     self._reasons[worker + 1] = f"hangs: no sign of life for {limit:g} s {hint}"
                     process.kill()
 
-    def are_up(self) -> None:
+    def end_start(self) -> None:
         """All ranks have built their models: nobody needs the segment's name any more, nor a start's patience."""
-        self._are_up = True
+        self._starting = False
         self.sender.unlink()
 
     def explain(self, error: BaseException, patience: float = 5.0) -> BaseException:

@@ -45,4 +45,4 @@ def norm_linear(
 
 
 def _is_one_row(x: Tensor, weight: Tensor) -> bool:
-    return x.is_cuda and x.dim() == 2 and len(x) == 1 and weight.shape[1] <= MAX_IN_FEATURES
+    return x.is_cuda and len(x) == 1 and weight.shape[1] <= MAX_IN_FEATURES

@@ -8,6 +8,7 @@ own. This one is launched early, applies the activation, and leaves its pieces t
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,31 +31,35 @@ class Wave:
 
     block_m: int  # tokens
     block_n: int  # outputs; of a gated product, as many gates and as many ups
-    pieces: int
-    programs: int
+    grid: tuple[int, int, int]  # tiles of outputs, tiles of tokens, pieces
+
+    @property
+    def pieces(self) -> int:
+        """Of the inputs."""
+        return self.grid[2]
 
 
 def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: bool = False) -> Wave | None:
     """The wave for x and weight as in kernels.linear, or None: where cuBLAS does better, and where only it can."""
     in_features = weight.shape[1]
-    if not can_launch_early(x.device) or len(x) > MAX_TOKENS or x.itemsize != 2 or in_features % BLOCK_K:
+    if len(x) > MAX_TOKENS or not can_launch_early(x.device) or x.itemsize != 2 or in_features % BLOCK_K:
         return None
     out_features = weight.shape[0] // 2 if gated else weight.shape[0]
     multiprocessors = num_multiprocessors(x.device)
     wave = cut(len(x), out_features, in_features, multiprocessors, may_split)
-    return wave if multiprocessors // 3 <= wave.programs <= multiprocessors else None
+    return wave if multiprocessors // 3 <= math.prod(wave.grid) <= multiprocessors else None
 
 
 def cut(tokens: int, out_features: int, in_features: int, multiprocessors: int, may_split: bool) -> Wave:
     """Cut a product into tiles; if they are few, into smaller ones, or into pieces if it may be split."""
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    columns, block_n = triton.cdiv(tokens, block_m), 64
-    if block_m == 64 and not may_split and 2 * columns * triton.cdiv(out_features, 64) <= multiprocessors:
+    rows, block_n = triton.cdiv(tokens, block_m), 64
+    if block_m == 64 and not may_split and 2 * rows * triton.cdiv(out_features, 64) <= multiprocessors:
         block_n = 32
-    programs = columns * triton.cdiv(out_features, block_n)
-    most = min(MAX_PIECES, multiprocessors // programs) if may_split else 1
+    columns = triton.cdiv(out_features, block_n)
+    most = min(MAX_PIECES, multiprocessors // (rows * columns)) if may_split else 1
     pieces = max((p for p in range(1, most + 1) if in_features % (p * BLOCK_K) == 0), default=1)
-    return Wave(block_m, block_n, pieces, pieces * programs)
+    return Wave(block_m, block_n, (columns, rows, pieces))
 
 
 @functools.cache
@@ -79,8 +84,7 @@ def one_wave_linear(x: Tensor, weight: Tensor, wave: Wave, gated: bool = False) 
     dtype = x.dtype if wave.pieces == 1 else torch.float32
     out = torch.empty((wave.pieces, tokens, out_features), dtype=dtype, device=x.device)
     stage = (wave.block_m + wave.block_n * (2 if gated else 1)) * BLOCK_K * x.itemsize
-    columns, rows = triton.cdiv(out_features, wave.block_n), triton.cdiv(tokens, wave.block_m)
-    _one_wave_kernel[(columns, rows, wave.pieces)](
+    _one_wave_kernel[wave.grid](
         x,
         weight,
         out,
