@@ -26,8 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords and gpus < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if "multi_gpu" in item.keywords and gpus < 2:
-            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {gpus}"))
+        for mark in item.iter_markers("multi_gpu"):
+            (needed,) = mark.args or (2,)
+            if gpus < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {gpus}"))
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer.kernels.activation import silu_mul_reference, silu_mul_triton
+from nanoinfer.kernels.all_reduce_norm import all_reduce_add_rms_norm
 from nanoinfer.kernels.norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
@@ -84,6 +85,7 @@ def test_one_row_linear(in_features: int, out_features: int, dtype: torch.dtype)
     if out_features % 2 == 0:
         out, _ = one_row_norm_linear(x, residual, norm_weight, 1e-6, weight, gated=True)
         assert_close(out, silu_mul_reference(normed @ wide.T))
+        assert_close(one_row_linear(x, weight, gated=True), silu_mul_reference(x.float() @ wide.T))
 
 
 @pytest.mark.parametrize("tokens", [2, 17, 64, 100])
@@ -101,6 +103,64 @@ def test_one_wave_linear(tokens: int, out_features: int, in_features: int) -> No
     whole = cut(tokens, out_features, in_features, 8, may_split=False)
     assert whole.pieces == 1
     assert_close(one_wave_linear(x, weight, whole, gated=True), silu_mul_reference(expected))
+
+
+def empty_inbox(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, -0.0, device=DEVICE, dtype=dtype)
+
+
+def is_empty(inbox: torch.Tensor) -> torch.Tensor:
+    return (inbox == 0) & inbox.signbit()
+
+
+@pytest.mark.parametrize("one_owner", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+def test_all_reduce_add_rms_norm(dtype: torch.dtype, ranks: int, one_owner: bool) -> None:
+    """One rank after the other, each with its inbox as the others would have filled it."""
+    tokens, size = 6, 96
+    parts, residual, weight = randn(ranks, tokens, size, dtype=dtype), randn(tokens, size), randn(size, dtype=dtype)
+    parts[:, :, ::7], parts[:, :, 1::7], residual = -0.0, 0.0, residual.to(dtype)  # a zero is a message as well
+    expected, expected_total = add_rms_norm_reference(parts.float().sum(dim=0), residual.float(), weight.float(), 1e-6)
+    stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    owners = torch.arange(tokens, device=DEVICE) % ranks
+
+    for rank in range(ranks):
+        inboxes = [empty_inbox(ranks, tokens, size, dtype=dtype) for _ in range(ranks)]
+        for peer in (peer for peer in range(ranks) if peer != rank):
+            rows = owners == rank if one_owner else owners >= 0
+            inboxes[rank][peer, rows] = parts[peer, rows] + 0.0
+            if one_owner:
+                inboxes[rank][peer, owners == peer] = expected[owners == peer].to(dtype) + 0.0
+        addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE)
+        x = parts[rank].clone()
+        out, total = all_reduce_add_rms_norm(x, residual, weight, 1e-6, addresses, rank, stop, one_owner)
+
+        ours = owners == rank if one_owner else owners >= 0
+        assert_close(out, expected)
+        assert_close(total[ours], expected_total[ours])
+        assert is_empty(inboxes[rank]).all()
+        for peer in (peer for peer in range(ranks) if peer != rank):
+            sent = inboxes[peer][rank]
+            if one_owner:
+                assert torch.equal(sent[owners == peer], parts[rank, owners == peer])
+                assert torch.equal(sent[ours], out[ours])
+                assert is_empty(sent[(owners != peer) & ~ours]).all()
+            else:
+                assert torch.equal(sent, parts[rank])
+                assert not is_empty(sent).any()
+            others = [source for source in range(ranks) if source != rank]
+            assert is_empty(inboxes[peer][others]).all()
+
+
+@pytest.mark.parametrize("one_owner", [False, True])
+def test_all_reduce_add_rms_norm_ends_when_told_that_nothing_will_come(one_owner: bool) -> None:
+    x, weight = randn(1, 64), randn(64)
+    inboxes = empty_inbox(2, 2, 1, 64, dtype=torch.float32)
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE)
+    stop = torch.ones(1, dtype=torch.int32, pin_memory=HAS_CUDA)
+    out, _ = all_reduce_add_rms_norm(x, x, weight, 1e-6, addresses, 1, stop, one_owner)
+    assert out.cpu().shape == (1, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoinfer.attention import make_backend
 from nanoinfer.config import Config
-from nanoinfer.engine.cuda_graphs import DecodeGraphs, graph_batch_sizes
+from nanoinfer.engine.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
 from nanoinfer.engine.input_batch import InputBatch, Prompts
 from nanoinfer.engine.kv_cache import BYTES_PER_GRAPH, CPU_BUDGET, KVCacheSpec, blocks_that_fit, cuda_budget
 from nanoinfer.engine.message import ChunkMessage, DecodeMessage, Message, PrefillMessage
@@ -74,6 +74,8 @@ class ModelRunner:
             with self._current_device():
                 self._load_model()
                 self.tp.connect()
+                rows = min(config.max_num_seqs, MAX_GRAPH_ROWS)
+                self.tp.open_inbox(rows, config.hf_config.hidden_size, config.torch_dtype)
                 self._allocate()
         except BaseException:
             self.close(failed=True)

@@ -11,26 +11,27 @@ from nanoinfer.kernels.one_row_linear import MAX_IN_FEATURES, one_row_linear, on
 from nanoinfer.kernels.one_wave_linear import find_one_wave, one_wave_linear
 
 
-def linear(x: Tensor, weight: Tensor, may_split: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, gated: bool = False, may_split: bool = False) -> Tensor:
     """x @ weight.T: [tokens, in_features] and [out_features, in_features] to [tokens, out_features].
 
+    gated: the weight has gates in its first half; silu(gate) * up is returned, [tokens, out_features // 2]
     may_split: it may also be [pieces, tokens, out_features] float32, which add up to the product: who adds something
     to it anyhow, as kernels.norm does, can add those as well
     """
     if _is_one_row(x, weight):
-        return one_row_linear(x, weight)
-    if wave := find_one_wave(x, weight, may_split=may_split):
-        return one_wave_linear(x, weight, wave)
-    return F.linear(x, weight)
+        return one_row_linear(x, weight, gated)
+    if wave := find_one_wave(x, weight, gated, may_split):
+        return one_wave_linear(x, weight, wave, gated)
+    out = F.linear(x, weight)
+    return silu_mul(out) if gated else out
 
 
 def norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, gated: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns linear(rms_norm(x + residual), weight) and x + residual.
+    """Returns linear(rms_norm(x + residual), weight, gated) and x + residual.
 
     x: [tokens, in_features], or with a residual pieces that add up to it; residual: [tokens, in_features]
-    gated: the weight has gates in its first half; silu(gate) * up is returned, [tokens, out_features // 2]
     """
     if _is_one_row(x, weight):
         return one_row_norm_linear(x, residual, norm_weight, eps, weight, gated)
@@ -38,10 +39,7 @@ def norm_linear(
         normed, total = rms_norm(x, norm_weight, eps), x
     else:
         normed, total = add_rms_norm(x, residual, norm_weight, eps)
-    if wave := find_one_wave(normed, weight, gated=gated):
-        return one_wave_linear(normed, weight, wave, gated), total
-    out = F.linear(normed, weight)
-    return silu_mul(out) if gated else out, total
+    return linear(normed, weight, gated), total
 
 
 def _is_one_row(x: Tensor, weight: Tensor) -> bool:

@@ -60,7 +60,6 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:
     tokens, size = x.shape[-2:]
     block = triton.next_power_of_2(size)
-    warps = min(max(block // 256, 1), 16)
     _rms_norm_kernel[(tokens,)](
         x,
         residual,
@@ -73,9 +72,14 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, tot
         PIECES=len(x) if x.dim() == 3 else 1,
         ADD=residual is not None,
         BLOCK=block,
-        num_warps=warps,
+        num_warps=norm_warps(block),
         **early_launch(x),
     )
+
+
+def norm_warps(block: int) -> int:
+    """For a program that norms one row."""
+    return min(max(block // 256, 1), 16)
 
 
 @triton.jit
@@ -105,6 +109,12 @@ def _rms_norm_kernel(
     if ADD:
         x += tl.load(residual_ptr + row + offsets, mask=mask, other=0.0)
         tl.store(total_ptr + row + offsets, x, mask=mask)
+    tl.store(out_ptr + row + offsets, norm_block(x, weight, size, eps), mask=mask)
+
+
+@triton.jit
+def norm_block(x, weight, size, eps):
+    """rms_norm inside a kernel: of a row of `size` numbers, and zeros up to the next power of two."""
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    tl.store(out_ptr + row + offsets, (wide * scale).to(x.dtype) * weight, mask=mask)
+    return (wide * scale).to(x.dtype) * weight

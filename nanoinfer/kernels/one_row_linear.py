@@ -13,15 +13,16 @@ from torch import Tensor
 
 from nanoinfer.kernels.activation import silu_mul_block
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.norm import norm_block
 
 MAX_IN_FEATURES = 16384  # what one program's registers hold of the input, beside two tiles of the weight
 MIN_TILE = 8192  # weights that a program loads at once; two rows of it at least, or the reductions cost more
 WEIGHTS_PER_SM = 4 * MIN_TILE  # on their way at a time
 
 
-def one_row_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T: [1, in_features] and [out_features, in_features] to [1, out_features]."""
-    return _launch(x, weight)
+def one_row_linear(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor:
+    """See kernels.linear.linear."""
+    return _launch(x, weight, gated=gated)
 
 
 def one_row_norm_linear(
@@ -29,17 +30,17 @@ def one_row_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """See kernels.linear.norm_linear."""
     total = x if residual is None else torch.empty_like(x)
-    return _launch(x, weight, residual, total, norm_weight, eps, gated), total
+    return _launch(x, weight, gated, residual, total, norm_weight, eps), total
 
 
 def _launch(
     x: Tensor,
     weight: Tensor,
+    gated: bool,
     residual: Tensor | None = None,
     total: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
-    gated: bool = False,
 ) -> Tensor:
     rows, in_features = weight.shape
     assert x.is_contiguous()
@@ -101,10 +102,9 @@ def _one_row_kernel(
     if ADD:
         x += tl.load(residual_ptr + k, mask=inside, other=0.0)
         tl.store(total_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
-    wide = x.to(tl.float32)
     if NORM:
-        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / in_features + eps)
-        wide = ((wide * scale).to(x.dtype) * norm_weight).to(tl.float32)
+        x = norm_block(x, norm_weight, in_features, eps)
+    wide = x.to(tl.float32)
 
     for start in range(program * BLOCK_N, rows, programs * BLOCK_N):
         following = _load_tile(weight_ptr, start // BLOCK_N + programs, k, in_features, rows, BLOCK_N, GATED)

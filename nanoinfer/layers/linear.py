@@ -40,12 +40,15 @@ class ColumnParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project norm(x + residual), both [tokens, in_features]; x may be pieces, as RowParallelLinear returns them.
+        """Project norm(x + residual), both [tokens, in_features]; with a residual, x is as RowParallelLinear leaves it.
 
         Returns [tokens, this rank's share of the first projection, of the second, ...], or if gated
         [tokens, its share of one], and x + residual.
         """
-        return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.gated)
+        if self.tp.size == 1:
+            return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.gated)
+        normed, total = norm(x, residual)
+        return linear(normed, self.weight, self.gated), total
 
     def shards(self) -> Iterator[Shard]:
         """Each projection's rows of the merged weight."""
@@ -56,7 +59,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A projection whose input is split over the ranks; the partial products are summed."""
+    """A projection whose input is split over the ranks, each of which is left with its part of a sum.
+
+    What norms the sum, together with the residual, adds it up.
+    """
 
     def __init__(self, in_features: int, out_features: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -67,13 +73,11 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, share), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, this rank's share of in_features] to [tokens, out_features], equal on every rank.
+        """[tokens, this rank's share of in_features] to its part of the sum, [tokens, out_features].
 
-        Alone, a rank may leave it in pieces that add up to it: [pieces, tokens, out_features] float32.
+        Alone, a rank may leave that in pieces: [pieces, tokens, out_features] float32.
         """
-        if self.tp.size == 1:
-            return linear(x, self.weight, may_split=True)
-        return self.tp.all_reduce(linear(x, self.weight))
+        return linear(x, self.weight, may_split=self.tp.size == 1)
 
     def shards(self) -> Iterator[Shard]:
         """This rank's columns."""

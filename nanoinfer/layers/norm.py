@@ -7,21 +7,37 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.norm import add_rms_norm
+from nanoinfer.kernels.all_reduce_norm import all_reduce_add_rms_norm
+from nanoinfer.kernels.norm import add_rms_norm, rms_norm
 from nanoinfer.utils.loader import Shard
+from nanoinfer.utils.tensor_parallel import TensorParallel
+
+ONE_OWNER_TOKENS = 64  # from here on, and among more than two ranks, traffic counts for more than latency
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()
+        self.tp = tp
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norm of x + residual, and that sum; all [tokens, size], x perhaps in pieces (kernels.norm)."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the norm of x + residual, and that sum; all [tokens, size].
+
+        x: with a residual, what RowParallelLinear leaves of it: this rank's part, or pieces (kernels.norm)
+        """
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        inbox = self.tp.inbox
+        if inbox is not None and inbox.takes(x):
+            one_owner = self.tp.size > 2 and len(x) >= ONE_OWNER_TOKENS
+            return all_reduce_add_rms_norm(
+                x, residual, self.weight, self.eps, inbox.next_turn(), inbox.rank, inbox.stop, one_owner
+            )
+        return add_rms_norm(self.tp.all_reduce(x), residual, self.weight, self.eps)
 
     def shards(self) -> Iterator[Shard]:
         """The weight, whole on every rank."""

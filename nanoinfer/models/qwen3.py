@@ -34,8 +34,8 @@ class Qwen3Attention(nn.Module):
         self.qkv_proj = ColumnParallelLinear(
             config.hidden_size, {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}, tp, self.head_dim
         )
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, tp)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, tp)
         self.attention = Attention(layer, rotary, backend)
         self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, tp)
 
@@ -66,7 +66,7 @@ class Qwen3MLP(nn.Module):
 class Qwen3DecoderLayer(nn.Module):
     """One block. The residual stream is carried beside the branch: what norms their sum adds them too, in one pass.
 
-    Both are [tokens, hidden_size]; a branch may be in pieces that add up to it, as RowParallelLinear leaves it.
+    Both are [tokens, hidden_size]; of a branch a rank has what RowParallelLinear leaves it.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Qwen3DecoderLayer(nn.Module):
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, tp)
         self.self_attn = Qwen3Attention(config, layer, rotary, backend, tp)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, tp)
         self.mlp = Qwen3MLP(config, tp)
 
     def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class Qwen3Model(nn.Module):
         self.layers = nn.ModuleList(
             Qwen3DecoderLayer(config, layer, rotary, backend, tp) for layer in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, tp)
 
     def forward(self, token_ids: Tensor, context: Context) -> Tensor:
         """[tokens] to [tokens, hidden_size]."""

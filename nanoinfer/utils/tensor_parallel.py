@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
+from nanoinfer.utils.inbox import Inbox, can_reach_peers
+
 TIMEOUT = timedelta(minutes=30)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=30)  # all ranks have said that they are ready
 POLL_SECONDS = 0.01
+CLOSE_TIMEOUT = timedelta(seconds=5)  # all ranks have been told to end
 
 
 class TensorParallel:
@@ -39,6 +44,7 @@ class TensorParallel:
         self._store = store
         self._device = device
         self._check = check
+        self.inbox: Inbox | None = None  # for small sums on CUDA, kernels.all_reduce_norm
         self._group: Any = None  # torch's stubs leave out the collectives
         self._lock = threading.RLock()  # around the group's end, which comes from any thread, the collector's too
         self._aborted = False
@@ -51,8 +57,7 @@ class TensorParallel:
         if self.size == 1:
             return
         assert self._store is not None
-        names = [f"rank {rank} is ready" for rank in range(self.size)]
-        self._store.set(names[self.rank], "")
+        names = self._announce("is ready")
         while not self._store.check(names):
             self._check()
             time.sleep(POLL_SECONDS)
@@ -64,6 +69,31 @@ class TensorParallel:
             self._check()
         if self._device == "cuda":  # NCCL connects with the first collective, and until then cannot be aborted
             self.all_reduce(torch.zeros(1, device=torch.device("cuda", self.rank)))
+
+    def open_inbox(self, rows: int, features: int, dtype: torch.dtype) -> None:
+        """Make `inbox` for sums of up to [rows, features], if the ranks' devices can write to each other's memory."""
+        if self._group is None or self._device != "cuda":
+            return
+        device = torch.device("cuda", self.rank)
+        if not self.min(can_reach_peers(self.rank, self.size), device):
+            return
+        self.inbox = Inbox(self.rank, self.size, rows, features, dtype)
+        handles = self.all_gather(self.inbox.handle.to(device))
+        try:
+            self.inbox.open(handles)
+            is_open = True
+        except RuntimeError as error:
+            warnings.warn(f"sums over the ranks go through NCCL, which is slower for few rows: {error}", stacklevel=2)
+            is_open = False
+        if not self.min(is_open, device):
+            self._close_inbox()
+
+    def _announce(self, what: str) -> list[str]:
+        """Tell the other ranks; returns what the store holds when all have done so."""
+        assert self._store is not None
+        names = [f"rank {rank} {what}" for rank in range(self.size)]
+        self._store.set(names[self.rank], "")
+        return names
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, in place; returns x."""
@@ -84,22 +114,37 @@ class TensorParallel:
         return int(self.all_gather(torch.tensor([value], device=device)).min())
 
     def abort(self) -> None:
-        """End the collectives that wait for a rank which will not come; from any thread."""
+        """End the sums and collectives that wait for a rank which will not come; from any thread."""
         with self._lock:
             self._aborted = True
+            if self.inbox is not None:
+                self.inbox.give_up()
             if self._group is not None:
                 self._group.abort()
 
     def close(self, failed: bool = False) -> None:
         """Leave the group; if another rank failed, without waiting for it."""
+        if failed:
+            self.abort()
+        if self.inbox is not None:
+            self._close_inbox(failed)
         with self._lock:
             group, self._group = self._group, None
             self._store = None
-        if group is not None:
-            if failed:
-                group.abort()
-            else:
-                group.shutdown()
+        if group is not None and not failed:
+            group.shutdown()
+
+    def _close_inbox(self, failed: bool = False) -> None:
+        """Free it, once nobody still has it open; after a failure the other ranks have ended, or are about to."""
+        with self._lock:
+            inbox, self.inbox = self.inbox, None
+        assert inbox is not None
+        torch.cuda.synchronize()
+        inbox.close_others()
+        if not failed and self._store is not None:
+            with suppress(dist.DistError):
+                self._store.wait(self._announce("has let go of the inboxes"), CLOSE_TIMEOUT)
+        inbox.free()
 
 
 def _finish(work: Any) -> None:

@@ -1,0 +1,107 @@
+"""Inboxes: device memory of each rank that the others write to directly, over NVLink or PCIe.
+
+By CUDA's interprocess memory handles (CUDA Driver API, "Unified Addressing" and "Memory Management"), called through
+ctypes: PyTorch shares memory too, but keeps what it shares, and the store it used, until the process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TURNS = 2
+GRANULARITY = 2 << 20  # CUDA shares whole pages: nobody else's memory is to lie in ours
+LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class Inbox:
+    """This rank's inbox, and the addresses of all once they are open.
+
+    A message is a row of features. Where none has come, each number is the negative zero, which no sender sends; the
+    receiver makes the place empty again. So a message needs no flag beside it. Calls take turns between two halves: a
+    rank that is ahead by one call does not disturb one that still reads.
+    """
+
+    def __init__(self, rank: int, size: int, rows: int, features: int, dtype: torch.dtype) -> None:
+        """On the current device.
+
+        rows, features: of the largest matrix that a call may exchange
+        """
+        self.rank = rank
+        self.rows, self.features, self.dtype = rows, features, dtype
+        self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # not 0: whoever waits for a message gives up
+        self._half = size * rows * features * dtype.itemsize
+        self._memory = _allocate(TURNS * self._half, dtype)
+        self._opened: list[int] = []
+        self._turn = 0
+
+    @property
+    def handle(self) -> Tensor:
+        """What the other ranks need to open this one's, [64] uint8."""
+        handle = _Handle()
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._memory))
+        return torch.tensor(list(handle.reserved), dtype=torch.uint8)
+
+    def open(self, handles: Tensor) -> None:
+        """Open the other ranks', whose handles are [ranks, 64] uint8; raises RuntimeError if the driver refuses."""
+        addresses = [self._memory if rank == self.rank else self._open(handle) for rank, handle in enumerate(handles)]
+        halves = [[address + turn * self._half for address in addresses] for turn in range(TURNS)]
+        self._addresses = torch.tensor(halves, device="cuda")
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x is of the kind that the inboxes are made for."""
+        return x.dim() == 2 and len(x) <= self.rows and x.shape[1] == self.features and x.dtype == self.dtype
+
+    def next_turn(self) -> Tensor:
+        """The addresses of every rank's half for the next call, [size] int64."""
+        self._turn = (self._turn + 1) % TURNS
+        return self._addresses[self._turn]
+
+    def give_up(self) -> None:
+        """Let no kernel wait any longer for messages that will not come; from any thread."""
+        self.stop.fill_(1)
+
+    def close_others(self) -> None:
+        """Let go of the other ranks' memory, before they free it."""
+        while self._opened:
+            _call("cuIpcCloseMemHandle", ctypes.c_uint64(self._opened.pop()))
+
+    def free(self) -> None:
+        """Free this rank's, once nobody has it open."""
+        _call("cuMemFree_v2", ctypes.c_uint64(self._memory))
+
+    def _open(self, handle: Tensor) -> int:
+        address = ctypes.c_uint64()
+        copy = _Handle.from_buffer_copy(bytes(handle.tolist()))
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), copy, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
+        self._opened.append(address.value)
+        return address.value
+
+
+def can_reach_peers(rank: int, size: int) -> bool:
+    """Whether this rank's device can read and write the memory of every other's."""
+    return all(torch.cuda.can_device_access_peer(rank, peer) for peer in range(size) if peer != rank)
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
+def _allocate(num_bytes: int, dtype: torch.dtype) -> int:
+    """Memory full of negative zeros."""
+    num_bytes = -(-num_bytes // GRANULARITY) * GRANULARITY
+    address = ctypes.c_uint64()
+    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+    word = 0x80000000 if dtype.itemsize == 4 else 0x80008000
+    _call("cuMemsetD32_v2", address, ctypes.c_uint(word), ctypes.c_size_t(num_bytes // 4))
+    torch.cuda.synchronize()
+    return address.value
+
+
+def _call(name: str, *args: Any) -> None:
+    """Call a function of the driver, on the current thread's context."""
+    if code := getattr(ctypes.CDLL("libcuda.so.1"), name)(*args):
+        raise RuntimeError(f"{name} failed with CUDA driver error {code}")
