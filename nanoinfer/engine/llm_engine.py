@@ -159,9 +159,7 @@ def _close(owner: int, workers: Workers | None, runner: ModelRunner | None, fail
         return  # a fork of the process that owns them, going its own way
     if workers is not None:
         failed = not workers.stop(failed)
-        if failed:
-            workers.join()  # first, for they have our memory open
     if runner is not None:
         runner.close(failed)
-    if workers is not None and not failed:
+    if workers is not None:
         workers.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -190,6 +191,8 @@ class ModelRunner:
     def close(self, failed: bool = False) -> None:
         """Give back the device memory and leave the group; after another rank's failure, without waiting for it."""
         with self._current_device():
+            if failed:  # lets the kernels end that wait for other ranks
+                threading.Thread(target=self.tp.abort, name="nanoinfer-abort", daemon=True).start()
             self.graphs = None  # first: NCCL does not end a communicator that a graph holds
             self.tp.close(failed)
             for name in ("model", "sampler", "batch", "kv_cache"):

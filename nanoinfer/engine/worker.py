@@ -261,6 +261,8 @@ class Workers:
             pass
         for process in self.processes:
             process.kill()
+        for process in self.processes:
+            process.join(CLOSE_SECONDS)  # rank 0 frees memory that they have open
         return False
 
     def join(self) -> None:

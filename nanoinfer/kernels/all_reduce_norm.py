@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.norm import norm_block, norm_warps
 
 NEGATIVE_ZERO = tl.constexpr(-(2**31))  # float32's, as an int32; Triton 3.6 takes -0.0 for 0.0
@@ -38,9 +38,12 @@ def all_reduce_add_rms_norm(
         the next such call of as many tokens, and the others are undefined
     """
     tokens, size = x.shape
+    ranks = len(inboxes)
     out, total = torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(size)
-    _all_reduce_norm_kernel[(tokens,)](
+    # Programs that take several rows send them all before they wait; each of them has rows of one owner only.
+    programs = num_multiprocessors(x.device) // ranks * ranks
+    _all_reduce_norm_kernel[(min(tokens, programs),)](
         x,
         residual,
         weight,
@@ -52,7 +55,7 @@ def all_reduce_add_rms_norm(
         size,
         eps,
         RANK=rank,
-        RANKS=len(inboxes),
+        RANKS=ranks,
         ONE_OWNER=one_owner,
         BLOCK=block,
         num_warps=norm_warps(block),
@@ -79,37 +82,40 @@ def _all_reduce_norm_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
     inbox = _inbox(inboxes_ptr, RANK, x_ptr.dtype)
-    place = row.to(tl.int64) * size + offsets  # of this row in a matrix
-    matrix = tokens.to(tl.int64) * size  # an inbox has one from each rank
+    matrix = tokens * size  # an inbox has one from each rank
     wait_for_predecessor(EARLY)
 
-    x = tl.load(x_ptr + place, mask=mask, other=0.0)
-    if ONE_OWNER:
-        if row % RANKS == RANK:
-            total = _sum(x, residual_ptr + place, inbox + place, matrix, mask, stop_ptr, RANK, RANKS)
+    owner = program % RANKS if ONE_OWNER else RANK
+    for row in range(program, tokens, programs):
+        place = row * size + offsets
+        x = tl.load(x_ptr + place, mask=mask, other=0.0)
+        if not ONE_OWNER:
+            _send_to_all(inboxes_ptr, RANK * matrix + place, x, mask, RANK, RANKS)
+        elif owner != RANK:
+            _send(inboxes_ptr, owner, RANK * matrix + place, x, mask)
+    for row in range(program, tokens, programs):
+        place = row * size + offsets
+        if owner == RANK:
+            total = _sum(x_ptr + place, residual_ptr + place, inbox + place, matrix, mask, stop_ptr, RANK, RANKS)
             out = norm_block(total, weight, size, eps)
             tl.store(total_ptr + place, total, mask=mask)
             tl.store(out_ptr + place, out, mask=mask)
-            _send_to_all(inboxes_ptr, RANK * matrix + place, out, mask, RANK, RANKS)
+            if ONE_OWNER:
+                _send_to_all(inboxes_ptr, RANK * matrix + place, out, mask, RANK, RANKS)
         else:
-            owner = row % RANKS
-            _send(inboxes_ptr, owner, RANK * matrix + place, x, mask)
-            tl.store(out_ptr + place, _receive(inbox + owner * matrix + place, mask, stop_ptr), mask=mask)
-    else:
-        _send_to_all(inboxes_ptr, RANK * matrix + place, x, mask, RANK, RANKS)
-        total = _sum(x, residual_ptr + place, inbox + place, matrix, mask, stop_ptr, RANK, RANKS)
-        tl.store(total_ptr + place, total, mask=mask)
-        tl.store(out_ptr + place, norm_block(total, weight, size, eps), mask=mask)
+            out = _receive(inbox + owner * matrix + place, mask, stop_ptr)
+            tl.store(out_ptr + place, out, mask=mask)
 
 
 @triton.jit
-def _sum(x, residual_ptrs, inbox_ptrs, matrix, mask, stop_ptr, RANK: tl.constexpr, RANKS: tl.constexpr):
+def _sum(x_ptrs, residual_ptrs, inbox_ptrs, matrix, mask, stop_ptr, RANK: tl.constexpr, RANKS: tl.constexpr):
     """The ranks' parts, in their order so that all get the same, and the residual."""
+    x = tl.load(x_ptrs, mask=mask, other=0.0)
     residual = tl.load(residual_ptrs, mask=mask, other=0.0)
     total = tl.zeros(x.shape, tl.float32)
     for peer in tl.static_range(RANKS):
