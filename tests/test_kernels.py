@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nanoinfer.kernels.activation import silu_mul_reference, silu_mul_triton
 from nanoinfer.kernels.all_reduce_norm import all_reduce_add_rms_norm
+from nanoinfer.kernels.best_of_ranks import best_of_ranks
 from nanoinfer.kernels.norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
@@ -151,6 +152,45 @@ def test_all_reduce_add_rms_norm(dtype: torch.dtype, ranks: int, one_owner: bool
                 assert not is_empty(sent).any()
             others = [source for source in range(ranks) if source != rank]
             assert is_empty(inboxes[peer][others]).all()
+
+
+@pytest.mark.parametrize("one_owner", [False, True])
+def test_all_reduce_and_norm_without_a_residual(one_owner: bool) -> None:
+    """A rank's x is all zeros for a row that is another's, as the embedding leaves it."""
+    x, weight = randn(6, 96), randn(96)
+    x[1::2] = 0.0
+    expected = rms_norm_reference(x, weight, 1e-6)
+    inboxes = empty_inbox(2, 2, 6, 96, dtype=torch.float32)
+    inboxes[0, 1] = expected + 0.0 if one_owner else 0.0
+    if one_owner:
+        inboxes[0, 1, ::2] = 0.0  # the other rank's part of our rows
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE)
+    stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    out, total = all_reduce_add_rms_norm(x, None, weight, 1e-6, addresses, 0, stop, one_owner)
+    assert_close(out, expected)
+    assert_close(total[::2], x[::2])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_best_of_ranks(ranks: int, rows: int) -> None:
+    """Scores of a few values only, so that there are ties: the lowest rank wins them, whoever asks."""
+    scores = torch.randint(-1, 2, (ranks, rows), device=DEVICE).float() * -0.5  # -0.0 among them
+    ids = torch.randint(0, 200_000, (ranks, rows), device=DEVICE, dtype=torch.int32)
+    ids[0, 0] = 0
+    winners = [scores[:, row].tolist().index(scores[:, row].max()) for row in range(rows)]
+    expected = ids.gather(0, torch.tensor([winners], device=DEVICE))[0]
+    stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for rank in range(ranks):
+        inboxes = [empty_inbox(ranks, 2, rows, dtype=torch.float32) for _ in range(ranks)]
+        for peer in (peer for peer in range(ranks) if peer != rank):
+            inboxes[rank][peer] = torch.stack([scores[peer], ids[peer].float()]) + 0.0
+        addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE)
+        assert torch.equal(best_of_ranks(scores[rank], ids[rank], addresses, rank, stop), expected)
+        assert is_empty(inboxes[rank]).all()
+        for peer in (peer for peer in range(ranks) if peer != rank):
+            assert torch.equal(inboxes[peer][rank], torch.stack([scores[rank], ids[rank].float()]))
+            assert not is_empty(inboxes[peer][rank]).any()
 
 
 @pytest.mark.parametrize("one_owner", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -74,7 +73,7 @@ class ModelRunner:
         try:
             with self._current_device():
                 self._load_model()
-                self.tp.connect()
+                self.tp.connect(self._drop_graphs)
                 rows = min(config.max_num_seqs, MAX_GRAPH_ROWS)
                 self.tp.open_inbox(rows, config.hf_config.hidden_size, config.torch_dtype)
                 self._allocate()
@@ -107,10 +106,10 @@ class ModelRunner:
         return token_ids
 
     def _decode(self, message: DecodeMessage) -> Tensor:
-        num_rows = message.num_rows
-        if self.graphs is None or num_rows > self.graphs.largest:
+        num_rows, graphs = message.num_rows, self.graphs
+        if graphs is None or num_rows > graphs.largest:
             return self._decode_rows(num_rows, message.max_context_len)
-        self.graphs.replay(num_rows)
+        graphs.replay(num_rows)
         return self.batch.last_tokens[:num_rows]
 
     def _decode_rows(self, num_rows: int, max_context_len: int) -> Tensor:
@@ -191,17 +190,20 @@ class ModelRunner:
     def close(self, failed: bool = False) -> None:
         """Give back the device memory and leave the group; after another rank's failure, without waiting for it."""
         with self._current_device():
-            if failed:  # lets the kernels end that wait for other ranks
-                threading.Thread(target=self.tp.abort, name="nanoinfer-abort", daemon=True).start()
-            self.graphs = None  # first: NCCL does not end a communicator that a graph holds
+            if not failed:
+                self._drop_graphs()
             self.tp.close(failed)
-            for name in ("model", "sampler", "batch", "kv_cache"):
+            for name in ("graphs", "model", "sampler", "batch", "kv_cache"):
                 self.__dict__.pop(name, None)
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
                 torch._C._cuda_clearCublasWorkspaces()
                 torch.cuda.empty_cache()
+
+    def _drop_graphs(self) -> None:
+        """NCCL does not end a communicator that a graph holds."""
+        self.graphs = None
 
     def _current_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

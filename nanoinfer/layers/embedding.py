@@ -28,13 +28,13 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, hidden_size), requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[tokens] int32 to [tokens, hidden_size], equal on every rank."""
+        """[tokens] int32 to this rank's part of their sum, [tokens, hidden_size]: zeros where the id is not its own."""
         if self.tp.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.first_id
         ours = (local >= 0) & (local < self.weight.shape[0])
         rows = F.embedding(local.where(ours, 0), self.weight)
-        return self.tp.all_reduce(rows * ours.unsqueeze(1))
+        return rows * ours.unsqueeze(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The same matrix as output projection: [rows, hidden_size] to [rows, this rank's token ids]."""

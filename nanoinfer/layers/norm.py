@@ -25,19 +25,19 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the norm of x + residual, and that sum; all [tokens, size].
+        """Returns the norm of x + residual, and that sum; all [tokens, size]. Without a residual, x alone.
 
-        x: with a residual, what RowParallelLinear leaves of it: this rank's part, or pieces (kernels.norm)
+        x: what RowParallelLinear or VocabParallelEmbedding leaves of it: this rank's part, or pieces (kernels.norm)
         """
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
         inbox = self.tp.inbox
         if inbox is not None and inbox.takes(x):
+            lane = inbox.embedding_lane if residual is None else inbox.layer_lane()
             one_owner = self.tp.size > 2 and len(x) >= ONE_OWNER_TOKENS
-            return all_reduce_add_rms_norm(
-                x, residual, self.weight, self.eps, inbox.next_turn(), inbox.rank, inbox.stop, one_owner
-            )
-        return add_rms_norm(self.tp.all_reduce(x), residual, self.weight, self.eps)
+            return all_reduce_add_rms_norm(x, residual, self.weight, self.eps, lane, inbox.rank, inbox.stop, one_owner)
+        x = self.tp.all_reduce(x)
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
     def shards(self) -> Iterator[Shard]:
         """The weight, whole on every rank."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.best_of_ranks import best_of_ranks
 from nanoinfer.kernels.sample import sample
 from nanoinfer.utils.tensor_parallel import TensorParallel
 
 
 class Sampler(nn.Module):
-    """Each rank finds the best token of its own ids; one small all-gather decides between the ranks' candidates."""
+    """Each rank finds the best token of its own ids; one exchange decides between the ranks' candidates."""
 
     def __init__(self, first_id: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -26,6 +27,9 @@ class Sampler(nn.Module):
         best, ids = sample(logits, temperatures, seeds, positions, self.first_id)
         if self.tp.size == 1:
             return ids
+        inbox = self.tp.inbox
+        if inbox is not None and len(ids) <= inbox.rows:
+            return best_of_ranks(best, ids, inbox.candidates_lane, inbox.rank, inbox.stop)
         # A token id is exact in float64, as is a float32 score.
         candidates = self.tp.all_gather(torch.stack([best.double(), ids.double()], dim=-1))
         winner = candidates[..., 0].argmax(dim=0, keepdim=True)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TURNS = 2
 GRANULARITY = 2 << 20  # CUDA shares whole pages: nobody else's memory is to lie in ours
 LAZY_ENABLE_PEER_ACCESS = 1
 
@@ -20,23 +19,26 @@ LAZY_ENABLE_PEER_ACCESS = 1
 class Inbox:
     """This rank's inbox, and the addresses of all once they are open.
 
-    A message is a row of features. Where none has come, each number is the negative zero, which no sender sends; the
-    receiver makes the place empty again. So a message needs no flag beside it. Calls take turns between two halves: a
-    rank that is ahead by one call does not disturb one that still reads.
+    A message is a row of numbers. Where none has come, each is the negative zero, which no sender sends; the receiver
+    makes the place empty again. So a message needs no flag beside it. An inbox has several lanes, and of two calls in
+    a row each takes another: a rank that is a call ahead does not disturb one that still reads.
     """
 
     def __init__(self, rank: int, size: int, rows: int, features: int, dtype: torch.dtype) -> None:
         """On the current device.
 
-        rows, features: of the largest matrix that a call may exchange
+        rows, features: of the largest matrix that a call may sum
         """
         self.rank = rank
         self.rows, self.features, self.dtype = rows, features, dtype
         self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # not 0: whoever waits for a message gives up
-        self._half = size * rows * features * dtype.itemsize
-        self._memory = _allocate(TURNS * self._half, dtype)
+        matrices = size * rows * features * dtype.itemsize
+        self._offsets = [0, matrices, 2 * matrices, 3 * matrices]
+        self._memory = _allocate(3 * matrices + size * rows * 2 * 4)
+        _clear(self._memory, 3 * matrices, dtype)
+        _clear(self._memory + 3 * matrices, size * rows * 2 * 4, torch.float32)
         self._opened: list[int] = []
-        self._turn = 0
+        self._layer = 0
 
     @property
     def handle(self) -> Tensor:
@@ -48,17 +50,27 @@ class Inbox:
     def open(self, handles: Tensor) -> None:
         """Open the other ranks', whose handles are [ranks, 64] uint8; raises RuntimeError if the driver refuses."""
         addresses = [self._memory if rank == self.rank else self._open(handle) for rank, handle in enumerate(handles)]
-        halves = [[address + turn * self._half for address in addresses] for turn in range(TURNS)]
-        self._addresses = torch.tensor(halves, device="cuda")
+        lanes = [[address + offset for address in addresses] for offset in self._offsets]
+        self._lanes = torch.tensor(lanes, device="cuda")
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x is of the kind that the inboxes are made for."""
+        """Whether x is of the kind that can be summed."""
         return x.dim() == 2 and len(x) <= self.rows and x.shape[1] == self.features and x.dtype == self.dtype
 
-    def next_turn(self) -> Tensor:
-        """The addresses of every rank's half for the next call, [size] int64."""
-        self._turn = (self._turn + 1) % TURNS
-        return self._addresses[self._turn]
+    def layer_lane(self) -> Tensor:
+        """For the next sum in a layer: the addresses of every rank's lane, [ranks] int64. Two take turns."""
+        self._layer = 1 - self._layer
+        return self._lanes[self._layer]
+
+    @property
+    def embedding_lane(self) -> Tensor:
+        """For the sum before the first layer."""
+        return self._lanes[2]
+
+    @property
+    def candidates_lane(self) -> Tensor:
+        """For kernels.best_of_ranks, after the last layer."""
+        return self._lanes[3]
 
     def give_up(self) -> None:
         """Let no kernel wait any longer for messages that will not come; from any thread."""
@@ -90,15 +102,16 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
-def _allocate(num_bytes: int, dtype: torch.dtype) -> int:
-    """Memory full of negative zeros."""
-    num_bytes = -(-num_bytes // GRANULARITY) * GRANULARITY
+def _allocate(num_bytes: int) -> int:
     address = ctypes.c_uint64()
-    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-    word = 0x80000000 if dtype.itemsize == 4 else 0x80008000
-    _call("cuMemsetD32_v2", address, ctypes.c_uint(word), ctypes.c_size_t(num_bytes // 4))
-    torch.cuda.synchronize()
+    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(-(-num_bytes // GRANULARITY) * GRANULARITY))
     return address.value
+
+
+def _clear(address: int, num_bytes: int, dtype: torch.dtype) -> None:
+    """Fill memory with negative zeros."""
+    word = 0x80000000 if dtype.itemsize == 4 else 0x80008000
+    _call("cuMemsetD32_v2", ctypes.c_uint64(address), ctypes.c_uint(word), ctypes.c_size_t(num_bytes // 4))
 
 
 def _call(name: str, *args: Any) -> None:

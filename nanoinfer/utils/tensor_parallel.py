@@ -45,6 +45,7 @@ class TensorParallel:
         self._device = device
         self._check = check
         self.inbox: Inbox | None = None  # for small sums on CUDA, kernels.all_reduce_norm
+        self._drop_graphs: Callable[[], None] = lambda: None
         self._group: Any = None  # torch's stubs leave out the collectives
         self._lock = threading.RLock()  # around the group's end, which comes from any thread, the collector's too
         self._aborted = False
@@ -52,8 +53,12 @@ class TensorParallel:
         self._reduce_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
         self._reduce_options.asyncOp = self._gather_options.asyncOp = device != "cuda"
 
-    def connect(self) -> None:
-        """Form the group, once every rank has come this far. A rank that failed before is found by `check`."""
+    def connect(self, drop_graphs: Callable[[], None] = lambda: None) -> None:
+        """Form the group, once every rank has come this far. A rank that failed before is found by `check`.
+
+        drop_graphs: lets go of the CUDA graphs that hold collectives, from any thread
+        """
+        self._drop_graphs = drop_graphs
         if self.size == 1:
             return
         assert self._store is not None
@@ -120,7 +125,11 @@ class TensorParallel:
             if self.inbox is not None:
                 self.inbox.give_up()
             if self._group is not None:
-                self._group.abort()
+                # Its kernels end at once, but it returns only when no graph holds its communicator any more.
+                aborting = threading.Thread(target=self._group.abort, name="nanoinfer-abort", daemon=True)
+                aborting.start()
+                self._drop_graphs()
+                aborting.join()
 
     def close(self, failed: bool = False) -> None:
         """Leave the group; if another rank failed, without waiting for it."""

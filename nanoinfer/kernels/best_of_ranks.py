@@ -1,0 +1,70 @@
+"""The last step of sampling over a vocabulary that is split over the ranks: of one candidate of each, the best."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.inbox import inbox_of, receive, send_to_all
+from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+
+
+def best_of_ranks(scores: Tensor, ids: Tensor, inboxes: Tensor, rank: int, stop: Tensor) -> Tensor:
+    """Each row's id with the highest score of all ranks', [rows] int32; of equal scores, the lowest rank's.
+
+    scores, ids: [rows] float32 and int32, this rank's; ids are below 2^24, which float32 holds exactly
+    inboxes: [ranks] int64, the addresses of room for [ranks, 2, rows] float32 negative zeros
+    stop: see kernels.all_reduce_norm
+    """
+    rows = len(scores)
+    out = torch.empty_like(ids)
+    _best_of_ranks_kernel[(1,)](
+        scores,
+        ids,
+        out,
+        inboxes,
+        stop,
+        rows,
+        RANK=rank,
+        RANKS=len(inboxes),
+        BLOCK=triton.next_power_of_2(rows),
+        **early_launch(scores),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _best_of_ranks_kernel(
+    scores_ptr,
+    ids_ptr,
+    out_ptr,
+    inboxes_ptr,
+    stop_ptr,
+    rows,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    row = tl.arange(0, BLOCK)
+    mask = row < rows
+    inbox = inbox_of(inboxes_ptr, RANK, scores_ptr.dtype)
+    wait_for_predecessor(EARLY)
+    our_score = tl.load(scores_ptr + row, mask=mask, other=0.0)
+    our_id = tl.load(ids_ptr + row, mask=mask, other=0).to(tl.float32)
+    send_to_all(inboxes_ptr, 2 * RANK * rows + row, our_score, mask, RANK, RANKS)
+    send_to_all(inboxes_ptr, (2 * RANK + 1) * rows + row, our_id, mask, RANK, RANKS)
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            score, id = our_score, our_id
+        else:
+            score = receive(inbox + 2 * rank * rows + row, mask, stop_ptr)
+            id = receive(inbox + (2 * rank + 1) * rows + row, mask, stop_ptr)
+        if rank == 0:
+            best, winner = score, id
+        else:
+            winner = tl.where(score > best, id, winner)
+            best = tl.maximum(score, best)
+    tl.store(out_ptr + row, winner.to(tl.int32), mask=mask)
