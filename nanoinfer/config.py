@@ -38,8 +38,8 @@ class Config:
     device: "cuda", "cpu", or "auto": CUDA if there is one
     seed: requests without a seed of their own derive theirs from it
     load_format: "safetensors", or "dummy" for random weights of the config's shapes
-    worker_timeout: a rank whose process does not run for so many seconds, stopped or starved, ends the engine;
-        float("inf"): it is waited for
+    worker_timeout: a rank whose process does not run for so many seconds, stopped or starved, ends the engine, and on
+        CUDA a step that is not done by then; float("inf"): they are waited for
 
     Raises ValueError, naming the argument, its value and what is allowed.
     """

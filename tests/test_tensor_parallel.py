@@ -203,6 +203,13 @@ def interrupt_after(seconds: float) -> None:
     threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
+class Nap:
+    """Whoever unpickles it sleeps."""
+
+    def __reduce__(self) -> tuple[Callable[[float], None], tuple[float]]:
+        return time.sleep, (60.0,)
+
+
 def run_for_long(llm: LLM) -> None:
     llm.generate([[30]] * 500, greedy(1900, ignore_eos=True), use_tqdm=False)
 
@@ -244,6 +251,19 @@ class TestFailures:
         threading.Timer(0.5, os.kill, (remains.pids[0], signal.SIGSTOP)).start()
         begin = time.monotonic()
         with pytest.raises(WorkerError, match=r"rank 1 hangs: no sign of life for 2 s \(worker_timeout\)"):
+            run_for_long(llm)
+        assert time.monotonic() - begin < 10
+        remains.check_gone()
+
+    @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.multi_gpu)])  # gloo waits longer
+    def test_a_worker_is_stuck_while_its_process_runs(self, make_two: Callable[..., LLM]) -> None:
+        llm = make_two(worker_timeout=2)
+        remains = Remains.of(llm)
+        llm.engine.workers.send("never called", (Nap(),))
+        begin = time.monotonic()
+        with pytest.raises(
+            WorkerError, match=r"rank 1 is stuck: it has not begun the last step.* 2 s \(worker_timeout"
+        ):
             run_for_long(llm)
         assert time.monotonic() - begin < 10
         remains.check_gone()
@@ -375,6 +395,15 @@ class TestChannel:
             sender.send("second", check)
         sender.close()
         sender.unlink()
+
+    def test_who_waits_for_a_worker_that_does_not_read_is_told_in_time(self, make_llm: Callable[..., LLM]) -> None:
+        workers = make_llm(device="cpu", tensor_parallel_size=2, worker_timeout=1).engine.workers
+        workers.send("never called", (Nap(),))
+        workers.send("not read", ())
+        begin = time.monotonic()
+        with pytest.raises(WorkerError, match=r"rank 1 is stuck: it has not begun the last step; .* 1 s"):
+            workers.send("not written", ())
+        assert time.monotonic() - begin < 5
 
     def test_a_steady_decode_message_is_small(self) -> None:
         message = ("run", (DecodeMessage([(255, 3)], 255, [(row, 5, 1000 + row) for row in range(8)], 900),))

@@ -121,7 +121,7 @@ class LLMEngine:
 
     def _read_back(self, done: InFlight) -> StepResult:
         with self._one_fate():
-            token_ids = done.tokens.wait(None if self.workers is None else self.workers.check)
+            token_ids = done.tokens.wait(None if self.workers is None else self.workers.patience())
         result = StepResult(
             finished=[],
             ready_at=done.tokens.ready_at,

@@ -62,9 +62,13 @@ class Sender:
 
     def _wait_until_read(self, check: Callable[[], None]) -> None:
         for worker in range(len(self.semaphores)):
-            while self._count(2 * worker) < self._written:
+            while not self.has_read(worker):
                 check()
                 time.sleep(20e-6)
+
+    def has_read(self, worker: int) -> bool:
+        """Whether the worker has taken all that was written."""
+        return self._count(2 * worker) == self._written
 
     def heartbeats(self, worker: int) -> int:
         """How often the worker has shown that it is alive; 0 before it has attached."""
@@ -164,13 +168,35 @@ class Workers:
     def send(self, method: str, args: tuple[Any, ...]) -> None:
         """Make every worker call a method of its ModelRunner; raises WorkerError when one is dead."""
         self.check()
-        self.sender.send((method, args), self.check)
+        self.sender.send((method, args), self.patience())
 
     def check(self) -> None:
         """Raise WorkerError if a worker is lost."""
         for rank in range(1, len(self.processes) + 1):
             if self._is_lost(rank):
                 raise self._error(rank)
+
+    def patience(self) -> Callable[[], None]:
+        """A check to call again and again while one step is waited for; it raises WorkerError in time, too."""
+        waited, last = 0.0, time.monotonic()
+
+        def check() -> None:
+            nonlocal waited, last
+            self.check()
+            now = time.monotonic()
+            waited += min(now - last, BEAT_SECONDS)  # what is longer was a Ctrl-Z, not a wait
+            last = now
+            if waited > self.timeout:
+                raise self._stuck()
+
+        return check
+
+    def _stuck(self) -> WorkerError:
+        problem = f"a step was not done after {self.timeout:g} s (worker_timeout), though every process runs"
+        for rank in range(1, len(self.processes) + 1):
+            if not self.sender.has_read(rank - 1):
+                return WorkerError(f"tensor-parallel rank {rank} is stuck: it has not begun the last step; {problem}")
+        return WorkerError(f"the tensor-parallel ranks are stuck: {problem}")
 
     def _is_lost(self, rank: int) -> bool:
         process, errors = self.processes[rank - 1], self.errors[rank - 1]
