@@ -14,6 +14,7 @@ from torch import Tensor
 
 GRANULARITY = 2 << 20  # CUDA shares whole pages: nobody else's memory is to lie in ours
 LAZY_ENABLE_PEER_ACCESS = 1
+SUM_LANES = 3  # two for the layers' sums, one for the embedding's
 
 
 class Inbox:
@@ -32,11 +33,12 @@ class Inbox:
         self.rank = rank
         self.rows, self.features, self.dtype = rows, features, dtype
         self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # not 0: whoever waits for a message gives up
-        matrices = size * rows * features * dtype.itemsize
-        self._offsets = [0, matrices, 2 * matrices, 3 * matrices]
-        self._memory = _allocate(3 * matrices + size * rows * 2 * 4)
-        _clear(self._memory, 3 * matrices, dtype)
-        _clear(self._memory + 3 * matrices, size * rows * 2 * 4, torch.float32)
+        self._sum_bytes = -(-size * rows * features * dtype.itemsize // 16) * 16
+        candidate_bytes = size * rows * 2 * 4
+        self._memory = _allocate(SUM_LANES * self._sum_bytes + candidate_bytes)
+        _clear(self._memory, SUM_LANES * self._sum_bytes, dtype)
+        _clear(self._memory + SUM_LANES * self._sum_bytes, candidate_bytes, torch.float32)
+        torch.cuda.synchronize()
         self._opened: list[int] = []
         self._layer = 0
 
@@ -50,8 +52,11 @@ class Inbox:
     def open(self, handles: Tensor) -> None:
         """Open the other ranks', whose handles are [ranks, 64] uint8; raises RuntimeError if the driver refuses."""
         addresses = [self._memory if rank == self.rank else self._open(handle) for rank, handle in enumerate(handles)]
-        lanes = [[address + offset for address in addresses] for offset in self._offsets]
-        self._lanes = torch.tensor(lanes, device="cuda")
+        self._lanes = self._find_lanes(addresses).cuda()
+
+    def _find_lanes(self, addresses: list[int]) -> Tensor:
+        """[lanes, ranks] int64, those for sums before that for candidates."""
+        return torch.arange(SUM_LANES + 1).unsqueeze(1) * self._sum_bytes + torch.tensor(addresses)
 
     def takes(self, x: Tensor) -> bool:
         """Whether x is of the kind that can be summed."""
@@ -65,12 +70,12 @@ class Inbox:
     @property
     def embedding_lane(self) -> Tensor:
         """For the sum before the first layer."""
-        return self._lanes[2]
+        return self._lanes[SUM_LANES - 1]
 
     @property
     def candidates_lane(self) -> Tensor:
         """For kernels.best_of_ranks, after the last layer."""
-        return self._lanes[3]
+        return self._lanes[SUM_LANES]
 
     def give_up(self) -> None:
         """Let no kernel wait any longer for messages that will not come; from any thread."""

@@ -1,0 +1,103 @@
+"""Two ranks on the CPU that exchange through inboxes: the kernels are interpreted, and shared files are the memory.
+
+On GPUs test_tensor_parallel.py shows the same with the driver's memory; here every machine can see the order of the
+messages, their lanes and what becomes of the tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Semaphore
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import HAS_CUDA, Oracle, greedy
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.config import Config
+from nanoinfer.engine import worker
+from nanoinfer.layers import norm
+from nanoinfer.utils.inbox import SUM_LANES, Inbox
+from nanoinfer.utils.tensor_parallel import TensorParallel
+
+pytestmark = pytest.mark.skipif(HAS_CUDA, reason="needs interpreted kernels, which a CUDA device rules out")
+RANKS = 2
+FOLDER = "NANOINFER_TEST_INBOXES"  # environment: where the ranks' files are
+ONE_OWNER = "NANOINFER_TEST_ONE_OWNER"  # environment: from how many rows on
+run_worker = worker.run_worker
+
+
+class FileInbox(Inbox):
+    """An inbox in a file."""
+
+    def __init__(self, rank: int, rows: int, features: int) -> None:
+        self.rank = rank
+        self.rows, self.features, self.dtype = rows, features, torch.float32
+        self.stop = torch.zeros(1, dtype=torch.int32)
+        self._sum_bytes = RANKS * rows * features * 4
+        self._shape = (SUM_LANES * self._sum_bytes + RANKS * rows * 2 * 4) // 4
+        self._map(rank, "w+")[:] = -0.0
+        self._layer = 0
+
+    def _map(self, rank: int, mode: str) -> np.memmap:
+        return np.memmap(Path(os.environ[FOLDER]) / f"rank{rank}", np.float32, mode, shape=self._shape)
+
+    def open_all(self) -> None:
+        self._files = [self._map(rank, "r+") for rank in range(RANKS)]
+        self._lanes = self._find_lanes([file.ctypes.data for file in self._files])
+
+
+def use_file_inboxes() -> None:
+    def open_inbox(tp: TensorParallel, rows: int, features: int, dtype: torch.dtype) -> None:
+        if tp.size > 1:
+            tp.inbox = FileInbox(tp.rank, rows, features)
+            tp.min(1, torch.device("cpu"))
+            tp.inbox.open_all()
+
+    TensorParallel.open_inbox = open_inbox
+    TensorParallel._close_inbox = lambda tp, failed=False: setattr(tp, "inbox", None)
+    add = norm.all_reduce_add_rms_norm
+    norm.all_reduce_add_rms_norm = lambda x, *args: add(x, *args[:-1], len(x) >= int(os.environ[ONE_OWNER]))
+
+
+def run_worker_with_file_inboxes(
+    config: Config, rank: int, port: int, segment: str, semaphores: list[Semaphore], errors: Connection
+) -> None:
+    use_file_inboxes()
+    run_worker(config, rank, port, segment, semaphores, errors)
+
+
+@pytest.mark.parametrize("one_owner_from", [1, 3, 100])
+def test_tokens_are_those_of_one_rank(
+    one_owner_from: int,
+    make_llm: Callable[..., LLM],
+    oracle: Oracle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(ONE_OWNER, str(one_owner_from))
+    for owner, name in [
+        (TensorParallel, "open_inbox"),
+        (TensorParallel, "_close_inbox"),
+        (norm, "all_reduce_add_rms_norm"),
+    ]:
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back
+    monkeypatch.setattr(worker, "run_worker", run_worker_with_file_inboxes)
+    use_file_inboxes()
+    prompts = [[30], [31, 32, 33], [5, 6, 7, 8, 9], [100], [200, 30]]
+    two = make_llm(device="cpu", tensor_parallel_size=RANKS, num_kvcache_blocks=8, max_num_seqs=4)
+    outputs = two.generate(prompts, greedy(5, ignore_eos=True), use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == [oracle.greedy(prompt, 5, True) for prompt in prompts]
+    params = SamplingParams(temperature=1.0, max_tokens=5, seed=3, ignore_eos=True)
+    drawn = [output["token_ids"] for output in two.generate(prompts, params, use_tqdm=False)]
+    ours = two.engine.runner.tp.inbox._files[0]
+    assert np.signbit(ours).all()  # every message was taken
+    assert not ours.any()
+    two.close()
+    one = make_llm(device="cpu", num_kvcache_blocks=8)
+    assert drawn == [output["token_ids"] for output in one.generate(prompts, params, use_tqdm=False)]
