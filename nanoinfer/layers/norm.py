@@ -12,7 +12,7 @@ from nanoinfer.kernels.norm import add_rms_norm, rms_norm
 from nanoinfer.utils.loader import Shard
 from nanoinfer.utils.tensor_parallel import TensorParallel
 
-ONE_OWNER_TOKENS = 64  # from here on, and among more than two ranks, traffic counts for more than latency
+ONE_OWNER_TOKENS = 48  # from here on, and among more than two ranks, traffic counts for more than latency
 
 
 class RMSNorm(nn.Module):
