@@ -26,6 +26,7 @@ SEGMENT_BYTES = 1 << 20
 HEADER = struct.Struct("<QQ?")  # pieces written so far, length of the last piece, whether its message goes on
 COUNT = struct.Struct("<Q")  # each worker has two: pieces read, heartbeats
 BEAT_SECONDS = 0.25
+VERDICT_SECONDS = 4 * BEAT_SECONDS  # a step waits for this much longer: the watcher knows better what ails a rank
 START_SECONDS = 120.0  # the least patience while the ranks start: imports and drivers may hold the GIL for long
 CLOSE_SECONDS = 5.0
 
@@ -186,7 +187,7 @@ class Workers:
             now = time.monotonic()
             waited += min(now - last, BEAT_SECONDS)  # what is longer was a Ctrl-Z, not a wait
             last = now
-            if waited > self.timeout:
+            if waited > self.timeout + VERDICT_SECONDS:
                 raise self._stuck()
 
         return check

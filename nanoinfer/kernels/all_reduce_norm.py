@@ -53,6 +53,7 @@ def all_reduce_add_rms_norm(
         ADD=residual is not None,
         ONE_OWNER=one_owner,
         BLOCK=block,
+        RANKS_BLOCK=triton.next_power_of_2(ranks),
         num_warps=norm_warps(block),
         **early_launch(x),
     )
@@ -76,6 +77,7 @@ def _all_reduce_norm_kernel(
     ADD: tl.constexpr,
     ONE_OWNER: tl.constexpr,
     BLOCK: tl.constexpr,
+    RANKS_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -99,7 +101,7 @@ def _all_reduce_norm_kernel(
         if owner == RANK:
             if ADD:
                 residual = tl.load(residual_ptr + place, mask=mask, other=0.0)
-            total = _sum(x_ptr + place, inbox + place, matrix, mask, stop_ptr, RANK, RANKS)
+            total = _sum(x_ptr + place, inbox + place, matrix, mask, stop_ptr, RANK, RANKS, RANKS_BLOCK)
             if ADD:
                 total += residual
             out = norm_block(total, weight, size, eps)
@@ -113,11 +115,19 @@ def _all_reduce_norm_kernel(
 
 
 @triton.jit
-def _sum(x_ptrs, inbox_ptrs, matrix, mask, stop_ptr, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """The ranks' parts, in the ranks' order so that all get the same."""
+def _sum(
+    x_ptrs,
+    inbox_ptrs,
+    matrix,
+    mask,
+    stop_ptr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANKS_BLOCK: tl.constexpr,
+):
+    """The ranks' parts, waited for together and added in the same order by all ranks."""
+    ranks = tl.arange(0, RANKS_BLOCK)[:, None]
+    from_peers = (ranks < RANKS) & (ranks != RANK) & mask[None, :]
+    parts = receive(inbox_ptrs[None, :] + ranks * matrix, from_peers, stop_ptr)
     x = tl.load(x_ptrs, mask=mask, other=0.0)
-    total = tl.zeros(x.shape, tl.float32)
-    for rank in tl.static_range(RANKS):
-        part = x if rank == RANK else receive(inbox_ptrs + rank * matrix, mask, stop_ptr)
-        total += part.to(tl.float32)
-    return total.to(x.dtype)
+    return tl.sum(tl.where(ranks == RANK, x[None, :], parts).to(tl.float32), axis=0).to(x.dtype)

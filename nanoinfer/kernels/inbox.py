@@ -41,11 +41,11 @@ def receive(ptrs, mask, stop_ptr):
     stop_ptr: int32, not 0 once nothing more will come; what is returned then is undefined
     """
     x = tl.load(ptrs, mask=mask, other=0.0, volatile=True)
-    waiting = tl.max(_is_empty(x).to(tl.int32), axis=0)
+    waiting = tl.max(_is_empty(x).to(tl.int32))
     looks = 1
     while waiting != 0:
         x = tl.load(ptrs, mask=mask, other=0.0, volatile=True)
-        waiting = tl.max(_is_empty(x).to(tl.int32), axis=0)
+        waiting = tl.max(_is_empty(x).to(tl.int32))
         looks += 1
         if looks % LOOKS == 0:
             waiting = tl.where(tl.load(stop_ptr, volatile=True) != 0, 0, waiting)
