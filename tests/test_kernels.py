@@ -5,6 +5,8 @@ The references are given float32 copies of the inputs, so a kernel may be off by
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from conftest import DEVICE, HAS_CUDA
@@ -191,6 +193,32 @@ def test_best_of_ranks(ranks: int, rows: int) -> None:
         for peer in (peer for peer in range(ranks) if peer != rank):
             assert torch.equal(inboxes[peer][rank], torch.stack([scores[rank], ids[rank].float()]))
             assert not is_empty(inboxes[peer][rank]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 20, 300])
+def test_messages_that_come_late(rows: int) -> None:
+    """However the moment falls between the looks of a kernel's threads, all of them see the message."""
+    inboxes = empty_inbox(2, 2, 2, rows, dtype=torch.float32)
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE)
+    scores, ids = torch.zeros(rows, device=DEVICE), torch.zeros(rows, device=DEVICE, dtype=torch.int32)
+    message = torch.ones(2, rows, device=DEVICE)
+    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    peer = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(300):
+        out = best_of_ranks(scores, ids, addresses, 0, stop)
+        done = torch.cuda.Event()
+        done.record()
+        with torch.cuda.stream(peer):
+            inboxes[0, 1].copy_(message)
+        deadline = time.monotonic() + 5
+        while not done.query() and stop[0] == 0:
+            stop[0] = time.monotonic() > deadline
+        assert stop[0] == 0
+        assert (out == 1).all()
+        peer.synchronize()
+    assert is_empty(inboxes[0]).all()
 
 
 @pytest.mark.parametrize("one_owner", [False, True])
