@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from nanoinfer.attention import choose_backend
 from nanoinfer.models import check_architectures, find_model
@@ -62,6 +62,7 @@ class Config:
 
     hf_config: PretrainedConfig = field(init=False, repr=False)
     eos_token_ids: frozenset[int] = field(init=False, repr=False)
+    generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -69,7 +70,9 @@ class Config:
         self.model = _resolve_folder(self.model)
         self.hf_config = _read_config(self.model)
         find_model(self.hf_config, self.tensor_parallel_size)
-        self.eos_token_ids = _read_eos_token_ids(self.model, self.hf_config)
+        generation = _read_generation_config(self.model)
+        self.eos_token_ids = _find_eos_token_ids(self.model, self.hf_config, generation)
+        self.generation_defaults = _find_generation_defaults(generation)
         self.max_model_len = min(self.max_model_len, self.hf_config.max_position_embeddings)
         self.dtype = _resolve_dtype(self.dtype, self.device, self.hf_config)
         self.attention_backend = choose_backend(
@@ -184,17 +187,31 @@ def _read_config(folder: str) -> PretrainedConfig:
         raise ValueError(f"model={folder!r}: cannot read its config.json: {error}") from error
 
 
-def _read_eos_token_ids(folder: str, hf_config: PretrainedConfig) -> frozenset[int]:
+def _read_generation_config(folder: str) -> dict[str, Any]:
+    """What the file says and no more: transformers' defaults are not the checkpoint's."""
+    file = Path(folder) / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text()))
+    except Exception as error:
+        raise ValueError(f"model={folder!r}: cannot read its generation_config.json: {error}") from error
+
+
+def _find_generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    defaults = {name: generation[name] for name in names if generation.get(name) is not None}
+    if generation.get("max_new_tokens") is not None:
+        defaults["max_tokens"] = generation["max_new_tokens"]
+    if generation.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return defaults
+
+
+def _find_eos_token_ids(folder: str, hf_config: PretrainedConfig, generation: dict[str, Any]) -> frozenset[int]:
     """Every end-of-sequence id that the checkpoint's config.json or generation_config.json names."""
-    sources: list[Any] = [hf_config]
-    if (Path(folder) / "generation_config.json").is_file():
-        try:
-            sources.append(GenerationConfig.from_pretrained(folder))
-        except Exception as error:
-            raise ValueError(f"model={folder!r}: cannot read its generation_config.json: {error}") from error
     ids: set[int] = set()
-    for source in sources:
-        eos = getattr(source, "eos_token_id", None)
+    for eos in (getattr(hf_config, "eos_token_id", None), generation.get("eos_token_id")):
         found = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(isinstance(token_id, int) for token_id in found):
             raise ValueError(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from array import array
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypedDict
+from typing import Any
 
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -17,19 +17,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine, StepResult
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.inputs import Inputs, Message, Prompt
+from nanoinfer.outputs import RequestOutput, StreamOutput
+from nanoinfer.request import Request, Sample
 from nanoinfer.sampling_params import SamplingParams
 
-Prompt = str | ListLike[int]
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-class RequestOutput(TypedDict):
-    """What came of one prompt. `token_ids` ends with the end-of-sequence token if there was one; `text` leaves out
-    special tokens, and is empty when the model has no tokenizer."""
-
-    text: str
-    token_ids: list[int]
 
 
 class LLM:
@@ -46,7 +39,13 @@ class LLM:
         self.config = Config.create(model, **options)
         self.tokenizer = _load_tokenizer(self.config.model)
         self.engine = LLMEngine(self.config)
+        self._inputs = Inputs(self.config, self.tokenizer)
         self._busy = threading.Lock()
+        self._num_requests = 0
+        self._owners: dict[Sequence, Request] = {}  # of the sequences that have not ended
+        self._watched: dict[Sequence, Sample] = {}  # those of them that are looked at after each step
+        self._changed: list[Sample] = []  # of those that stream, since they were last looked at
+        self._finished: list[Request] = []  # since the last step's outputs were given out
 
     def generate(
         self,
@@ -62,20 +61,85 @@ class LLM:
 
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
         """
-        if self.engine.is_closed:
-            raise ValueError("this LLM is closed: make another")
-        token_ids, params = self._check(prompts, sampling_params)
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError("another thread is generating with this LLM: pass all prompts in one call")
-        try:
-            seqs = [self.engine.add_request(*request) for request in zip(token_ids, params, strict=True)]
-            self._run(len(seqs), use_tqdm)
-        except BaseException:
-            self.engine.abort_all()
-            raise
-        finally:
-            self._busy.release()
-        return [self._output(seq) for seq in seqs]
+        self._check_open()
+        checked = self._inputs.check(prompts, sampling_params)
+        with self._turn(alone=True):
+            requests = [self._add(*entry) for entry in checked]
+            self._run(len(requests), use_tqdm)
+            self._finished.clear()
+        return [request.output() for request in requests]
+
+    def chat(
+        self,
+        messages: ListLike[Message] | ListLike[ListLike[Message]],
+        sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Generate the next message of a chat, or of each of a list of them, by the tokenizer's chat template.
+
+        messages: mappings with "role" and "content"
+        template: what the template takes, such as enable_thinking=False, tools=[...], continue_final_message=True
+
+        Raises ValueError, before anything runs, for what generate would, and for a chat that the template refuses.
+        """
+        return self.generate(self._inputs.render(messages, **template), sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | ListLike[Prompt],
+        sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
+    ) -> Iterator[StreamOutput]:
+        """Generate for every prompt; yields what is new of each sample as it comes, its last with a finish_reason.
+
+        Leaving the loop over it, by whatever way, aborts what has not ended. Raises as generate does.
+        """
+        self._check_open()
+        checked = self._inputs.check(prompts, sampling_params)
+        if self.tokenizer is not None and any(params.detokenize for _, params in checked):
+            self._inputs.check_detokenizer("stream")
+        return self._stream(checked)
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue a prompt for `step`; returns the id that its output will have. Raises as generate does."""
+        self._check_open()
+        ((token_ids, params),) = self._inputs.check([prompt], sampling_params)
+        with self._turn():
+            return self._add(token_ids, params).id
+
+    def step(self) -> list[RequestOutput]:
+        """Let every running request have its next token; returns the outputs of the requests that have ended.
+
+        If it raises, KeyboardInterrupt included, all requests are aborted.
+        """
+        self._check_open()
+        with self._turn():
+            if not self._finished:  # some may have been aborted
+                self._advance()
+            finished, self._finished = self._finished, []
+        return [request.output() for request in finished]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has still outputs to give."""
+        return bool(self._owners or self._finished)
+
+    def abort(self, request_id: int) -> None:
+        """End a request; its output has what it came to, and finish_reason "abort". For the thread that runs the loop.
+
+        Nothing happens to one that has ended. Raises ValueError for an id that was never given.
+        """
+        if not 0 <= request_id < self._num_requests:
+            raise ValueError(f"request_id={request_id!r}: no request has it")
+        seqs = [seq for seq, request in self._owners.items() if request.id == request_id]
+        for seq in seqs:
+            self.engine.finish(seq, "abort")
+            if seq in self._watched:
+                self._watched[seq].update()
+        self._retire(seqs)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """SamplingParams as the checkpoint's generation_config.json wants them, ours for what it does not name."""
+        return SamplingParams(**self.config.generation_defaults)
 
     def close(self) -> None:
         """Give back all device memory, processes and shared memory; safe to call twice."""
@@ -92,73 +156,100 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self.engine.is_closed:
+            raise ValueError("this LLM is closed: make another")
+
+    @contextmanager
+    def _turn(self, alone: bool = False) -> Iterator[None]:
+        """Nobody else may run the engine meanwhile; if it fails or is interrupted, nothing is left in it.
+
+        alone: nor may requests of others be in it
+        """
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "another thread is generating with this LLM, or a stream is open: pass all prompts in one call,"
+                " or close the stream"
+            )
+        try:
+            if alone and self.has_unfinished_requests():
+                raise RuntimeError("requests of add_request have not ended: call step until they have, or abort them")
+            try:
+                yield
+            except BaseException:
+                self._abort_all()
+                raise
+        finally:
+            self._busy.release()
+
+    def _stream(self, checked: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
+        with self._turn(alone=True):
+            requests = [self._add(*entry, streams=True) for entry in checked]
+            places = {
+                sample: (request.id, index, number)
+                for index, request in enumerate(requests)
+                for number, sample in enumerate(request.samples)
+            }
+            while places:
+                if not self._changed:  # some may have been aborted
+                    self._advance()
+                changed, self._changed = self._changed, []
+                for sample in changed:
+                    if sample not in places:
+                        continue  # aborted in the loop's body, and already told
+                    new = sample.take_new(*places[sample])
+                    if new["finish_reason"] is not None:
+                        del places[sample]
+                    if new["text"] or new["token_ids"] or new["finish_reason"]:
+                        yield new
+            self._finished.clear()
+
+    def _add(self, prompt: list[int], params: SamplingParams, streams: bool = False) -> Request:
+        request = Request(self._num_requests, prompt, params, self.engine, self.tokenizer, streams)
+        self._num_requests += 1
+        for sample in request.samples:
+            self._owners[sample.seq] = request
+            if sample.is_watched:
+                self._watched[sample.seq] = sample
+        return request
+
+    def _advance(self) -> StepResult:
+        """One step of the engine, and what it means for the requests' texts."""
+        result = self.engine.step()
+        ended = result.finished
+        if self._watched:
+            watched = [self._watched[seq] for seq in result.advanced if seq in self._watched]
+            running = [sample for sample in watched if not sample.seq.is_finished]
+            for sample in watched:
+                sample.update()
+            self._changed += [sample for sample in watched if sample.streams and not sample.seq.is_finished]
+            ended = ended + [sample.seq for sample in running if sample.seq.is_finished]
+        self._retire(ended)
+        return result
+
+    def _retire(self, ended: list[Sequence]) -> None:
+        for seq in ended:
+            sample = self._watched.pop(seq, None)
+            if sample is not None and sample.streams:
+                self._changed.append(sample)
+            request = self._owners.pop(seq, None)
+            if request is not None and request.is_finished:
+                self._finished.append(request)
+
+    def _abort_all(self) -> None:
+        self.engine.abort_all()
+        for entries in (self._owners, self._watched, self._changed, self._finished):
+            entries.clear()
+
     def _run(self, num_requests: int, use_tqdm: bool) -> None:
         with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            rates = Rates()
-            while not self.engine.is_finished:
-                result = self.engine.step()
-                if use_tqdm and (rates.update(result) or result.finished):
+            rates, num_finished = Rates(), 0
+            while self._owners:
+                result = self._advance()
+                newly, num_finished = len(self._finished) - num_finished, len(self._finished)
+                if use_tqdm and (rates.update(result) or newly):
                     bar.set_postfix_str(str(rates), refresh=False)
-                    bar.update(len(result.finished))
-
-    def _check(
-        self,
-        prompts: Prompt | ListLike[Prompt],
-        sampling_params: SamplingParams | ListLike[SamplingParams] | None,
-    ) -> tuple[list[list[int]], list[SamplingParams]]:
-        """The prompts as token ids, and each one's settings."""
-        items = [prompts] if isinstance(prompts, str) else _as_list("prompts", prompts)
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
-            params = [sampling_params] * len(items)
-        else:
-            params = _as_list("sampling_params", sampling_params)
-        if len(params) != len(items):
-            raise ValueError(
-                f"sampling_params has {len(params)} entries for {len(items)} prompts: give one, or one each"
-            )
-        for index, entry in enumerate(params):
-            if not isinstance(entry, SamplingParams):
-                raise ValueError(f"sampling_params[{index}] is {entry!r}: must be a SamplingParams")
-        return [self._check_prompt(index, item) for index, item in enumerate(items)], params
-
-    def _check_prompt(self, index: int, prompt: object) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"prompts[{index}] is text, but {self.config.model!r} has no tokenizer: pass a list of token ids"
-                )
-            try:
-                token_ids = self.tokenizer.encode(prompt)
-            except TypeError:  # such as half a surrogate pair
-                raise ValueError(f"prompts[{index}] is {_short(prompt)}: the tokenizer does not take it") from None
-        else:
-            try:
-                if isinstance(prompt, (bytes, bytearray, Mapping, Set)):
-                    raise TypeError
-                token_ids = array("q", prompt).tolist()  # type: ignore[call-overload]
-            except (TypeError, ValueError, OverflowError):
-                raise ValueError(
-                    f"prompts[{index}] is {_short(prompt)}: must be a string or a list of token ids"
-                ) from None
-        if not token_ids:
-            raise ValueError(f"prompts[{index}] is empty: it must have at least one token")
-        vocab_size = self.config.hf_config.vocab_size
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"prompts[{index}] has token id {token_id}: must be from 0 to {vocab_size - 1}")
-        if len(token_ids) >= self.config.max_model_len:
-            raise ValueError(
-                f"prompts[{index}] has {len(token_ids)} tokens: must be fewer than"
-                f" max_model_len={self.config.max_model_len}, to leave room for a token"
-            )
-        return token_ids
-
-    def _output(self, seq: Sequence) -> RequestOutput:
-        token_ids = seq.output_token_ids
-        text = "" if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return RequestOutput(text=text, token_ids=token_ids)
+                    bar.update(newly)
 
 
 class Rates:
@@ -191,14 +282,3 @@ def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot load its tokenizer: {error}") from error
-
-
-def _as_list(name: str, value: Any) -> list[Any]:
-    if isinstance(value, Mapping) or not isinstance(value, Iterable):
-        raise ValueError(f"{name}={_short(value)}: must be a list")
-    return list(value)
-
-
-def _short(value: object, most: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}..."

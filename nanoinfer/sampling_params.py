@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request's sampling settings.
+    """One request's sampling settings, named as in vLLM and in Hugging Face's generation config.
 
     temperature: logits are divided by it before the draw; 0 takes the most likely token.
     max_tokens: the most tokens to generate; the model's length may end a request sooner.
     ignore_eos: generate past end-of-sequence tokens, as benchmarks do.
     seed: makes the request's draws reproducible whatever runs beside it; None derives one from the engine's seed.
+    n: samples of one prompt, which share its KV cache; a seed of the first gives each of the others its own.
+    top_k: draw among the k most likely tokens, and those as likely as the k-th; 0 or -1 for all.
+    top_p: draw among the most likely tokens whose probabilities first add up to p (after top_k).
+    min_p: leave out what is less likely than this times the most likely token (after top_p).
+    repetition_penalty: divides the positive, and multiplies the negative, logits of all tokens so far (Keskar, 2019).
+    presence_penalty: is taken from the logits of the tokens generated so far.
+    frequency_penalty: likewise, as often as they were generated.
+    logit_bias: numbers to be added to the logits of single token ids.
+    stop: a string or strings that end the request; the text ends before it.
+    stop_token_ids: tokens that end the request; the text ends before it, `token_ids` with it.
+    include_stop_str_in_output: the text ends with what stopped it, string or token, instead of before it.
+    min_tokens: so many tokens are generated before an end of sequence, a stop token or a stop string counts.
+    logprobs: return the log-probabilities of each generated token and of the k most likely ones; 0 for it alone.
+    prompt_logprobs: the same for the prompt's tokens. They are of the logits as the model has them.
+    skip_special_tokens: leave special tokens out of the text.
+    detokenize: make text at all.
 
     Raises ValueError for a setting out of its range.
     """
@@ -22,13 +41,115 @@ class SamplingParams:
     max_tokens: int = 64
     ignore_eos: bool = False
     seed: int | None = None
+    n: int = 1
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    stop: str | Iterable[str] | None = None
+    stop_token_ids: Iterable[int] | None = None
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature <= sys.float_info.max:
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature={self.temperature!r}: must be 0 (greedy) or a positive finite number")
-        if not isinstance(self.max_tokens, int) or isinstance(self.max_tokens, bool) or self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens!r}: must be an integer of at least 1")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r}: must be True or False")
-        if self.seed is not None and (not isinstance(self.seed, int) or not 0 <= self.seed < 2**63):
+        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r}: must be None or an integer from 0 to 2**63 - 1")
+        self._check_lengths()
+        self._check_filters()
+        self._check_penalties()
+        self._check_stops()
+
+    def _check_lengths(self) -> None:
+        for name, least in (("max_tokens", 1), ("n", 1), ("min_tokens", 0)):
+            value = getattr(self, name)
+            if not _is_int(value) or value < least:
+                raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens}: must be at most max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and value >= 0):
+                raise ValueError(f"{name}={value!r}: must be None or an integer of at least 0")
+
+    def _check_filters(self) -> None:
+        if not _is_int(self.top_k) or self.top_k < -1:
+            raise ValueError(f"top_k={self.top_k!r}: must be a positive integer, or 0 or -1 for all tokens")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p!r}: must be above 0, at most 1")
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p!r}: must be from 0 to 1")
+
+    def _check_penalties(self) -> None:
+        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty <= sys.float_info.max:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty!r}: must be a positive finite number")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not _is_number(value) or not -2 <= value <= 2:
+                raise ValueError(f"{name}={value!r}: must be from -2 to 2")
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias={self.logit_bias!r}: must be a mapping from token ids to numbers")
+        for token_id, bias in self.logit_bias.items():
+            if not _is_token_id(token_id) or not _is_number(bias) or not math.isfinite(bias):
+                raise ValueError(f"logit_bias has {token_id!r}: {bias!r}: must map token ids to finite numbers")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    def _check_stops(self) -> None:
+        stop, ids = (self.stop,) if isinstance(self.stop, str) else self.stop, self.stop_token_ids
+        for name, values, kind in (("stop", stop, "non-empty strings"), ("stop_token_ids", ids, "token ids")):
+            try:
+                entries = () if values is None else tuple(values)
+            except TypeError:
+                raise ValueError(f"{name}={values!r}: must be a list of {kind}") from None
+            for entry in entries:
+                if not (_is_text(entry) if name == "stop" else _is_token_id(entry)):
+                    raise ValueError(f"{name} has {entry!r}: must be a list of {kind}")
+            object.__setattr__(self, name, entries)
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop={self.stop!r} needs detokenize=True: the text is searched for it")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far count for the next one."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether unlikely tokens are left out of the draw."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a draw needs no more than logits, temperature and seed."""
+        return not (
+            self.has_penalties or self.has_filters or self.logit_bias or self.min_tokens or self.logprobs is not None
+        )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_token_id(value: Any) -> bool:
+    return _is_int(value) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

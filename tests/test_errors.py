@@ -86,6 +86,9 @@ class TestPrompts:
         assert output["text"] == ""
         with pytest.raises(ValueError, match=r"prompts\[0\] is text.*has no tokenizer: pass a list of token ids"):
             bare.generate(["text"], greedy(4))
+        with pytest.raises(ValueError, match=r"sampling_params.stop=\('a',\) needs text, but .* has no tokenizer"):
+            bare.generate([[30]], greedy(4, stop="a"))
+        assert [new["text"] for new in bare.stream([[30, 31]], greedy(2))] == ["", ""]
 
 
 class TestSamplingParams:
@@ -105,6 +108,29 @@ class TestSamplingParams:
             {"seed": -1},
             {"seed": 2**63},
             {"seed": 0.5},
+            {"n": 0},
+            {"n": True},
+            {"top_k": -2},
+            {"top_k": 1.5},
+            {"top_p": 0},
+            {"top_p": 1.1},
+            {"top_p": float("nan")},
+            {"min_p": -0.1},
+            {"min_p": 1.5},
+            {"repetition_penalty": 0},
+            {"repetition_penalty": float("inf")},
+            {"presence_penalty": 2.5},
+            {"frequency_penalty": -3},
+            {"frequency_penalty": "some"},
+            {"logit_bias": 3},
+            {"stop_token_ids": 5},
+            {"include_stop_str_in_output": 1},
+            {"min_tokens": -1},
+            {"min_tokens": 65},
+            {"logprobs": -1},
+            {"prompt_logprobs": True},
+            {"skip_special_tokens": None},
+            {"detokenize": "yes"},
         ],
         ids=repr,
     )
@@ -112,6 +138,38 @@ class TestSamplingParams:
         ((name, value),) = wrong.items()
         with pytest.raises(ValueError, match=f"{name}={value!r}: must be"):
             SamplingParams(**wrong)
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"logit_bias": {-1: 2.0}}, "logit_bias has -1: 2.0: must map token ids to finite numbers"),
+            ({"logit_bias": {1: float("nan")}}, "logit_bias has 1: nan"),
+            ({"stop": ["a", ""]}, "stop has '': must be a list of non-empty strings"),
+            ({"stop": 5}, "stop=5: must be a list"),
+            ({"stop_token_ids": [3, "x"]}, "stop_token_ids has 'x': must be a list of token ids"),
+            ({"stop": "a", "detokenize": False}, r"stop=\('a',\) needs detokenize=True"),
+        ],
+        ids=repr,
+    )
+    def test_an_entry_that_does_not_fit_is_named(self, wrong: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            SamplingParams(**wrong)
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"logit_bias": {2048: 1.0}}, r"sampling_params\[1\].logit_bias has token id 2048: must be from 0 to 2047"),
+            ({"stop_token_ids": [9999]}, r"sampling_params\[1\].stop_token_ids has token id 9999"),
+            ({"logprobs": 2049}, r"sampling_params\[1\].logprobs=2049: the model has 2048 tokens"),
+        ],
+        ids=repr,
+    )
+    def test_what_the_model_does_not_have_is_found_before_anything_runs(
+        self, llm: LLM, wrong: dict, message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            llm.generate([[5], [6]], [greedy(1), SamplingParams(**wrong)])
+        assert llm.engine.is_finished
 
     def test_lists_of_different_lengths(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):

@@ -18,7 +18,7 @@ def token_ids(llm: LLM, prompts: Tokens, params: SamplingParams | list[SamplingP
 
 def prefilled(llm: LLM, prompts: Tokens, params: SamplingParams) -> tuple[Tokens, int]:
     """The prompts' tokens, and how many prompt tokens went through the model for them."""
-    seqs = [llm.engine.add_request(prompt, params) for prompt in prompts]
+    seqs = [seq for prompt in prompts for seq in llm.engine.add_request(prompt, params)]
     count = 0
     while not llm.engine.is_finished:
         count += llm.engine.step().num_prefill_tokens
@@ -134,7 +134,7 @@ class TestEdges:
     def test_the_token_computed_after_the_end_of_sequence_leaves_no_trace(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(kvcache_block_size=16)
         prompt = llm.tokenizer.encode("First Citizen:\nBefore we proceed any further,")
-        seq = llm.engine.add_request(prompt, greedy(64))
+        (seq,) = llm.engine.add_request(prompt, greedy(64))
         decoded = 0
         while not llm.engine.is_finished:
             decoded += llm.engine.step().num_decode_tokens

@@ -76,8 +76,8 @@ def test_bfloat16_logits_agree_with_float32(
     from array import array
 
     for start, end in ((0, 100), (100, 300)):
-        chunk = ChunkMessage(array("i", prompt[start:end]), start, [3, 1], True, 0.0, 0)
-        packed = Prompts([chunk], runner.kv_cache, runner.max_blocks)
+        chunk = ChunkMessage(array("i", prompt[start:end]), start, [3, 1])
+        packed = Prompts([chunk], [], runner.kv_cache, runner.max_blocks)
         with torch.inference_mode():
             logits = runner.model.compute_logits(runner.model(packed.token_ids, packed.context)).float().cpu()
         expected = oracle.logits(prompt)[start:end]

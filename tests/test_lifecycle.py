@@ -50,7 +50,7 @@ def test_a_forked_child_leaves_its_parents_engine_alone(make_llm: Callable[..., 
 def test_two_engines_at_once_do_not_mix(make_llm: Callable[..., LLM], oracle: Oracle) -> None:
     first, second = make_llm(), make_llm(max_num_seqs=2)
     expected = [oracle.greedy([30], 12)]
-    seqs = [llm.engine.add_request([30], greedy(12)) for llm in (first, second)]
+    seqs = [seq for llm in (first, second) for seq in llm.engine.add_request([30], greedy(12))]
     while not (first.engine.is_finished and second.engine.is_finished):
         first.engine.step()
         second.engine.step()

@@ -18,12 +18,24 @@ BLOCK, EOS = 4, 1
 
 
 def scheduler(blocks: int = 64, rows: int = 8, budget: int = 32) -> Scheduler:
-    return Scheduler(BlockManager(blocks, BLOCK), rows, budget, frozenset([EOS]))
+    return Scheduler(BlockManager(blocks, BLOCK), rows, budget)
 
 
 def sequence(prompt_len: int, max_tokens: int = 5, ignore_eos: bool = False, start: int = 10) -> Sequence:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-    return Sequence(list(range(start, start + prompt_len)), params, seed=0, max_model_len=40)
+    params = SamplingParams(max_tokens=max_tokens)
+    prompt = list(range(start, start + prompt_len))
+    return Sequence(prompt, params, seed=0, max_model_len=40, stop_ids=frozenset() if ignore_eos else frozenset([EOS]))
+
+
+def samples(
+    n: int, prompt: list[int], max_tokens: int = 5, stop_ids: tuple[int, ...] = (), seed: int = 0
+) -> list[Sequence]:
+    """The sequences of one request."""
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids)
+    seqs: list[Sequence] = []
+    for i in range(n):
+        seqs.append(Sequence(prompt, params, seed + i, 40, frozenset(stop_ids), seqs[0] if seqs else None))
+    return seqs
 
 
 def prefill(step: Step | None) -> list[tuple[Sequence, int, int]]:
@@ -131,6 +143,50 @@ def test_end_of_sequence_ends_a_request_unless_ignored_and_what_comes_after_is_d
     assert goes_on.output_token_ids == [EOS, EOS]
 
 
+def test_the_samples_of_a_prompt_share_its_blocks() -> None:
+    sched = scheduler(blocks=8)
+    group = samples(3, list(range(10, 16)))  # a full block, and half of one
+    for seq in group:
+        sched.add(seq)
+    step = sched.schedule(in_flight=False)
+    assert prefill(step) == [(group[0], 0, 6)]
+    assert [(fork.seq, fork.source) for fork in step.forks] == [(group[1], group[0]), (group[2], group[0])]
+    tables = [seq.block_table for seq in group]
+    assert len({table[0] for table in tables}) == 1
+    assert len({table[1] for table in tables}) == 3
+    assert [fork.copied_block for fork in step.forks] == [(tables[0][1], tables[1][1]), (tables[0][1], tables[2][1])]
+    assert sched.block_manager.num_free == 4
+    assert decode(sched.schedule(in_flight=True)) == group
+
+
+def test_samples_that_find_no_room_start_later_from_the_cache() -> None:
+    sched = scheduler(rows=2)
+    group = samples(3, list(range(10, 19)), max_tokens=2)
+    for seq in group:
+        sched.add(seq)
+    first, second = sched.schedule(in_flight=False), sched.schedule(in_flight=False)
+    assert [fork.seq for fork in first.forks] == [group[1]]
+    sched.postprocess(first, [(seq, 5) for seq in group[:2]])
+    sched.postprocess(second, [(seq, 6) for seq in group[:2]])
+    assert prefill(sched.schedule(in_flight=False)) == [(group[2], 8, 9)]
+
+
+def test_one_that_is_finished_leaves_from_wherever_it_is() -> None:
+    sched = scheduler(rows=1, budget=4)
+    running, halfway, waiting = sequence(3), sequence(6, start=20), sequence(3, start=30)
+    for seq in (running, halfway, waiting):
+        sched.add(seq)
+    step = sched.schedule(in_flight=False)
+    for seq in (running, waiting, halfway):
+        sched.finish(seq, "abort")
+        assert seq.is_finished
+        assert seq.finish_reason == "abort"
+    assert sched.is_finished
+    assert sched.block_manager.num_free == 64
+    assert sched.postprocess(step, [(running, 5)]) == ([], 1)
+    assert running.output_token_ids == []
+
+
 def test_abort_all_gives_everything_back() -> None:
     sched = scheduler(rows=2)
     for _ in range(4):
@@ -156,14 +212,18 @@ class Device:
         del self.rows[message.num_rows :]
         assert len(self.rows) == message.num_rows
         if isinstance(message, PrefillMessage):
-            joined = [chunk for chunk in message.chunks if chunk.is_last]
             for chunk in message.chunks:
                 for position, token in enumerate(chunk.token_ids, start=chunk.start):
                     self.write(chunk.block_table, position, token)
-            for chunk in joined:
+            for join in message.joins:
+                chunk = message.chunks[join.chunk]
+                if join.copied_block is not None:
+                    source, destination = join.copied_block
+                    for offset in range(BLOCK):
+                        self.cache[destination, offset] = self.cache.get((source, offset), -1)
                 end = chunk.start + len(chunk.token_ids)
-                self.rows.append({"len": end, "table": list(chunk.block_table), "seed": chunk.seed})
-            return [self.sample(row) for row in self.rows[len(self.rows) - len(joined) :]]
+                self.rows.append({"len": end, "table": list(join.block_table), "seed": join.seed})
+            return [self.sample(row) for row in self.rows[message.num_rows :]]
         assert isinstance(message, DecodeMessage)
         for row, column, block in message.new_blocks:
             assert column == len(self.rows[row]["table"])
@@ -194,7 +254,7 @@ def expected_tokens(seq: Sequence) -> list[int]:
     tokens: list[int] = []
     while seq.num_prompt_tokens + len(tokens) < seq.max_len:
         tokens.append(Device.token({"seed": seq.seed, "len": seq.num_prompt_tokens + len(tokens)}))
-        if tokens[-1] == EOS and not seq.ignore_eos:
+        if tokens[-1] in seq.stop_ids:
             break
     return tokens
 
@@ -202,6 +262,7 @@ def expected_tokens(seq: Sequence) -> list[int]:
 def check_blocks(sched: Scheduler) -> None:
     manager = sched.block_manager
     used = Counter(block for seq in (*sched.waiting, *sched.running) for block in seq.block_table)
+    assert not any(seq.is_finished for seq in (*sched.waiting, *sched.running))
     for block_id, block in enumerate(manager.blocks):
         assert block.ref_count == used[block_id]
         assert (block_id in manager.free_blocks) == (block.ref_count == 0)
@@ -235,7 +296,11 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
 @settings(max_examples=120, deadline=None)
 @given(
     requests=st.lists(
-        st.tuples(st.integers(1, 30), st.integers(1, 20), st.booleans(), st.integers(0, 3)), min_size=1, max_size=25
+        st.tuples(
+            st.integers(1, 30), st.integers(1, 20), st.booleans(), st.integers(0, 3), st.sampled_from([1, 1, 2, 5])
+        ),
+        min_size=1,
+        max_size=25,
     ),
     blocks=st.integers(10, 40),
     rows=st.integers(1, 6),
@@ -244,7 +309,9 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
     arrivals=st.randoms(use_true_random=False),
 )
 def test_every_request_ends_with_its_own_tokens(depth, requests, blocks, rows, budget, worth, arrivals) -> None:
-    """Random requests arriving at random times; prompts share prefixes; the device sees messages alone."""
+    """Random requests, some of several samples, arrive and are aborted at random times; prompts share prefixes; the
+    device sees messages alone.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("MIN_PREFILL_TOKENS", "MAX_FREE_ROWS"), worth, strict=True):
             patch.setattr(f"nanoinfer.engine.scheduler.{name}", value)
@@ -254,13 +321,16 @@ def test_every_request_ends_with_its_own_tokens(depth, requests, blocks, rows, b
 def serve_random_requests(depth, requests, blocks, rows, budget, arrivals) -> None:
     sched, row_map, device = scheduler(blocks, rows, budget), RowMap(), Device()
     pending = deque(
-        Sequence([start] * length, SamplingParams(max_tokens=most, ignore_eos=ignore), seed=i, max_model_len=40)
-        for i, (length, most, ignore, start) in enumerate(requests)
+        samples(n, [start] * length, most, () if ignore else (EOS,), seed=10 * i)
+        for i, (length, most, ignore, start, n) in enumerate(requests)
     )
-    seqs, in_flight, idle = list(pending), deque(), 0
+    seqs, in_flight, idle = [seq for group in pending for seq in group], deque(), 0
     while pending or not sched.is_finished or in_flight:
         while pending and (sched.is_finished or arrivals.random() < 0.3):
-            sched.add(pending.popleft())
+            for seq in pending.popleft():
+                sched.add(seq)
+        if (alive := [*sched.waiting, *sched.running]) and arrivals.random() < 0.03:
+            sched.finish(arrivals.choice(alive), "abort")
         step = sched.schedule(in_flight=bool(in_flight))
         if step is not None:
             message, order = row_map.describe(step)
@@ -272,8 +342,10 @@ def serve_random_requests(depth, requests, blocks, rows, budget, arrivals) -> No
                 assert row["seed"] == seq.seed
             if isinstance(step, PrefillStep):
                 assert step.num_tokens <= budget
-                for chunk in step.chunks:  # a cached prefix must hold these very tokens
-                    assert device.read(chunk.seq.block_table, chunk.end) == list(chunk.seq.token_ids[: chunk.end])
+                ends = [(chunk.seq, chunk.end) for chunk in step.chunks]
+                ends += [(fork.seq, fork.seq.num_prompt_tokens) for fork in step.forks]
+                for seq, end in ends:  # a cached prefix, or another's blocks, must hold these very tokens
+                    assert device.read(seq.block_table, end) == list(seq.token_ids[:end])
             in_flight.append((step, list(zip(order, tokens, strict=True))))
         idle = idle + 1 if step is None else 0
         assert idle <= depth + 1, "nothing runs and nothing is in flight: the engine would hang"
@@ -281,5 +353,11 @@ def serve_random_requests(depth, requests, blocks, rows, budget, arrivals) -> No
             postprocess(sched, *in_flight.popleft())
         check_blocks(sched)
         check_decoding(sched)
-    assert [seq.output_token_ids for seq in seqs] == [expected_tokens(seq) for seq in seqs]
+    for seq in seqs:
+        tokens, expected = seq.output_token_ids, expected_tokens(seq)
+        if seq.finish_reason == "abort":
+            assert tokens == expected[: len(tokens)]
+        else:
+            assert tokens == expected
+            assert seq.finish_reason == ("stop" if tokens[-1] in seq.stop_ids else "length")
     assert sched.block_manager.num_free == blocks

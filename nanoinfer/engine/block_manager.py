@@ -47,9 +47,10 @@ class BlockManager:
 
         Returns the number of leading tokens whose keys and values are already there, always fewer than the sequence
         has (the last token's logits are needed); None, and nothing changes, when there are too few free blocks.
+        A sequence that wants the logits of its whole prompt gets no cached prefix.
         """
         assert not seq.block_table
-        cached = self._cached_prefix(seq)
+        cached = [] if seq.wants_prompt_logprobs else self._cached_prefix(seq)
         needed = -(-len(seq) // self.block_size) - len(cached)
         if needed + sum(block in self.free_blocks for block in cached) > self.num_free:
             return None
@@ -59,6 +60,25 @@ class BlockManager:
         for _ in range(needed):
             self._extend(seq)
         return len(cached) * self.block_size
+
+    def can_fork(self, seq: Sequence) -> bool:
+        """Whether there is a free block for another sequence's copy of the last one, if that is not full."""
+        return self.num_free > 0 or len(seq) % self.block_size == 0
+
+    def fork(self, seq: Sequence, other: Sequence) -> tuple[int, int] | None:
+        """Give another sequence of the same tokens all blocks of the first, and its own copy of one that is not full.
+
+        Returns that block and the one it is to be copied to.
+        """
+        assert not other.block_table
+        num_full = len(seq) // self.block_size
+        for block_id in seq.block_table[:num_full]:
+            self._acquire(block_id)
+        other.block_table = seq.block_table[:num_full]
+        if num_full == len(seq.block_table):
+            return None
+        self._extend(other)
+        return seq.block_table[num_full], other.block_table[num_full]
 
     def needs_block(self, seq: Sequence) -> bool:
         """Whether the next token to be scheduled falls beyond the sequence's last block."""

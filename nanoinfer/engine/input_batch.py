@@ -7,7 +7,7 @@ from array import array
 import torch
 from torch import Tensor
 
-from nanoinfer.engine.message import ChunkMessage, DecodeMessage, PrefillMessage
+from nanoinfer.engine.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage
 from nanoinfer.kernels.rows import advance_rows, locate_rows
 from nanoinfer.utils.context import Context, PackedQueries
 
@@ -58,7 +58,7 @@ class InputBatch:
         self.num_rows = rows.stop  # first: an interrupt from here on must not leave a row that is not counted
         self.last_tokens[rows] = token_ids
         self.positions[rows] = prompts.sample_positions
-        self.block_tables[rows] = prompts.context.block_tables[prompts.sampled]
+        self.block_tables[rows] = prompts.join_tables
         self.temperatures[rows] = prompts.temperatures
         self.seeds[rows] = prompts.seeds
 
@@ -80,13 +80,13 @@ class Prompts:
 
     token_ids: [tokens] int32
     context: as the layers want it
-    sampled: [complete prompts] int64, which of the step's sequences get a token
-    last_rows: [complete prompts] int64, their last tokens among the step's
-    sample_positions: [complete prompts] int32, the positions of the tokens to be sampled
-    temperatures: [complete prompts] float32; seeds: [complete prompts] int64
+    last_rows: [joins] int64, the last token of each complete prompt among the step's
+    sample_positions: [joins] int32, the positions of the tokens to be sampled
+    join_tables: [joins, max blocks] int32; temperatures: [joins] float32; seeds: [joins] int64
+    copied_blocks: [2, copies] int64, those to be copied, and to where
     """
 
-    def __init__(self, chunks: list[ChunkMessage], kv_cache: Tensor, max_blocks: int) -> None:
+    def __init__(self, chunks: list[ChunkMessage], joins: list[JoinMessage], kv_cache: Tensor, max_blocks: int) -> None:
         block_size, device = kv_cache.shape[3], kv_cache.device
         tokens, positions, slots = array("i"), array("i"), array("i")
         tables, context_lens = array("i"), array("i")
@@ -96,14 +96,20 @@ class Prompts:
             tokens.extend(chunk.token_ids)
             positions.extend(range(chunk.start, end))
             slots.extend(_slots(chunk.block_table, chunk.start, end, block_size))
-            tables.extend(chunk.block_table + [0] * (max_blocks - len(chunk.block_table)))
+            tables.extend(_padded(chunk.block_table, max_blocks))
             context_lens.append(end)
             cu_queries.append(len(tokens))
             cu_contexts.append(cu_contexts[-1] + end)
-        complete = [i for i, chunk in enumerate(chunks) if chunk.is_last]
+        sampled, join_tables, copies = array("i"), array("i"), array("i")
+        for join in joins:
+            sampled.append(join.chunk)
+            join_tables.extend(_padded(join.block_table, max_blocks))
+            copies.extend(join.copied_block or ())
 
-        parts = [tokens, positions, slots, tables, context_lens, cu_queries, cu_contexts, array("i", complete)]
-        self.token_ids, device_positions, device_slots, flat_tables, *lens, sampled = upload_all(parts, device)
+        parts = [tokens, positions, slots, tables, context_lens, cu_queries, cu_contexts, sampled, join_tables, copies]
+        on_device = upload_all(parts, device)
+        self.token_ids, device_positions, device_slots, flat_tables, *lens = on_device[:7]
+        device_sampled, flat_join_tables, flat_copies = on_device[7:]
         device_context_lens, device_cu_queries, device_cu_contexts = lens
         self.context = Context(
             kv_cache,
@@ -119,11 +125,12 @@ class Prompts:
                 device_cu_contexts,
             ),
         )
-        self.sampled = sampled.long()
-        self.last_rows = device_cu_queries[1:][self.sampled].long() - 1
-        self.sample_positions = device_context_lens[self.sampled]
-        self.temperatures = upload(array("f", [chunks[i].temperature for i in complete]), device)
-        self.seeds = upload(array("q", [chunks[i].seed for i in complete]), device)
+        self.last_rows = device_cu_queries[1:][device_sampled].long() - 1
+        self.sample_positions = device_context_lens[device_sampled]
+        self.join_tables = flat_join_tables.view(-1, max_blocks)
+        self.copied_blocks = flat_copies.view(-1, 2).T.long()
+        self.temperatures = upload(array("f", [join.temperature for join in joins]), device)
+        self.seeds = upload(array("q", [join.seed for join in joins]), device)
 
 
 def upload(values: array[int] | array[float], device: torch.device) -> Tensor:
@@ -146,6 +153,10 @@ def upload_all(parts: list[array[int]], device: torch.device) -> list[Tensor]:
 
 
 _TORCH_TYPES = {"i": torch.int32, "q": torch.int64, "f": torch.float32}
+
+
+def _padded(block_table: list[int], max_blocks: int) -> list[int]:
+    return block_table + [0] * (max_blocks - len(block_table))
 
 
 def _slots(block_table: list[int], start: int, end: int, block_size: int) -> array[int]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.message import RowMap
 from nanoinfer.engine.model_runner import ModelRunner, PendingTokens
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
-from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.worker import Workers
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.tensor_parallel import TensorParallel
@@ -37,6 +38,7 @@ class StepResult:
     """
 
     finished: list[Sequence]
+    advanced: list[Sequence] = field(default_factory=list)  # those that it computed a token for, the finished included
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0  # without those that came after an end-of-sequence token
     ready_at: float | None = None  # when the device was done with the step, on time.perf_counter's clock
@@ -59,22 +61,37 @@ class LLMEngine:
             BlockManager(self.runner.num_blocks, config.kvcache_block_size),
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            config.eos_token_ids,
         )
         self.rows = RowMap()
         self.in_flight: deque[InFlight] = deque()
         self.on_step: Callable[[StepResult], None] | None = None  # told of each step read back
         self._num_requests = 0
 
-    def add_request(self, prompt: list[int], params: SamplingParams) -> Sequence:
-        """Queue a request; returns its sequence, which holds its tokens once a step has finished it."""
+    def add_request(self, prompt: list[int], params: SamplingParams) -> list[Sequence]:
+        """Queue a request; returns its params.n sequences, which hold their tokens once steps have finished them."""
         seed = params.seed
         if seed is None:
-            seed = (self.config.seed * 0x9E3779B97F4A7C15 + self._num_requests * 0xD1B54A32D192ED03) % 2**63
-        seq = Sequence(prompt, params, seed, self.config.max_model_len)
+            seed = self.config.seed * 0x9E3779B97F4A7C15 + self._num_requests * 0xD1B54A32D192ED03
         self._num_requests += 1
-        self.scheduler.add(seq)
-        return seq
+        stop_ids = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_ids |= self.config.eos_token_ids
+        samples: list[Sequence] = []
+        for index in range(params.n):
+            own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
+            first = samples[0] if samples else None
+            samples.append(Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, first))
+            samples[-1].queued_at = time.perf_counter()
+            self.scheduler.add(samples[-1])
+        return samples
+
+    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sequence now, or give one that has ended another reason."""
+        if seq.is_finished:
+            seq.finish_reason, seq.stop_reason = reason, stop_reason
+        else:
+            self.scheduler.finish(seq, reason, stop_reason)
+            seq.finished_at = time.perf_counter()
 
     @property
     def is_finished(self) -> bool:
@@ -127,15 +144,32 @@ class LLMEngine:
             ready_at=done.tokens.ready_at,
             num_running=len(self.scheduler.running),
             blocks_used=self.scheduler.block_manager.share_used,
+            advanced=done.seqs,
         )
+        self._record_logprobs(done)
         result.finished, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
+        for seq in result.finished:
+            seq.finished_at = done.tokens.ready_at
         if isinstance(done.step, PrefillStep):
             result.num_prefill_tokens = done.step.num_tokens
+            for seq in done.seqs:
+                seq.first_token_at = seq.first_token_at or done.tokens.ready_at
         else:
             result.num_decode_tokens = done.step.num_tokens - num_dropped
         if self.on_step is not None:
             self.on_step(result)
         return result
+
+    def _record_logprobs(self, done: InFlight) -> None:
+        """Give the sequences what was computed for the tokens that they are about to get, and for their prompts."""
+        for logprobs in done.tokens.logprobs:
+            for place, entry in logprobs.entries():
+                if not done.seqs[place].is_finished:
+                    done.seqs[place].logprobs.append(entry)
+        if isinstance(done.step, PrefillStep):
+            for logprobs in done.tokens.prompt_logprobs:
+                for chunk, entry in logprobs.entries():
+                    done.step.chunks[chunk].seq.prompt_logprobs.append(entry)
 
     def abort_all(self) -> None:
         """Drop every request, those in flight included; the engine is ready for others."""

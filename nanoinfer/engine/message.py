@@ -5,29 +5,52 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from nanoinfer.engine.scheduler import Chunk, DecodeStep, Step
+from nanoinfer.engine.scheduler import Chunk, DecodeStep, PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
 class ChunkMessage:
-    """One chunk of a prompt. Its last token's row is sampled, and joins the batch, if `is_last`."""
+    """One chunk of a prompt."""
 
     token_ids: array[int]
     start: int  # position of the first of them
     block_table: list[int]
-    is_last: bool
+    num_logprobs: int | None = None  # of the tokens that follow each of these in the prompt
+    next_token: int = -1  # the prompt's token after the last of these, if it goes on
+
+
+@dataclass(slots=True)
+class SpecialMessage:
+    """What a row needs to know whose request asks for more than a temperature."""
+
+    params: SamplingParams
+    token_ids: array[int]  # all so far, if they count for the next one
+    num_prompt_tokens: int
+    suppressed: tuple[int, ...]  # the tokens that would end it, if there is a least length
+
+
+@dataclass(slots=True)
+class JoinMessage:
+    """A sequence whose prompt is complete: its first token is sampled, and it joins the rows."""
+
+    chunk: int  # the last of its prompt, among the step's
+    block_table: list[int]
     temperature: float
     seed: int
+    special: SpecialMessage | None = None
+    copied_block: tuple[int, int] | None = None  # (from, to), before anything is written to it
 
 
 @dataclass(slots=True)
 class PrefillMessage:
-    """A prefill step: `moves` and `num_rows` as in DecodeMessage; finished prompts join from row `num_rows` on."""
+    """A prefill step: `moves` and `num_rows` as in DecodeMessage; the sequences join from row `num_rows` on."""
 
     moves: list[tuple[int, int]]
     num_rows: int
     chunks: list[ChunkMessage]
+    joins: list[JoinMessage]
 
 
 @dataclass(slots=True)
@@ -58,11 +81,12 @@ class RowMap:
             return self._describe_decode(step)
         moves = self._pack([seq for seq in self.rows if seq.status is SequenceStatus.RUNNING])
         num_rows = len(self.rows)
-        finished = [chunk.seq for chunk in step.chunks if chunk.is_last]
-        for seq in finished:
+        joins = _describe_joins(step)
+        for seq in joins:
             seq.row = len(self.rows)
             self.rows.append(seq)
-        return PrefillMessage(moves, num_rows, [_describe_chunk(chunk) for chunk in step.chunks]), finished
+        chunks = [_describe_chunk(chunk) for chunk in step.chunks]
+        return PrefillMessage(moves, num_rows, chunks, list(joins.values())), list(joins)
 
     def clear(self) -> None:
         """Empty every row."""
@@ -93,11 +117,30 @@ class RowMap:
 
 def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     seq = chunk.seq
-    return ChunkMessage(
-        token_ids=seq.token_ids[chunk.start : chunk.end],
-        start=chunk.start,
-        block_table=seq.block_table,
-        is_last=chunk.is_last,
-        temperature=seq.temperature,
-        seed=seq.seed,
-    )
+    message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_table)
+    if seq.wants_prompt_logprobs:
+        message.num_logprobs = seq.params.prompt_logprobs
+        message.next_token = -1 if chunk.is_last else seq.token_ids[chunk.end]
+    return message
+
+
+def _describe_joins(step: PrefillStep) -> dict[Sequence, JoinMessage]:
+    """The sequences that get their first token from a step, in the order of their rows."""
+    chunks = {chunk.seq: index for index, chunk in enumerate(step.chunks) if chunk.is_last}
+    joins = {seq: _describe_join(seq, index) for seq, index in chunks.items()}
+    for fork in step.forks:
+        joins[fork.seq] = _describe_join(fork.seq, chunks[fork.source])
+        joins[fork.seq].copied_block = fork.copied_block
+    return joins
+
+
+def _describe_join(seq: Sequence, chunk: int) -> JoinMessage:
+    message = JoinMessage(chunk, seq.block_table, seq.temperature, seq.seed)
+    if not seq.params.is_plain:
+        message.special = SpecialMessage(
+            params=seq.params,
+            token_ids=seq.token_ids if seq.params.has_penalties else array("i"),
+            num_prompt_tokens=seq.num_prompt_tokens,
+            suppressed=tuple(sorted(seq.stop_ids)) if seq.params.min_tokens else (),
+        )
+    return message

@@ -18,25 +18,30 @@ from nanoinfer.config import Config
 from nanoinfer.engine.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
 from nanoinfer.engine.input_batch import InputBatch, Prompts
 from nanoinfer.engine.kv_cache import BYTES_PER_GRAPH, CPU_BUDGET, KVCacheSpec, blocks_that_fit, cuda_budget
-from nanoinfer.engine.message import ChunkMessage, DecodeMessage, Message, PrefillMessage
+from nanoinfer.engine.message import ChunkMessage, DecodeMessage, JoinMessage, Message, PrefillMessage
+from nanoinfer.engine.special_rows import ROWS_AT_ONCE, LogProbs, SpecialRows, to_host
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models import find_model
 from nanoinfer.utils.loader import load_weights, random_weights
 from nanoinfer.utils.tensor_parallel import TensorParallel
 
 POLL_SECONDS = 50e-6
+StepOutput = tuple[Tensor, list[LogProbs], list[LogProbs]]  # what PendingTokens brings to the host
 
 
 class PendingTokens:
     """The tokens of a launched step, on their way to the host."""
 
-    def __init__(self, token_ids: Tensor) -> None:
-        """token_ids: [rows] int32, empty when the step samples none."""
+    def __init__(self, token_ids: Tensor, logprobs: list[LogProbs], prompt_logprobs: list[LogProbs]) -> None:
+        """token_ids: [rows] int32, empty when the step samples none.
+
+        logprobs: those that were asked for, by place among the tokens; prompt_logprobs: by chunk
+        """
+        self._host = to_host(token_ids)
+        self.logprobs = [entry.to_host() for entry in logprobs]  # to be read after `wait`
+        self.prompt_logprobs = [entry.to_host() for entry in prompt_logprobs]
         self._event: torch.cuda.Event | None = None
-        self._host = token_ids
         if token_ids.is_cuda:
-            self._host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-            self._host.copy_(token_ids, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
         self.ready_at = time.perf_counter()  # when the step was done; on CUDA known only after `wait`
@@ -92,36 +97,66 @@ class ModelRunner:
         """Launch one step; returns its tokens, on rank 0."""
         with self._current_device():
             self.batch.update(message)
-            token_ids = self._prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)
-            return PendingTokens(token_ids) if self.tp.rank == 0 else None
+            self.special.update(message)
+            step = self._prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)
+            return PendingTokens(*step) if self.tp.rank == 0 else None
 
-    def _prefill(self, message: PrefillMessage) -> Tensor:
-        prompts = Prompts(message.chunks, self.kv_cache, self.max_blocks)
+    def _prefill(self, message: PrefillMessage) -> StepOutput:
+        prompts = Prompts(message.chunks, message.joins, self.kv_cache, self.max_blocks)
         hidden = self.model(prompts.token_ids, prompts.context)
-        if not len(prompts.sampled):
-            return prompts.sampled
+        prompt_logprobs = self._prompt_logprobs(message.chunks, hidden)
+        source, destination = prompts.copied_blocks
+        if len(source):
+            self.kv_cache[:, :, destination] = self.kv_cache[:, :, source]
+        if not message.joins:
+            return hidden.new_empty(0, dtype=torch.int32), [], prompt_logprobs
         logits = self.model.compute_logits(hidden[prompts.last_rows])
-        token_ids = self.sampler(logits, prompts.temperatures, prompts.seeds, prompts.sample_positions)
+        how = prompts.temperatures, prompts.seeds, prompts.sample_positions
+        token_ids = self.sampler(logits, *how)
+        for row, join in enumerate(message.joins, message.num_rows):
+            if join.special is not None:
+                self.special.join(row, join.special, self.device)
+        logprobs = self.special.redraw(message.num_rows, logits, token_ids, *how)
         self.batch.join(prompts, token_ids)
-        return token_ids
+        return token_ids, logprobs, prompt_logprobs
 
-    def _decode(self, message: DecodeMessage) -> Tensor:
-        num_rows, graphs = message.num_rows, self.graphs
+    def _prompt_logprobs(self, chunks: list[ChunkMessage], hidden: Tensor) -> list[LogProbs]:
+        """Those of the prompts' tokens, each but the first by the logits of the one before it; by chunk."""
+        logprobs, end = [], 0
+        for index, chunk in enumerate(chunks):
+            start, end = end, end + len(chunk.token_ids)
+            if chunk.num_logprobs is None:
+                continue
+            targets = [*chunk.token_ids[1:], chunk.next_token]
+            known = torch.tensor([token for token in targets if token >= 0], device=self.device)
+            for some, tokens in zip(hidden[start:end].split(ROWS_AT_ONCE), known.split(ROWS_AT_ONCE), strict=False):
+                logits = self.special.gather_logits(self.model.compute_logits(some[: len(tokens)]))
+                keys, counts = [index] * len(tokens), [chunk.num_logprobs] * len(tokens)
+                logprobs.append(LogProbs.of(logits, tokens, counts, keys))
+        return logprobs
+
+    def _decode(self, message: DecodeMessage) -> StepOutput:
+        num_rows, graphs, batch = message.num_rows, self.graphs, self.batch
         if graphs is None or num_rows > graphs.largest:
-            return self._decode_rows(num_rows, message.max_context_len)
-        graphs.replay(num_rows)
-        return self.batch.last_tokens[:num_rows]
+            self._decode_rows(num_rows, message.max_context_len)
+        else:
+            graphs.replay(num_rows)
+        token_ids = batch.last_tokens[:num_rows]
+        logprobs: list[LogProbs] = []
+        if self.special.rows:  # the rows are already advanced: to the positions of the tokens drawn
+            how = batch.temperatures, batch.seeds, batch.positions
+            logprobs = self.special.redraw(0, self.logits[:num_rows], token_ids, *how)
+        return token_ids, logprobs, []
 
-    def _decode_rows(self, num_rows: int, max_context_len: int) -> Tensor:
+    def _decode_rows(self, num_rows: int, max_context_len: int) -> None:
         """One decode step over the first rows, all of it on the device."""
         batch = self.batch
         context = batch.decode_context(num_rows, self.kv_cache, max_context_len)
         self.backend.prepare_decode(context)
         hidden = self.model(batch.last_tokens[:num_rows], context)
-        logits = self.model.compute_logits(hidden)
+        logits = self.model.compute_logits(hidden, self.logits[:num_rows])
         token_ids = self.sampler(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], context.context_lens)
         batch.advance(token_ids)
-        return token_ids
 
     def _load_model(self) -> None:
         config = self.config
@@ -133,7 +168,10 @@ class ModelRunner:
             random_weights(self.model, config.seed)
         else:
             load_weights(self.model, config.model, self.model.ignored_weights)
-        self.sampler = Sampler(self.model.lm_head.first_id, self.tp)
+        head = self.model.lm_head
+        self.sampler = Sampler(head.first_id, self.tp)
+        # Where a decode step leaves them: [rows, this rank's token ids]
+        self.logits = torch.empty((config.max_num_seqs, len(head.weight)), dtype=config.torch_dtype, device=self.device)
 
     @torch.inference_mode()
     def _allocate(self) -> None:
@@ -159,6 +197,7 @@ class ModelRunner:
         config = self.config
         self.kv_cache = spec.allocate(num_blocks, self.device)
         self.batch = InputBatch(config.max_num_seqs, self.max_blocks, config.kvcache_block_size, self.device)
+        self.special = SpecialRows(config.hf_config.vocab_size, config.max_num_seqs, config.max_model_len, self.tp)
 
     def _warm_up(self, keep_decode: bool) -> int:
         """Run the largest prefill and decode steps, over a cache of one block that every table names.
@@ -171,11 +210,9 @@ class ModelRunner:
         prompts = min(config.max_num_seqs, tokens)
         lengths = [tokens // prompts + (i < tokens % prompts) for i in range(prompts)]
         table = [0] * self.max_blocks
-        chunks = [
-            ChunkMessage(array("i", [0]) * min(length, config.max_model_len - 1), 0, table, True, 1.0, 0)
-            for length in lengths
-        ]
-        prefill = self._peak_bytes(lambda: self.run(PrefillMessage([], 0, chunks)))
+        chunks = [ChunkMessage(array("i", [0]) * min(length, config.max_model_len - 1), 0, table) for length in lengths]
+        joins = [JoinMessage(chunk, table, 1.0, 0) for chunk in range(prompts)]
+        prefill = self._peak_bytes(lambda: self.run(PrefillMessage([], 0, chunks, joins)))
         decode = self._peak_bytes(lambda: self._decode_rows(config.max_num_seqs, config.max_model_len))
         return prefill + decode if keep_decode else max(prefill, decode)
 
@@ -193,7 +230,7 @@ class ModelRunner:
             if not failed:
                 self._drop_graphs()
             self.tp.close(failed)
-            for name in ("graphs", "model", "sampler", "batch", "kv_cache"):
+            for name in ("graphs", "model", "sampler", "logits", "batch", "special", "kv_cache"):
                 self.__dict__.pop(name, None)
             gc.collect()
             if self.device.type == "cuda":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
 
 # While sequences decode, prompts gather until they are worth a step of their own: on an H200 a step of a thousand
 # tokens of a small model takes its launches longer than the device.
@@ -27,10 +27,20 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Fork:
+    """A sequence that starts with the blocks of another, whose last chunk is in the same step."""
+
+    seq: Sequence
+    source: Sequence
+    copied_block: tuple[int, int] | None  # the last block, and the one it is to be copied to, if it is not full
+
+
+@dataclass(frozen=True)
 class PrefillStep:
     """A step that computes prompts, or chunks of them."""
 
     chunks: list[Chunk]
+    forks: list[Fork]
 
     @property
     def num_tokens(self) -> int:
@@ -71,12 +81,10 @@ class Scheduler:
         block_manager: BlockManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        eos_token_ids: frozenset[int],
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.eos_token_ids = eos_token_ids
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
@@ -115,6 +123,7 @@ class Scheduler:
 
     def _schedule_prefill(self) -> PrefillStep | None:
         chunks: list[Chunk] = []
+        forks: list[Fork] = []
         budget = self.max_num_batched_tokens
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
@@ -123,15 +132,29 @@ class Scheduler:
                 if num_cached is None:
                     break
                 seq.num_scheduled = num_cached
+                if seq.is_fresh:
+                    seq.num_cached_tokens = num_cached
             start = seq.num_scheduled
             end = min(len(seq), start + budget)
             chunks.append(Chunk(seq, start, end, is_last=end == len(seq)))
             seq.num_scheduled = end
             budget -= end - start
             if end == len(seq):
-                self.running.append(self.waiting.popleft())
-                self._start(seq)
-        return PrefillStep(chunks) if chunks else None
+                self._start(self.waiting.popleft())
+                forks += self._fork(seq)
+        return PrefillStep(chunks, forks) if chunks else None
+
+    def _fork(self, seq: Sequence) -> list[Fork]:
+        """Start the further samples of a prompt that has just been scheduled whole, as far as they find room."""
+        forks: list[Fork] = []
+        while self.waiting and len(self.running) < self.max_num_seqs and self.block_manager.can_fork(seq):
+            other = self.waiting[0]
+            if not (other.first_sample is seq.first_sample and other.is_fresh and seq.is_fresh):
+                break
+            forks.append(Fork(other, seq, self.block_manager.fork(seq, other)))
+            other.num_scheduled = other.num_cached_tokens = len(seq)
+            self._start(self.waiting.popleft())
+        return forks
 
     def _schedule_decode(self, in_flight: bool) -> DecodeStep | None:
         while len(self.full) > self.block_manager.num_free:
@@ -156,6 +179,7 @@ class Scheduler:
 
     def _start(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
+        self.running.append(seq)
         self.decoding.append(seq)
         self._check(seq)
 
@@ -192,9 +216,9 @@ class Scheduler:
         """
         self._record(step)
         ended, num_dropped = [], 0
-        running, eos_token_ids = SequenceStatus.RUNNING, self.eos_token_ids
+        running = SequenceStatus.RUNNING
         for seq, token_id in tokens:
-            if seq.status is running and token_id not in eos_token_ids:
+            if seq.status is running and token_id not in seq.stop_ids:
                 seq.token_ids.append(token_id)  # nearly always
             elif seq.is_finished:
                 num_dropped += 1
@@ -206,6 +230,7 @@ class Scheduler:
         """Name the blocks that a step has filled; a sequence is due when one is."""
         if isinstance(step, PrefillStep):
             filled = [(chunk.seq, chunk.start, chunk.end) for chunk in step.chunks]
+            filled += [(fork.seq, 0, fork.seq.num_prompt_tokens) for fork in step.forks]
         else:  # it has computed the last token that is known
             filled = [(seq, len(seq) - 1, len(seq)) for seq in step.due]
         for seq, start, end in filled:
@@ -215,18 +240,26 @@ class Scheduler:
     def _append(self, seq: Sequence, token_id: int) -> bool:
         """Append a token that may be the last; returns whether it is."""
         seq.token_ids.append(token_id)
-        ended = len(seq) >= seq.max_len or (token_id in self.eos_token_ids and not seq.ignore_eos)
-        if ended:
-            # A step in flight may still compute the token after an end-of-sequence token. Its write lands before
-            # that of the block's next owner, whose step is launched later.
-            seq.status = SequenceStatus.FINISHED
-            self._stop(seq)
-        return ended
+        if token_id in seq.stop_ids:
+            self.finish(seq, "stop", token_id if token_id in (seq.params.stop_token_ids or ()) else None)
+        elif len(seq) >= seq.max_len:
+            self.finish(seq, "length")
+        return seq.is_finished
+
+    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sequence wherever it is, and take back its blocks and its place.
+
+        A step in flight may still compute its next token. That write lands before those of the blocks' next owners,
+        whose steps are launched later.
+        """
+        assert not seq.is_finished
+        if seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        self._stop(seq)
 
     def abort_all(self) -> None:
         """Forget every sequence, those in flight included, and take back their blocks."""
         for seq in (*self.waiting, *self.running):
-            self.block_manager.free(seq)
-            seq.status = SequenceStatus.FINISHED
-        for seqs in (self.waiting, self.running, self.decoding, self.full):
-            seqs.clear()
+            self.finish(seq, "abort")

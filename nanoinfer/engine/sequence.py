@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from enum import Enum, auto
+from typing import Literal
 
 import xxhash
 
 from nanoinfer.sampling_params import SamplingParams
 
+FinishReason = Literal["stop", "length", "abort", "error"]
 MIN_TEMPERATURE = 1e-6  # what is below is greedy: logits divided by it would overflow
 
 
@@ -32,23 +35,50 @@ class Sequence:
         "_block_hashes",
         "block_table",
         "check_at",
-        "ignore_eos",
+        "finish_reason",
+        "finished_at",
+        "first_sample",
+        "first_token_at",
+        "logprobs",
         "max_len",
+        "num_cached_tokens",
         "num_prompt_tokens",
         "num_scheduled",
+        "params",
+        "prompt_logprobs",
+        "queued_at",
         "row",
         "seed",
         "status",
+        "stop_ids",
+        "stop_reason",
         "temperature",
         "token_ids",
     )
 
-    def __init__(self, prompt: list[int], params: SamplingParams, seed: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        max_model_len: int,
+        stop_ids: frozenset[int] = frozenset(),
+        first_sample: Sequence | None = None,
+    ) -> None:
+        """stop_ids: tokens that end it; first_sample: of the samples of one prompt, unless it is this one."""
         self.token_ids = array("i", prompt)
         self.num_prompt_tokens = len(prompt)
+        self.params = params
         self.temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
-        self.ignore_eos = params.ignore_eos
+        self.stop_ids = stop_ids
         self.seed = seed
+        self.first_sample = first_sample or self
+        self.num_cached_tokens = 0  # of the prompt, when it was first scheduled
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None  # the stop token or string, or what the error says
+        self.logprobs: list[Mapping[int, float]] = []  # of the tokens generated, if they are asked for
+        self.prompt_logprobs: list[Mapping[int, float] | None] = []
+        self.queued_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.max_len = min(len(prompt) + params.max_tokens, max_model_len)
         self.status = SequenceStatus.WAITING
         self.num_scheduled = 0
@@ -69,6 +99,21 @@ class Sequence:
     def is_finished(self) -> bool:
         """Whether the last token has been read back."""
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing has been generated yet."""
+        return len(self.token_ids) == self.num_prompt_tokens
+
+    @property
+    def ended_by_token(self) -> bool:
+        """Whether the last token is an end-of-sequence or stop token that ended it."""
+        return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the log-probabilities of its prompt are still to be computed."""
+        return self.params.prompt_logprobs is not None and self.is_fresh
 
     @property
     def is_exhausted(self) -> bool:

@@ -36,9 +36,9 @@ class VocabParallelEmbedding(nn.Module):
         rows = F.embedding(local.where(ours, 0), self.weight)
         return rows * ours.unsqueeze(1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The same matrix as output projection: [rows, hidden_size] to [rows, this rank's token ids]."""
-        return F.linear(hidden, self.weight)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The same matrix as output projection: [rows, hidden_size] to [rows, this rank's token ids], into `out`."""
+        return torch.mm(hidden, self.weight.t(), out=out)
 
     def shards(self) -> Iterator[Shard]:
         """This rank's rows."""

@@ -133,9 +133,9 @@ class Qwen3ForCausalLM(nn.Module):
         """[tokens] int32 to hidden states, [tokens, hidden_size]."""
         return self.model(token_ids, context)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[rows, hidden_size] to [rows, this rank's token ids]."""
-        return self.lm_head.logits(hidden)
+        return self.lm_head.logits(hidden, out)
 
     @staticmethod
     def check(config: PretrainedConfig, tensor_parallel_size: int) -> None:

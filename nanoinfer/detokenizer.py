@@ -1,0 +1,106 @@
+"""Detokenizer: a sequence's text while its tokens come, and where a stop string ends it."""
+
+from __future__ import annotations
+
+import io
+
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer.engine.sequence import Sequence
+
+REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no whole character
+
+
+class Detokenizer:
+    """The text of one sequence, token by token, at a cost a token that does not grow with the text.
+
+    A character comes when its last byte has, and what may become a stop string when it is clear that it does not.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seq: Sequence) -> None:
+        self.seq = seq
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=seq.params.skip_special_tokens)
+        self._stops = tuple(seq.params.stop or ())
+        self._longest = max(map(len, self._stops), default=1)
+        self._num_read = 0  # tokens
+        self._text = io.StringIO()
+        self._length = 0  # of the text, in characters
+        self._num_safe = 0  # so many of them belong to no stop string, whatever comes
+        self._num_taken = 0
+        self._stop_string: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it that is known."""
+        return self._text.getvalue()
+
+    def update(self) -> str | None:
+        """Read the sequence's new tokens; returns the stop string with which the text ends, if it does."""
+        tokens = text_tokens(self.seq, self._num_read)
+        for token_id in tokens:
+            if self._stop_string is not None:
+                break
+            self._num_read += 1
+            piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
+            if piece:
+                self._add(piece, may_stop=self._num_read >= self.seq.params.min_tokens)
+        if self.seq.is_finished and self._stop_string is None:
+            self._add_rest()
+        return self._stop_string
+
+    def take(self) -> str:
+        """The text that is sure to stay and was not taken before."""
+        text = self._read(self._num_taken)[: self._num_safe - self._num_taken]
+        self._num_taken = self._num_safe
+        return text
+
+    def _read(self, start: int) -> str:
+        self._text.seek(start)
+        return self._text.read()
+
+    def _add(self, piece: str, may_stop: bool) -> None:
+        start = max(0, self._length - self._longest + 1)  # where a stop string may begin that ends in the piece
+        old = self._length - start
+        self._text.write(piece)
+        self._length += len(piece)
+        end = self._read(start)
+        found = [(at, stop) for stop in self._stops if (at := end.find(stop, max(0, old - len(stop) + 1))) >= 0]
+        if found and may_stop:
+            at, self._stop_string = min(found)
+            kept = len(self._stop_string) if self.seq.params.include_stop_str_in_output else 0
+            self._length = start + at + kept
+            self._text.truncate(self._length)
+            self._num_safe = self._length
+        else:
+            self._num_safe = self._length - self._possible_stop(end)
+
+    def _possible_stop(self, text: str) -> int:
+        """The length of the longest end of a text with which a stop string begins."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+    def _add_rest(self) -> None:
+        """No token will come any more: what waits for one is the text's end as it is."""
+        whole = decode(self._tokenizer, self.seq)
+        if whole.endswith(REPLACEMENT) and whole.startswith(self.text):
+            self._read(0)
+            self._text.write(whole[self._length :])
+            self._length = len(whole)
+        self._num_safe = self._length
+
+
+def text_tokens(seq: Sequence, start: int = 0) -> list[int]:
+    """The generated tokens from `start` on that belong to the text: a stop token only if it is to end with it."""
+    end = len(seq)
+    if seq.ended_by_token and not seq.params.include_stop_str_in_output:
+        end -= 1
+    return seq.token_ids[seq.num_prompt_tokens + start : end].tolist()
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, seq: Sequence) -> str:
+    """A sequence's whole text at once."""
+    return tokenizer.decode(text_tokens(seq), skip_special_tokens=seq.params.skip_special_tokens)

@@ -1,0 +1,138 @@
+"""What users hand in, checked before anything runs."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Set
+from collections.abc import Sequence as ListLike
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer.config import Config
+from nanoinfer.sampling_params import SamplingParams
+
+Prompt = str | ListLike[int]
+Message = Mapping[str, Any]
+
+
+class Inputs:
+    """Turns prompts, chats and settings into what the engine takes; raises ValueError for what cannot work."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+
+    def check(
+        self, prompts: Prompt | ListLike[Prompt], sampling_params: SamplingParams | ListLike[SamplingParams] | None
+    ) -> list[tuple[list[int], SamplingParams]]:
+        """Each prompt's token ids and its settings."""
+        items = [prompts] if isinstance(prompts, str) else _as_list("prompts", prompts)
+        params = self._check_params(len(items), sampling_params)
+        return [(self._check_prompt(index, item), params[index]) for index, item in enumerate(items)]
+
+    def render(self, messages: ListLike[Message] | ListLike[ListLike[Message]], **template: Any) -> list[list[int]]:
+        """Each chat as a prompt, by the tokenizer's own template."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ValueError(f"{self.config.model!r} has no chat template: use generate with prompts of your own")
+        chats = _as_list("messages", messages)
+        if chats and isinstance(chats[0], Mapping):
+            chats = [chats]
+        return [self._render_one(index, chat, template) for index, chat in enumerate(chats)]
+
+    def _render_one(self, index: int, chat: Any, template: dict[str, Any]) -> list[int]:
+        assert self.tokenizer is not None
+        for entry in _as_list(f"messages[{index}]", chat):
+            if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
+                raise ValueError(f"messages[{index}] has {_short(entry)}: must be mappings with a role and content")
+        continues = template.get("continue_final_message", False)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(chat), tokenize=False, **{"add_generation_prompt": not continues, **template}
+            )
+        except Exception as error:
+            raise ValueError(f"messages[{index}]: the chat template does not take it: {error}") from error
+        return self.tokenizer.encode(text, add_special_tokens=False)  # they are in the template
+
+    def _check_params(
+        self, count: int, sampling_params: SamplingParams | ListLike[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            self._check_setting("sampling_params", sampling_params)
+            return [sampling_params] * count
+        params = _as_list("sampling_params", sampling_params)
+        if len(params) != count:
+            raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one each")
+        for index, entry in enumerate(params):
+            if not isinstance(entry, SamplingParams):
+                raise ValueError(f"sampling_params[{index}] is {entry!r}: must be a SamplingParams")
+            self._check_setting(f"sampling_params[{index}]", entry)
+        return params
+
+    def _check_setting(self, name: str, params: SamplingParams) -> None:
+        """What SamplingParams cannot know: the model's vocabulary and tokenizer."""
+        vocab_size = self.config.hf_config.vocab_size
+        for field in ("logit_bias", "stop_token_ids"):
+            for token_id in getattr(params, field) or ():
+                if token_id >= vocab_size:
+                    raise ValueError(f"{name}.{field} has token id {token_id}: must be from 0 to {vocab_size - 1}")
+        for field in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, field)
+            if count is not None and count > vocab_size:
+                raise ValueError(f"{name}.{field}={count}: the model has {vocab_size} tokens")
+        if params.stop:
+            self.check_detokenizer(f"{name}.stop={params.stop!r}")
+
+    def check_detokenizer(self, name: str) -> None:
+        """Whether text can be made token by token, which `name` needs."""
+        if self.tokenizer is None:
+            raise ValueError(f"{name} needs text, but {self.config.model!r} has no tokenizer")
+        if not self.tokenizer.is_fast:
+            raise ValueError(f"{name} needs a tokenizer.json, which {self.config.model!r} does not have")
+
+    def _check_prompt(self, index: int, prompt: object) -> list[int]:
+        token_ids = self._encode(index, prompt)
+        if not token_ids:
+            raise ValueError(f"prompts[{index}] is empty: it must have at least one token")
+        vocab_size = self.config.hf_config.vocab_size
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"prompts[{index}] has token id {token_id}: must be from 0 to {vocab_size - 1}")
+        if len(token_ids) >= self.config.max_model_len:
+            raise ValueError(
+                f"prompts[{index}] has {len(token_ids)} tokens: must be fewer than"
+                f" max_model_len={self.config.max_model_len}, to leave room for a token"
+            )
+        return token_ids
+
+    def _encode(self, index: int, prompt: object) -> list[int]:
+        if not isinstance(prompt, str):
+            try:
+                if isinstance(prompt, (bytes, bytearray, Mapping, Set)):
+                    raise TypeError
+                return array("q", prompt).tolist()  # type: ignore[call-overload]
+            except (TypeError, ValueError, OverflowError):
+                raise ValueError(
+                    f"prompts[{index}] is {_short(prompt)}: must be a string or a list of token ids"
+                ) from None
+        if self.tokenizer is None:
+            raise ValueError(
+                f"prompts[{index}] is text, but {self.config.model!r} has no tokenizer: pass a list of token ids"
+            )
+        try:
+            return self.tokenizer.encode(prompt)
+        except TypeError:  # such as half a surrogate pair
+            raise ValueError(f"prompts[{index}] is {_short(prompt)}: the tokenizer does not take it") from None
+
+
+def _as_list(name: str, value: Any) -> list[Any]:
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name}={_short(value)}: must be a list")
+    return list(value)
+
+
+def _short(value: object, most: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -1,0 +1,130 @@
+"""Request: one prompt on its way through the engine, and the text of its samples."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer.detokenizer import Detokenizer, decode
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.sequence import Sequence
+from nanoinfer.outputs import RequestOutput, SampleOutput, StreamOutput, Timings
+from nanoinfer.sampling_params import SamplingParams
+
+
+class Sample:
+    """One sequence and its text, which is made at its end, or token by token where it is needed sooner.
+
+    Whatever goes wrong with the text ends this sequence alone.
+    """
+
+    def __init__(
+        self, seq: Sequence, engine: LLMEngine, tokenizer: PreTrainedTokenizerBase | None, streams: bool
+    ) -> None:
+        """streams: take_new will be asked for what is new"""
+        self.seq = seq
+        self.streams = streams
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and (streams or seq.params.stop):
+            self._detokenizer = Detokenizer(tokenizer, seq)
+        self._num_taken = 0  # tokens
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether `update` wants to be called after each of its steps."""
+        return self.streams or self._detokenizer is not None
+
+    def update(self) -> None:
+        """Read the text of the newest token, which may end the sequence."""
+        if self._detokenizer is None:
+            return
+        try:
+            stop = self._detokenizer.update()
+        except Exception as error:
+            self._fail(error)
+        else:
+            if stop is not None:
+                self._engine.finish(self.seq, "stop", stop)
+
+    def take_new(self, request_id: int, index: int, number: int) -> StreamOutput:
+        """What came since the last time."""
+        token_ids = self.seq.output_token_ids[self._num_taken :]
+        self._num_taken += len(token_ids)
+        return StreamOutput(
+            request_id=request_id,
+            index=index,
+            sample=number,
+            text="" if self._detokenizer is None else self._detokenizer.take(),
+            token_ids=token_ids,
+            finish_reason=self.seq.finish_reason,
+            stop_reason=self.seq.stop_reason,
+        )
+
+    def output(self) -> SampleOutput:
+        """The result of a sequence that has ended."""
+        seq = self.seq
+        text = self._text()
+        return SampleOutput(
+            text=text,
+            token_ids=seq.output_token_ids,
+            finish_reason=seq.finish_reason or "abort",
+            stop_reason=seq.stop_reason,
+            logprobs=None if seq.params.logprobs is None else seq.logprobs,
+        )
+
+    def _text(self) -> str:
+        if self._detokenizer is not None:
+            return self._detokenizer.text
+        if self._tokenizer is None:
+            return ""
+        try:
+            return decode(self._tokenizer, self.seq)
+        except Exception as error:
+            self._fail(error)
+            return ""
+
+    def _fail(self, error: Exception) -> None:
+        self._engine.finish(self.seq, "error", f"{type(error).__name__}: {error}")
+
+
+class Request:
+    """A prompt and its samples."""
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: list[int],
+        params: SamplingParams,
+        engine: LLMEngine,
+        tokenizer: PreTrainedTokenizerBase | None,
+        streams: bool = False,
+    ) -> None:
+        """streams: what is new of it will be taken as it comes"""
+        self.id = request_id
+        self.params = params
+        if not params.detokenize:
+            tokenizer = None
+        self.samples = [Sample(seq, engine, tokenizer, streams) for seq in engine.add_request(prompt, params)]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all samples have ended."""
+        return all(sample.seq.is_finished for sample in self.samples)
+
+    def output(self) -> RequestOutput:
+        """The result, once all samples have ended."""
+        first = self.samples[0].seq
+        samples = [sample.output() for sample in self.samples]
+        return RequestOutput(
+            **samples[0],
+            request_id=self.id,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *first.prompt_logprobs],
+            num_cached_tokens=first.num_cached_tokens,
+            timings=Timings(
+                queued=first.queued_at,
+                first_token=first.first_token_at or None,
+                finished=max(sample.seq.finished_at for sample in self.samples),
+            ),
+            samples=samples,
+        )

@@ -1,0 +1,339 @@
+"""Every setting of SamplingParams: what it does to the draw, alone and beside others. transformers is the oracle."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import Oracle, greedy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.engine.message import SpecialMessage
+from nanoinfer.engine.special_rows import SpecialGroup
+from nanoinfer.kernels.logits import keep_likely, penalize
+from nanoinfer.kernels.sample import sample
+
+VOCABULARY = 40
+MINUS_INFINITY = float("-inf")
+
+
+def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def kept(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """keep_likely with one setting for all rows; which tokens stay."""
+    rows = len(scores)
+    settings = torch.full((rows,), top_k), torch.full((rows,), top_p), torch.full((rows,), min_p)
+    return keep_likely(scores, *settings) > MINUS_INFINITY
+
+
+def reference_support(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """What may be drawn, from the definitions, in float64."""
+    scores = torch.tensor(logits, dtype=torch.float64)
+    kth = scores.sort(descending=True).values[top_k - 1]
+    probabilities = scores.masked_fill(scores < kth, MINUS_INFINITY).softmax(0)
+    support, mass = [], 0.0
+    for token in sorted(range(len(logits)), key=lambda token: (-probabilities[token], -token)):
+        if probabilities[token] == 0 or (top_p < 1 and support and mass >= top_p):
+            break
+        support.append(token)
+        mass += probabilities[token].item()
+    return {token for token in support if probabilities[token] >= min_p * probabilities[support[0]]}
+
+
+class TestFilters:
+    @settings(max_examples=300, deadline=None)
+    @given(
+        logits=st.lists(st.integers(-12, 12).map(lambda x: x * 0.37), min_size=VOCABULARY, max_size=VOCABULARY),
+        top_k=st.integers(1, VOCABULARY),
+        top_p=st.sampled_from([0.05, 0.3, 0.77, 0.9, 0.999, 1.0]),
+        min_p=st.sampled_from([0.0, 0.013, 0.11, 0.6, 1.0]),
+    )
+    def test_the_support_is_that_of_the_definitions(
+        self, logits: list[float], top_k: int, top_p: float, min_p: float
+    ) -> None:
+        (row,) = kept(torch.tensor([logits]), top_k, top_p, min_p)
+        assert set(row.nonzero().flatten().tolist()) == reference_support(logits, top_k, top_p, min_p)
+
+    @pytest.mark.parametrize("ties", [False, True])
+    def test_they_keep_what_transformers_keeps(self, ties: bool) -> None:
+        scores = torch.randn(200, VOCABULARY) * 2
+        scores = scores.round() if ties else scores
+        for top_k in (1, 3, 17, VOCABULARY):
+            for top_p in (0.2, 0.5, 0.9):
+                for min_p in (0.02, 0.3):
+                    expected = scores
+                    for warper in (TopKLogitsWarper(top_k), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)):
+                        expected = warper(None, expected)
+                    # Of tokens that are equally likely it keeps as many, but which ones its sort leaves open.
+                    ours = scores.masked_fill(~kept(scores, top_k, top_p, min_p), MINUS_INFINITY)
+                    assert torch.equal(ours.sort(dim=1).values, expected.sort(dim=1).values)
+                    if not ties:
+                        assert torch.equal(ours, expected)
+
+    def test_all_that_are_as_likely_as_the_kth_stay(self) -> None:
+        scores = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
+        assert kept(scores, 2, 1.0, 0.0).tolist() == [[True, False, True, True, True, False]]
+
+    def test_the_token_that_crosses_p_stays_and_of_equals_the_larger_ids(self) -> None:
+        scores = torch.tensor([[0.4, 0.2, 0.2, 0.2]]).log()
+        assert kept(scores, 4, 0.5, 0.0).tolist() == [[True, False, False, True]]
+        assert kept(scores, 4, 1e-9, 0.0).tolist() == [[True, False, False, False]]
+
+
+class TestPenalties:
+    TOKENS = torch.tensor([[3, 5, 3, 7, 7, 9], [1, 1, 2, 0, 0, 0]])
+    LENGTHS = torch.tensor([6, 3], dtype=torch.int32)
+    PROMPTS = torch.tensor([3, 1])
+
+    def penalized(self, logits: torch.Tensor, repetition: float, presence: float, frequency: float) -> torch.Tensor:
+        columns = [torch.full((len(logits),), value) for value in (repetition, presence, frequency)]
+        return penalize(logits, self.TOKENS, self.LENGTHS, self.PROMPTS, *columns)
+
+    def test_repetition_as_in_transformers(self) -> None:
+        logits = torch.randn(2, VOCABULARY)
+        for penalty in (0.5, 1.3):
+            processor = RepetitionPenaltyLogitsProcessor(penalty)
+            expected = [
+                processor(row[None, :n], logits[None, i])
+                for i, (row, n) in enumerate(zip(self.TOKENS, (6, 3), strict=True))
+            ]
+            torch.testing.assert_close(self.penalized(logits, penalty, 0.0, 0.0), torch.cat(expected))
+
+    def test_presence_and_frequency_count_the_output_alone(self) -> None:
+        change = self.penalized(torch.zeros(2, VOCABULARY), 1.0, 0.5, 0.25)
+        expected = torch.zeros(2, VOCABULARY)
+        expected[0, 7], expected[0, 9] = -0.5 - 2 * 0.25, -0.75
+        expected[1, 1], expected[1, 2] = -0.75, -0.75
+        assert torch.equal(change, expected)
+
+
+def special(params: SamplingParams, tokens: list[int]) -> SpecialMessage:
+    return SpecialMessage(
+        params, array("i", tokens), 2, tuple(params.stop_token_ids or ()) if params.min_tokens else ()
+    )
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, logprobs=0),
+        SamplingParams(temperature=0.7, top_k=5),
+        SamplingParams(temperature=1.5, top_p=0.8),
+        SamplingParams(temperature=1.0, min_p=0.1, top_p=0.95),
+        SamplingParams(temperature=0.9, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
+        SamplingParams(temperature=1.0, logit_bias={1: 2.5, 2: -3}, stop_token_ids=[4], min_tokens=9, max_tokens=9),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_as_often_as_they_should(params: SamplingParams) -> None:
+    """Chi-squared over 20,000 draws against probabilities computed in float64 from the definitions."""
+    draws, tokens = 20_000, [1, 6, 6, 8]
+    logits = torch.randn(12) * 1.5
+    expected = definition(logits.double(), params, tokens)
+
+    positions = torch.full((draws,), len(tokens), dtype=torch.int32)
+    group = SpecialGroup([special(params, tokens)], torch.tensor([params.temperature]), positions[:1])
+    shaped = group.shape(logits[None], torch.tensor([[*tokens, 0, 0]]))
+    seeds = torch.arange(draws) * 7 + 3
+    temperatures = group.temperatures.expand(draws).contiguous()
+    drawn = sample(shaped.expand(draws, -1), temperatures, seeds, positions)[1]
+
+    counts = torch.bincount(drawn, minlength=12).double()
+    assert set(counts.nonzero().flatten().tolist()) <= set(expected.nonzero().flatten().tolist())
+    possible = expected > 0
+    chi_squared = ((counts - draws * expected)[possible] ** 2 / (draws * expected[possible])).sum().item()
+    degrees = int(possible.sum()) - 1
+    assert chi_squared < degrees + 4 * (2 * degrees) ** 0.5 + 4  # four standard deviations and some
+
+
+def definition(logits: torch.Tensor, params: SamplingParams, tokens: list[int]) -> torch.Tensor:
+    """Each token's probability, in float64; the first two tokens are the prompt."""
+    logits = logits.clone()
+    for token, bias in (params.logit_bias or {}).items():
+        logits[token] += bias
+    if len(tokens) - 2 < params.min_tokens:
+        logits[list(params.stop_token_ids or ())] = MINUS_INFINITY
+    for token in set(tokens):
+        logits[token] *= 1 / params.repetition_penalty if logits[token] > 0 else params.repetition_penalty
+    for token in set(tokens[2:]):
+        logits[token] -= params.presence_penalty + params.frequency_penalty * tokens[2:].count(token)
+    scores = logits / params.temperature
+    support = reference_support(scores.tolist(), params.top_k or 12, params.top_p, params.min_p)
+    mask = torch.tensor([token not in support for token in range(12)])
+    return scores.masked_fill(mask, MINUS_INFINITY).softmax(0)
+
+
+class TestAgainstTransformers:
+    """Greedy generation with penalties and least lengths, token for token."""
+
+    @pytest.mark.parametrize(
+        ("ours", "theirs"),
+        [
+            ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+            ({"repetition_penalty": 0.8}, {"repetition_penalty": 0.8}),
+            ({"min_tokens": 20}, {"min_new_tokens": 20}),
+            ({"logit_bias": {201: -100.0, 14: 2.0}}, {"sequence_bias": [[[201], -100.0], [[14], 2.0]]}),
+            ({"repetition_penalty": 1.2, "min_tokens": 30}, {"repetition_penalty": 1.2, "min_new_tokens": 30}),
+        ],
+        ids=str,
+    )
+    def test_greedy(self, ours: dict, theirs: dict, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
+        prompts = [[30, 31], [324, 16], [1112, 333, 1192]]
+        expected = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = oracle.model.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0, **theirs)
+            expected.append(out[0, len(prompt) :].tolist())
+        assert token_ids(make_llm(), prompts, greedy(32, **ours)) == expected
+
+    @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"tensor_parallel_size": 2}], ids=str)
+    def test_logprobs(self, options: dict, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
+        llm = make_llm(device="cpu", kvcache_block_size=16, **options)
+        prompt = oracle.greedy([30, 31], 40, ignore_eos=True)
+        params = SamplingParams(temperature=0.7, max_tokens=12, seed=3, logprobs=3, prompt_logprobs=2, top_k=9)
+        llm.generate([prompt], greedy(1), use_tqdm=False)  # the prompt is cached
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        expected = oracle.logits([*prompt, *output["token_ids"]]).log_softmax(-1)
+        self.check(output["logprobs"], output["token_ids"], expected[len(prompt) - 1 :], 3)
+        assert output["prompt_logprobs"][0] is None
+        self.check(output["prompt_logprobs"][1:], prompt[1:], expected, 2)
+        assert output["num_cached_tokens"] == 0  # their logits are needed
+
+    @staticmethod
+    def check(logprobs: list[dict[int, float]], tokens: list[int], expected: torch.Tensor, most: int) -> None:
+        assert len(logprobs) == len(tokens)
+        for entry, token, row in zip(logprobs, tokens, expected[: len(tokens)], strict=True):
+            assert set(entry) == {token, *row.topk(most).indices.tolist()}
+            for token_id, value in entry.items():
+                assert value == pytest.approx(row[token_id].item(), abs=1e-4)
+
+    def test_logprobs_change_no_token(self, make_llm: Callable[..., LLM]) -> None:
+        llm, params = make_llm(), {"temperature": 1.0, "seed": 5, "max_tokens": 20}
+        plain, told = (token_ids(llm, [[30], [31]], SamplingParams(**params, logprobs=k)) for k in (None, 0))
+        assert plain == told
+
+
+def different_settings(count: int) -> list[SamplingParams]:
+    """Each request another mixture."""
+    generator = torch.Generator().manual_seed(3)
+
+    def pick(values: list) -> object:
+        return values[int(torch.randint(len(values), (1,), generator=generator))]
+
+    return [
+        SamplingParams(
+            temperature=pick([0, 0.6, 1.0, 1.7]),
+            max_tokens=pick([5, 20, 40]),
+            seed=i,
+            top_k=pick([0, 1, 7, 50]),
+            top_p=pick([1.0, 0.4, 0.9]),
+            min_p=pick([0.0, 0.05]),
+            repetition_penalty=pick([1.0, 1.0, 1.2]),
+            presence_penalty=pick([0.0, 0.5]),
+            frequency_penalty=pick([0.0, 0.0, 0.3]),
+            logit_bias=pick([None, {14: -5.0, 201: 1.5}]),
+            stop=pick([None, "the", [" and", "\n\n"]]),
+            stop_token_ids=pick([None, [16]]),
+            min_tokens=pick([0, 0, 5]),
+            logprobs=pick([None, None, 0, 4]),
+            prompt_logprobs=pick([None, None, 1]),
+            ignore_eos=pick([True, False]),
+        )
+        if i % 4
+        else SamplingParams(temperature=1.0, seed=i, max_tokens=30)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kvcache_block_size": 16, "num_kvcache_blocks": 40, "max_model_len": 100}, {"tensor_parallel_size": 2}],
+    ids=["roomy", "preempted", "two ranks"],
+)
+def test_64_requests_with_different_settings_are_what_each_is_alone(
+    options: dict, make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]
+) -> None:
+    prompts = [prompt[:50] for prompt in [*mixed_prompts, *mixed_prompts]]
+    params = different_settings(len(prompts))
+    alone = make_llm(device="cpu", kvcache_block_size=16)
+    expected = [
+        alone.generate([prompt], param, use_tqdm=False)[0] for prompt, param in zip(prompts, params, strict=True)
+    ]
+    together = make_llm(device="cpu", **options)
+    outputs = together.generate(prompts, params, use_tqdm=False)
+    assert (together.engine.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in options)
+    for output, wanted in zip(outputs, expected, strict=True):
+        for field in ("token_ids", "text", "finish_reason", "stop_reason"):
+            assert output[field] == wanted[field]
+        for field in ("logprobs", "prompt_logprobs"):
+            assert (output[field] is None) == (wanted[field] is None)
+            for ours, theirs in zip(output[field] or [], wanted[field] or [], strict=True):
+                assert (ours or {}).keys() == (theirs or {}).keys()
+                assert list((ours or {}).values()) == pytest.approx(list((theirs or {}).values()), abs=1e-4)
+
+
+class TestSamples:
+    def test_the_prompt_is_held_once(self, make_llm: Callable[..., LLM]) -> None:
+        """1,000 tokens are three blocks of 256 and a part of a fourth, of which each sample has its own."""
+        llm = make_llm()
+        held = []
+        llm.engine.on_step = lambda result: held.append(round(result.blocks_used * llm.engine.runner.num_blocks))
+        (output,) = llm.generate([[30] * 1000], SamplingParams(n=8, max_tokens=4, seed=1), use_tqdm=False)
+        assert max(held) == 3 + 8
+        assert len(output["samples"]) == 8
+        assert {key: output[key] for key in output["samples"][0]} == output["samples"][0]
+
+    @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 3}, {"tensor_parallel_size": 2}], ids=str)
+    def test_each_sample_is_what_a_request_of_its_seed_is(self, options: dict, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(device="cpu", kvcache_block_size=16, **options)
+        settings = {"temperature": 1.0, "max_tokens": 12, "top_p": 0.9}
+        prompt = list(range(30, 54))
+        seqs = llm.engine.add_request(prompt, SamplingParams(**settings, n=5, seed=4))
+        while not llm.engine.is_finished:
+            llm.engine.step()
+        alone = [SamplingParams(**settings, seed=seq.seed) for seq in seqs]
+        assert seqs[0].seed == 4
+        assert [seq.output_token_ids for seq in seqs] == token_ids(llm, [prompt] * 5, alone)
+        assert len({tuple(seq.output_token_ids) for seq in seqs}) > 1
+
+
+class TestSeeds:
+    def test_alone_and_among_255_others(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm()
+        mine = SamplingParams(temperature=1.0, max_tokens=8, seed=5, top_p=0.9)
+        others = [SamplingParams(temperature=1.0, max_tokens=1 + i % 8, top_k=i % 3) for i in range(255)]
+        prompts = [[40 + i] * (1 + i % 5) for i in range(255)]
+        among = token_ids(llm, [*prompts[:100], [30, 31], *prompts[100:]], [*others[:100], mine, *others[100:]])
+        assert among[100] == token_ids(llm, [[30, 31]], mine)[0]
+
+
+@pytest.mark.parametrize("stop", ["the", " fri", "e th", "\n"])
+def test_stop_strings_end_where_transformers_ends(stop: str, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
+    llm = make_llm()
+    prompt = llm.tokenizer.encode("ROMEO:\nBut, soft!")
+    (output,) = llm.generate([prompt], greedy(64, stop=stop), use_tqdm=False)
+    out = oracle.model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=64,
+        do_sample=False,
+        pad_token_id=0,
+        stop_strings=[stop],
+        tokenizer=llm.tokenizer,
+    )
+    assert output["token_ids"] == out[0, len(prompt) :].tolist()
+    assert output["finish_reason"] == "stop"
+    assert output["stop_reason"] == stop
+    whole = llm.tokenizer.decode(output["token_ids"])
+    assert output["text"] == whole[: whole.index(stop)]

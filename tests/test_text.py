@@ -1,0 +1,320 @@
+"""Text as it comes: streams, stop strings, chats, and results of requests that end in other ways than others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Oracle, greedy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, StreamOutput
+from nanoinfer.detokenizer import Detokenizer
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+
+TOKENIZER: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+PROMPTS = ["ROMEO:\nBut, soft!", "JULIET:\nO Romeo", "GLOUCESTER:\nNow is", "KING:\n"]
+
+
+@pytest.fixture
+def llm(make_llm: Callable[..., LLM]) -> LLM:
+    return make_llm()
+
+
+def is_empty(llm: LLM) -> bool:
+    manager = llm.engine.scheduler.block_manager
+    return llm.engine.is_finished and not llm.has_unfinished_requests() and manager.num_free == len(manager.blocks)
+
+
+def spell(text: str, **params: Any) -> tuple[list[str], Detokenizer]:
+    """What a stream would take of a text that comes token by token, and what is left of it in the end."""
+    seq = Sequence([30], SamplingParams(**params), 0, 4096)
+    detokenizer, taken = Detokenizer(TOKENIZER, seq), []
+    for token_id in TOKENIZER.encode(text):
+        seq.token_ids.append(token_id)
+        if detokenizer.update() is not None:
+            break
+        taken.append(detokenizer.take())
+    seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
+    detokenizer.update()
+    return [*taken, detokenizer.take()], detokenizer
+
+
+class TestDetokenizer:
+    def test_no_part_of_a_character_is_taken(self) -> None:
+        taken, detokenizer = spell("soft é日本 🤗🏽 light")
+        assert "".join(taken) == detokenizer.text == "soft é日本 🤗🏽 light"
+        assert len(taken) > 12
+        assert not any("\ufffd" in piece for piece in taken)
+
+    def test_bytes_that_never_become_a_character_are_there_in_the_end(self) -> None:
+        seq = Sequence([30], SamplingParams(), 0, 4096)
+        tokens = TOKENIZER.encode("soft 🤗")[:-1]
+        detokenizer = Detokenizer(TOKENIZER, seq)
+        seq.token_ids.extend(tokens)
+        detokenizer.update()
+        assert detokenizer.take() == "soft "
+        seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
+        detokenizer.update()
+        assert detokenizer.text == TOKENIZER.decode(tokens)
+        assert detokenizer.take() == detokenizer.text.removeprefix("soft ")
+
+    @settings(max_examples=300, deadline=None)
+    @given(
+        text=st.text(alphabet="abé日 \n", max_size=40),
+        stops=st.lists(st.text(alphabet="abé日 \n", min_size=1, max_size=5), max_size=3),
+        included=st.booleans(),
+    )
+    def test_the_text_ends_at_the_first_stop_string_and_no_part_of_one_is_taken(
+        self, text: str, stops: list[str], included: bool
+    ) -> None:
+        taken, detokenizer = spell(text, stop=stops, include_stop_str_in_output=included)
+        kept = "".join(taken)
+        assert detokenizer.text == kept
+        if not any(stop in text for stop in stops):
+            assert kept == text
+            return
+        stop = detokenizer.update()
+        assert stop in stops
+        body = kept.removesuffix(stop) if included else kept
+        assert text.startswith(body + stop)
+        assert kept == (body + stop if included else body)
+        assert not any(other in body for other in stops)
+
+    def test_stop_strings_do_not_count_before_the_least_length(self) -> None:
+        text = "the friar and the king and the queen"
+        at = TOKENIZER.encode(text)
+        assert spell(text, stop="the")[1].text == ""
+        assert spell(text, stop="the", min_tokens=3, max_tokens=len(at))[1].text == "the friar and "
+
+
+class TestStream:
+    @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 2}, {"tensor_parallel_size": 2}], ids=str)
+    def test_the_pieces_are_the_outputs(self, options: dict, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(device="cpu", **options)
+        params = [
+            greedy(20),
+            SamplingParams(seed=1, max_tokens=30, stop=["the", "."]),
+            SamplingParams(seed=2, max_tokens=9, n=3, top_k=5),
+            SamplingParams(seed=3, max_tokens=6, detokenize=False),
+        ]
+        texts: dict[tuple[int, int], str] = {}
+        tokens: dict[tuple[int, int], list[int]] = {}
+        ends: dict[tuple[int, int], StreamOutput] = {}
+        for new in llm.stream(PROMPTS, params):
+            key = new["index"], new["sample"]
+            assert key not in ends
+            texts[key] = texts.get(key, "") + new["text"]
+            tokens[key] = tokens.get(key, []) + new["token_ids"]
+            if new["finish_reason"] is not None:
+                ends[key] = new
+        for index, output in enumerate(llm.generate(PROMPTS, params, use_tqdm=False)):
+            for number, sample in enumerate(output["samples"]):
+                key = index, number
+                assert texts[key] == sample["text"]
+                assert tokens[key] == sample["token_ids"]
+                assert ends[key]["finish_reason"] == sample["finish_reason"]
+                assert ends[key]["stop_reason"] == sample["stop_reason"]
+        assert len(ends) == 6
+
+    def test_the_first_text_comes_long_before_the_last(self, llm: LLM) -> None:
+        stream = llm.stream(PROMPTS[:1], greedy(200, ignore_eos=True))
+        assert next(stream)["token_ids"]
+        assert llm.engine.scheduler.running
+        assert sum(len(new["token_ids"]) for new in stream) == 199
+
+    def test_leaving_the_loop_leaves_the_engine_empty(self, llm: LLM) -> None:
+        for new in llm.stream(PROMPTS, greedy(100, ignore_eos=True)):
+            if len(new["token_ids"]) and new["index"] == 2:
+                break
+        assert is_empty(llm)
+        with pytest.raises(ZeroDivisionError):
+            [new["index"] / 0 for new in llm.stream(PROMPTS, greedy(100))]
+        assert is_empty(llm)
+        assert len(llm.generate(PROMPTS, greedy(3), use_tqdm=False)) == 4
+
+    def test_an_open_stream_has_the_engine_for_itself(self, llm: LLM) -> None:
+        stream = llm.stream(PROMPTS, greedy(10))
+        next(stream)
+        for call in (lambda: llm.generate("a"), lambda: llm.add_request("a"), llm.step, lambda: list(llm.stream("a"))):
+            with pytest.raises(RuntimeError, match="a stream is open"):
+                call()
+        assert sum(new["finish_reason"] is not None for new in stream) == 4  # and nothing is lost by asking
+
+    def test_mistakes_are_found_before_the_loop(self, llm: LLM) -> None:
+        with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
+            llm.stream(["a", []])
+
+    def test_one_request_is_aborted_and_the_others_go_on(self, llm: LLM) -> None:
+        ends = {}
+        for new in llm.stream(PROMPTS, greedy(30, ignore_eos=True, stop="never")):
+            if new["index"] == 1 and len(ends) == 0:
+                llm.abort(new["request_id"])
+            if new["finish_reason"] is not None:
+                ends[new["index"]] = new["finish_reason"]
+        assert ends == {0: "length", 1: "abort", 2: "length", 3: "length"}
+        assert is_empty(llm)
+
+
+class TestLoop:
+    def test_requests_come_and_go_while_others_run(self, llm: LLM, oracle: Oracle) -> None:
+        prompts = [[30], [31, 32], [5] * 20]
+        ids, outputs = [llm.add_request(prompts[0], greedy(20))], {}
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                outputs[output["request_id"]] = output["token_ids"]
+            if len(ids) < len(prompts):
+                ids.append(llm.add_request(prompts[len(ids)], greedy(20)))
+        assert [outputs[request] for request in ids] == [oracle.greedy(prompt, 20) for prompt in prompts]
+        assert is_empty(llm)
+
+    def test_an_aborted_request_gives_what_it_came_to(self, llm: LLM, oracle: Oracle) -> None:
+        running, waiting = (llm.add_request([30], greedy(50, ignore_eos=True, n=n)) for n in (1, 2))
+        for _ in range(6):
+            assert llm.step() == []
+        llm.abort(running)
+        llm.abort(waiting)
+        llm.abort(waiting)  # nothing more happens
+        outputs = {output["request_id"]: output for output in llm.step()}
+        assert outputs[running]["finish_reason"] == outputs[waiting]["finish_reason"] == "abort"
+        tokens = outputs[running]["token_ids"]
+        assert 0 < len(tokens) < 10
+        assert tokens == oracle.greedy([30], 50, ignore_eos=True)[: len(tokens)]
+        assert outputs[running]["text"] == llm.tokenizer.decode(tokens)
+        assert len(llm.generate("a", greedy(2), use_tqdm=False)) == 1
+        assert is_empty(llm)
+
+    def test_one_that_never_started(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(max_num_seqs=1)
+        first, second = (llm.add_request([30], greedy(8)) for _ in range(2))
+        llm.step()
+        llm.abort(second)
+        (output,) = llm.step()
+        assert output["request_id"] == second
+        assert output["token_ids"] == []
+        assert output["timings"]["first_token"] is None
+        llm.abort(first)
+
+    def test_an_unknown_id(self, llm: LLM) -> None:
+        with pytest.raises(ValueError, match="request_id=7: no request has it"):
+            llm.abort(7)
+
+    def test_generate_does_not_run_other_peoples_requests(self, llm: LLM) -> None:
+        request = llm.add_request([30], greedy(4))
+        with pytest.raises(RuntimeError, match="requests of add_request have not ended"):
+            llm.generate("a")
+        while not (outputs := llm.step()):
+            pass
+        assert outputs[0]["request_id"] == request
+
+
+class TestResults:
+    def test_why_each_ended(self, llm: LLM, oracle: Oracle) -> None:
+        tokens = oracle.greedy([30, 31], 12, ignore_eos=True)
+        params = [
+            greedy(12, ignore_eos=True),
+            greedy(12, stop_token_ids=[tokens[5]]),
+            greedy(12, stop_token_ids=[tokens[5]], include_stop_str_in_output=True),
+            greedy(12, logit_bias={2: 1000.0}),
+            greedy(12, logit_bias={2: 1000.0}, skip_special_tokens=False, include_stop_str_in_output=True),
+        ]
+        outputs = llm.generate([[30, 31]] * 5, params, use_tqdm=False)
+        end = tokens.index(tokens[5]) + 1
+        assert [output["finish_reason"] for output in outputs] == ["length", *["stop"] * 4]
+        assert [output["stop_reason"] for output in outputs] == [None, tokens[5], tokens[5], None, None]
+        assert [output["token_ids"] for output in outputs] == [tokens, tokens[:end], tokens[:end], [2], [2]]
+        texts = [llm.tokenizer.decode(part) for part in (tokens, tokens[: end - 1], tokens[:end], [], [2])]
+        assert [output["text"] for output in outputs] == texts
+        assert texts[4]
+
+    def test_timings_and_cached_tokens(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(kvcache_block_size=16)
+        for cached in (0, 32):
+            (output,) = llm.generate([[30] * 40], greedy(8, ignore_eos=True), use_tqdm=False)
+            timings = output["timings"]
+            assert timings["queued"] < timings["first_token"] < timings["finished"]
+            assert output["num_cached_tokens"] == cached
+
+    @pytest.mark.parametrize("stop", ["never", None], ids=["on its way", "at its end"])
+    def test_a_text_that_cannot_be_made_ends_its_request_alone(
+        self, stop: str | None, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        params = [greedy(8, stop=stop, skip_special_tokens=index != 1, ignore_eos=True) for index in range(4)]
+        expected = llm.generate(PROMPTS, params, use_tqdm=False)
+        if stop is None:
+            decode = type(llm.tokenizer).decode
+
+            def fail(tokenizer: object, token_ids: object, skip_special_tokens: bool) -> str:
+                if not skip_special_tokens:
+                    raise LookupError("no such token")
+                return decode(tokenizer, token_ids, skip_special_tokens=True)
+
+            monkeypatch.setattr(type(llm.tokenizer), "decode", fail)
+        else:
+            update = Detokenizer.update
+
+            def fail_late(detokenizer: Detokenizer) -> str | None:
+                if not detokenizer.seq.params.skip_special_tokens and len(detokenizer.seq) > 12:
+                    raise LookupError("no such token")
+                return update(detokenizer)
+
+            monkeypatch.setattr(Detokenizer, "update", fail_late)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert outputs[1]["finish_reason"] == "error"
+        assert outputs[1]["stop_reason"] == "LookupError: no such token"
+        for index in (0, 2, 3):
+            assert outputs[index]["text"] == expected[index]["text"]
+            assert outputs[index]["finish_reason"] == "length"
+        assert is_empty(llm)
+
+
+class TestChat:
+    CHAT = [{"role": "user", "content": "But, soft!"}]  # noqa: RUF012
+
+    def test_a_chat_is_its_template(self, llm: LLM) -> None:
+        text = llm.tokenizer.apply_chat_template(self.CHAT, tokenize=False, add_generation_prompt=True)
+        (expected,) = llm.generate([llm.tokenizer.encode(text, add_special_tokens=False)], greedy(8), use_tqdm=False)
+        for chats in (self.CHAT, [self.CHAT]):
+            (output,) = llm.chat(chats, greedy(8), use_tqdm=False)
+            assert output["token_ids"] == expected["token_ids"]
+        assert len(llm.chat([self.CHAT, self.CHAT], greedy(1), use_tqdm=False)) == 2
+
+    def test_template_arguments_are_passed_on(self, llm: LLM) -> None:
+        llm.tokenizer.chat_template = "{{ messages[0].content }}{% if loud %}!!!{% endif %}"
+        plain, loud = (llm._inputs.render(self.CHAT, **kwargs) for kwargs in ({}, {"loud": True}))
+        assert plain == [llm.tokenizer.encode("But, soft!")]
+        assert loud == [llm.tokenizer.encode("But, soft!!!!")]
+
+    @pytest.mark.parametrize(
+        ("messages", "message"),
+        [
+            ("hello", "messages='hello': must be a list"),
+            ([["hello"]], r"messages\[0\] has 'hello': must be mappings with a role and content"),
+            ([[{"content": "x"}]], r"messages\[0\] has {'content': 'x'}: must be mappings with a role"),
+        ],
+        ids=str,
+    )
+    def test_what_is_no_chat(self, messages: Any, message: str, llm: LLM) -> None:
+        with pytest.raises(ValueError, match=message):
+            llm.chat(messages)
+
+    def test_a_model_without_a_template(self, llm: LLM) -> None:
+        llm.tokenizer.chat_template = None
+        with pytest.raises(ValueError, match="has no chat template: use generate"):
+            llm.chat(self.CHAT)
+
+
+def test_the_checkpoints_own_settings(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+    shutil.copytree(BUNDLED_MODEL, tmp_path / "m")
+    file = tmp_path / "m" / "generation_config.json"
+    file.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 7}')
+    expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=7)
+    assert make_llm(str(tmp_path / "m")).default_sampling_params() == expected
+    file.write_text('{"do_sample": false}')
+    assert make_llm(str(tmp_path / "m")).default_sampling_params() == SamplingParams(temperature=0)
+    assert make_llm().default_sampling_params() == SamplingParams()
