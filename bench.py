@@ -31,7 +31,8 @@ from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, w
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import StepResult
 
-TEMPERATURE = 0.6
+SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p")
 
 
 @dataclass
@@ -65,7 +66,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         check_fits(work, config)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
         count = args.repeats or (3 if config.device == "cuda" else 1)
-        repeats = [time_repeat(llm, work, index) for index in range(count)]
+        repeats = [time_repeat(llm, work, index, args.sampling) for index in range(count)]
         # Beside the engine: on an H200, what is allocated from memory that it has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
     floor = Floor.of(work, config.hf_config, config.max_num_seqs, config.torch_dtype.itemsize)
@@ -79,6 +80,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         "attention_backend": args.backend,
         "enforce_eager": args.enforce_eager,
         "max_num_seqs": recipe.max_num_seqs,
+        "sampling": {name: getattr(args.sampling, name) for name in SAMPLING_OPTIONS},
         "dtype": config.dtype,
         "num_seqs": recipe.num_seqs,
         "tokens_in": work.tokens_in,
@@ -105,10 +107,10 @@ def check_fits(work: Workload, config: Config) -> None:
         )
 
 
-def time_repeat(llm: LLM, work: Workload, index: int) -> Repeat:
+def time_repeat(llm: LLM, work: Workload, index: int, sampling: SamplingParams = SAMPLING) -> Repeat:
     """Generate all that the workload asks for, with the tokens of repeat `index`."""
     prompts = work.repeat(index, llm.config.hf_config.vocab_size)
-    params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=out) for out in work.output_lens]
+    params = [replace(sampling, max_tokens=out) for out in work.output_lens]
     steps: list[StepResult] = []
     llm.engine.on_step = steps.append
     start = time.perf_counter()
@@ -159,13 +161,18 @@ def run_transformers(args: argparse.Namespace, folder: str, result: dict[str, An
     start = time.perf_counter()
     with torch.inference_mode():
         length = {"max_new_tokens": most, "min_new_tokens": most}
-        model.generate(
-            ids, attention_mask=mask, do_sample=True, temperature=TEMPERATURE, top_k=0, pad_token_id=0, **length
-        )
+        model.generate(ids, attention_mask=mask, pad_token_id=0, **transformers_sampling(args.sampling), **length)
         if device == "cuda":
             torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "tokens_per_second": work.tokens_out / seconds, "ratio": seconds / result["seconds"]}
+
+
+def transformers_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """The same settings as transformers' generate takes them."""
+    if sampling.is_greedy:
+        return {"do_sample": False}
+    return {"do_sample": True, **{name: getattr(sampling, name) for name in SAMPLING_OPTIONS}}
 
 
 def installed_version(package: str) -> str | None:
@@ -209,6 +216,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-len", type=int, help="longest prompt and longest output of nano, refill and prefix")
     parser.add_argument("--max-num-seqs", type=int, help="the most requests that run at once")
     parser.add_argument("--max-model-len", type=int, help="the most tokens of a request, prompt and output")
+    parser.add_argument("--temperature", type=float, default=SAMPLING.temperature, help="0 is greedy (default: 0.6)")
+    parser.add_argument("--top-k", type=int, default=SAMPLING.top_k, help="default: all tokens")
+    parser.add_argument("--top-p", type=float, default=SAMPLING.top_p, help="default: 1")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
@@ -221,6 +231,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         args.recipe = choose_recipe(args)
+        args.sampling = replace(SAMPLING, **{name: getattr(args, name) for name in SAMPLING_OPTIONS})
         check_outputs(args)
     except ValueError as error:
         parser.error(str(error))

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MIN_TEMPERATURE = 1e-6  # what is below is greedy: logits divided by it would overflow
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -127,9 +129,14 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is left to chance."""
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
     def has_filters(self) -> bool:
         """Whether unlikely tokens are left out of the draw."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def is_plain(self) -> bool:

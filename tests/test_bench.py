@@ -200,6 +200,7 @@ def test_the_command_line_overrides_the_workload() -> None:
         ("--max-len 50", "--max-len 50 is less than --min-len 100"),
         ("--workload long --max-len 50", "--workload long has fixed lengths"),
         ("--repeats 0", "--repeats 0: must be at least 1"),
+        ("--top-p 2", "top_p=2.0: must be above 0, at most 1"),
         ("--json /no/such/folder/file", "--json /no/such/folder/file: No such file"),
         ("--json /", "--json /: Is a directory"),
     ],

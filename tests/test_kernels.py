@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from nanoinfer.kernels.activation import silu_mul_reference, silu_mul_triton
 from nanoinfer.kernels.all_reduce_norm import all_reduce_add_rms_norm
 from nanoinfer.kernels.best_of_ranks import best_of_ranks
+from nanoinfer.kernels.likely import find_floor_reference, find_floor_triton
 from nanoinfer.kernels.norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
@@ -375,6 +376,43 @@ def test_sample(vocabulary: int) -> None:
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(best, expected_best, rtol=1e-5, atol=1e-5)
     assert torch.equal(ids[:2], (logits[:2].argmax(dim=1) + 1000).int())
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("top_k", [1, 50, 4097, 2**31 - 1])
+def test_find_floor(top_k: int, ties: bool) -> None:
+    """Over several blocks of a vocabulary; -0.0, NaN and -inf among the logits."""
+    rows = 4
+    logits = randn(rows, 9001) * 3
+    logits = (logits * 4).round() / 4 if ties else logits
+    logits[:, 5], logits[:, 9000], logits[0, 4096] = float("nan"), float("-inf"), 20.0
+    temperatures = torch.tensor([0.6, 1.0, 1.0, 1.7], device=DEVICE)
+    columns = (
+        torch.full((rows,), top_k, dtype=torch.int32, device=DEVICE),
+        torch.tensor([0.9, 0.2, 1.0, 0.995], device=DEVICE),
+        torch.tensor([0.0, 0.0, 0.01, 0.001], device=DEVICE),
+    )
+    expected, found = (f(logits, temperatures, *columns) for f in (find_floor_reference, find_floor_triton))
+    ids = torch.arange(9001, device=DEVICE)
+    for row in range(rows):
+        masks = [
+            (logits[row] > low[row]) | ((logits[row] == low[row]) & (ids >= first[row]))
+            for low, first in (expected, found)
+        ]
+        assert torch.equal(*masks), f"row {row}: {masks[0].sum()} and {masks[1].sum()} stay"
+
+
+def test_sample_draws_above_the_floor_alone() -> None:
+    logits = randn(3, 9000)
+    logits[:, 4000:4010] = 5.0
+    floor = torch.tensor([5.0, 5.0, -9.0], device=DEVICE), torch.tensor([4003, 0, 0], device=DEVICE).int()
+    temperatures, seeds = torch.full((3,), 100.0, device=DEVICE), torch.arange(3, device=DEVICE)
+    for position in range(20):
+        positions = torch.full((3,), position, dtype=torch.int32, device=DEVICE)
+        ids = [f(logits, temperatures, seeds, positions, 0, floor)[1] for f in (sample_triton, sample_reference)]
+        assert torch.equal(*ids)
+        assert 4003 <= ids[0][0] < 4010
+        assert 4000 <= ids[0][1] < 4010
 
 
 def test_sample_takes_nan_for_impossible() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import Oracle, greedy
+from conftest import DEVICE, Oracle, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -20,7 +20,8 @@ from transformers import (
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.message import SpecialMessage
 from nanoinfer.engine.special_rows import SpecialGroup
-from nanoinfer.kernels.logits import keep_likely, penalize
+from nanoinfer.kernels.likely import find_floor_reference, find_floor_triton
+from nanoinfer.kernels.penalties import penalize
 from nanoinfer.kernels.sample import sample
 
 VOCABULARY = 40
@@ -31,11 +32,16 @@ def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[
     return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def kept(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """keep_likely with one setting for all rows; which tokens stay."""
-    rows = len(scores)
-    settings = torch.full((rows,), top_k), torch.full((rows,), top_p), torch.full((rows,), min_p)
-    return keep_likely(scores, *settings) > MINUS_INFINITY
+def kept(
+    logits: torch.Tensor, top_k: int, top_p: float, min_p: float, find_floor: Callable = find_floor_reference
+) -> torch.Tensor:
+    """Which tokens stay; one setting for all rows."""
+    rows = len(logits)
+    on_device = logits.to(DEVICE) if find_floor is find_floor_triton else logits
+    settings = [torch.full((rows,), value, device=on_device.device) for value in (1.0, top_k, top_p, min_p)]
+    lowest, first_ids = (column[:, None].cpu() for column in find_floor(on_device, *settings))
+    ids = torch.arange(logits.shape[1])
+    return (logits > lowest) | ((logits == lowest) & (ids >= first_ids))
 
 
 def reference_support(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -53,7 +59,8 @@ def reference_support(logits: list[float], top_k: int, top_p: float, min_p: floa
 
 
 class TestFilters:
-    @settings(max_examples=300, deadline=None)
+    @pytest.mark.parametrize("find_floor", [find_floor_reference, find_floor_triton])
+    @settings(max_examples=40, deadline=None)
     @given(
         logits=st.lists(st.integers(-12, 12).map(lambda x: x * 0.37), min_size=VOCABULARY, max_size=VOCABULARY),
         top_k=st.integers(1, VOCABULARY),
@@ -61,9 +68,9 @@ class TestFilters:
         min_p=st.sampled_from([0.0, 0.013, 0.11, 0.6, 1.0]),
     )
     def test_the_support_is_that_of_the_definitions(
-        self, logits: list[float], top_k: int, top_p: float, min_p: float
+        self, find_floor: Callable, logits: list[float], top_k: int, top_p: float, min_p: float
     ) -> None:
-        (row,) = kept(torch.tensor([logits]), top_k, top_p, min_p)
+        (row,) = kept(torch.tensor([logits]), top_k, top_p, min_p, find_floor)
         assert set(row.nonzero().flatten().tolist()) == reference_support(logits, top_k, top_p, min_p)
 
     @pytest.mark.parametrize("ties", [False, True])
@@ -144,11 +151,13 @@ def test_tokens_are_drawn_as_often_as_they_should(params: SamplingParams) -> Non
     expected = definition(logits.double(), params, tokens)
 
     positions = torch.full((draws,), len(tokens), dtype=torch.int32)
-    group = SpecialGroup([special(params, tokens)], torch.tensor([params.temperature]), positions[:1])
-    shaped = group.shape(logits[None], torch.tensor([[*tokens, 0, 0]]))
-    seeds = torch.arange(draws) * 7 + 3
-    temperatures = group.temperatures.expand(draws).contiguous()
-    drawn = sample(shaped.expand(draws, -1), temperatures, seeds, positions)[1]
+    group = SpecialGroup({0: special(params, tokens)}, torch.device("cpu"))
+    shaped = group.shape(logits[None], positions[:1], torch.tensor([[*tokens, 0, 0]]))
+    temperatures, seeds = torch.full((draws,), params.temperature), torch.arange(draws) * 7 + 3
+    floor = group.find_floor(shaped, temperatures[:1])
+    if floor is not None:
+        floor = floor[0].expand(draws), floor[1].expand(draws)
+    drawn = sample(shaped.expand(draws, -1), temperatures, seeds, positions, floor=floor)[1]
 
     counts = torch.bincount(drawn, minlength=12).double()
     assert set(counts.nonzero().flatten().tolist()) <= set(expected.nonzero().flatten().tolist())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.engine.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage
+from nanoinfer.engine.transfer import upload, upload_all
 from nanoinfer.kernels.rows import advance_rows, locate_rows
 from nanoinfer.utils.context import Context, PackedQueries
 
@@ -131,28 +132,6 @@ class Prompts:
         self.copied_blocks = flat_copies.view(-1, 2).T.long()
         self.temperatures = upload(array("f", [join.temperature for join in joins]), device)
         self.seeds = upload(array("q", [join.seed for join in joins]), device)
-
-
-def upload(values: array[int] | array[float], device: torch.device) -> Tensor:
-    """A host array as a device tensor of its own type, without waiting for the device."""
-    if not values:
-        return torch.empty(0, dtype=_TORCH_TYPES[values.typecode], device=device)
-    host = torch.frombuffer(values, dtype=_TORCH_TYPES[values.typecode])
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
-def upload_all(parts: list[array[int]], device: torch.device) -> list[Tensor]:
-    """Several int32 arrays in one copy. Each begins at a multiple of 16 bytes, or kernels would compile anew for it."""
-    packed, starts = array("i"), []
-    for part in parts:
-        starts.append(len(packed))
-        packed += part
-        packed.extend([0] * (-len(packed) % 4))
-    whole = upload(packed, device)
-    return [whole[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]
-
-
-_TORCH_TYPES = {"i": torch.int32, "q": torch.int64, "f": torch.float32}
 
 
 def _padded(block_table: list[int], max_blocks: int) -> list[int]:

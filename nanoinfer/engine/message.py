@@ -30,6 +30,12 @@ class SpecialMessage:
     num_prompt_tokens: int
     suppressed: tuple[int, ...]  # the tokens that would end it, if there is a least length
 
+    @property
+    def is_shaped(self) -> bool:
+        """Whether it needs its logits in float32, to be changed or told about."""
+        params = self.params
+        return bool(params.has_penalties or params.logit_bias or self.suppressed) or params.logprobs is not None
+
 
 @dataclass(slots=True)
 class JoinMessage:

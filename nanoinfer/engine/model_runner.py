@@ -18,8 +18,10 @@ from nanoinfer.config import Config
 from nanoinfer.engine.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
 from nanoinfer.engine.input_batch import InputBatch, Prompts
 from nanoinfer.engine.kv_cache import BYTES_PER_GRAPH, CPU_BUDGET, KVCacheSpec, blocks_that_fit, cuda_budget
+from nanoinfer.engine.logprobs import LogProbs
 from nanoinfer.engine.message import ChunkMessage, DecodeMessage, JoinMessage, Message, PrefillMessage
-from nanoinfer.engine.special_rows import ROWS_AT_ONCE, LogProbs, SpecialRows, to_host
+from nanoinfer.engine.special_rows import ROWS_AT_ONCE, SpecialRows
+from nanoinfer.engine.transfer import to_host
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models import find_model
 from nanoinfer.utils.loader import load_weights, random_weights
@@ -115,7 +117,7 @@ class ModelRunner:
         token_ids = self.sampler(logits, *how)
         for row, join in enumerate(message.joins, message.num_rows):
             if join.special is not None:
-                self.special.join(row, join.special, self.device)
+                self.special.join(row, join.special)
         logprobs = self.special.redraw(message.num_rows, logits, token_ids, *how)
         self.batch.join(prompts, token_ids)
         return token_ids, logprobs, prompt_logprobs
@@ -130,7 +132,7 @@ class ModelRunner:
             targets = [*chunk.token_ids[1:], chunk.next_token]
             known = torch.tensor([token for token in targets if token >= 0], device=self.device)
             for some, tokens in zip(hidden[start:end].split(ROWS_AT_ONCE), known.split(ROWS_AT_ONCE), strict=False):
-                logits = self.special.gather_logits(self.model.compute_logits(some[: len(tokens)]))
+                logits = self.special.gather(self.model.compute_logits(some[: len(tokens)])).float()
                 keys, counts = [index] * len(tokens), [chunk.num_logprobs] * len(tokens)
                 logprobs.append(LogProbs.of(logits, tokens, counts, keys))
         return logprobs
@@ -197,7 +199,9 @@ class ModelRunner:
         config = self.config
         self.kv_cache = spec.allocate(num_blocks, self.device)
         self.batch = InputBatch(config.max_num_seqs, self.max_blocks, config.kvcache_block_size, self.device)
-        self.special = SpecialRows(config.hf_config.vocab_size, config.max_num_seqs, config.max_model_len, self.tp)
+        self.special = SpecialRows(
+            config.hf_config.vocab_size, config.max_num_seqs, config.max_model_len, self.device, self.tp
+        )
 
     def _warm_up(self, keep_decode: bool) -> int:
         """Run the largest prefill and decode steps, over a cache of one block that every table names.

@@ -12,7 +12,6 @@ import xxhash
 from nanoinfer.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-MIN_TEMPERATURE = 1e-6  # what is below is greedy: logits divided by it would overflow
 
 
 class SequenceStatus(Enum):
@@ -69,7 +68,7 @@ class Sequence:
         self.token_ids = array("i", prompt)
         self.num_prompt_tokens = len(prompt)
         self.params = params
-        self.temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
+        self.temperature = 0.0 if params.is_greedy else params.temperature
         self.stop_ids = stop_ids
         self.seed = seed
         self.first_sample = first_sample or self

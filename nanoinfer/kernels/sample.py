@@ -9,13 +9,19 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.likely import Floor
 
 BLOCK = 4096
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def sample(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_id: int = 0
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first_id: int = 0,
+    floor: Floor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row by the Gumbel-max trick; temperature 0 takes the largest logit.
 
@@ -23,21 +29,30 @@ def sample(
     temperatures: [rows] float32
     seeds: [rows] int64, not negative
     positions: [rows] int32, the position in its sequence of the token that is drawn
+    floor: only tokens above it are drawn, see kernels.likely
     Returns the best perturbed logit of each row, [rows] float32, and its token id, [rows] int32. Among equals the
     smallest id wins; NaN counts as -inf.
     """
     function = sample_triton if logits.is_cuda else sample_reference
-    return function(logits, temperatures, seeds, positions, first_id)
+    return function(logits, temperatures, seeds, positions, first_id, floor)
 
 
 def sample_reference(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_id: int = 0
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first_id: int = 0,
+    floor: Floor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample in torch."""
     scores = logits.float().nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+    if floor is not None:
+        lowest, first = (column[:, None] for column in floor)
+        scores = scores.masked_fill((scores < lowest) | ((scores == lowest) & (ids < first)), float("-inf"))
     drawn = (temperatures > 0).nonzero().squeeze(1)
     if len(drawn):
-        ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
         noise = gumbel_noise(seeds[drawn, None], positions[drawn, None], ids)
         scores = scores.index_copy(0, drawn, scores[drawn] * (1 / temperatures[drawn, None]) + noise)
     best, index = scores.max(dim=1)
@@ -69,24 +84,33 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def sample_triton(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, first_id: int = 0
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first_id: int = 0,
+    floor: Floor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample as two launches: the best of each slice of the vocabulary, then the best of the slices."""
     rows, vocabulary = logits.shape
     slices = triton.cdiv(vocabulary, BLOCK)
     best = torch.empty((rows, slices), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, slices), dtype=torch.int32, device=logits.device)
+    lowest, first_ids = floor or (None, None)
     _sample_slice_kernel[(rows, slices)](
         logits,
         temperatures,
         seeds,
         positions,
+        lowest,
+        first_ids,
         best,
         ids,
         vocabulary,
         logits.stride(0),
         first_id,
         BLOCK=BLOCK,
+        HAS_FLOOR=floor is not None,
         COMPILED=logits.is_cuda,
         **early_launch(logits),
     )
@@ -128,12 +152,15 @@ def _sample_slice_kernel(
     temperatures_ptr,
     seeds_ptr,
     positions_ptr,
+    lowest_ptr,
+    first_ids_ptr,
     best_ptr,
     ids_ptr,
     vocabulary,
     row_stride,
     first_id,
     BLOCK: tl.constexpr,
+    HAS_FLOOR: tl.constexpr,
     COMPILED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -144,6 +171,10 @@ def _sample_slice_kernel(
     source = logits_ptr + row.to(tl.int64) * row_stride + column
     scores = tl.load(source, mask=mask, other=float("-inf")).to(tl.float32)
     scores = tl.where(scores == scores, scores, float("-inf"))
+    if HAS_FLOOR:
+        lowest, first = tl.load(lowest_ptr + row), tl.load(first_ids_ptr + row)
+        keep = (scores > lowest) | ((scores == lowest) & (first_id + column >= first))
+        scores = tl.where(keep, scores, float("-inf"))
     temperature = tl.load(temperatures_ptr + row)
     if temperature > 0:
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)

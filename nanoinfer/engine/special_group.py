@@ -1,0 +1,120 @@
+"""SpecialGroup: what some rows' requests want of their logits, side by side on the device."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from nanoinfer.engine.logprobs import LogProbs
+from nanoinfer.engine.message import SpecialMessage
+from nanoinfer.engine.transfer import upload
+from nanoinfer.kernels.likely import Floor, find_floor
+from nanoinfer.kernels.penalties import penalize
+from nanoinfer.sampling_params import SamplingParams
+
+MINUS_INFINITY = float("-inf")
+ALL = 2**31 - 1  # tokens
+NO_FILTERS = SamplingParams()
+
+
+class SpecialGroup:
+    """Rows that are drawn together.
+
+    rows: [rows] int64, their numbers; is_shaped: whether any of them needs logits that it may change
+    """
+
+    def __init__(self, specials: dict[int, SpecialMessage], device: torch.device) -> None:
+        self._numbers, self._specials, self._device = list(specials), list(specials.values()), device
+        self._params = [special.params for special in self._specials]
+        self.rows = self._ints(self._numbers).long()
+        self.is_shaped = any(special.is_shaped for special in self._specials)
+        self.has_penalties = any(params.has_penalties for params in self._params)
+        self._bias = self._find_bias()
+        self._suppressed = self._find_suppressed()
+        self._penalties = self._find_penalties() if self.has_penalties else None
+        self._filters = self._find_filters() if any(params.has_filters for params in self._params) else None
+
+    def select(self, x: Tensor, first_row: int) -> Tensor:
+        """These rows of x, which begins with first_row; a view if they follow each other."""
+        start = self._numbers[0]
+        if self._numbers == list(range(start, start + len(self._numbers))):
+            return x[start - first_row : start - first_row + len(self._numbers)]
+        return x[self.rows - first_row]
+
+    def shape(self, logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
+        """The logits to draw from: biased, penalized, without ends that come too early.
+
+        logits: [rows, vocabulary] float32, as is what returns; positions: [rows], of the tokens to be drawn
+        tokens: [rows, max_model_len] int32, those so far, if they count for any row
+        """
+        if self._bias is not None:
+            rows, ids, values = self._bias
+            logits = logits.index_put((rows, ids), values, accumulate=True)
+        if self._penalties is not None and tokens is not None:
+            logits = penalize(logits, tokens.long(), positions, *self._penalties)
+        if self._suppressed is not None:
+            rows, ids, least = self._suppressed
+            values = logits[rows, ids].masked_fill(positions[rows] < least, MINUS_INFINITY)
+            logits = logits.index_put((rows, ids), values)
+        return logits
+
+    def find_floor(self, logits: Tensor, temperatures: Tensor) -> Floor | None:
+        """See kernels.likely; None when all tokens may be drawn. temperatures: [rows], 0 for greedy."""
+        if self._filters is None:
+            return None
+        return find_floor(logits, temperatures.where(temperatures > 0, 1), *self._filters)
+
+    def logprobs(self, logits: Tensor, token_ids: Tensor, first_row: int) -> list[LogProbs]:
+        """Those that are asked for, by row from first_row on; logits: [rows, vocabulary] float32."""
+        asked = [i for i, params in enumerate(self._params) if params.logprobs is not None]
+        if not asked:
+            return []
+        at = self._ints(asked)
+        counts = [self._params[i].logprobs or 0 for i in asked]
+        return [LogProbs.of(logits[at], token_ids[at], counts, [self._numbers[i] - first_row for i in asked])]
+
+    def _find_bias(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        entries = [
+            (row, *entry) for row, params in enumerate(self._params) for entry in (params.logit_bias or {}).items()
+        ]
+        if not entries:
+            return None
+        rows, ids, values = zip(*entries, strict=True)
+        return self._ints(rows).long(), self._ints(ids).long(), self._floats(values)
+
+    def _find_suppressed(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Rows, tokens, and from which position on they may be drawn."""
+        entries = [
+            (row, token_id, special.num_prompt_tokens + special.params.min_tokens)
+            for row, special in enumerate(self._specials)
+            for token_id in special.suppressed
+        ]
+        if not entries:
+            return None
+        rows, ids, least = zip(*entries, strict=True)
+        return self._ints(rows).long(), self._ints(ids).long(), self._ints(least)
+
+    def _find_penalties(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return (
+            self._ints([special.num_prompt_tokens for special in self._specials]),
+            self._floats([params.repetition_penalty for params in self._params]),
+            self._floats([params.presence_penalty for params in self._params]),
+            self._floats([params.frequency_penalty for params in self._params]),
+        )
+
+    def _find_filters(self) -> tuple[Tensor, Tensor, Tensor]:
+        params = [entry if entry.has_filters else NO_FILTERS for entry in self._params]
+        return (
+            self._ints([entry.top_k if entry.top_k > 0 else ALL for entry in params]),
+            self._floats([entry.top_p for entry in params]),
+            self._floats([entry.min_p for entry in params]),
+        )
+
+    def _ints(self, values: Iterable[int]) -> Tensor:
+        return upload(array("i", values), self._device)
+
+    def _floats(self, values: Iterable[float]) -> Tensor:
+        return upload(array("f", values), self._device)

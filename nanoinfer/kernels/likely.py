@@ -1,0 +1,217 @@
+"""Which tokens are likely enough to be drawn: top-k, then top-p, then min-p, as transformers has them.
+
+A row's likely tokens are those above a floor: a logit, and, as some of the tokens that have just this one may be left
+out, the smallest id that stays of them. To find it nothing is sorted: each look at the row tells for a few possible
+floors how much is above them, and the next look is at what lies between two of these.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+PIVOTS = 4  # floors that one look tries; more take more registers than they save looks
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+Floor = tuple[
+    Tensor, Tensor
+]  # [rows] float32 and [rows] int32: the lowest logit, and of those that have it the first id
+
+
+def find_floor(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Floor:
+    """The least likely token of each row that may be drawn.
+
+    logits: [rows, vocabulary]; temperatures: [rows] float32, all positive
+    top_k: [rows] int32, at least 1: the k most likely tokens stay, and all that are as likely as the k-th
+    top_p: [rows] float32; of these stay the most likely whose probabilities first add up to p; of equals the larger
+        ids stay. 1 keeps all
+    min_p: [rows] float32; what is less likely than this times the most likely token goes
+    """
+    function = find_floor_triton if logits.is_cuda else find_floor_reference
+    return function(logits, temperatures, top_k, top_p, min_p)
+
+
+def find_floor_reference(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Floor:
+    """find_floor in torch."""
+    vocabulary = logits.shape[1]
+    scores = logits.float().nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    ascending, ids = scores.sort(dim=1, stable=True)
+    kth = ascending.gather(1, vocabulary - top_k[:, None].long().clamp(max=vocabulary))
+    probabilities = (ascending / temperatures[:, None]).masked_fill(ascending < kth, float("-inf")).softmax(dim=1)
+    stays = (probabilities.cumsum(dim=1) > 1 - top_p[:, None]) | (top_p[:, None] == 1)
+    stays[:, -1] = True
+    stays &= (ascending >= kth) & (probabilities >= min_p[:, None] * probabilities[:, -1:])
+    first = stays.int().argmax(dim=1, keepdim=True)  # it and all behind it stay
+    return ascending.gather(1, first).squeeze(1), ids.gather(1, first).squeeze(1).int()
+
+
+def find_floor_triton(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Floor:
+    """find_floor as one launch, a program a row."""
+    rows, vocabulary = logits.shape
+    lowest = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    first_ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    _find_floor_kernel[(rows,)](
+        logits,
+        temperatures,
+        top_k,
+        top_p,
+        min_p,
+        lowest,
+        first_ids,
+        vocabulary,
+        logits.stride(0),
+        BLOCK=BLOCK,
+        PIVOTS=PIVOTS,
+        num_warps=16,
+    )
+    return lowest, first_ids
+
+
+@triton.jit
+def _find_floor_kernel(
+    logits_ptr,
+    temperatures_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    lowest_ptr,
+    first_ids_ptr,
+    vocabulary,
+    row_stride,
+    BLOCK: tl.constexpr,
+    PIVOTS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    source = logits_ptr + row.to(tl.int64) * row_stride
+    temperature, top_k = tl.load(temperatures_ptr + row), tl.load(top_k_ptr + row)
+    top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+
+    bottom, top = _range(source, vocabulary, BLOCK)
+    above = top + tl.maximum(tl.abs(top) * 1e-6, 1e-30)  # the next larger numbers
+    lowest, first_id = bottom, 0
+    if top_k < vocabulary:
+        lowest = _kth(source, vocabulary, top_k, bottom, above, BLOCK, PIVOTS)
+    if top_p < 1:
+        scale = LOG2_E / temperature
+        lowest, share = _crossing(source, vocabulary, top_p, top, scale, lowest, above, BLOCK, PIVOTS)
+        share = tl.where(share < vocabulary, share, vocabulary)  # also when the weight of one is too small to divide by
+        first_id = _nth_last(source, vocabulary, lowest, tl.maximum(tl.ceil(share).to(tl.int32), 1), BLOCK)
+    least = tl.where(min_p > 0, top + temperature * tl.log(min_p), float("-inf"))
+    tl.store(lowest_ptr + row, tl.maximum(lowest, least))
+    tl.store(first_ids_ptr + row, tl.where(least > lowest, 0, first_id))
+
+
+@triton.jit
+def _load(source, start, vocabulary, BLOCK: tl.constexpr):
+    """[BLOCK, 1] logits in float32; -inf beyond the vocabulary and for NaN."""
+    column = start + tl.arange(0, BLOCK)[:, None]
+    x = tl.load(source + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def _range(source, vocabulary, BLOCK: tl.constexpr):
+    """The smallest and the largest finite logit."""
+    smallest = tl.full((BLOCK, 1), float("inf"), tl.float32)
+    largest = tl.full((BLOCK, 1), float("-inf"), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        x = _load(source, start, vocabulary, BLOCK)
+        smallest = tl.minimum(smallest, tl.where(x > float("-inf"), x, float("inf")))
+        largest = tl.maximum(largest, tl.where(x < float("inf"), x, float("-inf")))
+    return tl.min(smallest), tl.max(largest)
+
+
+@triton.jit
+def _pivots(low, high, PIVOTS: tl.constexpr):
+    """[1, PIVOTS] numbers that divide the way from low to high evenly."""
+    part = (tl.arange(0, PIVOTS)[None, :] + 1).to(tl.float32) / (PIVOTS + 1)
+    return low * (1 - part) + high * part
+
+
+@triton.jit
+def _kth(source, vocabulary, k, low, high, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
+    """A number that the k largest logits, and those equal to the k-th, reach, and no others.
+
+    low, high: at least k reach low, if there are so many; fewer than k reach high
+    """
+    searching = True
+    while searching:
+        pivots = _pivots(low, high, PIVOTS)
+        counts = tl.zeros((BLOCK, PIVOTS), tl.int32)
+        smallest = tl.full((BLOCK, 1), float("inf"), tl.float32)
+        largest = tl.full((BLOCK, 1), float("-inf"), tl.float32)
+        for start in range(0, vocabulary, BLOCK):
+            x = _load(source, start, vocabulary, BLOCK)
+            counts += (x >= pivots).to(tl.int32)
+            between = (x >= low) & (x < high)
+            smallest = tl.minimum(smallest, tl.where(between, x, float("inf")))
+            largest = tl.maximum(largest, tl.where(between, x, float("-inf")))
+        count = tl.sum(counts, axis=0)[None, :]
+        nearest, farthest = tl.min(smallest), tl.max(largest)
+        enough = count >= k
+        exact = tl.sum((count == k).to(tl.int32)) > 0
+        low = tl.maximum(nearest, tl.max(tl.where(enough, pivots, low)))
+        high = tl.min(tl.where(enough, high, pivots))
+        searching = (nearest < farthest) & (exact == 0)
+    return low
+
+
+@triton.jit
+def _crossing(source, vocabulary, p, top, scale, low, high, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
+    """The logit at which the probabilities of the larger ones, from high down to low, first add up to p of the whole.
+
+    Returns it, and how many of the tokens that have it are needed for that, as a fraction.
+    """
+    floor = low
+    mass_above = 0.0
+    target = 0.0
+    searching = True
+    while searching:
+        pivots = _pivots(low, high, PIVOTS)
+        masses = tl.zeros((BLOCK, PIVOTS), tl.float32)
+        wholes = tl.zeros((BLOCK, 1), tl.float32)
+        smallest = tl.full((BLOCK, 1), float("inf"), tl.float32)
+        largest = tl.full((BLOCK, 1), float("-inf"), tl.float32)
+        for start in range(0, vocabulary, BLOCK):
+            x = _load(source, start, vocabulary, BLOCK)
+            weight = tl.where(x >= floor, tl.exp2((x - top) * scale), 0.0)
+            wholes += weight
+            masses += tl.where(x >= pivots, weight, 0.0)
+            between = (x >= low) & (x < high)
+            smallest = tl.minimum(smallest, tl.where(between, x, float("inf")))
+            largest = tl.maximum(largest, tl.where(between, x, float("-inf")))
+        mass = tl.sum(masses, axis=0)[None, :]
+        target = p * tl.sum(wholes)
+        nearest, farthest = tl.min(smallest), tl.max(largest)
+        searching = nearest < farthest
+        if searching:
+            enough = mass >= target
+            low = tl.maximum(nearest, tl.max(tl.where(enough, pivots, low)))
+            high = tl.min(tl.where(enough, high, pivots))
+            mass_above = tl.max(tl.where(enough, mass_above, mass))
+        else:
+            low = nearest
+    return low, (target - mass_above) / tl.exp2((low - top) * scale)
+
+
+@triton.jit
+def _nth_last(source, vocabulary, value, n, BLOCK: tl.constexpr):
+    """The id of the n-th token from the end whose logit is `value`; 0 if there are fewer."""
+    found = 0
+    start = (tl.cdiv(vocabulary, BLOCK) - 1) * BLOCK
+    while start >= 0:
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(source + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+        is_equal = (x == value).to(tl.int32)
+        count = tl.sum(is_equal)
+        if count >= n:
+            from_end = tl.cumsum(is_equal, axis=0, reverse=True)
+            found = tl.max(tl.where((is_equal > 0) & (from_end == n), column, 0))
+            start = -BLOCK
+        else:
+            n -= count
+            start -= BLOCK
+    return found

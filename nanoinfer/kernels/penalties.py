@@ -1,0 +1,35 @@
+"""Penalties for tokens that occurred before. Few requests ask for them: this is plain torch on every device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def penalize(
+    logits: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    prompt_lengths: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
+    """Make tokens that occurred less likely, or more.
+
+    logits: [rows, vocabulary] float32
+    tokens: [rows, longest] int64, each row's prompt and output, of which the first `lengths` are valid
+    lengths, prompt_lengths: [rows] int32
+    repetition: [rows], of all of them: divides a positive logit and multiplies a negative one (Keskar et al., 2019)
+    presence, frequency: [rows], of the output: taken from the logit once, and as often as the token occurs
+    """
+    at = torch.arange(tokens.shape[1], device=tokens.device)
+    is_valid = at < lengths[:, None]
+    tokens = tokens.where(is_valid, 0)
+    seen = torch.zeros_like(logits).scatter_add_(1, tokens, is_valid.float()) > 0
+    is_output = is_valid & (at >= prompt_lengths[:, None])
+    counts = torch.zeros_like(logits).scatter_add_(1, tokens, is_output.float())
+
+    factor = torch.where(logits > 0, 1 / repetition[:, None], repetition[:, None])
+    logits = torch.where(seen, logits * factor, logits)
+    return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
