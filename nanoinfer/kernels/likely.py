@@ -14,6 +14,7 @@ from torch import Tensor
 
 BLOCK = 4096
 PIVOTS = 4  # floors that one look tries; more take more registers than they save looks
+NUM_WARPS = 16
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 Floor = tuple[
@@ -65,7 +66,7 @@ def find_floor_triton(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p
         logits.stride(0),
         BLOCK=BLOCK,
         PIVOTS=PIVOTS,
-        num_warps=16,
+        num_warps=NUM_WARPS,
     )
     return lowest, first_ids
 
