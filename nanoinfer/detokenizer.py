@@ -23,9 +23,10 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=seq.params.skip_special_tokens)
         self._stops = tuple(seq.params.stop or ())
-        self._longest = max(map(len, self._stops), default=1)
+        self._reach = max(map(len, self._stops), default=1) - 1  # characters at the text's end that a stop may begin in
         self._num_read = 0  # tokens
         self._text = io.StringIO()
+        self._end = ""  # of the text, as much as a stop string reaches back
         self._length = 0  # of the text, in characters
         self._num_safe = 0  # so many of them belong to no stop string, whatever comes
         self._num_taken = 0
@@ -61,33 +62,35 @@ class Detokenizer:
         return self._text.read()
 
     def _add(self, piece: str, may_stop: bool) -> None:
-        start = max(0, self._length - self._longest + 1)  # where a stop string may begin that ends in the piece
-        old = self._length - start
+        old, end = len(self._end), self._end + piece
+        self._text.seek(self._length)
         self._text.write(piece)
         self._length += len(piece)
-        end = self._read(start)
         found = [(at, stop) for stop in self._stops if (at := end.find(stop, max(0, old - len(stop) + 1))) >= 0]
         if found and may_stop:
             at, self._stop_string = min(found)
             kept = len(self._stop_string) if self.seq.params.include_stop_str_in_output else 0
-            self._length = start + at + kept
+            self._length += at + kept - len(end)
             self._text.truncate(self._length)
             self._num_safe = self._length
         else:
-            self._num_safe = self._length - self._possible_stop(end)
+            self._end = end[-self._reach :] if self._reach else ""
+            self._num_safe = self._length - self._possible_stop()
 
-    def _possible_stop(self, text: str) -> int:
-        """The length of the longest end of a text with which a stop string begins."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
+    def _possible_stop(self) -> int:
+        """The length of the longest end of the text with which a stop string begins."""
+        end = self._end
+        for start in range(len(end)):
+            for stop in self._stops:
+                if stop.startswith(end[start:]):
+                    return len(end) - start
         return 0
 
     def _add_rest(self) -> None:
         """No token will come any more: what waits for one is the text's end as it is."""
         whole = decode(self._tokenizer, self.seq)
         if whole.endswith(REPLACEMENT) and whole.startswith(self.text):
-            self._read(0)
+            self._text.seek(self._length)
             self._text.write(whole[self._length :])
             self._length = len(whole)
         self._num_safe = self._length

@@ -14,7 +14,7 @@ from torch import Tensor
 
 BLOCK = 4096
 PIVOTS = 4  # floors that one look tries; more take more registers than they save looks
-NUM_WARPS = 16
+NUM_WARPS = 32
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 Floor = tuple[
