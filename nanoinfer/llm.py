@@ -16,10 +16,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine, StepResult
-from nanoinfer.engine.sequence import Sequence
 from nanoinfer.inputs import Inputs, Message, Prompt
 from nanoinfer.outputs import RequestOutput, StreamOutput
-from nanoinfer.request import Request, Sample
+from nanoinfer.request import Requests
 from nanoinfer.sampling_params import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -41,11 +40,7 @@ class LLM:
         self.engine = LLMEngine(self.config)
         self._inputs = Inputs(self.config, self.tokenizer)
         self._busy = threading.Lock()
-        self._num_requests = 0
-        self._owners: dict[Sequence, Request] = {}  # of the sequences that have not ended
-        self._watched: dict[Sequence, Sample] = {}  # those of them that are looked at after each step
-        self._changed: list[Sample] = []  # of those that stream, since they were last looked at
-        self._finished: list[Request] = []  # since the last step's outputs were given out
+        self._requests = Requests(self.engine, self.tokenizer)
 
     def generate(
         self,
@@ -64,9 +59,9 @@ class LLM:
         self._check_open()
         checked = self._inputs.check(prompts, sampling_params)
         with self._turn(alone=True):
-            requests = [self._add(*entry) for entry in checked]
+            requests = [self._requests.add(*entry) for entry in checked]
             self._run(len(requests), use_tqdm)
-            self._finished.clear()
+            self._requests.take_finished()
         return [request.output() for request in requests]
 
     def chat(
@@ -105,7 +100,7 @@ class LLM:
         self._check_open()
         ((token_ids, params),) = self._inputs.check([prompt], sampling_params)
         with self._turn():
-            return self._add(token_ids, params).id
+            return self._requests.add(token_ids, params).id
 
     def step(self) -> list[RequestOutput]:
         """Let every running request have its next token; returns the outputs of the requests that have ended.
@@ -114,28 +109,21 @@ class LLM:
         """
         self._check_open()
         with self._turn():
-            if not self._finished:  # some may have been aborted
-                self._advance()
-            finished, self._finished = self._finished, []
+            if not self._requests.finished:  # some may have been aborted
+                self._requests.step()
+            finished = self._requests.take_finished()
         return [request.output() for request in finished]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has still outputs to give."""
-        return bool(self._owners or self._finished)
+        return bool(self._requests.num_running or self._requests.finished)
 
     def abort(self, request_id: int) -> None:
         """End a request; its output has what it came to, and finish_reason "abort". For the thread that runs the loop.
 
         Nothing happens to one that has ended. Raises ValueError for an id that was never given.
         """
-        if not 0 <= request_id < self._num_requests:
-            raise ValueError(f"request_id={request_id!r}: no request has it")
-        seqs = [seq for seq, request in self._owners.items() if request.id == request_id]
-        for seq in seqs:
-            self.engine.finish(seq, "abort")
-            if seq in self._watched:
-                self._watched[seq].update()
-        self._retire(seqs)
+        self._requests.abort(request_id)
 
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams as the checkpoint's generation_config.json wants them, ours for what it does not name."""
@@ -177,76 +165,40 @@ class LLM:
             try:
                 yield
             except BaseException:
-                self._abort_all()
+                self._requests.abort_all()
                 raise
         finally:
             self._busy.release()
 
     def _stream(self, checked: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
         with self._turn(alone=True):
-            requests = [self._add(*entry, streams=True) for entry in checked]
+            requests = [self._requests.add(*entry, streams=True) for entry in checked]
             places = {
                 sample: (request.id, index, number)
                 for index, request in enumerate(requests)
                 for number, sample in enumerate(request.samples)
             }
             while places:
-                if not self._changed:  # some may have been aborted
-                    self._advance()
-                changed, self._changed = self._changed, []
-                for sample in changed:
+                changed = self._requests.take_changed()  # some may have been aborted
+                if not changed:
+                    self._requests.step()
+                for sample in changed or self._requests.take_changed():
                     if sample not in places:
-                        continue  # aborted in the loop's body, and already told
+                        continue  # it was aborted in the loop's body, and this was told
                     new = sample.take_new(*places[sample])
                     if new["finish_reason"] is not None:
                         del places[sample]
                     if new["text"] or new["token_ids"] or new["finish_reason"]:
                         yield new
-            self._finished.clear()
-
-    def _add(self, prompt: list[int], params: SamplingParams, streams: bool = False) -> Request:
-        request = Request(self._num_requests, prompt, params, self.engine, self.tokenizer, streams)
-        self._num_requests += 1
-        for sample in request.samples:
-            self._owners[sample.seq] = request
-            if sample.is_watched:
-                self._watched[sample.seq] = sample
-        return request
-
-    def _advance(self) -> StepResult:
-        """One step of the engine, and what it means for the requests' texts."""
-        result = self.engine.step()
-        ended = result.finished
-        if self._watched:
-            watched = [self._watched[seq] for seq in result.advanced if seq in self._watched]
-            running = [sample for sample in watched if not sample.seq.is_finished]
-            for sample in watched:
-                sample.update()
-            self._changed += [sample for sample in watched if sample.streams and not sample.seq.is_finished]
-            ended = ended + [sample.seq for sample in running if sample.seq.is_finished]
-        self._retire(ended)
-        return result
-
-    def _retire(self, ended: list[Sequence]) -> None:
-        for seq in ended:
-            sample = self._watched.pop(seq, None)
-            if sample is not None and sample.streams:
-                self._changed.append(sample)
-            request = self._owners.pop(seq, None)
-            if request is not None and request.is_finished:
-                self._finished.append(request)
-
-    def _abort_all(self) -> None:
-        self.engine.abort_all()
-        for entries in (self._owners, self._watched, self._changed, self._finished):
-            entries.clear()
+            self._requests.take_finished()
 
     def _run(self, num_requests: int, use_tqdm: bool) -> None:
         with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
             rates, num_finished = Rates(), 0
-            while self._owners:
-                result = self._advance()
-                newly, num_finished = len(self._finished) - num_finished, len(self._finished)
+            while self._requests.num_running:
+                result = self._requests.step()
+                newly = len(self._requests.finished) - num_finished
+                num_finished += newly
                 if use_tqdm and (rates.update(result) or newly):
                     bar.set_postfix_str(str(rates), refresh=False)
                     bar.update(newly)

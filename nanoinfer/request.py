@@ -1,11 +1,11 @@
-"""Request: one prompt on its way through the engine, and the text of its samples."""
+"""Requests: the prompts on their way through the engine, and the text of their samples."""
 
 from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.detokenizer import Detokenizer, decode
-from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.llm_engine import LLMEngine, StepResult
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.outputs import RequestOutput, SampleOutput, StreamOutput, Timings
 from nanoinfer.sampling_params import SamplingParams
@@ -128,3 +128,86 @@ class Request:
             ),
             samples=samples,
         )
+
+
+class Requests:
+    """The requests whose outputs have not been given out.
+
+    finished: those whose samples have all ended, in the order of their ends
+    """
+
+    def __init__(self, engine: LLMEngine, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.finished: list[Request] = []
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._count = 0
+        self._owners: dict[Sequence, Request] = {}  # of the sequences that have not ended
+        self._watched: dict[Sequence, Sample] = {}  # those of them that are looked at after each of their steps
+        self._changed: list[Sample] = []  # of those that stream, since they were last asked for
+
+    @property
+    def num_running(self) -> int:
+        """Samples that have not ended."""
+        return len(self._owners)
+
+    def add(self, prompt: list[int], params: SamplingParams, streams: bool = False) -> Request:
+        """Queue a request."""
+        request = Request(self._count, prompt, params, self._engine, self._tokenizer, streams)
+        self._count += 1
+        for sample in request.samples:
+            self._owners[sample.seq] = request
+            if sample.is_watched:
+                self._watched[sample.seq] = sample
+        return request
+
+    def step(self) -> StepResult:
+        """One step of the engine, and what it means for the texts."""
+        result = self._engine.step()
+        ended = result.finished
+        if self._watched:
+            watched = [self._watched[seq] for seq in result.advanced if seq in self._watched]
+            running = [sample for sample in watched if not sample.seq.is_finished]
+            for sample in watched:
+                sample.update()
+            self._changed += [sample for sample in watched if sample.streams and not sample.seq.is_finished]
+            ended = ended + [sample.seq for sample in running if sample.seq.is_finished]
+        self._retire(ended)
+        return result
+
+    def abort(self, request_id: int) -> None:
+        """End what has not ended of a request. Raises ValueError for an id that was never given."""
+        if not 0 <= request_id < self._count:
+            raise ValueError(f"request_id={request_id!r}: no request has it")
+        seqs = [seq for seq, request in self._owners.items() if request.id == request_id]
+        for seq in seqs:
+            self._engine.finish(seq, "abort")
+            if seq in self._watched:
+                self._watched[seq].update()
+        self._retire(seqs)
+
+    def abort_all(self) -> None:
+        """Forget everything."""
+        self._engine.abort_all()
+        self._owners.clear()
+        self._watched.clear()
+        self._changed.clear()
+        self.finished.clear()
+
+    def take_finished(self) -> list[Request]:
+        """Those that have ended since the last time."""
+        finished, self.finished = self.finished, []
+        return finished
+
+    def take_changed(self) -> list[Sample]:
+        """The streaming samples that have something new since the last time, or have ended; some perhaps twice."""
+        changed, self._changed = self._changed, []
+        return changed
+
+    def _retire(self, ended: list[Sequence]) -> None:
+        for seq in ended:
+            sample = self._watched.pop(seq, None)
+            if sample is not None and sample.streams:
+                self._changed.append(sample)
+            request = self._owners.pop(seq)
+            if request.is_finished:
+                self.finished.append(request)
