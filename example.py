@@ -24,15 +24,14 @@ def main() -> None:
 
     with LLM(args.model) as llm:
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        prompts = SHAKESPEARE if args.model == BUNDLED_MODEL else QUESTIONS
-        if llm.tokenizer is not None and llm.tokenizer.chat_template and prompts is QUESTIONS:
-            prompts = [
-                llm.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-                )
-                for question in QUESTIONS
-            ]
-        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        if args.model == BUNDLED_MODEL:
+            prompts, outputs = SHAKESPEARE, llm.generate(SHAKESPEARE, params)
+        elif llm.tokenizer is not None and llm.tokenizer.chat_template:
+            chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+            prompts, outputs = QUESTIONS, llm.chat(chats, params)
+        else:
+            prompts, outputs = QUESTIONS, llm.generate(QUESTIONS, params)
+        for prompt, output in zip(prompts, outputs, strict=True):
             print(f"\n--- {prompt}\n{output['text']}")
 
 
