@@ -186,7 +186,8 @@ class ModelRunner:
         budget = CPU_BUDGET
         if config.device == "cuda":
             self._make_cache(spec, 1)
-            reserved = self._warm_up(keep_decode=bool(sizes)) + len(sizes) * BYTES_PER_GRAPH
+            reserved = self._warm_up(keep_decode=bool(sizes)) + self.special.working_bytes
+            reserved += len(sizes) * BYTES_PER_GRAPH
             budget = cuda_budget(config, self.device, reserved)
         # The poorest rank decides for all, and all of them see that it is too poor.
         budget = self.tp.min(budget, self.device)

@@ -17,7 +17,8 @@ from nanoinfer.engine.transfer import upload
 from nanoinfer.kernels.sample import sample
 from nanoinfer.utils.tensor_parallel import TensorParallel
 
-ROWS_AT_ONCE = 64  # whose logits are needed in float32, several times over
+ROWS_AT_ONCE = 64  # whose logits are needed in float32
+COPIES = 8  # of them, while they are penalized
 
 
 class SpecialRows:
@@ -36,6 +37,11 @@ class SpecialRows:
         self._groups: list[SpecialGroup] = []  # of all rows, kept while they are the same
         self._history_shape = (max_num_seqs, max_model_len)
         self._history: Tensor | None = None  # [rows, max_model_len] int32, made when the first row needs it
+
+    @property
+    def working_bytes(self) -> int:
+        """The device memory that a redraw may take while it runs."""
+        return COPIES * ROWS_AT_ONCE * self.vocab_size * torch.float32.itemsize
 
     def update(self, message: PrefillMessage | DecodeMessage) -> None:
         """Follow the rows to where the host has them."""

@@ -100,7 +100,7 @@ def _find_floor_kernel(
         lowest, share = _crossing(source, vocabulary, top_p, top, scale, lowest, above, BLOCK, PIVOTS)
         share = tl.where(share < vocabulary, share, vocabulary)  # also when the weight of one is too small to divide by
         first_id = _nth_last(source, vocabulary, lowest, tl.maximum(tl.ceil(share).to(tl.int32), 1), BLOCK)
-    least = tl.where(min_p > 0, top + temperature * tl.log(min_p), float("-inf"))
+    least = tl.where(min_p > 0, top + temperature * tl.log(tl.maximum(min_p, 1e-30)), float("-inf"))
     tl.store(lowest_ptr + row, tl.maximum(lowest, least))
     tl.store(first_ids_ptr + row, tl.where(least > lowest, 0, first_id))
 
