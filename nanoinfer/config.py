@@ -209,7 +209,10 @@ def _find_generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_eos_token_ids(folder: str, hf_config: PretrainedConfig, generation: dict[str, Any]) -> frozenset[int]:
-    """Every end-of-sequence id that the checkpoint's config.json or generation_config.json names."""
+    """Every end-of-sequence id that the checkpoint's config.json or generation_config.json names.
+
+    Without those that are no token's, such as a -1 for none.
+    """
     ids: set[int] = set()
     for eos in (getattr(hf_config, "eos_token_id", None), generation.get("eos_token_id")):
         found = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -218,7 +221,7 @@ def _find_eos_token_ids(folder: str, hf_config: PretrainedConfig, generation: di
                 f"model={folder!r}: eos_token_id={eos!r} in its configs: must be an integer or a list of them"
             )
         ids.update(found)
-    return frozenset(ids)
+    return frozenset(token_id for token_id in ids if 0 <= token_id < hf_config.vocab_size)
 
 
 def _resolve_dtype(dtype: str, device: str, hf_config: PretrainedConfig) -> str:

@@ -46,7 +46,7 @@ class Detokenizer:
             self._num_read += 1
             piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
             if piece:
-                self._add(piece, may_stop=self._num_read >= self.seq.params.min_tokens)
+                self._add(piece, may_stop=self._num_read > self.seq.params.min_tokens)
         if self.seq.is_finished and self._stop_string is None:
             self._add_rest()
         return self._stop_string

@@ -24,12 +24,15 @@ class Inputs:
         self.tokenizer = tokenizer
 
     def check(
-        self, prompts: Prompt | ListLike[Prompt], sampling_params: SamplingParams | ListLike[SamplingParams] | None
+        self,
+        prompts: Prompt | ListLike[Prompt],
+        sampling_params: SamplingParams | ListLike[SamplingParams] | None,
+        name: str = "prompts",
     ) -> list[tuple[list[int], SamplingParams]]:
-        """Each prompt's token ids and its settings."""
-        items = [prompts] if isinstance(prompts, str) else _as_list("prompts", prompts)
+        """Each prompt's token ids and its settings; name: of the argument that they come from."""
+        items = [prompts] if isinstance(prompts, str) else _as_list(name, prompts)
         params = self._check_params(len(items), sampling_params)
-        return [(self._check_prompt(index, item), params[index]) for index, item in enumerate(items)]
+        return [(self._check_prompt(f"{name}[{i}]", item), params[i]) for i, item in enumerate(items)]
 
     def render(self, messages: ListLike[Message] | ListLike[ListLike[Message]], **template: Any) -> list[list[int]]:
         """Each chat as a prompt, by the tokenizer's own template."""
@@ -38,21 +41,22 @@ class Inputs:
         chats = _as_list("messages", messages)
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
-        return [self._render_one(index, chat, template) for index, chat in enumerate(chats)]
+        return [self._render_one(f"messages[{i}]", chat, template) for i, chat in enumerate(chats)]
 
-    def _render_one(self, index: int, chat: Any, template: dict[str, Any]) -> list[int]:
+    def _render_one(self, name: str, chat: Any, template: dict[str, Any]) -> list[int]:
         assert self.tokenizer is not None
-        for entry in _as_list(f"messages[{index}]", chat):
+        entries = _as_list(name, chat)
+        for entry in entries:
             if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
-                raise ValueError(f"messages[{index}] has {_short(entry)}: must be mappings with a role and content")
+                raise ValueError(f"{name} has {_short(entry)}: must be mappings with a role and content")
         continues = template.get("continue_final_message", False)
         try:
             text = self.tokenizer.apply_chat_template(
-                list(chat), tokenize=False, **{"add_generation_prompt": not continues, **template}
+                entries, tokenize=False, **{"add_generation_prompt": not continues, **template}
             )
         except Exception as error:
-            raise ValueError(f"messages[{index}]: the chat template does not take it: {error}") from error
-        return self.tokenizer.encode(text, add_special_tokens=False)  # they are in the template
+            raise ValueError(f"{name}: the chat template does not take it: {error}") from error
+        return self._encode(name, text, add_special_tokens=False)  # they are in the template
 
     def _check_params(
         self, count: int, sampling_params: SamplingParams | ListLike[SamplingParams] | None
@@ -92,39 +96,35 @@ class Inputs:
         if not self.tokenizer.is_fast:
             raise ValueError(f"{name} needs a tokenizer.json, which {self.config.model!r} does not have")
 
-    def _check_prompt(self, index: int, prompt: object) -> list[int]:
-        token_ids = self._encode(index, prompt)
+    def _check_prompt(self, name: str, prompt: object) -> list[int]:
+        token_ids = self._encode(name, prompt)
         if not token_ids:
-            raise ValueError(f"prompts[{index}] is empty: it must have at least one token")
+            raise ValueError(f"{name} is empty: it must have at least one token")
         vocab_size = self.config.hf_config.vocab_size
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < vocab_size:
-                raise ValueError(f"prompts[{index}] has token id {token_id}: must be from 0 to {vocab_size - 1}")
+                raise ValueError(f"{name} has token id {token_id}: must be from 0 to {vocab_size - 1}")
         if len(token_ids) >= self.config.max_model_len:
             raise ValueError(
-                f"prompts[{index}] has {len(token_ids)} tokens: must be fewer than"
+                f"{name} has {len(token_ids)} tokens: must be fewer than"
                 f" max_model_len={self.config.max_model_len}, to leave room for a token"
             )
         return token_ids
 
-    def _encode(self, index: int, prompt: object) -> list[int]:
+    def _encode(self, name: str, prompt: object, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(prompt, str):
             try:
                 if isinstance(prompt, (bytes, bytearray, Mapping, Set)):
                     raise TypeError
                 return array("q", prompt).tolist()  # type: ignore[call-overload]
             except (TypeError, ValueError, OverflowError):
-                raise ValueError(
-                    f"prompts[{index}] is {_short(prompt)}: must be a string or a list of token ids"
-                ) from None
+                raise ValueError(f"{name} is {_short(prompt)}: must be a string or a list of token ids") from None
         if self.tokenizer is None:
-            raise ValueError(
-                f"prompts[{index}] is text, but {self.config.model!r} has no tokenizer: pass a list of token ids"
-            )
+            raise ValueError(f"{name} is text, but {self.config.model!r} has no tokenizer: pass a list of token ids")
         try:
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         except TypeError:  # such as half a surrogate pair
-            raise ValueError(f"prompts[{index}] is {_short(prompt)}: the tokenizer does not take it") from None
+            raise ValueError(f"{name} is {_short(prompt)}: the tokenizer does not take it") from None
 
 
 def _as_list(name: str, value: Any) -> list[Any]:

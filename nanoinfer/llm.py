@@ -56,13 +56,8 @@ class LLM:
 
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
         """
-        self._check_open()
-        checked = self._inputs.check(prompts, sampling_params)
-        with self._turn(alone=True):
-            requests = [self._requests.add(*entry) for entry in checked]
-            self._run(len(requests), use_tqdm)
-            self._requests.take_finished()
-        return [request.output() for request in requests]
+        self.engine.check_open()
+        return self._generate(self._inputs.check(prompts, sampling_params), use_tqdm)
 
     def chat(
         self,
@@ -78,7 +73,9 @@ class LLM:
 
         Raises ValueError, before anything runs, for what generate would, and for a chat that the template refuses.
         """
-        return self.generate(self._inputs.render(messages, **template), sampling_params, use_tqdm)
+        self.engine.check_open()
+        chats = self._inputs.render(messages, **template)
+        return self._generate(self._inputs.check(chats, sampling_params, name="messages"), use_tqdm)
 
     def stream(
         self,
@@ -87,9 +84,10 @@ class LLM:
     ) -> Iterator[StreamOutput]:
         """Generate for every prompt; yields what is new of each sample as it comes, its last with a finish_reason.
 
-        Leaving the loop over it, by whatever way, aborts what has not ended. Raises as generate does.
+        Leaving the loop over it, by whatever way, aborts what has not ended. One that has a name goes on until it is
+        exhausted, closed (its `close`) or deleted. Raises as generate does.
         """
-        self._check_open()
+        self.engine.check_open()
         checked = self._inputs.check(prompts, sampling_params)
         if self.tokenizer is not None and any(params.detokenize for _, params in checked):
             self._inputs.check_detokenizer("stream")
@@ -97,7 +95,7 @@ class LLM:
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt for `step`; returns the id that its output will have. Raises as generate does."""
-        self._check_open()
+        self.engine.check_open()
         ((token_ids, params),) = self._inputs.check([prompt], sampling_params)
         with self._turn():
             return self._requests.add(token_ids, params).id
@@ -107,12 +105,11 @@ class LLM:
 
         If it raises, KeyboardInterrupt included, all requests are aborted.
         """
-        self._check_open()
+        self.engine.check_open()
         with self._turn():
             if not self._requests.finished:  # some may have been aborted
                 self._requests.step()
-            finished = self._requests.take_finished()
-        return [request.output() for request in finished]
+            return [request.output() for request in self._requests.take_finished()]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has still outputs to give."""
@@ -123,7 +120,10 @@ class LLM:
 
         Nothing happens to one that has ended. Raises ValueError for an id that was never given.
         """
-        self._requests.abort(request_id)
+        request = self._requests.find(request_id)
+        if request is not None:
+            with self._all_or_none():
+                self._requests.abort(request)
 
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams as the checkpoint's generation_config.json wants them, ours for what it does not name."""
@@ -132,6 +132,7 @@ class LLM:
     def close(self) -> None:
         """Give back all device memory, processes and shared memory; safe to call twice."""
         self.engine.close()
+        self._requests.abort_all()
 
     def __enter__(self) -> LLM:
         return self
@@ -144,13 +145,9 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self.engine.is_closed:
-            raise ValueError("this LLM is closed: make another")
-
     @contextmanager
     def _turn(self, alone: bool = False) -> Iterator[None]:
-        """Nobody else may run the engine meanwhile; if it fails or is interrupted, nothing is left in it.
+        """Nobody else may run the engine meanwhile.
 
         alone: nor may requests of others be in it
         """
@@ -162,13 +159,26 @@ class LLM:
         try:
             if alone and self.has_unfinished_requests():
                 raise RuntimeError("requests of add_request have not ended: call step until they have, or abort them")
-            try:
+            with self._all_or_none():
                 yield
-            except BaseException:
-                self._requests.abort_all()
-                raise
         finally:
             self._busy.release()
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """If what is done to the requests is broken off, they are dropped: an interrupt may leave them half changed."""
+        try:
+            yield
+        except BaseException:
+            self._requests.abort_all()
+            raise
+
+    def _generate(self, checked: list[tuple[list[int], SamplingParams]], use_tqdm: bool) -> list[RequestOutput]:
+        with self._turn(alone=True):
+            requests = [self._requests.add(*entry) for entry in checked]
+            self._run(len(requests), use_tqdm)
+            self._requests.take_finished()
+            return [request.output() for request in requests]
 
     def _stream(self, checked: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
         with self._turn(alone=True):

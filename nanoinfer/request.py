@@ -93,7 +93,6 @@ class Request:
 
     def __init__(
         self,
-        request_id: int,
         prompt: list[int],
         params: SamplingParams,
         engine: LLMEngine,
@@ -101,11 +100,11 @@ class Request:
         streams: bool = False,
     ) -> None:
         """streams: what is new of it will be taken as it comes"""
-        self.id = request_id
         self.params = params
         if not params.detokenize:
             tokenizer = None
         self.samples = [Sample(seq, engine, tokenizer, streams) for seq in engine.add_request(prompt, params)]
+        self.id = self.samples[0].seq.request_id
 
     @property
     def is_finished(self) -> bool:
@@ -140,24 +139,20 @@ class Requests:
         self.finished: list[Request] = []
         self._engine = engine
         self._tokenizer = tokenizer
-        self._count = 0
-        self._owners: dict[Sequence, Request] = {}  # of the sequences that have not ended
-        self._watched: dict[Sequence, Sample] = {}  # those of them that are looked at after each of their steps
+        self._running: dict[int, Request] = {}  # by id
+        self._watched: dict[Sequence, Sample] = {}  # those of theirs that are looked at after each of their steps
         self._changed: list[Sample] = []  # of those that stream, since they were last asked for
 
     @property
     def num_running(self) -> int:
-        """Samples that have not ended."""
-        return len(self._owners)
+        """Requests that have not ended."""
+        return len(self._running)
 
     def add(self, prompt: list[int], params: SamplingParams, streams: bool = False) -> Request:
         """Queue a request."""
-        request = Request(self._count, prompt, params, self._engine, self._tokenizer, streams)
-        self._count += 1
-        for sample in request.samples:
-            self._owners[sample.seq] = request
-            if sample.is_watched:
-                self._watched[sample.seq] = sample
+        request = Request(prompt, params, self._engine, self._tokenizer, streams)
+        self._running[request.id] = request
+        self._watched.update((sample.seq, sample) for sample in request.samples if sample.is_watched)
         return request
 
     def step(self) -> StepResult:
@@ -174,11 +169,16 @@ class Requests:
         self._retire(ended)
         return result
 
-    def abort(self, request_id: int) -> None:
-        """End what has not ended of a request. Raises ValueError for an id that was never given."""
-        if not 0 <= request_id < self._count:
+    def find(self, request_id: int) -> Request | None:
+        """The request, unless it has ended. Raises ValueError for an id that was never given."""
+        given = range(self._engine.num_requests)
+        if not isinstance(request_id, int) or isinstance(request_id, bool) or request_id not in given:
             raise ValueError(f"request_id={request_id!r}: no request has it")
-        seqs = [seq for seq, request in self._owners.items() if request.id == request_id]
+        return self._running.get(request_id)
+
+    def abort(self, request: Request) -> None:
+        """End what has not ended of a request."""
+        seqs = [sample.seq for sample in request.samples if not sample.seq.is_finished]
         for seq in seqs:
             self._engine.finish(seq, "abort")
             if seq in self._watched:
@@ -188,7 +188,7 @@ class Requests:
     def abort_all(self) -> None:
         """Forget everything."""
         self._engine.abort_all()
-        self._owners.clear()
+        self._running.clear()
         self._watched.clear()
         self._changed.clear()
         self.finished.clear()
@@ -208,6 +208,8 @@ class Requests:
             sample = self._watched.pop(seq, None)
             if sample is not None and sample.streams:
                 self._changed.append(sample)
-            request = self._owners.pop(seq)
-            if request.is_finished:
-                self.finished.append(request)
+            request = self._running.get(seq.request_id)
+            if request is not None and request.is_finished:
+                self.finished.append(self._running.pop(request.id))
+        if not self._running:
+            self._engine.drain()  # a stop string ends a sequence whose next token is on its way

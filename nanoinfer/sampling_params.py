@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MIN_TEMPERATURE = 1e-6  # what is below is greedy: logits divided by it would overflow
+LARGEST = 1e30  # of any number: the device computes in float32
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     stop: str | Iterable[str] | None = None
     stop_token_ids: Iterable[int] | None = None
     include_stop_str_in_output: bool = False
@@ -64,8 +63,8 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if not _is_number(self.temperature) or not 0 <= self.temperature <= sys.float_info.max:
-            raise ValueError(f"temperature={self.temperature!r}: must be 0 (greedy) or a positive finite number")
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= LARGEST:
+            raise ValueError(f"temperature={self.temperature!r}: must be 0 (greedy) or positive, at most {LARGEST:g}")
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r}: must be None or an integer from 0 to 2**63 - 1")
         self._check_lengths()
@@ -94,8 +93,10 @@ class SamplingParams:
             raise ValueError(f"min_p={self.min_p!r}: must be from 0 to 1")
 
     def _check_penalties(self) -> None:
-        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty <= sys.float_info.max:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty!r}: must be a positive finite number")
+        if not _is_number(self.repetition_penalty) or not 1 / LARGEST <= self.repetition_penalty <= LARGEST:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty!r}: must be positive, from {1 / LARGEST:g} to {LARGEST:g}"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not _is_number(value) or not -2 <= value <= 2:
@@ -105,14 +106,19 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias={self.logit_bias!r}: must be a mapping from token ids to numbers")
         for token_id, bias in self.logit_bias.items():
-            if not _is_token_id(token_id) or not _is_number(bias) or not math.isfinite(bias):
-                raise ValueError(f"logit_bias has {token_id!r}: {bias!r}: must map token ids to finite numbers")
+            if not _is_token_id(token_id) or not _is_number(bias) or not -LARGEST <= bias <= LARGEST:
+                raise ValueError(
+                    f"logit_bias has {token_id!r}: {bias!r}: must map token ids to numbers from -{LARGEST:g} to"
+                    f" {LARGEST:g}"
+                )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_stops(self) -> None:
         stop, ids = (self.stop,) if isinstance(self.stop, str) else self.stop, self.stop_token_ids
         for name, values, kind in (("stop", stop, "non-empty strings"), ("stop_token_ids", ids, "token ids")):
             try:
+                if isinstance(values, (str, bytes, Mapping)):
+                    raise TypeError
                 entries = () if values is None else tuple(values)
             except TypeError:
                 raise ValueError(f"{name}={values!r}: must be a list of {kind}") from None
@@ -140,10 +146,8 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a draw needs no more than logits, temperature and seed."""
-        return not (
-            self.has_penalties or self.has_filters or self.logit_bias or self.min_tokens or self.logprobs is not None
-        )
+        """Whether a draw needs no more than logits, temperature and seed, once min_tokens have been generated."""
+        return not (self.has_penalties or self.has_filters or self.logit_bias) and self.logprobs is None
 
 
 def _is_int(value: Any) -> bool:

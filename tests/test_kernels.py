@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nanoinfer.kernels.activation import silu_mul_reference, silu_mul_triton
 from nanoinfer.kernels.all_reduce_norm import all_reduce_add_rms_norm
 from nanoinfer.kernels.best_of_ranks import best_of_ranks
-from nanoinfer.kernels.likely import find_floor_reference, find_floor_triton
+from nanoinfer.kernels.likely import Floor, find_floor_reference, find_floor_triton
 from nanoinfer.kernels.norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
@@ -393,13 +393,27 @@ def test_find_floor(top_k: int, ties: bool) -> None:
         torch.tensor([0.0, 0.0, 0.01, 0.001], device=DEVICE),
     )
     expected, found = (f(logits, temperatures, *columns) for f in (find_floor_reference, find_floor_triton))
-    ids = torch.arange(9001, device=DEVICE)
-    for row in range(rows):
-        masks = [
-            (logits[row] > low[row]) | ((logits[row] == low[row]) & (ids >= first[row]))
-            for low, first in (expected, found)
-        ]
-        assert torch.equal(*masks), f"row {row}: {masks[0].sum()} and {masks[1].sum()} stay"
+    assert torch.equal(above(expected, logits), above(found, logits))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (2**31 - 1, 0.51)])
+def test_find_floor_among_neighbours(top_k: int, top_p: float) -> None:
+    """No number lies between these logits, nor always a pivot: each is the next of another in float32."""
+    rows = 30
+    neighbours = [-torch.rand(rows, 1, device=DEVICE) * 16]
+    for _ in range(6):
+        neighbours.append(torch.nextafter(neighbours[-1], torch.full_like(neighbours[-1], float("inf"))))
+    logits = torch.cat(neighbours, dim=1).gather(1, torch.randint(7, (rows, 40)).to(DEVICE))
+    settings = [torch.full((rows,), value, device=DEVICE) for value in (1.0, top_k, top_p, 0.0)]
+    expected, found = (f(logits, *settings) for f in (find_floor_reference, find_floor_triton))
+    assert torch.equal(above(expected, logits), above(found, logits))
+
+
+def above(floor: Floor, logits: torch.Tensor) -> torch.Tensor:
+    """Which tokens stay."""
+    lowest, first_ids = (column[:, None] for column in floor)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return (logits > lowest) | ((logits == lowest) & (ids >= first_ids))
 
 
 def test_sample_draws_above_the_floor_alone() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +18,7 @@ from transformers import (
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine.message import SpecialMessage
+from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.special_rows import SpecialGroup
 from nanoinfer.kernels.likely import find_floor_reference, find_floor_triton
 from nanoinfer.kernels.penalties import penalize
@@ -127,9 +127,10 @@ class TestPenalties:
 
 
 def special(params: SamplingParams, tokens: list[int]) -> SpecialMessage:
-    return SpecialMessage(
-        params, array("i", tokens), 2, tuple(params.stop_token_ids or ()) if params.min_tokens else ()
-    )
+    """The first two tokens are the prompt."""
+    seq = Sequence(tokens[:2], params, 0, 100, frozenset(params.stop_token_ids or ()))
+    seq.token_ids.extend(tokens[2:])
+    return SpecialMessage.of(seq)
 
 
 @pytest.mark.parametrize(

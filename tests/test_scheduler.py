@@ -32,10 +32,7 @@ def samples(
 ) -> list[Sequence]:
     """The sequences of one request."""
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids)
-    seqs: list[Sequence] = []
-    for i in range(n):
-        seqs.append(Sequence(prompt, params, seed + i, 40, frozenset(stop_ids), seqs[0] if seqs else None))
-    return seqs
+    return [Sequence(prompt, params, seed + i, 40, frozenset(stop_ids), request_id=seed, sample=i) for i in range(n)]
 
 
 def prefill(step: Step | None) -> list[tuple[Sequence, int, int]]:
@@ -325,12 +322,18 @@ def serve_random_requests(depth, requests, blocks, rows, budget, arrivals) -> No
         for i, (length, most, ignore, start, n) in enumerate(requests)
     )
     seqs, in_flight, idle = [seq for group in pending for seq in group], deque(), 0
+    forgotten: set[Sequence] = set()
     while pending or not sched.is_finished or in_flight:
         while pending and (sched.is_finished or arrivals.random() < 0.3):
             for seq in pending.popleft():
                 sched.add(seq)
         if (alive := [*sched.waiting, *sched.running]) and arrivals.random() < 0.03:
             sched.finish(arrivals.choice(alive), "abort")
+        if arrivals.random() < 0.01:
+            forgotten.update(sched.waiting, sched.running)
+            sched.abort_all()
+            row_map.clear()
+            in_flight.clear()
         step = sched.schedule(in_flight=bool(in_flight))
         if step is not None:
             message, order = row_map.describe(step)
@@ -347,7 +350,7 @@ def serve_random_requests(depth, requests, blocks, rows, budget, arrivals) -> No
                 for seq, end in ends:  # a cached prefix, or another's blocks, must hold these very tokens
                     assert device.read(seq.block_table, end) == list(seq.token_ids[:end])
             in_flight.append((step, list(zip(order, tokens, strict=True))))
-        idle = idle + 1 if step is None else 0
+        idle = idle + 1 if step is None and not sched.is_finished else 0
         assert idle <= depth + 1, "nothing runs and nothing is in flight: the engine would hang"
         if in_flight and (step is None or len(in_flight) == depth):
             postprocess(sched, *in_flight.popleft())
@@ -355,7 +358,7 @@ def serve_random_requests(depth, requests, blocks, rows, budget, arrivals) -> No
         check_decoding(sched)
     for seq in seqs:
         tokens, expected = seq.output_token_ids, expected_tokens(seq)
-        if seq.finish_reason == "abort":
+        if seq.finish_reason == "abort" or seq in forgotten:
             assert tokens == expected[: len(tokens)]
         else:
             assert tokens == expected

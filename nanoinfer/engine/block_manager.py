@@ -109,6 +109,14 @@ class BlockManager:
                     self.free_blocks.move_to_end(block_id, last=False)
         seq.block_table = []
 
+    def free_all(self) -> None:
+        """Take back every block, whatever state an interrupt left it in; what has a name keeps its content."""
+        for block in self.blocks:
+            block.ref_count = 0
+        named = set(self.cached_blocks.values())
+        held = [block_id for block_id in range(len(self.blocks)) if block_id not in self.free_blocks]
+        self.free_blocks = OrderedDict.fromkeys(sorted([*self.free_blocks, *held], key=named.__contains__))
+
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         found: list[int] = []
         for index in range((len(seq) - 1) // self.block_size):

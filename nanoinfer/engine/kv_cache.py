@@ -11,6 +11,7 @@ from torch import Tensor
 from nanoinfer.config import Config
 
 CPU_BUDGET = 4 << 30  # of which only what is written costs memory
+BLOCKS_AT_ONCE = 4  # that are copied
 BYTES_PER_GRAPH = 8 << 20  # a captured step of 28 or 36 layers took 6 to 8 MiB on an H200
 
 
@@ -39,6 +40,16 @@ class KVCacheSpec:
             return torch.zeros(shape, dtype=self.dtype, device=device)
         # NumPy's zeros cost no memory before they are written.
         return torch.from_numpy(np.zeros(num_blocks * self.block_bytes, np.uint8)).view(self.dtype).view(shape)
+
+
+def copy_blocks(kv_cache: Tensor, copies: Tensor) -> None:
+    """Copy some blocks of every layer, a few at a time: on their way they take as much memory again.
+
+    copies: [2, blocks] int64, those to be copied, and to where
+    """
+    if copies.numel():
+        for source, destination in copies.split(BLOCKS_AT_ONCE, dim=1):
+            kv_cache[:, :, destination] = kv_cache[:, :, source]
 
 
 def cuda_budget(config: Config, device: torch.device, reserved: int) -> int:

@@ -65,25 +65,28 @@ class LLMEngine:
         self.rows = RowMap()
         self.in_flight: deque[InFlight] = deque()
         self.on_step: Callable[[StepResult], None] | None = None  # told of each step read back
-        self._num_requests = 0
+        self.num_requests = 0  # that were ever added
 
     def add_request(self, prompt: list[int], params: SamplingParams) -> list[Sequence]:
-        """Queue a request; returns its params.n sequences, which hold their tokens once steps have finished them."""
+        """Queue a request; returns its params.n sequences, which hold their tokens once steps have finished them.
+
+        Their request_id counts the requests, from 0.
+        """
+        request_id, self.num_requests = self.num_requests, self.num_requests + 1
         seed = params.seed
         if seed is None:
-            seed = self.config.seed * 0x9E3779B97F4A7C15 + self._num_requests * 0xD1B54A32D192ED03
-        self._num_requests += 1
+            seed = self.config.seed * 0x9E3779B97F4A7C15 + request_id * 0xD1B54A32D192ED03
         stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_ids |= self.config.eos_token_ids
-        samples: list[Sequence] = []
-        for index in range(params.n):
-            own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
-            first = samples[0] if samples else None
-            samples.append(Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, first))
-            samples[-1].queued_at = time.perf_counter()
-            self.scheduler.add(samples[-1])
-        return samples
+        seqs: list[Sequence] = []
+        for sample in range(params.n):
+            own_seed = (seed + sample * 0xA0761D6478BD642F) % 2**63
+            seq = Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, request_id, sample)
+            seq.queued_at = time.perf_counter()
+            seqs.append(seq)
+            self.scheduler.add(seq)
+        return seqs
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence now, or give one that has ended another reason."""
@@ -100,6 +103,7 @@ class LLMEngine:
 
     def step(self) -> StepResult:
         """Launch the next step, if one can be planned, and read back the one before it."""
+        self.check_open()
         step = self.scheduler.schedule(in_flight=bool(self.in_flight))
         if step is not None:
             message, seqs = self.rows.describe(step)
@@ -109,6 +113,11 @@ class LLMEngine:
         if self.in_flight and (step is None or len(self.in_flight) > 1):
             return self._read_back(self.in_flight.popleft())
         return StepResult([])
+
+    def drain(self) -> None:
+        """Read back what is in flight."""
+        while self.in_flight:
+            self._read_back(self.in_flight.popleft())
 
     def _make_runner(self) -> ModelRunner:
         config, workers = self.config, self.workers
@@ -180,6 +189,11 @@ class LLMEngine:
     def close(self) -> None:
         """End the other ranks and give back all memory; safe to call twice."""
         self._finalizer()
+
+    def check_open(self) -> None:
+        """Raise ValueError when close has been called, or the ranks have failed."""
+        if self.is_closed:
+            raise ValueError("this LLM is closed: make another")
 
     @property
     def is_closed(self) -> bool:

@@ -18,7 +18,7 @@ class ChunkMessage:
     start: int  # position of the first of them
     block_table: list[int]
     num_logprobs: int | None = None  # of the tokens that follow each of these in the prompt
-    next_token: int = -1  # the prompt's token after the last of these, if it goes on
+    next_token: int | None = None  # the prompt's token after the last of these, if it goes on
 
 
 @dataclass(slots=True)
@@ -28,7 +28,21 @@ class SpecialMessage:
     params: SamplingParams
     token_ids: array[int]  # all so far, if they count for the next one
     num_prompt_tokens: int
-    suppressed: tuple[int, ...]  # the tokens that would end it, if there is a least length
+    suppressed: tuple[int, ...]  # the tokens that would end it
+    num_suppressed: int  # for so many steps
+
+    @staticmethod
+    def of(seq: Sequence) -> SpecialMessage:
+        """What is to be known of a sequence from its next token on."""
+        params = seq.params
+        num_suppressed = max(0, params.min_tokens - seq.num_output_tokens)
+        return SpecialMessage(
+            params,
+            token_ids=seq.token_ids if params.has_penalties else array("i"),
+            num_prompt_tokens=seq.num_prompt_tokens,
+            suppressed=tuple(sorted(seq.stop_ids)) if num_suppressed else (),
+            num_suppressed=num_suppressed,
+        )
 
     @property
     def is_shaped(self) -> bool:
@@ -95,8 +109,8 @@ class RowMap:
         return PrefillMessage(moves, num_rows, chunks, list(joins.values())), list(joins)
 
     def clear(self) -> None:
-        """Empty every row."""
-        self._pack([])
+        """Empty every row, whatever state an interrupt left them in."""
+        self.rows = []
 
     def _describe_decode(self, step: DecodeStep) -> tuple[DecodeMessage, list[Sequence]]:
         moves = self._pack(step.seqs)
@@ -126,7 +140,7 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_table)
     if seq.wants_prompt_logprobs:
         message.num_logprobs = seq.params.prompt_logprobs
-        message.next_token = -1 if chunk.is_last else seq.token_ids[chunk.end]
+        message.next_token = None if chunk.is_last else seq.token_ids[chunk.end]
     return message
 
 
@@ -142,11 +156,6 @@ def _describe_joins(step: PrefillStep) -> dict[Sequence, JoinMessage]:
 
 def _describe_join(seq: Sequence, chunk: int) -> JoinMessage:
     message = JoinMessage(chunk, seq.block_table, seq.temperature, seq.seed)
-    if not seq.params.is_plain:
-        message.special = SpecialMessage(
-            params=seq.params,
-            token_ids=seq.token_ids if seq.params.has_penalties else array("i"),
-            num_prompt_tokens=seq.num_prompt_tokens,
-            suppressed=tuple(sorted(seq.stop_ids)) if seq.params.min_tokens else (),
-        )
+    if not seq.params.is_plain or seq.num_output_tokens < seq.params.min_tokens:
+        message.special = SpecialMessage.of(seq)
     return message

@@ -17,11 +17,19 @@ from nanoinfer.attention import make_backend
 from nanoinfer.config import Config
 from nanoinfer.engine.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
 from nanoinfer.engine.input_batch import InputBatch, Prompts
-from nanoinfer.engine.kv_cache import BYTES_PER_GRAPH, CPU_BUDGET, KVCacheSpec, blocks_that_fit, cuda_budget
+from nanoinfer.engine.kv_cache import (
+    BLOCKS_AT_ONCE,
+    BYTES_PER_GRAPH,
+    CPU_BUDGET,
+    KVCacheSpec,
+    blocks_that_fit,
+    copy_blocks,
+    cuda_budget,
+)
 from nanoinfer.engine.logprobs import LogProbs
 from nanoinfer.engine.message import ChunkMessage, DecodeMessage, JoinMessage, Message, PrefillMessage
 from nanoinfer.engine.special_rows import ROWS_AT_ONCE, SpecialRows
-from nanoinfer.engine.transfer import to_host
+from nanoinfer.engine.transfer import to_host, upload
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models import find_model
 from nanoinfer.utils.loader import load_weights, random_weights
@@ -107,9 +115,7 @@ class ModelRunner:
         prompts = Prompts(message.chunks, message.joins, self.kv_cache, self.max_blocks)
         hidden = self.model(prompts.token_ids, prompts.context)
         prompt_logprobs = self._prompt_logprobs(message.chunks, hidden)
-        source, destination = prompts.copied_blocks
-        if len(source):
-            self.kv_cache[:, :, destination] = self.kv_cache[:, :, source]
+        copy_blocks(self.kv_cache, prompts.copied_blocks)
         if not message.joins:
             return hidden.new_empty(0, dtype=torch.int32), [], prompt_logprobs
         logits = self.model.compute_logits(hidden[prompts.last_rows])
@@ -129,9 +135,11 @@ class ModelRunner:
             start, end = end, end + len(chunk.token_ids)
             if chunk.num_logprobs is None:
                 continue
-            targets = [*chunk.token_ids[1:], chunk.next_token]
-            known = torch.tensor([token for token in targets if token >= 0], device=self.device)
-            for some, tokens in zip(hidden[start:end].split(ROWS_AT_ONCE), known.split(ROWS_AT_ONCE), strict=False):
+            known = chunk.token_ids[1:] + array("i", [] if chunk.next_token is None else [chunk.next_token])
+            if not known:
+                continue
+            on_device = upload(known, self.device)
+            for some, tokens in zip(hidden[start:end].split(ROWS_AT_ONCE), on_device.split(ROWS_AT_ONCE), strict=False):
                 logits = self.special.gather(self.model.compute_logits(some[: len(tokens)])).float()
                 keys, counts = [index] * len(tokens), [chunk.num_logprobs] * len(tokens)
                 logprobs.append(LogProbs.of(logits, tokens, counts, keys))
@@ -187,7 +195,7 @@ class ModelRunner:
         if config.device == "cuda":
             self._make_cache(spec, 1)
             reserved = self._warm_up(keep_decode=bool(sizes)) + self.special.working_bytes
-            reserved += len(sizes) * BYTES_PER_GRAPH
+            reserved += len(sizes) * BYTES_PER_GRAPH + BLOCKS_AT_ONCE * spec.block_bytes
             budget = cuda_budget(config, self.device, reserved)
         # The poorest rank decides for all, and all of them see that it is too poor.
         budget = self.tp.min(budget, self.device)

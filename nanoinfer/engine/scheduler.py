@@ -149,7 +149,7 @@ class Scheduler:
         forks: list[Fork] = []
         while self.waiting and len(self.running) < self.max_num_seqs and self.block_manager.can_fork(seq):
             other = self.waiting[0]
-            if not (other.first_sample is seq.first_sample and other.is_fresh and seq.is_fresh):
+            if other.sample == 0 or other.request_id != seq.request_id or not (other.is_fresh and seq.is_fresh):
                 break
             forks.append(Fork(other, seq, self.block_manager.fork(seq, other)))
             other.num_scheduled = other.num_cached_tokens = len(seq)
@@ -260,6 +260,7 @@ class Scheduler:
         self._stop(seq)
 
     def abort_all(self) -> None:
-        """Forget every sequence, those in flight included, and take back their blocks."""
-        for seq in (*self.waiting, *self.running):
-            self.finish(seq, "abort")
+        """Forget every sequence, those in flight included, whatever state an interrupt left them in."""
+        for seqs in (self.waiting, self.running, self.decoding, self.full):
+            seqs.clear()
+        self.block_manager.free_all()

@@ -36,7 +36,6 @@ class Sequence:
         "check_at",
         "finish_reason",
         "finished_at",
-        "first_sample",
         "first_token_at",
         "logprobs",
         "max_len",
@@ -46,7 +45,9 @@ class Sequence:
         "params",
         "prompt_logprobs",
         "queued_at",
+        "request_id",
         "row",
+        "sample",
         "seed",
         "status",
         "stop_ids",
@@ -62,16 +63,18 @@ class Sequence:
         seed: int,
         max_model_len: int,
         stop_ids: frozenset[int] = frozenset(),
-        first_sample: Sequence | None = None,
+        request_id: int = 0,
+        sample: int = 0,
     ) -> None:
-        """stop_ids: tokens that end it; first_sample: of the samples of one prompt, unless it is this one."""
+        """stop_ids: tokens that end it; sample: which of the samples of its request, from 0."""
         self.token_ids = array("i", prompt)
         self.num_prompt_tokens = len(prompt)
         self.params = params
         self.temperature = 0.0 if params.is_greedy else params.temperature
         self.stop_ids = stop_ids
         self.seed = seed
-        self.first_sample = first_sample or self
+        self.request_id = request_id
+        self.sample = sample
         self.num_cached_tokens = 0  # of the prompt, when it was first scheduled
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token or string, or what the error says
@@ -95,6 +98,11 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
+    def num_output_tokens(self) -> int:
+        """How many there are."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
     def is_finished(self) -> bool:
         """Whether the last token has been read back."""
         return self.status is SequenceStatus.FINISHED
@@ -102,7 +110,7 @@ class Sequence:
     @property
     def is_fresh(self) -> bool:
         """Whether nothing has been generated yet."""
-        return len(self.token_ids) == self.num_prompt_tokens
+        return self.num_output_tokens == 0
 
     @property
     def ended_by_token(self) -> bool:
@@ -112,7 +120,7 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the log-probabilities of its prompt are still to be computed."""
-        return self.params.prompt_logprobs is not None and self.is_fresh
+        return self.params.prompt_logprobs is not None and self.sample == 0 and self.is_fresh
 
     @property
     def is_exhausted(self) -> bool:

@@ -34,6 +34,8 @@ class SpecialGroup:
         self.has_penalties = any(params.has_penalties for params in self._params)
         self._bias = self._find_bias()
         self._suppressed = self._find_suppressed()
+        self._asked = [i for i, params in enumerate(self._params) if params.logprobs is not None]
+        self._asked_rows = self._ints(self._asked)
         self._penalties = self._find_penalties() if self.has_penalties else None
         self._filters = self._find_filters() if any(params.has_filters for params in self._params) else None
 
@@ -56,9 +58,7 @@ class SpecialGroup:
         if self._penalties is not None and tokens is not None:
             logits = penalize(logits, tokens.long(), positions, *self._penalties)
         if self._suppressed is not None:
-            rows, ids, least = self._suppressed
-            values = logits[rows, ids].masked_fill(positions[rows] < least, MINUS_INFINITY)
-            logits = logits.index_put((rows, ids), values)
+            logits = logits.index_put(self._suppressed, logits.new_full((), MINUS_INFINITY))
         return logits
 
     def find_floor(self, logits: Tensor, temperatures: Tensor) -> Floor | None:
@@ -69,12 +69,11 @@ class SpecialGroup:
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, first_row: int) -> list[LogProbs]:
         """Those that are asked for, by row from first_row on; logits: [rows, vocabulary] float32."""
-        asked = [i for i, params in enumerate(self._params) if params.logprobs is not None]
-        if not asked:
+        if not self._asked:
             return []
-        at = self._ints(asked)
-        counts = [self._params[i].logprobs or 0 for i in asked]
-        return [LogProbs.of(logits[at], token_ids[at], counts, [self._numbers[i] - first_row for i in asked])]
+        counts = [self._params[i].logprobs or 0 for i in self._asked]
+        keys = [self._numbers[i] - first_row for i in self._asked]
+        return [LogProbs.of(logits[self._asked_rows], token_ids[self._asked_rows], counts, keys)]
 
     def _find_bias(self) -> tuple[Tensor, Tensor, Tensor] | None:
         entries = [
@@ -85,17 +84,13 @@ class SpecialGroup:
         rows, ids, values = zip(*entries, strict=True)
         return self._ints(rows).long(), self._ints(ids).long(), self._floats(values)
 
-    def _find_suppressed(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Rows, tokens, and from which position on they may be drawn."""
-        entries = [
-            (row, token_id, special.num_prompt_tokens + special.params.min_tokens)
-            for row, special in enumerate(self._specials)
-            for token_id in special.suppressed
-        ]
+    def _find_suppressed(self) -> tuple[Tensor, Tensor] | None:
+        """Rows and tokens that may not be drawn."""
+        entries = [(row, token_id) for row, special in enumerate(self._specials) for token_id in special.suppressed]
         if not entries:
             return None
-        rows, ids, least = zip(*entries, strict=True)
-        return self._ints(rows).long(), self._ints(ids).long(), self._ints(least)
+        rows, ids = zip(*entries, strict=True)
+        return self._ints(rows).long(), self._ints(ids).long()
 
     def _find_penalties(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return (
@@ -108,7 +103,7 @@ class SpecialGroup:
     def _find_filters(self) -> tuple[Tensor, Tensor, Tensor]:
         params = [entry if entry.has_filters else NO_FILTERS for entry in self._params]
         return (
-            self._ints([entry.top_k if entry.top_k > 0 else ALL for entry in params]),
+            self._ints([min(entry.top_k, ALL) if entry.top_k > 0 else ALL for entry in params]),
             self._floats([entry.top_p for entry in params]),
             self._floats([entry.min_p for entry in params]),
         )

@@ -18,7 +18,7 @@ from nanoinfer.kernels.sample import sample
 from nanoinfer.utils.tensor_parallel import TensorParallel
 
 ROWS_AT_ONCE = 64  # whose logits are needed in float32
-COPIES = 8  # of them, while they are penalized
+COPIES = 8  # of them, and of the tokens that count, while they are penalized
 
 
 class SpecialRows:
@@ -40,8 +40,9 @@ class SpecialRows:
 
     @property
     def working_bytes(self) -> int:
-        """The device memory that a redraw may take while it runs."""
-        return COPIES * ROWS_AT_ONCE * self.vocab_size * torch.float32.itemsize
+        """The device memory that the tokens so far may take, and a redraw while it runs."""
+        rows, longest = self._history_shape
+        return (COPIES * ROWS_AT_ONCE * (self.vocab_size + longest) + rows * longest) * torch.float32.itemsize
 
     def update(self, message: PrefillMessage | DecodeMessage) -> None:
         """Follow the rows to where the host has them."""
@@ -88,7 +89,7 @@ class SpecialRows:
             shaped = some
             if group.is_shaped:
                 some = some.float()
-                history = None if self._history is None else self._history[group.rows]
+                history = self._history[group.rows] if group.has_penalties and self._history is not None else None
                 shaped = group.shape(some, group_positions, history)
             floor = group.find_floor(shaped, group_temperatures)
             drawn = sample(shaped, group_temperatures, seeds[at], group_positions, floor=floor)[1]
@@ -96,7 +97,19 @@ class SpecialRows:
             if group.has_penalties and self._history is not None:
                 self._history[group.rows, group_positions.long()] = drawn
             logprobs += group.logprobs(some, drawn, first_row)
+        self._count_draw(first_row)
         return logprobs
+
+    def _count_draw(self, first_row: int) -> None:
+        """Let rows that have their least lengths end, and be special no more if they want nothing else."""
+        for row in [row for row, special in self.rows.items() if row >= first_row and special.num_suppressed]:
+            special = self.rows[row]
+            special.num_suppressed -= 1
+            if special.num_suppressed == 0:
+                self._groups = []
+                special.suppressed = ()
+                if special.params.is_plain:
+                    del self.rows[row]
 
     def gather(self, logits: Tensor) -> Tensor:
         """[rows, this rank's token ids] to [rows, vocabulary] on every rank."""

@@ -133,14 +133,28 @@ def _pivots(low, high, PIVOTS: tl.constexpr):
 
 
 @triton.jit
+def _narrow(low, high, nearest, pivots, enough):
+    """What is searched from `low` up to below `high` lies between two pivots: from the last that is enough on.
+
+    nearest: the smallest number there. Returns low, high, and whether they stayed as they were: as numbers are rounded,
+    no pivot may fall between two neighbours. Then the larger one of them must be the next.
+    """
+    next_low = tl.maximum(nearest, tl.max(tl.where(enough, pivots, low)))
+    next_high = tl.min(tl.where(enough, high, pivots))
+    return next_low, next_high, (next_low == low) & (next_high == high)
+
+
+@triton.jit
 def _kth(source, vocabulary, k, low, high, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
     """A number that the k largest logits, and those equal to the k-th, reach, and no others.
 
     low, high: at least k reach low, if there are so many; fewer than k reach high
     """
     searching = True
+    farthest = high
+    stuck = False
     while searching:
-        pivots = _pivots(low, high, PIVOTS)
+        pivots = tl.where(stuck, farthest, _pivots(low, high, PIVOTS))
         counts = tl.zeros((BLOCK, PIVOTS), tl.int32)
         smallest = tl.full((BLOCK, 1), float("inf"), tl.float32)
         largest = tl.full((BLOCK, 1), float("-inf"), tl.float32)
@@ -154,8 +168,7 @@ def _kth(source, vocabulary, k, low, high, BLOCK: tl.constexpr, PIVOTS: tl.const
         nearest, farthest = tl.min(smallest), tl.max(largest)
         enough = count >= k
         exact = tl.sum((count == k).to(tl.int32)) > 0
-        low = tl.maximum(nearest, tl.max(tl.where(enough, pivots, low)))
-        high = tl.min(tl.where(enough, high, pivots))
+        low, high, stuck = _narrow(low, high, nearest, pivots, enough)
         searching = (nearest < farthest) & (exact == 0)
     return low
 
@@ -170,8 +183,10 @@ def _crossing(source, vocabulary, p, top, scale, low, high, BLOCK: tl.constexpr,
     mass_above = 0.0
     target = 0.0
     searching = True
+    farthest = high
+    stuck = False
     while searching:
-        pivots = _pivots(low, high, PIVOTS)
+        pivots = tl.where(stuck, farthest, _pivots(low, high, PIVOTS))
         masses = tl.zeros((BLOCK, PIVOTS), tl.float32)
         wholes = tl.zeros((BLOCK, 1), tl.float32)
         smallest = tl.full((BLOCK, 1), float("inf"), tl.float32)
@@ -190,8 +205,7 @@ def _crossing(source, vocabulary, p, top, scale, low, high, BLOCK: tl.constexpr,
         searching = nearest < farthest
         if searching:
             enough = mass >= target
-            low = tl.maximum(nearest, tl.max(tl.where(enough, pivots, low)))
-            high = tl.min(tl.where(enough, high, pivots))
+            low, high, stuck = _narrow(low, high, nearest, pivots, enough)
             mass_above = tl.max(tl.where(enough, mass_above, mass))
         else:
             low = nearest
