@@ -300,6 +300,14 @@ class TestModel:
         with pytest.raises(ValueError, match=r"eos_token_id|generation_config"):
             LLM(folder)
 
+    def test_an_end_of_sequence_id_that_is_no_tokens_ends_nothing(self, tmp_path: Path) -> None:
+        folder = copy_of(BUNDLED_MODEL, tmp_path / "m", eos_token_id=-1)
+        (Path(folder) / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 10**9]}))
+        with LLM(folder, num_kvcache_blocks=16) as llm:
+            assert llm.config.eos_token_ids == {2}
+            (output,) = llm.generate([[30]], greedy(4, min_tokens=4), use_tqdm=False)
+        assert len(output["token_ids"]) == 4
+
     def test_a_dtype_that_we_lack(self, tmp_path: Path) -> None:
         config = Config.create(copy_of(BUNDLED_MODEL, tmp_path / "m", dtype="float64"), device="cpu")
         with pytest.raises(ValueError, match="dtype='auto': the checkpoint's is float64; choose one of float32"):

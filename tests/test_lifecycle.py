@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from conftest import Oracle, greedy
 
-from nanoinfer import BUNDLED_MODEL, LLM
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.llm import Rates
 
 
@@ -91,6 +93,61 @@ def test_an_interrupted_generate_leaves_the_engine_usable(
     prompts = [[30], [30, 31, 32]]
     outputs = llm.generate(prompts, greedy(12), use_tqdm=False)
     assert [output["token_ids"] for output in outputs] == [oracle.greedy(prompt, 12) for prompt in prompts]
+
+
+HOST_FILES = ("llm.py", "request.py", "llm_engine.py", "scheduler.py", "block_manager.py", "message.py", "sequence.py")
+
+
+class Interrupt:
+    """A trace function that counts the lines of the host's code, and interrupts it at one of them."""
+
+    def __init__(self, line: int | None = None) -> None:
+        self.line = line
+        self.count = 0
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Interrupt | None:
+        if event == "call":
+            path = Path(frame.f_code.co_filename)
+            return self if "nanoinfer" in path.parts and path.name in HOST_FILES else None
+        if event == "line":
+            self.count += 1
+            if self.count == self.line:
+                raise KeyboardInterrupt
+        return self
+
+
+def test_an_interrupt_at_any_line_leaves_the_engine_usable(make_llm: Callable[..., LLM]) -> None:
+    """Of samples, stop strings, chunks and preemptions; every 193rd line is tried."""
+    llm = make_llm(
+        device="cpu", kvcache_block_size=16, num_kvcache_blocks=7, max_model_len=100, max_num_batched_tokens=20
+    )
+    prompts = [list(range(30, 57)), [40] * 18, [31]]
+    params = [
+        SamplingParams(n=3, max_tokens=9, seed=1, top_k=5, stop=["the", "never"]),
+        greedy(20, repetition_penalty=1.2, stop="never"),
+        SamplingParams(max_tokens=7, logprobs=1, prompt_logprobs=1, seed=3, ignore_eos=True),
+    ]
+
+    def generate(trace: Interrupt) -> list[list[list[int]]]:
+        sys.settrace(trace)
+        try:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        finally:
+            sys.settrace(None)
+        return [[sample["token_ids"] for sample in output["samples"]] for output in outputs]
+
+    expected = generate(Interrupt())
+    assert llm.engine.scheduler.num_preemptions > 0
+    whole = Interrupt()  # with what is cached now
+    assert generate(whole) == expected
+    manager = llm.engine.scheduler.block_manager
+    for line in range(1, whole.count * 9 // 10, 193):
+        with pytest.raises(KeyboardInterrupt):
+            generate(Interrupt(line))
+        assert not llm.has_unfinished_requests()
+        assert manager.num_free == len(manager.blocks), f"interrupted at line {line}"
+        if line % 5 == 1:
+            assert generate(Interrupt()) == expected, f"interrupted at line {line}"
 
 
 def test_each_steps_time_counts_for_its_own_kind(make_llm: Callable[..., LLM]) -> None:

@@ -221,6 +221,15 @@ class TestAgainstTransformers:
         self.check(output["prompt_logprobs"][1:], prompt[1:], expected, 2)
         assert output["num_cached_tokens"] == 0  # their logits are needed
 
+    def test_logprobs_of_prompts_whose_last_chunk_is_one_token(
+        self, make_llm: Callable[..., LLM], oracle: Oracle
+    ) -> None:
+        llm = make_llm(max_num_batched_tokens=7)
+        prompts = [[30], list(range(30, 38)), list(range(50, 65))]
+        outputs = llm.generate(prompts, greedy(1, prompt_logprobs=1), use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            self.check(output["prompt_logprobs"][1:], prompt[1:], oracle.logits(prompt).log_softmax(-1), 1)
+
     @staticmethod
     def check(logprobs: list[dict[int, float]], tokens: list[int], expected: torch.Tensor, most: int) -> None:
         assert len(logprobs) == len(tokens)
@@ -317,6 +326,39 @@ class TestSamples:
         assert seqs[0].seed == 4
         assert [seq.output_token_ids for seq in seqs] == token_ids(llm, [prompt] * 5, alone)
         assert len({tuple(seq.output_token_ids) for seq in seqs}) > 1
+
+    def test_the_prompts_logprobs_are_computed_once(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(max_num_seqs=2, kvcache_block_size=16)
+        prefilled = []
+        llm.engine.on_step = lambda result: prefilled.append(result.num_prefill_tokens)
+        (output,) = llm.generate([[30] * 33], greedy(4, n=5, prompt_logprobs=0, ignore_eos=True), use_tqdm=False)
+        assert len(output["prompt_logprobs"]) == 33
+        assert sum(prefilled) <= 33 + 3  # what came when a row was free found two blocks in the cache
+
+
+def test_a_row_is_special_until_its_least_length_only(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    llm.add_request([30], greedy(30, min_tokens=5, ignore_eos=True))
+    llm.add_request([31], greedy(30, min_tokens=9, ignore_eos=True, top_k=5))
+    llm.add_request([32], SamplingParams(max_tokens=30, min_tokens=12, ignore_eos=True, top_k=5))  # wants more
+    num_special = []
+    while llm.has_unfinished_requests():
+        llm.step()
+        num_special.append(len(llm.engine.runner.special.rows))
+    assert num_special[:8] == [3] * 4 + [2] * 4
+    assert set(num_special[8:]) == {1}
+
+
+def test_no_setting_is_too_large(make_llm: Callable[..., LLM], oracle: Oracle) -> None:
+    params = [
+        greedy(2**40, min_tokens=2**40),
+        greedy(8, top_k=2**40, n=2),
+        SamplingParams(temperature=1e30, max_tokens=8, top_p=0.5, repetition_penalty=1e30, logit_bias={3: 1e30}),
+        SamplingParams(temperature=2e-6, max_tokens=8, top_p=1e-30, min_p=1.0, logit_bias={3: -1e30}, seed=2**63 - 1),
+    ]
+    outputs = make_llm(max_model_len=100).generate([[30, 31]] * 4, params, use_tqdm=False)
+    assert [len(output["token_ids"]) for output in outputs] == [98, 8, 8, 8]
+    assert outputs[1]["token_ids"] == outputs[3]["token_ids"] == oracle.greedy([30, 31], 8)
 
 
 class TestSeeds:

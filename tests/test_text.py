@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, StreamOutput
 from nanoinfer.detokenizer import Detokenizer
+from nanoinfer.engine.llm_engine import StepResult
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
 TOKENIZER: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
@@ -146,6 +147,15 @@ class TestStream:
                 call()
         assert sum(new["finish_reason"] is not None for new in stream) == 4  # and nothing is lost by asking
 
+    def test_closing_the_llm_ends_it(self, llm: LLM) -> None:
+        stream, late = llm.stream(PROMPTS, greedy(10)), llm.stream(PROMPTS, greedy(10))
+        next(stream)
+        llm.close()
+        assert not llm.has_unfinished_requests()
+        for left in (stream, late):
+            with pytest.raises(ValueError, match="this LLM is closed"):
+                list(left)
+
     def test_mistakes_are_found_before_the_loop(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
             llm.stream(["a", []])
@@ -200,9 +210,25 @@ class TestLoop:
         assert output["timings"]["first_token"] is None
         llm.abort(first)
 
-    def test_an_unknown_id(self, llm: LLM) -> None:
-        with pytest.raises(ValueError, match="request_id=7: no request has it"):
-            llm.abort(7)
+    @pytest.mark.parametrize("samples", [1, 3])
+    def test_each_output_is_given_once(self, samples: int, llm: LLM) -> None:
+        """Also of samples that end with the same step."""
+        ids = [llm.add_request([30], greedy(4, n=samples, ignore_eos=True)) for _ in range(3)]
+        outputs = []
+        while llm.has_unfinished_requests():
+            outputs += llm.step()
+            if len(outputs) == 0:
+                llm.abort(ids[1])
+        assert sorted(output["request_id"] for output in outputs) == ids
+
+    @pytest.mark.parametrize("request_id", [7, -1, "0", None, 0.0, True])
+    def test_an_unknown_id(self, request_id: Any, llm: LLM) -> None:
+        running = [llm.add_request([30], greedy(4)) for _ in range(2)]
+        with pytest.raises(ValueError, match=f"request_id={request_id!r}: no request has it"):
+            llm.abort(request_id)
+        while llm.has_unfinished_requests():
+            assert all(output["finish_reason"] != "abort" for output in llm.step())
+        llm.abort(running[0])  # nothing happens any more
 
     def test_generate_does_not_run_other_peoples_requests(self, llm: LLM) -> None:
         request = llm.add_request([30], greedy(4))
@@ -224,6 +250,7 @@ class TestResults:
             greedy(12, logit_bias={2: 1000.0}, skip_special_tokens=False, include_stop_str_in_output=True),
         ]
         outputs = llm.generate([[30, 31]] * 5, params, use_tqdm=False)
+        assert is_empty(llm)
         end = tokens.index(tokens[5]) + 1
         assert [output["finish_reason"] for output in outputs] == ["length", *["stop"] * 4]
         assert [output["stop_reason"] for output in outputs] == [None, tokens[5], tokens[5], None, None]
@@ -231,6 +258,14 @@ class TestResults:
         texts = [llm.tokenizer.decode(part) for part in (tokens, tokens[: end - 1], tokens[:end], [], [2])]
         assert [output["text"] for output in outputs] == texts
         assert texts[4]
+
+    def test_what_follows_a_stop_string_is_neither_returned_nor_left(self, llm: LLM) -> None:
+        """The token after it is on its way when it is found."""
+        results: list[StepResult] = []
+        llm.engine.on_step = results.append
+        (output,) = llm.generate(PROMPTS[:1], greedy(50, stop="the"), use_tqdm=False)
+        assert is_empty(llm)
+        assert sum(result.num_decode_tokens for result in results) == len(output["token_ids"]) - 1
 
     def test_timings_and_cached_tokens(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(kvcache_block_size=16)
@@ -283,6 +318,8 @@ class TestChat:
             (output,) = llm.chat(chats, greedy(8), use_tqdm=False)
             assert output["token_ids"] == expected["token_ids"]
         assert len(llm.chat([self.CHAT, self.CHAT], greedy(1), use_tqdm=False)) == 2
+        (output,) = llm.chat(iter([iter(self.CHAT)]), greedy(8), use_tqdm=False)
+        assert output["token_ids"] == expected["token_ids"]
 
     def test_template_arguments_are_passed_on(self, llm: LLM) -> None:
         llm.tokenizer.chat_template = "{{ messages[0].content }}{% if loud %}!!!{% endif %}"
@@ -294,6 +331,8 @@ class TestChat:
         ("messages", "message"),
         [
             ("hello", "messages='hello': must be a list"),
+            ([[{"role": "user", "content": "\ud800"}]], r"messages\[0\] is .*: the tokenizer does not take it"),
+            ([[{"role": "user", "content": "a" * 9000}]], r"messages\[0\] has \d+ tokens: must be fewer"),
             ([["hello"]], r"messages\[0\] has 'hello': must be mappings with a role and content"),
             ([[{"content": "x"}]], r"messages\[0\] has {'content': 'x'}: must be mappings with a role"),
         ],
