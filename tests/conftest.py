@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ if not HAS_CUDA:
 
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from nanoinfer import BUNDLED_MODEL, LLM
+from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 torch.set_num_threads(2)  # the models are tiny: more threads wait for each other
@@ -129,11 +130,58 @@ def make_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return make
 
 
-def greedy(max_tokens: int = 32, **settings: object):
+def greedy(max_tokens: int = 32, **settings: Any) -> SamplingParams:
     """SamplingParams of a greedy request."""
-    from nanoinfer import SamplingParams
-
     return SamplingParams(temperature=0, max_tokens=max_tokens, **settings)
+
+
+def different_settings(count: int) -> list[SamplingParams]:
+    """Each request another mixture."""
+    generator = torch.Generator().manual_seed(3)
+
+    def pick(values: list) -> object:
+        return values[int(torch.randint(len(values), (1,), generator=generator))]
+
+    return [
+        SamplingParams(
+            temperature=pick([0, 0.6, 1.0, 1.7]),
+            max_tokens=pick([5, 20, 40]),
+            seed=i,
+            top_k=pick([0, 1, 7, 50]),
+            top_p=pick([1.0, 0.4, 0.9]),
+            min_p=pick([0.0, 0.05]),
+            repetition_penalty=pick([1.0, 1.0, 1.2]),
+            presence_penalty=pick([0.0, 0.5]),
+            frequency_penalty=pick([0.0, 0.0, 0.3]),
+            logit_bias=pick([None, {14: -5.0, 201: 1.5}]),
+            stop=pick([None, "the", [" and", "\n\n"]]),
+            stop_token_ids=pick([None, [16]]),
+            min_tokens=pick([0, 0, 5]),
+            logprobs=pick([None, None, 0, 4]),
+            prompt_logprobs=pick([None, None, 1]),
+            ignore_eos=pick([True, False]),
+        )
+        if i % 4
+        else SamplingParams(temperature=1.0, seed=i, max_tokens=30)
+        for i in range(count)
+    ]
+
+
+def assert_equal(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    """Their log-probabilities but for rounding."""
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert_close(output["prompt_logprobs"], wanted["prompt_logprobs"])
+        for sample, wanted_sample in zip(output["samples"], wanted["samples"], strict=True):
+            for field in ("token_ids", "text", "finish_reason", "stop_reason"):
+                assert sample[field] == wanted_sample[field]
+            assert_close(sample["logprobs"], wanted_sample["logprobs"])
+
+
+def assert_close(logprobs: list | None, expected: list | None) -> None:
+    assert (logprobs is None) == (expected is None)
+    for ours, theirs in zip(logprobs or [], expected or [], strict=True):
+        assert (ours is None) == (theirs is None)
+        assert (ours or {}) == pytest.approx(theirs or {}, abs=1e-4)
 
 
 def safetensors_of(folder: str) -> list[Path]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import DEVICE, Oracle, greedy
+from conftest import DEVICE, Oracle, assert_equal, different_settings, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -244,38 +244,6 @@ class TestAgainstTransformers:
         assert plain == told
 
 
-def different_settings(count: int) -> list[SamplingParams]:
-    """Each request another mixture."""
-    generator = torch.Generator().manual_seed(3)
-
-    def pick(values: list) -> object:
-        return values[int(torch.randint(len(values), (1,), generator=generator))]
-
-    return [
-        SamplingParams(
-            temperature=pick([0, 0.6, 1.0, 1.7]),
-            max_tokens=pick([5, 20, 40]),
-            seed=i,
-            top_k=pick([0, 1, 7, 50]),
-            top_p=pick([1.0, 0.4, 0.9]),
-            min_p=pick([0.0, 0.05]),
-            repetition_penalty=pick([1.0, 1.0, 1.2]),
-            presence_penalty=pick([0.0, 0.5]),
-            frequency_penalty=pick([0.0, 0.0, 0.3]),
-            logit_bias=pick([None, {14: -5.0, 201: 1.5}]),
-            stop=pick([None, "the", [" and", "\n\n"]]),
-            stop_token_ids=pick([None, [16]]),
-            min_tokens=pick([0, 0, 5]),
-            logprobs=pick([None, None, 0, 4]),
-            prompt_logprobs=pick([None, None, 1]),
-            ignore_eos=pick([True, False]),
-        )
-        if i % 4
-        else SamplingParams(temperature=1.0, seed=i, max_tokens=30)
-        for i in range(count)
-    ]
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"kvcache_block_size": 16, "num_kvcache_blocks": 40, "max_model_len": 100}, {"tensor_parallel_size": 2}],
@@ -293,14 +261,7 @@ def test_64_requests_with_different_settings_are_what_each_is_alone(
     together = make_llm(device="cpu", **options)
     outputs = together.generate(prompts, params, use_tqdm=False)
     assert (together.engine.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in options)
-    for output, wanted in zip(outputs, expected, strict=True):
-        for field in ("token_ids", "text", "finish_reason", "stop_reason"):
-            assert output[field] == wanted[field]
-        for field in ("logprobs", "prompt_logprobs"):
-            assert (output[field] is None) == (wanted[field] is None)
-            for ours, theirs in zip(output[field] or [], wanted[field] or [], strict=True):
-                assert (ours or {}).keys() == (theirs or {}).keys()
-                assert list((ours or {}).values()) == pytest.approx(list((theirs or {}).values()), abs=1e-4)
+    assert_equal(outputs, expected)
 
 
 class TestSamples:

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Oracle, greedy
+from conftest import Oracle, assert_equal, different_settings, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine import worker as worker_module
@@ -412,7 +412,7 @@ class TestChannel:
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.multi_gpu(n)) for n in (2, 4)])
 class TestGPUs:
-    """Greedy tokens in float32, through inboxes, NCCL and graphs, are those of one rank."""
+    """Tokens in float32, through inboxes, NCCL and graphs, are those of one rank."""
 
     @pytest.mark.parametrize("enforce_eager", [False, True])
     def test_fresh_then_prefix_cached_then_chunked_and_preempted(
@@ -456,3 +456,11 @@ class TestGPUs:
         params = SamplingParams(temperature=1.0, max_tokens=12, seed=3)
         one = make_llm(folder, max_num_seqs=8)
         assert token_ids(several, prompts, params) == token_ids(one, prompts, params)
+
+    def test_every_setting(self, ranks: int, make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]) -> None:
+        prompts, params = [prompt[:50] for prompt in mixed_prompts], different_settings(len(mixed_prompts))
+        prompts.append([30] * 40)
+        params.append(SamplingParams(n=5, seed=4, max_tokens=20, top_p=0.9))
+        several, one = (make_llm(tensor_parallel_size=size, kvcache_block_size=16) for size in (ranks, 1))
+        expected = one.generate(prompts, params, use_tqdm=False)
+        assert_equal(several.generate(prompts, params, use_tqdm=False), expected)
