@@ -48,17 +48,20 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
     """Start, warm up, time the repeats; returns the figures and the last repeat."""
     recipe: Recipe = args.recipe
     start = time.perf_counter()
-    llm = LLM(
-        folder,
-        tensor_parallel_size=args.tp,
-        attention_backend=args.backend,
-        enforce_eager=args.enforce_eager,
-        max_num_seqs=recipe.max_num_seqs,
-        max_model_len=recipe.max_model_len,
-        dtype=args.dtype,
-        device=args.device,
-        load_format="dummy" if args.config else "safetensors",
-    )
+    try:
+        llm = LLM(
+            folder,
+            tensor_parallel_size=args.tp,
+            attention_backend=args.backend,
+            enforce_eager=args.enforce_eager,
+            max_num_seqs=recipe.max_num_seqs,
+            max_model_len=recipe.max_model_len,
+            dtype=args.dtype,
+            device=args.device,
+            load_format="dummy" if args.config else "safetensors",
+        )
+    except ValueError as error:
+        raise SystemExit(f"bench.py: error: {error}") from None
     startup = time.perf_counter() - start
     with llm:
         config = llm.config
@@ -100,10 +103,12 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
 def check_fits(work: Workload, config: Config) -> None:
     """Exit when a request is longer than max_model_len, which the model's own limit may have lowered."""
     longest = max(len(prompt) + out for prompt, out in zip(work.prompts, work.output_lens, strict=True))
+    limit = config.hf_config.max_position_embeddings
+    remedy = "raise --max-model-len" if longest <= limit else f"this model has {limit} at most, take another"
     if longest > config.max_model_len:
         raise SystemExit(
-            f"a request needs {longest} tokens, max_model_len is {config.max_model_len}: lower --max-len, raise"
-            f" --max-model-len (this model's limit: {config.hf_config.max_position_embeddings}), or change --workload"
+            f"bench.py: error: a request needs {longest} tokens, max_model_len is {config.max_model_len}: {remedy},"
+            " or lower --max-len, or change --workload"
         )
 
 
@@ -261,11 +266,19 @@ def check_outputs(args: argparse.Namespace) -> None:
     if args.plot:
         check_plot(args.plot)
     for option, file in (("json", args.json), ("plot", args.plot)):
-        try:
-            if file:
-                Path(file).open("ab").close()
-        except OSError as error:
-            raise ValueError(f"--{option} {file}: {error.strerror}") from None
+        if file:
+            check_writable(option, Path(file))
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Raises ValueError when it is not; leaves no file where none was."""
+    existed = file.exists()
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"--{option} {file}: {error.strerror}") from None
+    if not existed:
+        file.unlink()
 
 
 def check_plot(file: str) -> None:

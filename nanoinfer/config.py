@@ -110,8 +110,8 @@ class Config:
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size={self.kvcache_block_size}: must be a multiple of 16")
         share = self.gpu_memory_utilization
-        if not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization={share!r}: must be above 0, at most 1")
+        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization={share!r}: must be a number above 0, at most 1")
         if not isinstance(self.enforce_eager, bool):
             raise ValueError(f"enforce_eager={self.enforce_eager!r}: must be True or False")
         seconds = self.worker_timeout
@@ -160,6 +160,8 @@ def _resolve_folder(model: str) -> str:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return str(folder)
+    if folder.is_file():
+        raise ValueError(f"model={str(model)!r}: is a file; give the folder that holds the model's files")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
         raise ValueError(
             f"model={str(model)!r}: no such folder, nor is it a Hugging Face Hub id such as 'Qwen/Qwen3-0.6B'"
@@ -224,7 +226,8 @@ def _find_eos_token_ids(folder: str, hf_config: PretrainedConfig, generation: di
     return frozenset(token_id for token_id in ids if 0 <= token_id < hf_config.vocab_size)
 
 
-def _resolve_dtype(dtype: str, device: str, hf_config: PretrainedConfig) -> str:
+def _resolve_dtype(dtype: str | torch.dtype, device: str, hf_config: PretrainedConfig) -> str:
+    dtype = str(dtype).removeprefix("torch.")
     _check_choice("dtype", dtype, ["auto", *DTYPES])
     if dtype != "auto":
         return dtype

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from array import array
 from collections.abc import Iterable, Mapping, Set
 from collections.abc import Sequence as ListLike
+from numbers import Integral
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -30,24 +32,32 @@ class Inputs:
         name: str = "prompts",
     ) -> list[tuple[list[int], SamplingParams]]:
         """Each prompt's token ids and its settings; name: of the argument that they come from."""
-        items = [prompts] if isinstance(prompts, str) else _as_list(name, prompts)
+        items = [prompts] if isinstance(prompts, str) else _as_list(name, prompts, "a string or a list of prompts")
+        if items and isinstance(items[0], Integral):
+            raise ValueError(f"{name}={_short(items)}: must be a list of prompts; of one prompt's token ids, [[...]]")
         params = self._check_params(len(items), sampling_params)
         return [(self._check_prompt(f"{name}[{i}]", item), params[i]) for i, item in enumerate(items)]
+
+    def check_one(self, prompt: Prompt, sampling_params: SamplingParams | None) -> tuple[list[int], SamplingParams]:
+        """One prompt's token ids and its settings."""
+        (params,) = self._check_params(1, sampling_params)
+        return self._check_prompt("prompt", prompt), params
 
     def render(self, messages: ListLike[Message] | ListLike[ListLike[Message]], **template: Any) -> list[list[int]]:
         """Each chat as a prompt, by the tokenizer's own template."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError(f"{self.config.model!r} has no chat template: use generate with prompts of your own")
-        chats = _as_list("messages", messages)
+        _check_template_arguments(template)
+        chats = _as_list("messages", messages, "a list of messages, or of such lists")
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
         return [self._render_one(f"messages[{i}]", chat, template) for i, chat in enumerate(chats)]
 
     def _render_one(self, name: str, chat: Any, template: dict[str, Any]) -> list[int]:
         assert self.tokenizer is not None
-        entries = _as_list(name, chat)
+        entries = _as_list(name, chat, "a list of messages")
         for entry in entries:
-            if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
+            if not _is_message(entry):
                 raise ValueError(f"{name} has {_short(entry)}: must be mappings with a role and content")
         continues = template.get("continue_final_message", False)
         try:
@@ -66,7 +76,7 @@ class Inputs:
         if isinstance(sampling_params, SamplingParams):
             self._check_setting("sampling_params", sampling_params)
             return [sampling_params] * count
-        params = _as_list("sampling_params", sampling_params)
+        params = _as_list("sampling_params", sampling_params, "a SamplingParams, or a list of them")
         if len(params) != count:
             raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one each")
         for index, entry in enumerate(params):
@@ -117,7 +127,11 @@ class Inputs:
                 if isinstance(prompt, (bytes, bytearray, Mapping, Set)):
                     raise TypeError
                 return array("q", prompt).tolist()  # type: ignore[call-overload]
-            except (TypeError, ValueError, OverflowError):
+            except OverflowError:
+                raise ValueError(
+                    f"{name} has a token id of over 64 bits: must be from 0 to {self.config.hf_config.vocab_size - 1}"
+                ) from None
+            except (TypeError, ValueError):
                 raise ValueError(f"{name} is {_short(prompt)}: must be a string or a list of token ids") from None
         if self.tokenizer is None:
             raise ValueError(f"{name} is text, but {self.config.model!r} has no tokenizer: pass a list of token ids")
@@ -127,10 +141,25 @@ class Inputs:
             raise ValueError(f"{name} is {_short(prompt)}: the tokenizer does not take it") from None
 
 
-def _as_list(name: str, value: Any) -> list[Any]:
+def _as_list(name: str, value: Any, what: str) -> list[Any]:
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"{name}={_short(value)}: must be a list")
+        raise ValueError(f"{name}={_short(value)}: must be {what}")
     return list(value)
+
+
+def _is_message(entry: Any) -> bool:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
+        return False
+    return isinstance(entry.get("content"), (str, list)) or bool(entry.get("tool_calls"))
+
+
+def _check_template_arguments(template: dict[str, Any]) -> None:
+    """A template would silently ignore what was meant for us."""
+    for name in template:
+        if name in SamplingParams.__dataclass_fields__:
+            raise ValueError(f"{name}={template[name]!r} is a setting: pass sampling_params=SamplingParams({name}=...)")
+        if near := difflib.get_close_matches(name, ("messages", "sampling_params", "use_tqdm"), n=1, cutoff=0.8):
+            raise ValueError(f"unknown argument {name!r}: did you mean {near[0]!r}?")
 
 
 def _short(value: object, most: int = 60) -> str:

@@ -96,9 +96,9 @@ class LLM:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt for `step`; returns the id that its output will have. Raises as generate does."""
         self.engine.check_open()
-        ((token_ids, params),) = self._inputs.check([prompt], sampling_params)
+        checked = self._inputs.check_one(prompt, sampling_params)
         with self._turn():
-            return self._requests.add(token_ids, params).id
+            return self._requests.add(*checked).id
 
     def step(self) -> list[RequestOutput]:
         """Let every running request have its next token; returns the outputs of the requests that have ended.
@@ -183,21 +183,17 @@ class LLM:
     def _stream(self, checked: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
         with self._turn(alone=True):
             requests = [self._requests.add(*entry, streams=True) for entry in checked]
-            places = {
-                sample: (request.id, index, number)
-                for index, request in enumerate(requests)
-                for number, sample in enumerate(request.samples)
-            }
-            while places:
+            indices = {sample: index for index, request in enumerate(requests) for sample in request.samples}
+            while indices:
                 changed = self._requests.take_changed()  # some may have been aborted
                 if not changed:
                     self._requests.step()
                 for sample in changed or self._requests.take_changed():
-                    if sample not in places:
+                    if sample not in indices:
                         continue  # it was aborted in the loop's body, and this was told
-                    new = sample.take_new(*places[sample])
+                    new = sample.take_new(indices[sample])
                     if new["finish_reason"] is not None:
-                        del places[sample]
+                        del indices[sample]
                     if new["text"] or new["token_ids"] or new["finish_reason"]:
                         yield new
             self._requests.take_finished()

@@ -58,6 +58,8 @@ class StreamOutput(TypedDict):
     index: the prompt's, among those of the call; sample: which of its samples, from 0
     text: the new text, whole characters that no stop string will take back; token_ids: the new tokens
     finish_reason, stop_reason: as in SampleOutput, with the sample's last text; None before
+    logprobs: of the new tokens, if asked for; prompt_logprobs: as in RequestOutput, with the first of a prompt's first
+        sample, else None
     """
 
     request_id: int
@@ -67,3 +69,5 @@ class StreamOutput(TypedDict):
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    logprobs: list[Mapping[int, float]] | None
+    prompt_logprobs: list[Mapping[int, float] | None] | None

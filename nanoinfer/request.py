@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.detokenizer import Detokenizer, decode
@@ -47,19 +49,27 @@ class Sample:
             if stop is not None:
                 self._engine.finish(self.seq, "stop", stop)
 
-    def take_new(self, request_id: int, index: int, number: int) -> StreamOutput:
-        """What came since the last time."""
-        token_ids = self.seq.output_token_ids[self._num_taken :]
-        self._num_taken += len(token_ids)
+    def take_new(self, index: int) -> StreamOutput:
+        """What came since the last time; index: the prompt's, among those of the call."""
+        seq, start = self.seq, self._num_taken
+        self._num_taken = seq.num_output_tokens
         return StreamOutput(
-            request_id=request_id,
+            request_id=seq.request_id,
             index=index,
-            sample=number,
+            sample=seq.sample,
             text="" if self._detokenizer is None else self._detokenizer.take(),
-            token_ids=token_ids,
-            finish_reason=self.seq.finish_reason,
-            stop_reason=self.seq.stop_reason,
+            token_ids=seq.token_ids[seq.num_prompt_tokens + start :].tolist(),
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            logprobs=None if seq.params.logprobs is None else seq.logprobs[start:],
+            prompt_logprobs=self.prompt_logprobs if start == 0 else None,
         )
+
+    @property
+    def prompt_logprobs(self) -> list[Mapping[int, float] | None] | None:
+        """Those of the prompt, with its first sample, if they are asked for."""
+        asked = self.seq.params.prompt_logprobs is not None and self.seq.sample == 0
+        return [None, *self.seq.prompt_logprobs] if asked else None
 
     def output(self) -> SampleOutput:
         """The result of a sequence that has ended."""
@@ -100,7 +110,6 @@ class Request:
         streams: bool = False,
     ) -> None:
         """streams: what is new of it will be taken as it comes"""
-        self.params = params
         if not params.detokenize:
             tokenizer = None
         self.samples = [Sample(seq, engine, tokenizer, streams) for seq in engine.add_request(prompt, params)]
@@ -118,7 +127,7 @@ class Request:
         return RequestOutput(
             **samples[0],
             request_id=self.id,
-            prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *first.prompt_logprobs],
+            prompt_logprobs=self.samples[0].prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens,
             timings=Timings(
                 queued=first.queued_at,

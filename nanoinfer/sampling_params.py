@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+import numpy as np
 
 MIN_TEMPERATURE = 1e-6  # what is below is greedy: logits divided by it would overflow
 LARGEST = 1e30  # of any number: the device computes in float32
@@ -60,11 +62,15 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
+        for setting in fields(self):
+            object.__setattr__(self, setting.name, _plain(getattr(self, setting.name)))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
         if not _is_number(self.temperature) or not 0 <= self.temperature <= LARGEST:
-            raise ValueError(f"temperature={self.temperature!r}: must be 0 (greedy) or positive, at most {LARGEST:g}")
+            raise ValueError(
+                f"temperature={self.temperature!r}: must be a number, 0 (greedy) or positive, at most {LARGEST:g}"
+            )
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r}: must be None or an integer from 0 to 2**63 - 1")
         self._check_lengths()
@@ -88,30 +94,31 @@ class SamplingParams:
         if not _is_int(self.top_k) or self.top_k < -1:
             raise ValueError(f"top_k={self.top_k!r}: must be a positive integer, or 0 or -1 for all tokens")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p!r}: must be above 0, at most 1")
+            raise ValueError(f"top_p={self.top_p!r}: must be a number above 0, at most 1")
         if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p!r}: must be from 0 to 1")
+            raise ValueError(f"min_p={self.min_p!r}: must be a number from 0 to 1")
 
     def _check_penalties(self) -> None:
         if not _is_number(self.repetition_penalty) or not 1 / LARGEST <= self.repetition_penalty <= LARGEST:
             raise ValueError(
-                f"repetition_penalty={self.repetition_penalty!r}: must be positive, from {1 / LARGEST:g} to {LARGEST:g}"
+                f"repetition_penalty={self.repetition_penalty!r}: must be a number from {1 / LARGEST:g} to {LARGEST:g}"
             )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not _is_number(value) or not -2 <= value <= 2:
-                raise ValueError(f"{name}={value!r}: must be from -2 to 2")
+                raise ValueError(f"{name}={value!r}: must be a number from -2 to 2")
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias={self.logit_bias!r}: must be a mapping from token ids to numbers")
-        for token_id, bias in self.logit_bias.items():
+        biases = {_plain(token_id): _plain(bias) for token_id, bias in self.logit_bias.items()}
+        for token_id, bias in biases.items():
             if not _is_token_id(token_id) or not _is_number(bias) or not -LARGEST <= bias <= LARGEST:
                 raise ValueError(
                     f"logit_bias has {token_id!r}: {bias!r}: must map token ids to numbers from -{LARGEST:g} to"
                     f" {LARGEST:g}"
                 )
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        object.__setattr__(self, "logit_bias", biases)
 
     def _check_stops(self) -> None:
         stop, ids = (self.stop,) if isinstance(self.stop, str) else self.stop, self.stop_token_ids
@@ -119,7 +126,7 @@ class SamplingParams:
             try:
                 if isinstance(values, (str, bytes, Mapping)):
                     raise TypeError
-                entries = () if values is None else tuple(values)
+                entries = () if values is None else tuple(map(_plain, values))
             except TypeError:
                 raise ValueError(f"{name}={values!r}: must be a list of {kind}") from None
             for entry in entries:
@@ -148,6 +155,11 @@ class SamplingParams:
     def is_plain(self) -> bool:
         """Whether a draw needs no more than logits, temperature and seed, once min_tokens have been generated."""
         return not (self.has_penalties or self.has_filters or self.logit_bias) and self.logprobs is None
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers as Python's own."""
+    return value.item() if isinstance(value, np.number) else value
 
 
 def _is_int(value: Any) -> bool:

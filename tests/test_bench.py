@@ -202,7 +202,7 @@ def test_the_command_line_overrides_the_workload() -> None:
         ("--max-len 50", "--max-len 50 is less than --min-len 100"),
         ("--workload long --max-len 50", "--workload long has fixed lengths"),
         ("--repeats 0", "--repeats 0: must be at least 1"),
-        ("--top-p 2", "top_p=2.0: must be above 0, at most 1"),
+        ("--top-p 2", "top_p=2.0: must be a number above 0, at most 1"),
         ("--json /no/such/folder/file", "--json /no/such/folder/file: No such file"),
         ("--json /", "--json /: Is a directory"),
     ],
@@ -245,7 +245,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_run(
 def test_a_workload_beyond_the_models_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.py", "--workload", "prefix", "--num-seqs", "8", "--device", "cpu"])
     with pytest.raises(
-        SystemExit, match=r"a request needs \d+ tokens, max_model_len is 2048.*this model's limit: 2048"
+        SystemExit, match=r"a request needs \d+ tokens, max_model_len is 2048.*this model has 2048 at most"
     ):
         bench.main()
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import greedy
@@ -45,7 +46,7 @@ class TestPrompts:
             ([1.5], r"prompts\[1\] is \[1.5\]: must be a string or a list of token ids"),
             (7, r"prompts\[1\] is 7"),
             (None, r"prompts\[1\] is None"),
-            ([2**70], r"prompts\[1\] is"),
+            ([2**70], r"prompts\[1\] has a token id of over 64 bits: must be from 0 to 2047"),
             (["a"], r"prompts\[1\] is \['a'\]"),
             ({5, 6}, r"prompts\[1\] is {5, 6}"),
             ("half a pair \udc80", r"prompts\[1\] is .*: the tokenizer does not take it"),
@@ -66,8 +67,17 @@ class TestPrompts:
 
     @pytest.mark.parametrize("prompts", [None, 5, {"prompt": "text"}])
     def test_prompts_that_are_no_list(self, llm: LLM, prompts: object) -> None:
-        with pytest.raises(ValueError, match=f"prompts={prompts}: must be a list"):
+        with pytest.raises(ValueError, match=f"prompts={prompts}: must be a string or a list of prompts"):
             llm.generate(prompts, greedy(1))
+
+    def test_one_prompt_of_token_ids_is_not_taken_for_many(self, llm: LLM) -> None:
+        for prompts in ([5, 6], np.array([5, 6])):
+            with pytest.raises(ValueError, match=r"must be a list of prompts; of one prompt's token ids, \[\[...\]\]"):
+                llm.generate(prompts, greedy(1))
+
+    def test_add_request_takes_one(self, llm: LLM) -> None:
+        with pytest.raises(ValueError, match="prompt is None: must be a string or a list of token ids"):
+            llm.add_request(None)
 
     def test_a_lone_string_is_a_list_of_one(self, llm: LLM) -> None:
         assert len(llm.generate("ROMEO:", greedy(1), use_tqdm=False)) == 1
@@ -184,6 +194,21 @@ class TestSamplingParams:
     def test_something_else(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match=r"sampling_params\[1\] is 3: must be a SamplingParams"):
             llm.generate([[5], [6]], [greedy(1), 3])
+        with pytest.raises(ValueError, match=r"sampling_params={'n': 2}: must be a SamplingParams, or a list of them"):
+            llm.generate([[5]], {"n": 2})
+
+    def test_numpys_numbers_are_numbers(self) -> None:
+        params = SamplingParams(
+            temperature=np.float32(0.5),
+            max_tokens=np.int64(9),
+            logit_bias={np.int32(4): np.float32(2)},
+            stop_token_ids=np.array([7, 8]),
+        )
+        assert params == SamplingParams(temperature=0.5, max_tokens=9, logit_bias={4: 2.0}, stop_token_ids=[7, 8])
+        assert all(type(token_id) is int for token_id in (*params.logit_bias, *params.stop_token_ids))
+
+    def test_a_setting_can_be_a_key(self) -> None:
+        assert {SamplingParams(logit_bias={4: 2.0}): 1}[SamplingParams(logit_bias={4: 2.0})] == 1
 
 
 class TestConfig:
@@ -248,6 +273,14 @@ class TestConfig:
         with pytest.raises(ValueError, match=f"tensor_parallel_size={ranks}: {reason}"):
             LLM(make_qwen3(**shape), tensor_parallel_size=ranks, device="cpu")
 
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def test_more_blocks_than_the_memory_holds(self, device: str) -> None:
+        with pytest.raises(ValueError, match=r"num_kvcache_blocks=100000000: a KV cache of .* GiB does not fit"):
+            LLM(BUNDLED_MODEL, device=device, num_kvcache_blocks=10**8)
+
+    def test_torchs_own_dtype(self) -> None:
+        assert Config(BUNDLED_MODEL, dtype=torch.bfloat16).dtype == "bfloat16"
+
     def test_a_cache_that_does_not_fit_the_cpus_budget(self) -> None:
         with pytest.raises(ValueError, match=r"MiB.*max_model_len=.*needs.*MiB.*num_kvcache_blocks"):
             LLM(BUNDLED_MODEL, device="cpu", kvcache_block_size=1 << 20)
@@ -257,6 +290,10 @@ class TestModel:
     def test_a_path_that_is_nothing(self) -> None:
         with pytest.raises(ValueError, match="model='/no/such/folder': no such folder"):
             LLM("/no/such/folder")
+
+    def test_a_file_of_the_model(self) -> None:
+        with pytest.raises(ValueError, match=r"config.json': is a file; give the folder"):
+            LLM(f"{BUNDLED_MODEL}/config.json")
 
     def test_a_hub_id_that_cannot_be_fetched(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

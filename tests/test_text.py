@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Oracle, greedy
+from conftest import Oracle, assert_close, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -102,8 +102,10 @@ class TestStream:
             greedy(20),
             SamplingParams(seed=1, max_tokens=30, stop=["the", "."]),
             SamplingParams(seed=2, max_tokens=9, n=3, top_k=5),
-            SamplingParams(seed=3, max_tokens=6, detokenize=False),
+            SamplingParams(seed=3, max_tokens=6, detokenize=False, n=2, logprobs=1, prompt_logprobs=0),
         ]
+        logprobs: dict[tuple[int, int], list] = {}
+        prompt_logprobs: list[list] = []
         texts: dict[tuple[int, int], str] = {}
         tokens: dict[tuple[int, int], list[int]] = {}
         ends: dict[tuple[int, int], StreamOutput] = {}
@@ -112,6 +114,10 @@ class TestStream:
             assert key not in ends
             texts[key] = texts.get(key, "") + new["text"]
             tokens[key] = tokens.get(key, []) + new["token_ids"]
+            logprobs[key] = logprobs.get(key, []) + (new["logprobs"] or [])
+            if new["prompt_logprobs"] is not None:
+                assert key == (3, 0)
+                prompt_logprobs.append(new["prompt_logprobs"])
             if new["finish_reason"] is not None:
                 ends[key] = new
         for index, output in enumerate(llm.generate(PROMPTS, params, use_tqdm=False)):
@@ -121,7 +127,10 @@ class TestStream:
                 assert tokens[key] == sample["token_ids"]
                 assert ends[key]["finish_reason"] == sample["finish_reason"]
                 assert ends[key]["stop_reason"] == sample["stop_reason"]
-        assert len(ends) == 6
+                assert_close(logprobs[key], sample["logprobs"] or [])
+        (only,) = prompt_logprobs
+        assert_close(only, output["prompt_logprobs"])
+        assert len(ends) == 7
 
     def test_the_first_text_comes_long_before_the_last(self, llm: LLM) -> None:
         stream = llm.stream(PROMPTS[:1], greedy(200, ignore_eos=True))
@@ -330,7 +339,9 @@ class TestChat:
     @pytest.mark.parametrize(
         ("messages", "message"),
         [
-            ("hello", "messages='hello': must be a list"),
+            ("hello", "messages='hello': must be a list of messages"),
+            ([{"role": "user", "contnet": "x"}], r"messages\[0\] has .*: must be mappings with a role and content"),
+            ([{"role": "user", "content": None}], r"messages\[0\] has .*: must be mappings with a role and content"),
             ([[{"role": "user", "content": "\ud800"}]], r"messages\[0\] is .*: the tokenizer does not take it"),
             ([[{"role": "user", "content": "a" * 9000}]], r"messages\[0\] has \d+ tokens: must be fewer"),
             ([["hello"]], r"messages\[0\] has 'hello': must be mappings with a role and content"),
@@ -341,6 +352,12 @@ class TestChat:
     def test_what_is_no_chat(self, messages: Any, message: str, llm: LLM) -> None:
         with pytest.raises(ValueError, match=message):
             llm.chat(messages)
+
+    def test_what_the_template_would_ignore(self, llm: LLM) -> None:
+        with pytest.raises(ValueError, match="temperature=0 is a setting: pass sampling_params=SamplingParams"):
+            llm.chat(self.CHAT, temperature=0)
+        with pytest.raises(ValueError, match="unknown argument 'sampling_parms': did you mean 'sampling_params'"):
+            llm.chat(self.CHAT, sampling_parms=greedy(1))
 
     def test_a_model_without_a_template(self, llm: LLM) -> None:
         llm.tokenizer.chat_template = None

@@ -34,12 +34,19 @@ class KVCacheSpec:
         """A cache of zeros, [2, layers, blocks, block_size, kv_heads, head_dim], keys before values.
 
         Zeros, because a masked key has weight 0, and 0 times an uninitialised NaN is NaN.
+        Raises ValueError when the memory does not hold it.
         """
         shape = (2, self.layers, num_blocks, self.block_size, self.kv_heads, self.head_dim)
-        if device.type == "cuda":
-            return torch.zeros(shape, dtype=self.dtype, device=device)
-        # NumPy's zeros cost no memory before they are written.
-        return torch.from_numpy(np.zeros(num_blocks * self.block_bytes, np.uint8)).view(self.dtype).view(shape)
+        try:
+            if device.type == "cuda":
+                return torch.zeros(shape, dtype=self.dtype, device=device)
+            # NumPy's zeros cost no memory before they are written.
+            return torch.from_numpy(np.zeros(num_blocks * self.block_bytes, np.uint8)).view(self.dtype).view(shape)
+        except (MemoryError, torch.OutOfMemoryError, ValueError) as error:
+            size = num_blocks * self.block_bytes / 2**30
+            raise ValueError(
+                f"num_kvcache_blocks={num_blocks}: a KV cache of {size:,.1f} GiB does not fit the memory: {error}"
+            ) from error
 
 
 def copy_blocks(kv_cache: Tensor, copies: Tensor) -> None:

@@ -79,7 +79,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token or string, or what the error says
         self.logprobs: list[Mapping[int, float]] = []  # of the tokens generated, if they are asked for
-        self.prompt_logprobs: list[Mapping[int, float] | None] = []
+        self.prompt_logprobs: list[Mapping[int, float]] = []  # of its tokens but the first
         self.queued_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.max_len = min(len(prompt) + params.max_tokens, max_model_len)
         self.status = SequenceStatus.WAITING
