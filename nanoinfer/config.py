@@ -17,6 +17,12 @@ from nanoinfer.attention import choose_backend
 from nanoinfer.models import check_architectures, find_model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+GENERATION_NAMES = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+}  # what generation_config.json and SamplingParams call the same setting
 NEEDED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
@@ -201,10 +207,9 @@ def _read_generation_config(folder: str) -> dict[str, Any]:
 
 
 def _find_generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    defaults = {name: generation[name] for name in names if generation.get(name) is not None}
-    if generation.get("max_new_tokens") is not None:
-        defaults["max_tokens"] = generation["max_new_tokens"]
+    defaults = {
+        ours: generation[theirs] for theirs, ours in GENERATION_NAMES.items() if generation.get(theirs) is not None
+    }
     if generation.get("do_sample") is False:
         defaults["temperature"] = 0.0
     return defaults
@@ -218,7 +223,7 @@ def _find_eos_token_ids(folder: str, hf_config: PretrainedConfig, generation: di
     ids: set[int] = set()
     for eos in (getattr(hf_config, "eos_token_id", None), generation.get("eos_token_id")):
         found = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(isinstance(token_id, int) for token_id in found):
+        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in found):
             raise ValueError(
                 f"model={folder!r}: eos_token_id={eos!r} in its configs: must be an integer or a list of them"
             )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.engine.sequence import Sequence
 
 REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no whole character
+MOST_PENDING = 16  # tokens: so many without a whole character in them never become one
 
 
 class Detokenizer:
@@ -21,7 +21,9 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seq: Sequence) -> None:
         self.seq = seq
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=seq.params.skip_special_tokens)
+        self._context: list[int] = []  # the tokens of the last piece: a piece is the text that tokens add to them
+        self._context_text = ""
+        self._pending: list[int] = []  # those after them, whose last character is not whole
         self._stops = tuple(seq.params.stop or ())
         self._reach = max(map(len, self._stops), default=1) - 1  # characters at the text's end that a stop may begin in
         self._num_read = 0  # tokens
@@ -44,12 +46,30 @@ class Detokenizer:
             if self._stop_string is not None:
                 break
             self._num_read += 1
-            piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
-            if piece:
+            if piece := self._decode(token_id):
                 self._add(piece, may_stop=self._num_read > self.seq.params.min_tokens)
         if self.seq.is_finished and self._stop_string is None:
             self._add_rest()
         return self._stop_string
+
+    def _decode(self, token_id: int) -> str:
+        """The text that one more token completes."""
+        self._pending.append(token_id)
+        piece = self._pending_text()
+        if piece.endswith(REPLACEMENT) and len(self._pending) < MOST_PENDING:
+            return ""
+        if piece:  # a special token makes none, and may be the last of many
+            self._context = self._pending
+            self._context_text = self._text_of(self._context)
+        self._pending = []
+        return piece
+
+    def _pending_text(self) -> str:
+        return self._text_of(self._context + self._pending)[len(self._context_text) :]
+
+    def _text_of(self, tokens: list[int]) -> str:
+        decoder = self._tokenizer.backend_tokenizer
+        return decoder.decode(tokens, skip_special_tokens=self.seq.params.skip_special_tokens)
 
     def take(self) -> str:
         """The text that is sure to stay and was not taken before."""
@@ -88,11 +108,10 @@ class Detokenizer:
 
     def _add_rest(self) -> None:
         """No token will come any more: what waits for one is the text's end as it is."""
-        whole = decode(self._tokenizer, self.seq)
-        if whole.endswith(REPLACEMENT) and whole.startswith(self.text):
-            self._text.seek(self._length)
-            self._text.write(whole[self._length :])
-            self._length = len(whole)
+        rest, self._pending = self._pending_text(), []
+        self._text.seek(self._length)
+        self._text.write(rest)
+        self._length += len(rest)
         self._num_safe = self._length
 
 

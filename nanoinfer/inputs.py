@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from array import array
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as ListLike
+from dataclasses import fields
 from numbers import Integral
 from typing import Any
 
@@ -45,7 +46,7 @@ class Inputs:
 
     def render(self, messages: ListLike[Message] | ListLike[ListLike[Message]], **template: Any) -> list[list[int]]:
         """Each chat as a prompt, by the tokenizer's own template."""
-        if self.tokenizer is None or not self.tokenizer.chat_template:
+        if self.tokenizer is None or not (self.tokenizer.chat_template or template.get("chat_template")):
             raise ValueError(f"{self.config.model!r} has no chat template: use generate with prompts of your own")
         _check_template_arguments(template)
         chats = _as_list("messages", messages, "a list of messages, or of such lists")
@@ -75,7 +76,7 @@ class Inputs:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             self._check_setting("sampling_params", sampling_params)
-            return [sampling_params] * count
+            return [_copy(sampling_params)] * count
         params = _as_list("sampling_params", sampling_params, "a SamplingParams, or a list of them")
         if len(params) != count:
             raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one each")
@@ -83,7 +84,7 @@ class Inputs:
             if not isinstance(entry, SamplingParams):
                 raise ValueError(f"sampling_params[{index}] is {entry!r}: must be a SamplingParams")
             self._check_setting(f"sampling_params[{index}]", entry)
-        return params
+        return [_copy(entry) for entry in params]
 
     def _check_setting(self, name: str, params: SamplingParams) -> None:
         """What SamplingParams cannot know: the model's vocabulary and tokenizer."""
@@ -142,9 +143,17 @@ class Inputs:
 
 
 def _as_list(name: str, value: Any, what: str) -> list[Any]:
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"{name}={_short(value)}: must be {what}")
-    return list(value)
+    try:
+        if isinstance(value, (str, Mapping)):
+            raise TypeError
+        return list(value)
+    except TypeError:
+        raise ValueError(f"{name}={_short(value)}: must be {what}") from None
+
+
+def _copy(params: SamplingParams) -> SamplingParams:
+    """One that no change reaches from outside, and that other ranks know, of whatever subclass it is."""
+    return SamplingParams(**{field.name: getattr(params, field.name) for field in fields(SamplingParams)})
 
 
 def _is_message(entry: Any) -> bool:
@@ -156,7 +165,7 @@ def _is_message(entry: Any) -> bool:
 def _check_template_arguments(template: dict[str, Any]) -> None:
     """A template would silently ignore what was meant for us."""
     for name in template:
-        if name in SamplingParams.__dataclass_fields__:
+        if name in {field.name for field in fields(SamplingParams)}:
             raise ValueError(f"{name}={template[name]!r} is a setting: pass sampling_params=SamplingParams({name}=...)")
         if near := difflib.get_close_matches(name, ("messages", "sampling_params", "use_tqdm"), n=1, cutoff=0.8):
             raise ValueError(f"unknown argument {name!r}: did you mean {near[0]!r}?")

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -97,22 +96,24 @@ class LLM:
         """Queue a prompt for `step`; returns the id that its output will have. Raises as generate does."""
         self.engine.check_open()
         checked = self._inputs.check_one(prompt, sampling_params)
-        with self._turn():
+        with self._turn(), self._requests:
             return self._requests.add(*checked).id
 
     def step(self) -> list[RequestOutput]:
         """Let every running request have its next token; returns the outputs of the requests that have ended.
 
-        If it raises, KeyboardInterrupt included, all requests are aborted.
+        If it is interrupted, or raises, the requests are dropped; has_unfinished_requests tells.
         """
         self.engine.check_open()
-        with self._turn():
+        with self._turn(), self._requests:
             if not self._requests.finished:  # some may have been aborted
                 self._requests.step()
             return [request.output() for request in self._requests.take_finished()]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has still outputs to give."""
+        if not self._busy.locked():
+            self._requests.settle()
         return bool(self._requests.num_running or self._requests.finished)
 
     def abort(self, request_id: int) -> None:
@@ -122,12 +123,17 @@ class LLM:
         """
         request = self._requests.find(request_id)
         if request is not None:
-            with self._all_or_none():
-                self._requests.abort(request)
+            self._requests.abort(request)
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams as the checkpoint's generation_config.json wants them, ours for what it does not name."""
-        return SamplingParams(**self.config.generation_defaults)
+        """SamplingParams as the checkpoint's generation_config.json wants them, ours for what it does not name.
+
+        Raises ValueError for a value there that is none of ours.
+        """
+        try:
+            return SamplingParams(**self.config.generation_defaults)
+        except ValueError as error:
+            raise ValueError(f"model={self.config.model!r}: its generation_config.json: {error}") from None
 
     def close(self) -> None:
         """Give back all device memory, processes and shared memory; safe to call twice."""
@@ -145,48 +151,38 @@ class LLM:
     ) -> None:
         self.close()
 
-    @contextmanager
-    def _turn(self, alone: bool = False) -> Iterator[None]:
-        """Nobody else may run the engine meanwhile.
+    def _turn(self, alone: bool = False) -> threading.Lock:
+        """What is to be held while the engine runs. Only a lock's own `with` gives it back wherever an interrupt falls.
 
-        alone: nor may requests of others be in it
+        alone: no requests of others may be in it
+        Raises RuntimeError when it is not to be had.
         """
-        if not self._busy.acquire(blocking=False):
+        if self._busy.locked():
             raise RuntimeError(
                 "another thread is generating with this LLM, or a stream is open: pass all prompts in one call,"
                 " or close the stream"
             )
-        try:
-            if alone and self.has_unfinished_requests():
-                raise RuntimeError("requests of add_request have not ended: call step until they have, or abort them")
-            with self._all_or_none():
-                yield
-        finally:
-            self._busy.release()
-
-    @contextmanager
-    def _all_or_none(self) -> Iterator[None]:
-        """If what is done to the requests is broken off, they are dropped: an interrupt may leave them half changed."""
-        try:
-            yield
-        except BaseException:
-            self._requests.abort_all()
-            raise
+        if alone and self.has_unfinished_requests():
+            raise RuntimeError("requests of add_request have not ended: call step until they have, or abort them")
+        return self._busy
 
     def _generate(self, checked: list[tuple[list[int], SamplingParams]], use_tqdm: bool) -> list[RequestOutput]:
-        with self._turn(alone=True):
+        with self._turn(alone=True), self._requests:
             requests = [self._requests.add(*entry) for entry in checked]
             self._run(len(requests), use_tqdm)
             self._requests.take_finished()
             return [request.output() for request in requests]
 
     def _stream(self, checked: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
-        with self._turn(alone=True):
+        with self._turn(alone=True), self._requests:
             requests = [self._requests.add(*entry, streams=True) for entry in checked]
             indices = {sample: index for index, request in enumerate(requests) for sample in request.samples}
             while indices:
                 changed = self._requests.take_changed()  # some may have been aborted
                 if not changed:
+                    self.engine.check_open()
+                    if not self._requests.num_running:
+                        raise RuntimeError("this stream's requests were dropped: an abort was interrupted")
                     self._requests.step()
                 for sample in changed or self._requests.take_changed():
                     if sample not in indices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import TracebackType
 
 from transformers import PreTrainedTokenizerBase
 
@@ -141,6 +142,9 @@ class Request:
 class Requests:
     """The requests whose outputs have not been given out.
 
+    They change under its `with` only: what breaks that off, an interrupt not least, drops them all, as it may have left
+    some half changed; at the latest when it is entered again.
+
     finished: those whose samples have all ended, in the order of their ends
     """
 
@@ -151,6 +155,27 @@ class Requests:
         self._running: dict[int, Request] = {}  # by id
         self._watched: dict[Sequence, Sample] = {}  # those of theirs that are looked at after each of their steps
         self._changed: list[Sample] = []  # of those that stream, since they were last asked for
+        self._is_settled = True
+
+    def __enter__(self) -> None:
+        self.settle()
+        self._is_settled = False
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._is_settled = True
+        else:
+            self.abort_all()
+
+    def settle(self) -> None:
+        """Drop what an interrupt has left."""
+        if not self._is_settled:
+            self.abort_all()
 
     @property
     def num_running(self) -> int:
@@ -186,21 +211,29 @@ class Requests:
         return self._running.get(request_id)
 
     def abort(self, request: Request) -> None:
-        """End what has not ended of a request."""
-        seqs = [sample.seq for sample in request.samples if not sample.seq.is_finished]
-        for seq in seqs:
-            self._engine.finish(seq, "abort")
-            if seq in self._watched:
-                self._watched[seq].update()
-        self._retire(seqs)
+        """End what has not ended of a request; also in the midst of a `with`."""
+        was_settled, self._is_settled = self._is_settled, False
+        try:
+            seqs = [sample.seq for sample in request.samples if not sample.seq.is_finished]
+            for seq in seqs:
+                self._engine.finish(seq, "abort")
+                if seq in self._watched:
+                    self._watched[seq].update()
+            self._retire(seqs)
+        except BaseException:
+            self.abort_all()
+            raise
+        self._is_settled = was_settled
 
     def abort_all(self) -> None:
         """Forget everything."""
+        self._is_settled = False
         self._engine.abort_all()
         self._running.clear()
         self._watched.clear()
         self._changed.clear()
         self.finished.clear()
+        self._is_settled = True
 
     def take_finished(self) -> list[Request]:
         """Those that have ended since the last time."""

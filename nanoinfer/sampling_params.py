@@ -158,8 +158,14 @@ class SamplingParams:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers as Python's own."""
-    return value.item() if isinstance(value, np.number) else value
+    """NumPy's numbers, and subclasses of numbers and strings, as Python's own."""
+    if isinstance(value, np.number):
+        return value.item()
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return int(value) if isinstance(value, int) else float(value)
+    return value
 
 
 def _is_int(value: Any) -> bool:

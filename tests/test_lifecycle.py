@@ -15,6 +15,7 @@ import pytest
 from conftest import Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.llm import Rates
 
 
@@ -148,6 +149,31 @@ def test_an_interrupt_at_any_line_leaves_the_engine_usable(make_llm: Callable[..
         assert manager.num_free == len(manager.blocks), f"interrupted at line {line}"
         if line % 5 == 1:
             assert generate(Interrupt()) == expected, f"interrupted at line {line}"
+
+
+def test_what_a_second_interrupt_leaves_is_dropped_by_the_next_call(
+    make_llm: Callable[..., LLM], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, abort_all, interrupts = make_llm(), LLMEngine.abort_all, []
+
+    def interrupted_once(engine: LLMEngine) -> None:
+        if not interrupts:
+            interrupts.append(True)
+            raise KeyboardInterrupt
+        abort_all(engine)
+
+    monkeypatch.setattr(LLMEngine, "abort_all", interrupted_once)
+    for call in (llm.has_unfinished_requests, lambda: llm.generate([], use_tqdm=False), llm.step):
+        interrupts.clear()
+        stream = llm.stream([[31], [32]], greedy(20))
+        next(stream)
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+        assert llm.engine.scheduler.running
+        assert not call()
+        assert llm.engine.is_finished
+    (output,) = llm.generate([[30]], greedy(12), use_tqdm=False)
+    assert output["token_ids"] == oracle.greedy([30], 12)
 
 
 def test_each_steps_time_counts_for_its_own_kind(make_llm: Callable[..., LLM]) -> None:

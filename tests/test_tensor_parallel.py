@@ -116,6 +116,18 @@ class TestTwoRanks:
         assert llm.engine.runner.kv_cache.shape[4] == 1
         assert token_ids(llm, prompts, greedy(12)) == [oracle.greedy(prompt, 12) for prompt in prompts]
 
+    def test_settings_of_a_class_that_the_other_rank_does_not_know(self, make_llm: Callable[..., LLM]) -> None:
+        @dataclass(frozen=True)
+        class Own(SamplingParams):
+            pass
+
+        class Token(int):
+            pass
+
+        settings = {"max_tokens": 4, "seed": 1, "top_k": 5, "stop_token_ids": [Token(7)]}
+        llm = make_llm(device="cpu", tensor_parallel_size=2)
+        assert token_ids(llm, [[30]], Own(**settings)) == token_ids(llm, [[30]], SamplingParams(**settings))
+
     def test_nothing_is_left_after_close(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(device="cpu", tensor_parallel_size=2)
         (process,) = llm.engine.workers.processes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +66,42 @@ class TestDetokenizer:
         detokenizer.update()
         assert detokenizer.text == TOKENIZER.decode(tokens)
         assert detokenizer.take() == detokenizer.text.removeprefix("soft ")
+
+    @pytest.mark.parametrize("skipped", [True, False])
+    def test_any_tokens_are_what_the_tokenizer_makes_of_them_all(self, skipped: bool) -> None:
+        """Halves of characters and special tokens among them."""
+        rand = random.Random(1)
+        halves = [token for token in range(len(TOKENIZER)) if TOKENIZER.decode([token]) == "\ufffd"]
+        for _ in range(300):
+            tokens = [rand.choice((2, rand.choice(halves), rand.randrange(len(TOKENIZER)))) for _ in range(40)]
+            seq = Sequence([30], SamplingParams(skip_special_tokens=skipped), 0, 4096)
+            detokenizer, text = Detokenizer(TOKENIZER, seq), ""
+            for token in tokens:
+                seq.token_ids.append(token)
+                detokenizer.update()
+                text += detokenizer.take()
+            seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
+            detokenizer.update()
+            assert text + detokenizer.take() == detokenizer.text
+            assert detokenizer.text == TOKENIZER.decode(tokens, skip_special_tokens=skipped)
+
+    @pytest.mark.parametrize("token", [30, 2, 97], ids=["text", "no text", "half a character"])
+    def test_a_tokens_cost_does_not_grow(self, token: int) -> None:
+        """Measured in what the tokenizer is asked to decode: a few tokens for each."""
+        decoded = []
+
+        class Counting:
+            def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+                decoded.append(len(tokens))
+                return TOKENIZER.backend_tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+        seq = Sequence([30], SamplingParams(), 0, 4096)
+        detokenizer = Detokenizer(SimpleNamespace(backend_tokenizer=Counting()), seq)
+        for _ in range(1000):
+            seq.token_ids.append(token)
+            detokenizer.update()
+        assert sum(decoded) <= 30 * 1000
+        assert max(decoded) <= 40
 
     @settings(max_examples=300, deadline=None)
     @given(
@@ -218,6 +256,7 @@ class TestLoop:
         assert output["token_ids"] == []
         assert output["timings"]["first_token"] is None
         llm.abort(first)
+        assert llm.step()[0]["timings"]["first_token"] is None  # its token was on its way
 
     @pytest.mark.parametrize("samples", [1, 3])
     def test_each_output_is_given_once(self, samples: int, llm: LLM) -> None:
@@ -363,6 +402,9 @@ class TestChat:
         llm.tokenizer.chat_template = None
         with pytest.raises(ValueError, match="has no chat template: use generate"):
             llm.chat(self.CHAT)
+        (output,) = llm.chat(self.CHAT, greedy(4), use_tqdm=False, chat_template="{{ messages[0].content }}")
+        (expected,) = llm.generate("But, soft!", greedy(4), use_tqdm=False)
+        assert output["token_ids"] == expected["token_ids"]
 
 
 def test_the_checkpoints_own_settings(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
@@ -371,6 +413,12 @@ def test_the_checkpoints_own_settings(tmp_path: Path, make_llm: Callable[..., LL
     file.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 7}')
     expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=7)
     assert make_llm(str(tmp_path / "m")).default_sampling_params() == expected
+    file.write_text('{"max_new_tokens": 9, "min_new_tokens": 3, "stop_strings": ["the"]}')
+    expected = SamplingParams(max_tokens=9, min_tokens=3, stop=["the"])
+    assert make_llm(str(tmp_path / "m")).default_sampling_params() == expected
+    file.write_text('{"top_k": 2.5}')
+    with pytest.raises(ValueError, match=r"its generation_config.json: top_k=2.5: must be"):
+        make_llm(str(tmp_path / "m")).default_sampling_params()
     file.write_text('{"do_sample": false}')
     assert make_llm(str(tmp_path / "m")).default_sampling_params() == SamplingParams(temperature=0)
     assert make_llm().default_sampling_params() == SamplingParams()

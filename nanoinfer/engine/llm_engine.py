@@ -156,13 +156,15 @@ class LLMEngine:
             advanced=done.seqs,
         )
         self._record_logprobs(done)
+        if isinstance(done.step, PrefillStep):
+            for seq in done.seqs:
+                if not seq.is_finished:
+                    seq.first_token_at = seq.first_token_at or done.tokens.ready_at
         result.finished, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
         for seq in result.finished:
             seq.finished_at = done.tokens.ready_at
         if isinstance(done.step, PrefillStep):
             result.num_prefill_tokens = done.step.num_tokens
-            for seq in done.seqs:
-                seq.first_token_at = seq.first_token_at or done.tokens.ready_at
         else:
             result.num_decode_tokens = done.step.num_tokens - num_dropped
         if self.on_step is not None:

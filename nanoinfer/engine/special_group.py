@@ -17,6 +17,7 @@ from nanoinfer.sampling_params import SamplingParams
 
 MINUS_INFINITY = float("-inf")
 ALL = 2**31 - 1  # tokens
+LEAST = 1e-30  # probability: in float32, less may be nothing
 NO_FILTERS = SamplingParams()
 
 
@@ -104,7 +105,7 @@ class SpecialGroup:
         params = [entry if entry.has_filters else NO_FILTERS for entry in self._params]
         return (
             self._ints([min(entry.top_k, ALL) if entry.top_k > 0 else ALL for entry in params]),
-            self._floats([entry.top_p for entry in params]),
+            self._floats([max(entry.top_p, LEAST) for entry in params]),
             self._floats([entry.min_p for entry in params]),
         )
 
