@@ -52,6 +52,12 @@ class Detokenizer:
             self._add_rest()
         return self._stop_string
 
+    def take(self) -> str:
+        """The text that is sure to stay and was not taken before."""
+        text = self._read(self._num_taken)[: self._num_safe - self._num_taken]
+        self._num_taken = self._num_safe
+        return text
+
     def _decode(self, token_id: int) -> str:
         """The text that one more token completes."""
         self._pending.append(token_id)
@@ -70,12 +76,6 @@ class Detokenizer:
     def _text_of(self, tokens: list[int]) -> str:
         decoder = self._tokenizer.backend_tokenizer
         return decoder.decode(tokens, skip_special_tokens=self.seq.params.skip_special_tokens)
-
-    def take(self) -> str:
-        """The text that is sure to stay and was not taken before."""
-        text = self._read(self._num_taken)[: self._num_safe - self._num_taken]
-        self._num_taken = self._num_safe
-        return text
 
     def _read(self, start: int) -> str:
         self._text.seek(start)
