@@ -112,7 +112,7 @@ def check_fits(work: Workload, config: Config) -> None:
         )
 
 
-def time_repeat(llm: LLM, work: Workload, index: int, sampling: SamplingParams = SAMPLING) -> Repeat:
+def time_repeat(llm: LLM, work: Workload, index: int, sampling: SamplingParams) -> Repeat:
     """Generate all that the workload asks for, with the tokens of repeat `index`."""
     prompts = work.repeat(index, llm.config.hf_config.vocab_size)
     params = [replace(sampling, max_tokens=out) for out in work.output_lens]

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -143,12 +142,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _turn(self, alone: bool = False) -> threading.Lock:

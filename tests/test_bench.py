@@ -77,13 +77,13 @@ def test_prefixes_are_cached_within_a_repeat_and_not_beyond_it(tiny: LLM, name: 
     recipe = replace(bench.WORKLOADS[name], num_seqs=3, prompt_lens=(257, 300), output_lens=(1, 3))
     work = recipe.draw(vocab_size=2048)
     for index in range(3):
-        steps = bench.time_repeat(tiny, work, index).steps
+        steps = bench.time_repeat(tiny, work, index, bench.SAMPLING).steps
         assert sum(step.num_prefill_tokens for step in steps) == work.tokens_in - 2 * num_shared
 
 
 def test_the_engine_tells_its_observer_what_each_step_found(tiny: LLM) -> None:
     work = bench.Workload([[1] * 300, [2] * 3], [3, 2])
-    repeat = bench.time_repeat(tiny, work, 0)
+    repeat = bench.time_repeat(tiny, work, 0, bench.SAMPLING)
     blocks = len(tiny.engine.scheduler.block_manager.blocks)
     assert [(step.num_prefill_tokens, step.num_decode_tokens) for step in repeat.steps] == [
         (300, 0), (0, 1), (0, 1), (3, 0), (0, 1),

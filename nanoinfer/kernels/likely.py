@@ -133,6 +133,14 @@ def _pivots(low, high, PIVOTS: tl.constexpr):
 
 
 @triton.jit
+def _extremes(x, low, high, smallest, largest):
+    """`smallest` and `largest`, with what of x lies from `low` up to below `high`."""
+    between = (x >= low) & (x < high)
+    smallest = tl.minimum(smallest, tl.where(between, x, float("inf")))
+    return smallest, tl.maximum(largest, tl.where(between, x, float("-inf")))
+
+
+@triton.jit
 def _narrow(low, high, nearest, pivots, enough):
     """What is searched from `low` up to below `high` lies between two pivots: from the last that is enough on.
 
@@ -161,9 +169,7 @@ def _kth(source, vocabulary, k, low, high, BLOCK: tl.constexpr, PIVOTS: tl.const
         for start in range(0, vocabulary, BLOCK):
             x = _load(source, start, vocabulary, BLOCK)
             counts += (x >= pivots).to(tl.int32)
-            between = (x >= low) & (x < high)
-            smallest = tl.minimum(smallest, tl.where(between, x, float("inf")))
-            largest = tl.maximum(largest, tl.where(between, x, float("-inf")))
+            smallest, largest = _extremes(x, low, high, smallest, largest)
         count = tl.sum(counts, axis=0)[None, :]
         nearest, farthest = tl.min(smallest), tl.max(largest)
         enough = count >= k
@@ -196,9 +202,7 @@ def _crossing(source, vocabulary, p, top, scale, low, high, BLOCK: tl.constexpr,
             weight = tl.where(x >= floor, tl.exp2((x - top) * scale), 0.0)
             wholes += weight
             masses += tl.where(x >= pivots, weight, 0.0)
-            between = (x >= low) & (x < high)
-            smallest = tl.minimum(smallest, tl.where(between, x, float("inf")))
-            largest = tl.maximum(largest, tl.where(between, x, float("-inf")))
+            smallest, largest = _extremes(x, low, high, smallest, largest)
         mass = tl.sum(masses, axis=0)[None, :]
         target = p * tl.sum(wholes)
         nearest, farthest = tl.min(smallest), tl.max(largest)
