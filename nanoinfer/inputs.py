@@ -16,7 +16,8 @@ from nanoinfer.config import Config
 from nanoinfer.sampling_params import SamplingParams
 
 Prompt = str | ListLike[int]
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
+Chats = ListLike[ChatMessage] | ListLike[ListLike[ChatMessage]]
 
 
 class Inputs:
@@ -44,7 +45,7 @@ class Inputs:
         (params,) = self._check_params(1, sampling_params)
         return self._check_prompt("prompt", prompt), params
 
-    def render(self, messages: ListLike[Message] | ListLike[ListLike[Message]], **template: Any) -> list[list[int]]:
+    def render(self, messages: Chats, **template: Any) -> list[list[int]]:
         """Each chat as a prompt, by the tokenizer's own template."""
         if self.tokenizer is None or not (self.tokenizer.chat_template or template.get("chat_template")):
             raise ValueError(f"{self.config.model!r} has no chat template: use generate with prompts of your own")

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine, StepResult
-from nanoinfer.inputs import Inputs, Message, Prompt
+from nanoinfer.inputs import Chats, Inputs, Prompt
 from nanoinfer.outputs import RequestOutput, StreamOutput
 from nanoinfer.request import Requests
 from nanoinfer.sampling_params import SamplingParams
@@ -59,7 +59,7 @@ class LLM:
 
     def chat(
         self,
-        messages: ListLike[Message] | ListLike[ListLike[Message]],
+        messages: Chats,
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         use_tqdm: bool = True,
         **template: Any,

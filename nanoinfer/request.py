@@ -56,7 +56,7 @@ class Sample:
         return StreamOutput(
             request_id=seq.request_id,
             index=index,
-            sample=seq.sample,
+            sample=seq.sample_index,
             text="" if self._detokenizer is None else self._detokenizer.take(),
             token_ids=seq.token_ids[seq.num_prompt_tokens + start :].tolist(),
             finish_reason=seq.finish_reason,
@@ -68,7 +68,7 @@ class Sample:
     @property
     def prompt_logprobs(self) -> list[Mapping[int, float] | None] | None:
         """Those of the prompt, with its first sample, if they are asked for."""
-        asked = self.seq.params.prompt_logprobs is not None and self.seq.sample == 0
+        asked = self.seq.params.prompt_logprobs is not None and self.seq.sample_index == 0
         return [None, *self.seq.prompt_logprobs] if asked else None
 
     def output(self) -> SampleOutput:

@@ -12,16 +12,16 @@ from conftest import Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend
-from nanoinfer.engine.input_batch import Prompts
-from nanoinfer.engine.message import ChunkMessage
-from nanoinfer.kernels.activation import silu_mul_reference
-from nanoinfer.kernels.linear import linear, norm_linear
-from nanoinfer.kernels.norm import rms_norm_reference
-from nanoinfer.kernels.one_wave_linear import find_one_wave
-from nanoinfer.kernels.paged_decode import FEW_ROWS, paged_decode_triton, plan_decode
-from nanoinfer.kernels.paged_prefill import paged_prefill_triton
-from nanoinfer.kernels.qkv import norm_rotate_store
-from nanoinfer.kernels.sample import sample_reference, sample_triton
+from nanoinfer.kernels.attention.paged_decode import FEW_ROWS, paged_decode_triton, plan_decode
+from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.attention.qkv import norm_rotate_store
+from nanoinfer.kernels.linear.activation import silu_mul_reference
+from nanoinfer.kernels.linear.dispatch import linear, norm_linear
+from nanoinfer.kernels.linear.one_wave import find_one_wave
+from nanoinfer.kernels.norm.rms_norm import rms_norm_reference
+from nanoinfer.kernels.sampling.draw import draw_reference, draw_triton
+from nanoinfer.runner.input_batch import PrefillInputs
+from nanoinfer.runner.message import ChunkMessage
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +77,7 @@ def test_bfloat16_logits_agree_with_float32(
 
     for start, end in ((0, 100), (100, 300)):
         chunk = ChunkMessage(array("i", prompt[start:end]), start, [3, 1])
-        packed = Prompts([chunk], [], runner.kv_cache, runner.max_blocks)
+        packed = PrefillInputs([chunk], [], runner.kv_cache, runner.max_blocks)
         with torch.inference_mode():
             logits = runner.model.compute_logits(runner.model(packed.token_ids, packed.context)).float().cpu()
         expected = oracle.logits(prompt)[start:end]
@@ -112,7 +112,7 @@ def test_a_cache_of_more_than_two_to_the_31_elements(backend: str) -> None:
     expected = expected[0].transpose(0, 1)
     lens = torch.tensor([length], dtype=torch.int32, device="cuda")
     cu = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-    from nanoinfer.utils.context import Context, PackedQueries
+    from nanoinfer.attention.context import Context, PackedQueries
 
     packed = PackedQueries([length], [length], cu, cu)
     context = Context(kv_cache, torch.empty(0, device="cuda"), slots, table, lens, length, packed)
@@ -128,8 +128,8 @@ def test_sampling_draws_the_references_tokens_over_a_large_vocabulary() -> None:
     logits = torch.randn(64, 151936, device="cuda").bfloat16() * 3
     temperatures = torch.full((64,), 0.8, device="cuda")
     seeds, positions = torch.arange(64, device="cuda"), torch.arange(64, device="cuda").int()
-    _, ids = sample_triton(logits, temperatures, seeds, positions)
-    _, expected = sample_reference(logits, temperatures, seeds, positions)
+    _, ids = draw_triton(logits, temperatures, seeds, positions)
+    _, expected = draw_reference(logits, temperatures, seeds, positions)
     assert torch.equal(ids, expected)
 
 

@@ -19,16 +19,16 @@ from conftest import HAS_CUDA, Oracle, greedy
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import Config
-from nanoinfer.engine import worker
+from nanoinfer.engine import workers
 from nanoinfer.layers import norm
-from nanoinfer.utils.inbox import SUM_LANES, Inbox
-from nanoinfer.utils.tensor_parallel import TensorParallel
+from nanoinfer.parallel.inbox import SUM_LANES, Inbox
+from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.skipif(HAS_CUDA, reason="needs interpreted kernels, which a CUDA device rules out")
 RANKS = 2
 FOLDER = "NANOINFER_TEST_INBOXES"  # environment: where the ranks' files are
 ONE_OWNER = "NANOINFER_TEST_ONE_OWNER"  # environment: from how many rows on
-run_worker = worker.run_worker
+run_worker = workers.run_worker
 
 
 class FileInbox(Inbox):
@@ -87,7 +87,7 @@ def test_tokens_are_those_of_one_rank(
         (norm, "all_reduce_add_rms_norm"),
     ]:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back
-    monkeypatch.setattr(worker, "run_worker", run_worker_with_file_inboxes)
+    monkeypatch.setattr(workers, "run_worker", run_worker_with_file_inboxes)
     use_file_inboxes()
     prompts = [[30], [31, 32, 33], [5, 6, 7, 8, 9], [100], [200, 30]]
     two = make_llm(device="cpu", tensor_parallel_size=RANKS, num_kvcache_blocks=8, max_num_seqs=4)

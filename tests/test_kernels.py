@@ -13,28 +13,28 @@ from conftest import DEVICE, HAS_CUDA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoinfer.kernels.activation import silu_mul_reference, silu_mul_triton
-from nanoinfer.kernels.all_reduce_norm import all_reduce_add_rms_norm
-from nanoinfer.kernels.best_of_ranks import best_of_ranks
-from nanoinfer.kernels.likely import Floor, find_floor_reference, find_floor_triton
-from nanoinfer.kernels.norm import (
+from nanoinfer.kernels.attention.paged_decode import FEW_ROWS, paged_decode_reference, paged_decode_triton, plan_decode
+from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from nanoinfer.kernels.attention.qkv import norm_rotate_store_reference, norm_rotate_store_triton
+from nanoinfer.kernels.linear.activation import silu_mul_reference, silu_mul_triton
+from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.linear.one_wave import cut, one_wave_linear
+from nanoinfer.kernels.norm.rms_norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
     rms_norm_reference,
     rms_norm_triton,
 )
-from nanoinfer.kernels.one_row_linear import one_row_linear, one_row_norm_linear
-from nanoinfer.kernels.one_wave_linear import cut, one_wave_linear
-from nanoinfer.kernels.paged_decode import FEW_ROWS, paged_decode_reference, paged_decode_triton, plan_decode
-from nanoinfer.kernels.paged_prefill import paged_prefill_reference, paged_prefill_triton
-from nanoinfer.kernels.qkv import norm_rotate_store_reference, norm_rotate_store_triton
+from nanoinfer.kernels.ranks.all_reduce_norm import all_reduce_add_rms_norm
+from nanoinfer.kernels.ranks.best_of_ranks import best_of_ranks
 from nanoinfer.kernels.rows import (
     advance_rows_reference,
     advance_rows_triton,
     locate_rows_reference,
     locate_rows_triton,
 )
-from nanoinfer.kernels.sample import gumbel_noise, sample_reference, sample_triton
+from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff_reference, find_cutoff_triton
+from nanoinfer.kernels.sampling.draw import draw_reference, draw_triton, gumbel_noise
 
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
 SHORT = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter's products of bfloat16 are wrong
@@ -371,8 +371,8 @@ def test_sample(vocabulary: int) -> None:
     temperatures = torch.tensor([0, 0, 0.5, 1, 1, 2, 0.01, 1e-6], device=DEVICE)
     seeds = torch.tensor([0, 1, 2, 3, 2**63 - 1, 2**40, 5, 6], device=DEVICE)
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 2**20, 7], dtype=torch.int32, device=DEVICE)
-    best, ids = sample_triton(logits, temperatures, seeds, positions, first_id=1000)
-    expected_best, expected_ids = sample_reference(logits, temperatures, seeds, positions, first_id=1000)
+    best, ids = draw_triton(logits, temperatures, seeds, positions, first_id=1000)
+    expected_best, expected_ids = draw_reference(logits, temperatures, seeds, positions, first_id=1000)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(best, expected_best, rtol=1e-5, atol=1e-5)
     assert torch.equal(ids[:2], (logits[:2].argmax(dim=1) + 1000).int())
@@ -380,7 +380,7 @@ def test_sample(vocabulary: int) -> None:
 
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("top_k", [1, 50, 4097, 2**31 - 1])
-def test_find_floor(top_k: int, ties: bool) -> None:
+def test_find_cutoff(top_k: int, ties: bool) -> None:
     """Over several blocks of a vocabulary; -0.0, NaN and -inf among the logits."""
     rows = 4
     logits = randn(rows, 9001) * 3
@@ -392,12 +392,12 @@ def test_find_floor(top_k: int, ties: bool) -> None:
         torch.tensor([0.9, 0.2, 1.0, 0.995], device=DEVICE),
         torch.tensor([0.0, 0.0, 0.01, 0.001], device=DEVICE),
     )
-    expected, found = (f(logits, temperatures, *columns) for f in (find_floor_reference, find_floor_triton))
+    expected, found = (f(logits, temperatures, *columns) for f in (find_cutoff_reference, find_cutoff_triton))
     assert torch.equal(above(expected, logits), above(found, logits))
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (2**31 - 1, 0.51)])
-def test_find_floor_among_neighbours(top_k: int, top_p: float) -> None:
+def test_find_cutoff_among_neighbours(top_k: int, top_p: float) -> None:
     """No number lies between these logits, nor always a pivot: each is the next of another in float32."""
     rows = 30
     neighbours = [-torch.rand(rows, 1, device=DEVICE) * 16]
@@ -405,25 +405,25 @@ def test_find_floor_among_neighbours(top_k: int, top_p: float) -> None:
         neighbours.append(torch.nextafter(neighbours[-1], torch.full_like(neighbours[-1], float("inf"))))
     logits = torch.cat(neighbours, dim=1).gather(1, torch.randint(7, (rows, 40)).to(DEVICE))
     settings = [torch.full((rows,), value, device=DEVICE) for value in (1.0, top_k, top_p, 0.0)]
-    expected, found = (f(logits, *settings) for f in (find_floor_reference, find_floor_triton))
+    expected, found = (f(logits, *settings) for f in (find_cutoff_reference, find_cutoff_triton))
     assert torch.equal(above(expected, logits), above(found, logits))
 
 
-def above(floor: Floor, logits: torch.Tensor) -> torch.Tensor:
+def above(cutoff: Cutoff, logits: torch.Tensor) -> torch.Tensor:
     """Which tokens stay."""
-    lowest, first_ids = (column[:, None] for column in floor)
+    lowest, first_ids = (column[:, None] for column in cutoff)
     ids = torch.arange(logits.shape[1], device=logits.device)
     return (logits > lowest) | ((logits == lowest) & (ids >= first_ids))
 
 
-def test_sample_draws_above_the_floor_alone() -> None:
+def test_draw_takes_what_is_above_the_cutoff_alone() -> None:
     logits = randn(3, 9000)
     logits[:, 4000:4010] = 5.0
-    floor = torch.tensor([5.0, 5.0, -9.0], device=DEVICE), torch.tensor([4003, 0, 0], device=DEVICE).int()
+    cutoff = torch.tensor([5.0, 5.0, -9.0], device=DEVICE), torch.tensor([4003, 0, 0], device=DEVICE).int()
     temperatures, seeds = torch.full((3,), 100.0, device=DEVICE), torch.arange(3, device=DEVICE)
     for position in range(20):
         positions = torch.full((3,), position, dtype=torch.int32, device=DEVICE)
-        ids = [f(logits, temperatures, seeds, positions, 0, floor)[1] for f in (sample_triton, sample_reference)]
+        ids = [f(logits, temperatures, seeds, positions, 0, cutoff)[1] for f in (draw_triton, draw_reference)]
         assert torch.equal(*ids)
         assert 4003 <= ids[0][0] < 4010
         assert 4000 <= ids[0][1] < 4010
@@ -434,7 +434,7 @@ def test_sample_takes_nan_for_impossible() -> None:
     logits = torch.full((3, 5000), float("nan"), device=DEVICE)
     logits[1, 4321] = -1.0
     temperatures, seeds = torch.tensor([0.0, 0.0, 1.0], device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    for function in (sample_triton, sample_reference):
+    for function in (draw_triton, draw_reference):
         assert function(logits, temperatures, seeds, seeds.int())[1].tolist() == [0, 4321, 0]
 
 
@@ -442,7 +442,7 @@ def test_sample_takes_the_smallest_id_among_equals() -> None:
     logits = torch.zeros(1, 9000, device=DEVICE)
     logits[0, [4000, 5000, 8999]] = 1
     zeros = torch.zeros(1, device=DEVICE)
-    for function in (sample_triton, sample_reference):
+    for function in (draw_triton, draw_reference):
         assert function(logits, zeros, zeros.long(), zeros.int())[1].item() == 4000
 
 
@@ -464,7 +464,7 @@ def test_samples_follow_the_softmax() -> None:
     logits = torch.randn(8)
     rows = logits.expand(draws, -1)
     seeds = torch.arange(draws)
-    _, ids = sample_reference(rows, torch.full((draws,), temperature), seeds, torch.full((draws,), 11).int())
+    _, ids = draw_reference(rows, torch.full((draws,), temperature), seeds, torch.full((draws,), 11).int())
     expected = torch.softmax(logits / temperature, dim=0) * draws
     chi_squared = ((torch.bincount(ids, minlength=8) - expected) ** 2 / expected).sum()
     assert chi_squared < 29.9

@@ -17,8 +17,8 @@ from nanoinfer import LLM
 from nanoinfer.config import Config
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
-from nanoinfer.utils.loader import load_weights
-from nanoinfer.utils.tensor_parallel import TensorParallel
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.loader import load_weights
 
 
 def rank(index: int, size: int) -> TensorParallel:

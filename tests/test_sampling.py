@@ -17,12 +17,13 @@ from transformers import (
 )
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.engine.message import SpecialMessage
+from nanoinfer.engine.row_map import describe_logits
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.special_rows import SpecialGroup
-from nanoinfer.kernels.likely import find_floor_reference, find_floor_triton
-from nanoinfer.kernels.penalties import penalize
-from nanoinfer.kernels.sample import sample
+from nanoinfer.kernels.sampling.cutoff import find_cutoff_reference, find_cutoff_triton
+from nanoinfer.kernels.sampling.draw import draw
+from nanoinfer.kernels.sampling.penalties import penalize
+from nanoinfer.runner.logits_processor_group import LogitsProcessorGroup
+from nanoinfer.runner.message import LogitsMessage
 
 VOCABULARY = 40
 MINUS_INFINITY = float("-inf")
@@ -33,13 +34,13 @@ def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[
 
 
 def kept(
-    logits: torch.Tensor, top_k: int, top_p: float, min_p: float, find_floor: Callable = find_floor_reference
+    logits: torch.Tensor, top_k: int, top_p: float, min_p: float, find_cutoff: Callable = find_cutoff_reference
 ) -> torch.Tensor:
     """Which tokens stay; one setting for all rows."""
     rows = len(logits)
-    on_device = logits.to(DEVICE) if find_floor is find_floor_triton else logits
+    on_device = logits.to(DEVICE) if find_cutoff is find_cutoff_triton else logits
     settings = [torch.full((rows,), value, device=on_device.device) for value in (1.0, top_k, top_p, min_p)]
-    lowest, first_ids = (column[:, None].cpu() for column in find_floor(on_device, *settings))
+    lowest, first_ids = (column[:, None].cpu() for column in find_cutoff(on_device, *settings))
     ids = torch.arange(logits.shape[1])
     return (logits > lowest) | ((logits == lowest) & (ids >= first_ids))
 
@@ -59,7 +60,7 @@ def reference_support(logits: list[float], top_k: int, top_p: float, min_p: floa
 
 
 class TestFilters:
-    @pytest.mark.parametrize("find_floor", [find_floor_reference, find_floor_triton])
+    @pytest.mark.parametrize("find_cutoff", [find_cutoff_reference, find_cutoff_triton])
     @settings(max_examples=40, deadline=None)
     @given(
         logits=st.lists(st.integers(-12, 12).map(lambda x: x * 0.37), min_size=VOCABULARY, max_size=VOCABULARY),
@@ -68,9 +69,9 @@ class TestFilters:
         min_p=st.sampled_from([0.0, 0.013, 0.11, 0.6, 1.0]),
     )
     def test_the_support_is_that_of_the_definitions(
-        self, find_floor: Callable, logits: list[float], top_k: int, top_p: float, min_p: float
+        self, find_cutoff: Callable, logits: list[float], top_k: int, top_p: float, min_p: float
     ) -> None:
-        (row,) = kept(torch.tensor([logits]), top_k, top_p, min_p, find_floor)
+        (row,) = kept(torch.tensor([logits]), top_k, top_p, min_p, find_cutoff)
         assert set(row.nonzero().flatten().tolist()) == reference_support(logits, top_k, top_p, min_p)
 
     @pytest.mark.parametrize("ties", [False, True])
@@ -126,11 +127,11 @@ class TestPenalties:
         assert torch.equal(change, expected)
 
 
-def special(params: SamplingParams, tokens: list[int]) -> SpecialMessage:
+def wants(params: SamplingParams, tokens: list[int]) -> LogitsMessage:
     """The first two tokens are the prompt."""
     seq = Sequence(tokens[:2], params, 0, 100, frozenset(params.stop_token_ids or ()))
     seq.token_ids.extend(tokens[2:])
-    return SpecialMessage.of(seq)
+    return describe_logits(seq)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +153,13 @@ def test_tokens_are_drawn_as_often_as_they_should(params: SamplingParams) -> Non
     expected = definition(logits.double(), params, tokens)
 
     positions = torch.full((draws,), len(tokens), dtype=torch.int32)
-    group = SpecialGroup({0: special(params, tokens)}, torch.device("cpu"))
+    group = LogitsProcessorGroup({0: wants(params, tokens)}, torch.device("cpu"))
     shaped = group.shape(logits[None], positions[:1], torch.tensor([[*tokens, 0, 0]]))
     temperatures, seeds = torch.full((draws,), params.temperature), torch.arange(draws) * 7 + 3
-    floor = group.find_floor(shaped, temperatures[:1])
-    if floor is not None:
-        floor = floor[0].expand(draws), floor[1].expand(draws)
-    drawn = sample(shaped.expand(draws, -1), temperatures, seeds, positions, floor=floor)[1]
+    cutoff = group.find_cutoff(shaped, temperatures[:1])
+    if cutoff is not None:
+        cutoff = cutoff[0].expand(draws), cutoff[1].expand(draws)
+    drawn = draw(shaped.expand(draws, -1), temperatures, seeds, positions, cutoff=cutoff)[1]
 
     counts = torch.bincount(drawn, minlength=12).double()
     assert set(counts.nonzero().flatten().tolist()) <= set(expected.nonzero().flatten().tolist())
@@ -297,17 +298,17 @@ class TestSamples:
         assert sum(prefilled) <= 33 + 3  # what came when a row was free found two blocks in the cache
 
 
-def test_a_row_is_special_until_its_least_length_only(make_llm: Callable[..., LLM]) -> None:
+def test_a_row_is_drawn_again_until_its_least_length_only(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
     llm.add_request([30], greedy(30, min_tokens=5, ignore_eos=True))
     llm.add_request([31], greedy(30, min_tokens=9, ignore_eos=True, top_k=5))
     llm.add_request([32], SamplingParams(max_tokens=30, min_tokens=12, ignore_eos=True, top_k=5))  # wants more
-    num_special = []
+    num_wanted = []
     while llm.has_unfinished_requests():
         llm.step()
-        num_special.append(len(llm.engine.runner.special.rows))
-    assert num_special[:8] == [3] * 4 + [2] * 4
-    assert set(num_special[8:]) == {1}
+        num_wanted.append(len(llm.engine.runner.logits_processors.wanted))
+    assert num_wanted[:8] == [3] * 4 + [2] * 4
+    assert set(num_wanted[8:]) == {1}
 
 
 def test_no_setting_is_too_large(make_llm: Callable[..., LLM], oracle: Oracle) -> None:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.message import DecodeMessage, Message, PrefillMessage, RowMap
+from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import MIN_PREFILL_TOKENS, DecodeStep, PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.runner.message import DecodeMessage, PrefillMessage, StepMessage
 
 BLOCK, EOS = 4, 1
 
@@ -32,7 +33,9 @@ def samples(
 ) -> list[Sequence]:
     """The sequences of one request."""
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids)
-    return [Sequence(prompt, params, seed + i, 40, frozenset(stop_ids), request_id=seed, sample=i) for i in range(n)]
+    return [
+        Sequence(prompt, params, seed + i, 40, frozenset(stop_ids), request_id=seed, sample_index=i) for i in range(n)
+    ]
 
 
 def prefill(step: Step | None) -> list[tuple[Sequence, int, int]]:
@@ -203,7 +206,7 @@ class Device:
         self.rows: list[dict] = []
         self.cache: dict[tuple[int, int], int] = {}  # (block, offset) -> the token written there last
 
-    def run(self, message: Message) -> list[int]:
+    def run(self, message: StepMessage) -> list[int]:
         for source, destination in message.moves:
             self.rows[destination] = dict(self.rows[source])
         del self.rows[message.num_rows :]
@@ -337,10 +340,10 @@ def serve_random_requests(depth, requests, blocks, rows, budget, arrivals) -> No
         step = sched.schedule(in_flight=bool(in_flight))
         if step is not None:
             message, order = row_map.describe(step)
-            assert len(row_map.rows) <= rows
-            assert [seq.row for seq in row_map.rows] == list(range(len(row_map.rows)))
+            assert len(row_map.seqs) <= rows
+            assert [seq.row for seq in row_map.seqs] == list(range(len(row_map.seqs)))
             tokens = device.run(message)
-            for seq, row in zip(row_map.rows, device.rows, strict=True):
+            for seq, row in zip(row_map.seqs, device.rows, strict=True):
                 assert row["table"] == seq.block_table
                 assert row["seed"] == seq.seed
             if isinstance(step, PrefillStep):

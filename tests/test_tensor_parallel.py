@@ -24,11 +24,12 @@ import torch.distributed as dist
 from conftest import Oracle, assert_equal, different_settings, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.engine import worker as worker_module
-from nanoinfer.engine.kv_cache import KVCacheSpec
-from nanoinfer.engine.message import DecodeMessage
-from nanoinfer.engine.worker import Receiver, Sender, WorkerError, Workers
-from nanoinfer.utils import tensor_parallel
+from nanoinfer.engine import workers
+from nanoinfer.engine.workers import WorkerError, Workers
+from nanoinfer.parallel import tensor_parallel
+from nanoinfer.parallel.channel import Receiver, Sender
+from nanoinfer.runner.kv_cache import KVCacheSpec
+from nanoinfer.runner.message import DecodeMessage
 
 
 def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
@@ -289,7 +290,7 @@ class TestFailures:
         remains.check_gone()
 
     def test_a_worker_is_stopped_while_starting(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(worker_module, "START_SECONDS", 3)
+        monkeypatch.setattr(workers, "START_SECONDS", 3)
         start = mp.context.SpawnProcess.start
 
         def start_and_stop(process: mp.context.SpawnProcess) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanoinfer.utils.context import Context
+from nanoinfer.attention.context import Context
 
 
 class AttentionBackend(Protocol):

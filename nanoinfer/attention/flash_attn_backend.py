@@ -5,7 +5,7 @@ from __future__ import annotations
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from nanoinfer.utils.context import Context
+from nanoinfer.attention.context import Context
 
 
 class FlashAttnBackend:

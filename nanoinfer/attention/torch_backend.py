@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanoinfer.kernels.paged_decode import paged_decode_reference
-from nanoinfer.kernels.paged_prefill import paged_prefill_reference
-from nanoinfer.utils.context import Context
+from nanoinfer.attention.context import Context
+from nanoinfer.kernels.attention.paged_decode import paged_decode_reference
+from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference
 
 
 class TorchBackend:

@@ -1,1 +1,1 @@
-"""What runs on the host: requests, blocks, steps, and the ranks that compute them."""
+"""The host: plain Python that decides which sequences run, in which blocks and rows, and keeps the ranks busy."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.message import RowMap
-from nanoinfer.engine.model_runner import ModelRunner, PendingTokens
+from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
-from nanoinfer.engine.worker import Workers
+from nanoinfer.engine.workers import Workers
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.model_runner import ModelRunner, PendingTokens
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.tensor_parallel import TensorParallel
 
 
 @dataclass
@@ -62,7 +62,7 @@ class LLMEngine:
             config.max_num_seqs,
             config.max_num_batched_tokens,
         )
-        self.rows = RowMap()
+        self.row_map = RowMap()
         self.in_flight: deque[InFlight] = deque()
         self.on_step: Callable[[StepResult], None] | None = None  # told of each step read back
         self.num_requests = 0  # that were ever added
@@ -80,9 +80,9 @@ class LLMEngine:
         if not params.ignore_eos:
             stop_ids |= self.config.eos_token_ids
         seqs: list[Sequence] = []
-        for sample in range(params.n):
-            own_seed = (seed + sample * 0xA0761D6478BD642F) % 2**63
-            seq = Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, request_id, sample)
+        for index in range(params.n):
+            own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
+            seq = Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, request_id, index)
             seq.queued_at = time.perf_counter()
             seqs.append(seq)
             self.scheduler.add(seq)
@@ -106,7 +106,7 @@ class LLMEngine:
         self.check_open()
         step = self.scheduler.schedule(in_flight=bool(self.in_flight))
         if step is not None:
-            message, seqs = self.rows.describe(step)
+            message, seqs = self.row_map.describe(step)
             with self._one_fate():
                 tokens = self.runner.call("run", message)
             self.in_flight.append(InFlight(step, seqs, tokens))
@@ -186,7 +186,7 @@ class LLMEngine:
         """Drop every request, those in flight included; the engine is ready for others."""
         self.in_flight.clear()
         self.scheduler.abort_all()
-        self.rows.clear()
+        self.row_map.clear()
 
     def close(self) -> None:
         """End the other ranks and give back all memory; safe to call twice."""

@@ -149,7 +149,7 @@ class Scheduler:
         forks: list[Fork] = []
         while self.waiting and len(self.running) < self.max_num_seqs and self.block_manager.can_fork(seq):
             other = self.waiting[0]
-            if other.sample == 0 or other.request_id != seq.request_id or not (other.is_fresh and seq.is_fresh):
+            if other.sample_index == 0 or other.request_id != seq.request_id or not (other.is_fresh and seq.is_fresh):
                 break
             forks.append(Fork(other, seq, self.block_manager.fork(seq, other)))
             other.num_scheduled = other.num_cached_tokens = len(seq)

@@ -47,7 +47,7 @@ class Sequence:
         "queued_at",
         "request_id",
         "row",
-        "sample",
+        "sample_index",
         "seed",
         "status",
         "stop_ids",
@@ -64,9 +64,9 @@ class Sequence:
         max_model_len: int,
         stop_ids: frozenset[int] = frozenset(),
         request_id: int = 0,
-        sample: int = 0,
+        sample_index: int = 0,
     ) -> None:
-        """stop_ids: tokens that end it; sample: which of the samples of its request, from 0."""
+        """stop_ids: tokens that end it; sample_index: which of the samples of its request, from 0."""
         self.token_ids = array("i", prompt)
         self.num_prompt_tokens = len(prompt)
         self.params = params
@@ -74,7 +74,7 @@ class Sequence:
         self.stop_ids = stop_ids
         self.seed = seed
         self.request_id = request_id
-        self.sample = sample
+        self.sample_index = sample_index
         self.num_cached_tokens = 0  # of the prompt, when it was first scheduled
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token or string, or what the error says
@@ -120,7 +120,7 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the log-probabilities of its prompt are still to be computed."""
-        return self.params.prompt_logprobs is not None and self.sample == 0 and self.is_fresh
+        return self.params.prompt_logprobs is not None and self.sample_index == 0 and self.is_fresh
 
     @property
     def is_exhausted(self) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.kernels.qkv import norm_rotate_store
+from nanoinfer.attention.context import Context
+from nanoinfer.kernels.attention.qkv import norm_rotate_store
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding
-from nanoinfer.utils.context import Context
 
 
 class Attention(nn.Module):

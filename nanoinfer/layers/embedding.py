@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.utils.loader import Shard
-from nanoinfer.utils.tensor_parallel import TensorParallel
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.loader import Shard
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.linear import linear, norm_linear
+from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.layers.norm import RMSNorm
-from nanoinfer.utils.loader import Shard
-from nanoinfer.utils.tensor_parallel import TensorParallel
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.loader import Shard
 
 
 def share_of_heads(heads: int, ranks: int) -> int:

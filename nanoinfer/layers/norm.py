@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.all_reduce_norm import all_reduce_add_rms_norm
-from nanoinfer.kernels.norm import add_rms_norm, rms_norm
-from nanoinfer.utils.loader import Shard
-from nanoinfer.utils.tensor_parallel import TensorParallel
+from nanoinfer.kernels.norm.rms_norm import add_rms_norm, rms_norm
+from nanoinfer.kernels.ranks.all_reduce_norm import all_reduce_add_rms_norm
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.loader import Shard
 
 ONE_OWNER_TOKENS = 48  # from here on, and among more than two ranks, traffic counts for more than latency
 

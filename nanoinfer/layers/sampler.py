@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.best_of_ranks import best_of_ranks
-from nanoinfer.kernels.sample import sample
-from nanoinfer.utils.tensor_parallel import TensorParallel
+from nanoinfer.kernels.ranks.best_of_ranks import best_of_ranks
+from nanoinfer.kernels.sampling.draw import draw
+from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 
 class Sampler(nn.Module):
@@ -21,10 +21,10 @@ class Sampler(nn.Module):
     def forward(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         """Draw a token a row.
 
-        logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], see kernels.sample
+        logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], see kernels.sampling.draw
         Returns [rows] int32, equal on every rank.
         """
-        best, ids = sample(logits, temperatures, seeds, positions, self.first_id)
+        best, ids = draw(logits, temperatures, seeds, positions, self.first_id)
         if self.tp.size == 1:
             return ids
         inbox = self.tp.inbox

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoinfer.attention import AttentionBackend
+from nanoinfer.attention.context import Context
 from nanoinfer.layers.attention import Attention
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, share_of_heads
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding
-from nanoinfer.utils.context import Context
-from nanoinfer.utils.tensor_parallel import TensorParallel
+from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 
 class Qwen3Attention(nn.Module):

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.inbox import inbox_of, receive, send_to_all
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.ranks.send_receive import inbox_of, receive, send_to_all
 
 
 def best_of_ranks(scores: Tensor, ids: Tensor, inboxes: Tensor, rank: int, stop: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def best_of_ranks(scores: Tensor, ids: Tensor, inboxes: Tensor, rank: int, stop:
 
     scores, ids: [rows] float32 and int32, this rank's; ids are below 2^24, which float32 holds exactly
     inboxes: [ranks] int64, the addresses of room for [ranks, 2, rows] float32 negative zeros
-    stop: see kernels.all_reduce_norm
+    stop: see kernels.ranks.all_reduce_norm
     """
     rows = len(scores)
     out = torch.empty_like(ids)

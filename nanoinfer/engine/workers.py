@@ -1,31 +1,20 @@
-"""Spawned ranks, and the shared-memory channel that tells them what to run."""
+"""Workers: the processes of the ranks beside rank 0, and who watches them."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
-import os
-import pickle
-import signal
-import struct
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.shared_memory import SharedMemory
-from multiprocessing.synchronize import Semaphore
 from typing import Any
 
 import torch.distributed as dist
 
 from nanoinfer.config import Config
-from nanoinfer.engine.model_runner import ModelRunner
-from nanoinfer.utils.tensor_parallel import TensorParallel
+from nanoinfer.parallel.channel import BEAT_SECONDS, Sender
+from nanoinfer.runner.worker import run_worker
 
-SEGMENT_BYTES = 1 << 20
-HEADER = struct.Struct("<QQ?")  # pieces written so far, length of the last piece, whether its message goes on
-COUNT = struct.Struct("<Q")  # each worker has two: pieces read, heartbeats
-BEAT_SECONDS = 0.25
 VERDICT_SECONDS = 4 * BEAT_SECONDS  # a step waits for this much longer: the watcher knows better what ails a rank
 START_SECONDS = 120.0  # the least patience while the ranks start: imports and drivers may hold the GIL for long
 CLOSE_SECONDS = 5.0
@@ -33,96 +22,6 @@ CLOSE_SECONDS = 5.0
 
 class WorkerError(RuntimeError):
     """A tensor-parallel rank died or hangs; the message names it, with its traceback if it left one."""
-
-
-class Sender:
-    """Rank 0's end of the channel. A message is pickled once and passes through the segment in pieces."""
-
-    def __init__(self, num_workers: int, segment_bytes: int = SEGMENT_BYTES) -> None:
-        context = mp.get_context("spawn")
-        self.semaphores = [context.Semaphore(0) for _ in range(num_workers)]
-        self.memory = SharedMemory(create=True, size=segment_bytes)
-        self._bytes = _view(self.memory)
-        self._linked = True
-        self._data_at = HEADER.size + 2 * COUNT.size * num_workers
-        self._bytes[: self._data_at] = bytes(self._data_at)
-        self._written = 0
-
-    def send(self, message: object, check: Callable[[], None]) -> None:
-        """Write a message for every worker; `check` is called while one is behind, and may raise."""
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        capacity = len(self._bytes) - self._data_at
-        for start in range(0, len(data), capacity):
-            piece = data[start : start + capacity]
-            self._wait_until_read(check)
-            self._bytes[self._data_at : self._data_at + len(piece)] = piece
-            self._written += 1
-            HEADER.pack_into(self._bytes, 0, self._written, len(piece), start + capacity < len(data))
-            for semaphore in self.semaphores:
-                semaphore.release()
-
-    def _wait_until_read(self, check: Callable[[], None]) -> None:
-        for worker in range(len(self.semaphores)):
-            while not self.has_read(worker):
-                check()
-                time.sleep(20e-6)
-
-    def has_read(self, worker: int) -> bool:
-        """Whether the worker has taken all that was written."""
-        return self._count(2 * worker) == self._written
-
-    def heartbeats(self, worker: int) -> int:
-        """How often the worker has shown that it is alive; 0 before it has attached."""
-        return self._count(2 * worker + 1)
-
-    def _count(self, index: int) -> int:
-        return COUNT.unpack_from(self._bytes, HEADER.size + COUNT.size * index)[0]
-
-    def unlink(self) -> None:
-        """Remove the segment's name, which only the attaching workers need; safe to repeat."""
-        if self._linked:
-            self._linked = False
-            self.memory.unlink()
-
-    def close(self) -> None:
-        """Give the segment and the semaphores back."""
-        self.unlink()
-        self.semaphores.clear()  # a semaphore has a name too, which goes with its last reference
-        self._bytes.release()
-        self.memory.close()
-
-
-class Receiver:
-    """A worker's end of the channel, which goes with its process: the heart beats until then."""
-
-    def __init__(self, name: str, semaphores: list[Semaphore], worker: int) -> None:
-        self.memory = SharedMemory(name)
-        self._bytes = _view(self.memory)
-        self.semaphore = semaphores[worker]
-        self._data_at = HEADER.size + 2 * COUNT.size * len(semaphores)
-        self._counts_at = HEADER.size + 2 * COUNT.size * worker
-        self._beats = 0
-
-    def receive(self) -> Any:
-        """Wait for the next message."""
-        data = bytearray()
-        goes_on = True
-        while goes_on:
-            self.semaphore.acquire()
-            written, length, goes_on = HEADER.unpack_from(self._bytes)
-            data += self._bytes[self._data_at : self._data_at + length]
-            COUNT.pack_into(self._bytes, self._counts_at, written)
-        return pickle.loads(data)
-
-    def beat(self) -> None:
-        """Show rank 0 that this process is alive."""
-        self._beats += 1
-        COUNT.pack_into(self._bytes, self._counts_at + COUNT.size, self._beats)
-
-
-def _view(memory: SharedMemory) -> memoryview:
-    assert memory.buf is not None
-    return memory.buf
 
 
 class Workers:
@@ -312,33 +211,3 @@ def _hint(process: Any) -> str:
     if process.exitcode != 1:
         return ""
     return '; a script that makes an LLM of several ranks must do so under `if __name__ == "__main__":`'
-
-
-def run_worker(
-    config: Config, rank: int, port: int, segment: str, semaphores: list[Semaphore], errors: Connection
-) -> None:
-    """The life of a rank: build a ModelRunner in step with rank 0, then do what the channel says until "close"."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets the Ctrl-C and ends the others
-    try:
-        receiver = Receiver(segment, semaphores, rank - 1)
-        threading.Thread(target=_live_with_parent, args=(receiver,), daemon=True).start()
-        store = dist.TCPStore("127.0.0.1", port, config.tensor_parallel_size, is_master=False)
-        runner = ModelRunner(config, TensorParallel(rank, config.tensor_parallel_size, store, config.device))
-        method = ""
-        while method != "close":
-            method, args = receiver.receive()
-            runner.call(method, *args)
-    except BaseException:
-        traceback.print_exc()  # for the case that rank 0 cannot say it
-        errors.send(traceback.format_exc())
-        raise SystemExit(1) from None
-
-
-def _live_with_parent(receiver: Receiver) -> None:
-    """Show that this process lives. If rank 0 is gone, however it went, nobody will tell it to stop."""
-    parent = mp.parent_process()
-    assert parent is not None
-    receiver.beat()
-    while not wait([parent.sentinel], timeout=BEAT_SECONDS):
-        receiver.beat()
-    os._exit(1)

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.activation import silu_mul_block
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
-from nanoinfer.kernels.norm import norm_block
+from nanoinfer.kernels.linear.activation import silu_mul_block
+from nanoinfer.kernels.norm.rms_norm import norm_block
 
 MAX_IN_FEATURES = 16384  # what one program's registers hold of the input, beside two tiles of the weight
 MIN_TILE = 8192  # weights that a program loads at once; two rows of it at least, or the reductions cost more
@@ -21,14 +21,14 @@ WEIGHTS_PER_SM = 4 * MIN_TILE  # on their way at a time
 
 
 def one_row_linear(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor:
-    """See kernels.linear.linear."""
+    """See kernels.linear.dispatch.linear."""
     return _launch(x, weight, gated=gated)
 
 
 def one_row_norm_linear(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, gated: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.linear.norm_linear."""
+    """See kernels.linear.dispatch.norm_linear."""
     total = x if residual is None else torch.empty_like(x)
     return _launch(x, weight, gated, residual, total, norm_weight, eps), total
 

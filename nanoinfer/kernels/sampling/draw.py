@@ -9,19 +9,19 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
-from nanoinfer.kernels.likely import Floor
+from nanoinfer.kernels.sampling.cutoff import Cutoff
 
 BLOCK = 4096
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-def sample(
+def draw(
     logits: Tensor,
     temperatures: Tensor,
     seeds: Tensor,
     positions: Tensor,
     first_id: int = 0,
-    floor: Floor | None = None,
+    cutoff: Cutoff | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row by the Gumbel-max trick; temperature 0 takes the largest logit.
 
@@ -29,27 +29,27 @@ def sample(
     temperatures: [rows] float32
     seeds: [rows] int64, not negative
     positions: [rows] int32, the position in its sequence of the token that is drawn
-    floor: only tokens above it are drawn, see kernels.likely
+    cutoff: only tokens above it are drawn, see kernels.sampling.cutoff
     Returns the best perturbed logit of each row, [rows] float32, and its token id, [rows] int32. Among equals the
     smallest id wins; NaN counts as -inf.
     """
-    function = sample_triton if logits.is_cuda else sample_reference
-    return function(logits, temperatures, seeds, positions, first_id, floor)
+    function = draw_triton if logits.is_cuda else draw_reference
+    return function(logits, temperatures, seeds, positions, first_id, cutoff)
 
 
-def sample_reference(
+def draw_reference(
     logits: Tensor,
     temperatures: Tensor,
     seeds: Tensor,
     positions: Tensor,
     first_id: int = 0,
-    floor: Floor | None = None,
+    cutoff: Cutoff | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample in torch."""
     scores = logits.float().nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
-    if floor is not None:
-        lowest, first = (column[:, None] for column in floor)
+    if cutoff is not None:
+        lowest, first = (column[:, None] for column in cutoff)
         scores = scores.masked_fill((scores < lowest) | ((scores == lowest) & (ids < first)), float("-inf"))
     drawn = (temperatures > 0).nonzero().squeeze(1)
     if len(drawn):
@@ -83,21 +83,21 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def sample_triton(
+def draw_triton(
     logits: Tensor,
     temperatures: Tensor,
     seeds: Tensor,
     positions: Tensor,
     first_id: int = 0,
-    floor: Floor | None = None,
+    cutoff: Cutoff | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample as two launches: the best of each slice of the vocabulary, then the best of the slices."""
     rows, vocabulary = logits.shape
     slices = triton.cdiv(vocabulary, BLOCK)
     best = torch.empty((rows, slices), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, slices), dtype=torch.int32, device=logits.device)
-    lowest, first_ids = floor or (None, None)
-    _sample_slice_kernel[(rows, slices)](
+    lowest, first_ids = cutoff or (None, None)
+    _draw_slice_kernel[(rows, slices)](
         logits,
         temperatures,
         seeds,
@@ -110,7 +110,7 @@ def sample_triton(
         logits.stride(0),
         first_id,
         BLOCK=BLOCK,
-        HAS_FLOOR=floor is not None,
+        HAS_CUTOFF=cutoff is not None,
         COMPILED=logits.is_cuda,
         **early_launch(logits),
     )
@@ -147,7 +147,7 @@ def _gumbel_noise_triton(seed, position, token_ids, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _sample_slice_kernel(
+def _draw_slice_kernel(
     logits_ptr,
     temperatures_ptr,
     seeds_ptr,
@@ -160,7 +160,7 @@ def _sample_slice_kernel(
     row_stride,
     first_id,
     BLOCK: tl.constexpr,
-    HAS_FLOOR: tl.constexpr,
+    HAS_CUTOFF: tl.constexpr,
     COMPILED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -171,7 +171,7 @@ def _sample_slice_kernel(
     source = logits_ptr + row.to(tl.int64) * row_stride + column
     scores = tl.load(source, mask=mask, other=float("-inf")).to(tl.float32)
     scores = tl.where(scores == scores, scores, float("-inf"))
-    if HAS_FLOOR:
+    if HAS_CUTOFF:
         lowest, first = tl.load(lowest_ptr + row), tl.load(first_ids_ptr + row)
         keep = (scores > lowest) | ((scores == lowest) & (first_id + column >= first))
         scores = tl.where(keep, scores, float("-inf"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanoinfer.engine.transfer import to_host
+from nanoinfer.runner.transfer import to_host
 
 
 @dataclass

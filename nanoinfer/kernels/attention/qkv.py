@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
-from nanoinfer.kernels.norm import rms_norm_reference
+from nanoinfer.kernels.norm.rms_norm import rms_norm_reference
 
 HEADS_PER_PROGRAM = 8
 

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from nanoinfer.attention import make_backend
 from nanoinfer.config import Config
-from nanoinfer.engine.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
-from nanoinfer.engine.input_batch import InputBatch, Prompts
-from nanoinfer.engine.kv_cache import (
+from nanoinfer.layers.sampler import Sampler
+from nanoinfer.models import find_model
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
+from nanoinfer.runner.input_batch import InputBatch, PrefillInputs
+from nanoinfer.runner.kv_cache import (
     BLOCKS_AT_ONCE,
     BYTES_PER_GRAPH,
     CPU_BUDGET,
@@ -26,14 +29,11 @@ from nanoinfer.engine.kv_cache import (
     copy_blocks,
     cuda_budget,
 )
-from nanoinfer.engine.logprobs import LogProbs
-from nanoinfer.engine.message import ChunkMessage, DecodeMessage, JoinMessage, Message, PrefillMessage
-from nanoinfer.engine.special_rows import ROWS_AT_ONCE, SpecialRows
-from nanoinfer.engine.transfer import to_host, upload
-from nanoinfer.layers.sampler import Sampler
-from nanoinfer.models import find_model
-from nanoinfer.utils.loader import load_weights, random_weights
-from nanoinfer.utils.tensor_parallel import TensorParallel
+from nanoinfer.runner.logits_processors import ROWS_AT_ONCE, LogitsProcessors
+from nanoinfer.runner.logprobs import LogProbs
+from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage, StepMessage
+from nanoinfer.runner.transfer import to_host, upload
+from nanoinfer.weights.loader import load_weights, random_weights
 
 POLL_SECONDS = 50e-6
 StepOutput = tuple[Tensor, list[LogProbs], list[LogProbs]]  # what PendingTokens brings to the host
@@ -103,16 +103,16 @@ class ModelRunner:
         return getattr(self, method)(*args)
 
     @torch.inference_mode()
-    def run(self, message: Message) -> PendingTokens | None:
+    def run(self, message: StepMessage) -> PendingTokens | None:
         """Launch one step; returns its tokens, on rank 0."""
         with self._current_device():
             self.batch.update(message)
-            self.special.update(message)
+            self.logits_processors.update(message)
             step = self._prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)
             return PendingTokens(*step) if self.tp.rank == 0 else None
 
     def _prefill(self, message: PrefillMessage) -> StepOutput:
-        prompts = Prompts(message.chunks, message.joins, self.kv_cache, self.max_blocks)
+        prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.max_blocks)
         hidden = self.model(prompts.token_ids, prompts.context)
         prompt_logprobs = self._prompt_logprobs(message.chunks, hidden)
         copy_blocks(self.kv_cache, prompts.copied_blocks)
@@ -122,9 +122,9 @@ class ModelRunner:
         how = prompts.temperatures, prompts.seeds, prompts.sample_positions
         token_ids = self.sampler(logits, *how)
         for row, join in enumerate(message.joins, message.num_rows):
-            if join.special is not None:
-                self.special.join(row, join.special)
-        logprobs = self.special.redraw(message.num_rows, logits, token_ids, *how)
+            if join.logits is not None:
+                self.logits_processors.join(row, join.logits)
+        logprobs = self.logits_processors.redraw(message.num_rows, logits, token_ids, *how)
         self.batch.join(prompts, token_ids)
         return token_ids, logprobs, prompt_logprobs
 
@@ -140,7 +140,7 @@ class ModelRunner:
                 continue
             on_device = upload(known, self.device)
             for some, tokens in zip(hidden[start:end].split(ROWS_AT_ONCE), on_device.split(ROWS_AT_ONCE), strict=False):
-                logits = self.special.gather(self.model.compute_logits(some[: len(tokens)])).float()
+                logits = self.logits_processors.gather(self.model.compute_logits(some[: len(tokens)])).float()
                 keys, counts = [index] * len(tokens), [chunk.num_logprobs] * len(tokens)
                 logprobs.append(LogProbs.of(logits, tokens, counts, keys))
         return logprobs
@@ -153,9 +153,9 @@ class ModelRunner:
             graphs.replay(num_rows)
         token_ids = batch.last_tokens[:num_rows]
         logprobs: list[LogProbs] = []
-        if self.special.rows:  # the rows are already advanced: to the positions of the tokens drawn
+        if self.logits_processors.wanted:  # the rows are already advanced: to the positions of the tokens drawn
             how = batch.temperatures, batch.seeds, batch.positions
-            logprobs = self.special.redraw(0, self.logits[:num_rows], token_ids, *how)
+            logprobs = self.logits_processors.redraw(0, self.logits[:num_rows], token_ids, *how)
         return token_ids, logprobs, []
 
     def _decode_rows(self, num_rows: int, max_context_len: int) -> None:
@@ -194,7 +194,7 @@ class ModelRunner:
         budget = CPU_BUDGET
         if config.device == "cuda":
             self._make_cache(spec, 1)
-            reserved = self._warm_up(keep_decode=bool(sizes)) + self.special.working_bytes
+            reserved = self._warm_up(keep_decode=bool(sizes)) + self.logits_processors.working_bytes
             reserved += len(sizes) * BYTES_PER_GRAPH + BLOCKS_AT_ONCE * spec.block_bytes
             budget = cuda_budget(config, self.device, reserved)
         # The poorest rank decides for all, and all of them see that it is too poor.
@@ -208,7 +208,7 @@ class ModelRunner:
         config = self.config
         self.kv_cache = spec.allocate(num_blocks, self.device)
         self.batch = InputBatch(config.max_num_seqs, self.max_blocks, config.kvcache_block_size, self.device)
-        self.special = SpecialRows(
+        self.logits_processors = LogitsProcessors(
             config.hf_config.vocab_size, config.max_num_seqs, config.max_model_len, self.device, self.tp
         )
 
@@ -243,7 +243,7 @@ class ModelRunner:
             if not failed:
                 self._drop_graphs()
             self.tp.close(failed)
-            for name in ("graphs", "model", "sampler", "logits", "batch", "special", "kv_cache"):
+            for name in ("graphs", "model", "sampler", "logits", "batch", "logits_processors", "kv_cache"):
                 self.__dict__.pop(name, None)
             gc.collect()
             if self.device.type == "cuda":

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
-from nanoinfer.utils.inbox import Inbox, can_reach_peers
+from nanoinfer.parallel.inbox import Inbox, can_reach_peers
 
 TIMEOUT = timedelta(minutes=30)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=30)  # all ranks have said that they are ready
@@ -44,7 +44,7 @@ class TensorParallel:
         self._store = store
         self._device = device
         self._check = check
-        self.inbox: Inbox | None = None  # for small sums on CUDA, kernels.all_reduce_norm
+        self.inbox: Inbox | None = None  # for small sums on CUDA, kernels.ranks
         self._drop_graphs: Callable[[], None] = lambda: None
         self._group: Any = None  # torch's stubs leave out the collectives
         self._lock = threading.RLock()  # around the group's end, which comes from any thread, the collector's too

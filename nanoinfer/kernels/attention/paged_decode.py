@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.attention.paged_prefill import LOG2_E
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, start_successor, wait_for_predecessor
-from nanoinfer.kernels.paged_prefill import LOG2_E
 
 MAX_TILE = 128  # keys
 TILE_BYTES = 32 << 10  # of keys in shared memory, and as many of values

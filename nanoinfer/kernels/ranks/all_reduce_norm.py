@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.inbox import inbox_of, receive, send, send_to_all
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
-from nanoinfer.kernels.norm import norm_block, norm_warps
+from nanoinfer.kernels.norm.rms_norm import norm_block, norm_warps
+from nanoinfer.kernels.ranks.send_receive import inbox_of, receive, send, send_to_all
 
 
 def all_reduce_add_rms_norm(
@@ -22,7 +22,7 @@ def all_reduce_add_rms_norm(
     stop: Tensor,
     one_owner: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """kernels.norm.add_rms_norm of the sum of every rank's x, which is added in float32 and rounded once.
+    """kernels.norm.rms_norm.add_rms_norm of the sum of every rank's x, which is added in float32 and rounded once.
 
     x: [tokens, size]; residual: [tokens, size], or None for nothing
     inboxes: [ranks] int64, the addresses of room for [ranks, tokens, size] of x's dtype, all negative zeros

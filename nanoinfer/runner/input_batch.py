@@ -7,10 +7,10 @@ from array import array
 import torch
 from torch import Tensor
 
-from nanoinfer.engine.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage
-from nanoinfer.engine.transfer import upload, upload_all
+from nanoinfer.attention.context import Context, PackedQueries
 from nanoinfer.kernels.rows import advance_rows, locate_rows
-from nanoinfer.utils.context import Context, PackedQueries
+from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage
+from nanoinfer.runner.transfer import upload, upload_all
 
 
 class InputBatch:
@@ -53,7 +53,7 @@ class InputBatch:
         where, blocks = upload(flat, self.device).view(-1, 2).T
         self.block_tables.view(-1).index_copy_(0, where, blocks.int())
 
-    def join(self, prompts: Prompts, token_ids: Tensor) -> None:
+    def join(self, prompts: PrefillInputs, token_ids: Tensor) -> None:
         """Append a row for each prompt of a prefill step that is complete, with the token sampled for it."""
         rows = slice(self.num_rows, self.num_rows + len(token_ids))
         self.num_rows = rows.stop  # first: an interrupt from here on must not leave a row that is not counted
@@ -76,7 +76,7 @@ class InputBatch:
         advance_rows(self.last_tokens[rows], self.positions[rows], token_ids)
 
 
-class Prompts:
+class PrefillInputs:
     """A prefill step's tokens on the device, packed one sequence after another.
 
     token_ids: [tokens] int32

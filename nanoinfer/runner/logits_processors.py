@@ -1,7 +1,7 @@
-"""SpecialRows: the rows whose requests ask for more than a temperature.
+"""LogitsProcessors: top-k, top-p, min-p, penalties, biases, log-probabilities: all that asks for logits.
 
-The captured step draws for every row. For these it is done again, from logits that are changed as the request wants;
-the other rows do not notice.
+The captured step draws for every row by its temperature alone. For a row that wants more the draw is done again behind
+it, from logits that are changed as the request wants; the other rows do not notice.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.engine.logprobs import LogProbs
-from nanoinfer.engine.message import DecodeMessage, PrefillMessage, SpecialMessage
-from nanoinfer.engine.special_group import SpecialGroup
-from nanoinfer.engine.transfer import upload
-from nanoinfer.kernels.sample import sample
-from nanoinfer.utils.tensor_parallel import TensorParallel
+from nanoinfer.kernels.sampling.draw import draw
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.logits_processor_group import LogitsProcessorGroup
+from nanoinfer.runner.logprobs import LogProbs
+from nanoinfer.runner.message import DecodeMessage, LogitsMessage, PrefillMessage
+from nanoinfer.runner.transfer import upload
 
 ROWS_AT_ONCE = 64  # whose logits are needed in float32
 COPIES = 8  # of them, and of the tokens that count, while they are penalized
 
 
-class SpecialRows:
-    """Which rows are special and how, and the tokens so far of those for which they count.
+class LogitsProcessors:
+    """The rows that want more than a temperature, and the tokens so far of those for which they count.
 
-    rows: row -> what its request wants
+    wanted: row -> what its request wants. It applies the same moves as RowMap and InputBatch, in the same order.
     """
 
     def __init__(
         self, vocab_size: int, max_num_seqs: int, max_model_len: int, device: torch.device, tp: TensorParallel
     ) -> None:
-        self.rows: dict[int, SpecialMessage] = {}
+        self.wanted: dict[int, LogitsMessage] = {}
         self.vocab_size = vocab_size
         self.device = device
         self.tp = tp
-        self._groups: list[SpecialGroup] = []  # of all rows, kept while they are the same
+        self._groups: list[LogitsProcessorGroup] = []  # of all rows, kept while they are the same
         self._history_shape = (max_num_seqs, max_model_len)
         self._history: Tensor | None = None  # [rows, max_model_len] int32, made when the first row needs it
 
@@ -46,70 +46,72 @@ class SpecialRows:
 
     def update(self, message: PrefillMessage | DecodeMessage) -> None:
         """Follow the rows to where the host has them."""
-        if not self.rows:
+        if not self.wanted:
             return
         for source, destination in message.moves:
             self._groups = []
-            self.rows.pop(destination, None)
-            if source in self.rows:
-                self.rows[destination] = self.rows.pop(source)
+            self.wanted.pop(destination, None)
+            if source in self.wanted:
+                self.wanted[destination] = self.wanted.pop(source)
                 if self._history is not None:
                     self._history[destination] = self._history[source]
-        for row in [row for row in self.rows if row >= message.num_rows]:
+        for row in [row for row in self.wanted if row >= message.num_rows]:
             self._groups = []
-            del self.rows[row]
+            del self.wanted[row]
 
-    def join(self, row: int, special: SpecialMessage) -> None:
+    def join(self, row: int, message: LogitsMessage) -> None:
         """Take in a row."""
         self._groups = []
-        self.rows[row] = special
-        if special.params.has_penalties:
+        self.wanted[row] = message
+        if message.params.has_penalties:
             if self._history is None:
                 self._history = torch.zeros(self._history_shape, dtype=torch.int32, device=self.device)
-            self._history[row, : len(special.token_ids)] = upload(special.token_ids, self.device)
+            self._history[row, : len(message.token_ids)] = upload(message.token_ids, self.device)
 
     def redraw(
         self, first_row: int, logits: Tensor, token_ids: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
     ) -> list[LogProbs]:
-        """Draw again for the special ones of the rows from first_row on.
+        """Draw again for the wanted ones of the rows from first_row on.
 
-        logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], see kernels.sample
-        token_ids: [rows] int32, what was drawn for all, which is replaced for the special ones
+        logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], see kernels.sampling.draw
+        token_ids: [rows] int32, what was drawn for all, which is replaced for these
         Returns the log-probabilities that were asked for, by place among these rows.
         """
         if first_row > 0:
-            groups = self._divide([row for row in self.rows if row >= first_row])
+            groups = self._divide([row for row in self.wanted if row >= first_row])
         else:
-            groups = self._groups = self._groups or self._divide(list(self.rows))
+            groups = self._groups = self._groups or self._divide(list(self.wanted))
         logprobs: list[LogProbs] = []
         for group in groups:
-            at = group.rows - first_row
+            at = group.row_numbers - first_row
             group_temperatures, group_positions = temperatures[at], positions[at]
             some = self.gather(group.select(logits, first_row))
             shaped = some
             if group.is_shaped:
                 some = some.float()
-                history = self._history[group.rows] if group.has_penalties and self._history is not None else None
+                history = (
+                    self._history[group.row_numbers] if group.has_penalties and self._history is not None else None
+                )
                 shaped = group.shape(some, group_positions, history)
-            floor = group.find_floor(shaped, group_temperatures)
-            drawn = sample(shaped, group_temperatures, seeds[at], group_positions, floor=floor)[1]
+            cutoff = group.find_cutoff(shaped, group_temperatures)
+            drawn = draw(shaped, group_temperatures, seeds[at], group_positions, cutoff=cutoff)[1]
             token_ids[at] = drawn
             if group.has_penalties and self._history is not None:
-                self._history[group.rows, group_positions.long()] = drawn
+                self._history[group.row_numbers, group_positions.long()] = drawn
             logprobs += group.logprobs(some, drawn, first_row)
         self._count_draw(first_row)
         return logprobs
 
     def _count_draw(self, first_row: int) -> None:
-        """Let rows that have their least lengths end, and be special no more if they want nothing else."""
-        for row in [row for row, special in self.rows.items() if row >= first_row and special.num_suppressed]:
-            special = self.rows[row]
-            special.num_suppressed -= 1
-            if special.num_suppressed == 0:
+        """Let rows that have their least lengths end, and leave if they want nothing else."""
+        for row in [row for row, message in self.wanted.items() if row >= first_row and message.num_suppressed]:
+            message = self.wanted[row]
+            message.num_suppressed -= 1
+            if message.num_suppressed == 0:
                 self._groups = []
-                special.suppressed = ()
-                if special.params.is_plain:
-                    del self.rows[row]
+                message.suppressed = ()
+                if message.params.is_plain:
+                    del self.wanted[row]
 
     def gather(self, logits: Tensor) -> Tensor:
         """[rows, this rank's token ids] to [rows, vocabulary] on every rank."""
@@ -119,9 +121,9 @@ class SpecialRows:
         padded = F.pad(logits, (0, share - logits.shape[1]))
         return self.tp.all_gather(padded).transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
-    def _divide(self, rows: list[int]) -> list[SpecialGroup]:
+    def _divide(self, rows: list[int]) -> list[LogitsProcessorGroup]:
         """Rows whose logits stay as they are in one group, the others in groups that fit the memory."""
-        shaped = [row for row in rows if self.rows[row].is_shaped]
+        shaped = [row for row in rows if self.wanted[row].is_shaped]
         groups = [sorted(set(rows).difference(shaped))] if len(shaped) < len(rows) else []
         groups += [shaped[start : start + ROWS_AT_ONCE] for start in range(0, len(shaped), ROWS_AT_ONCE)]
-        return [SpecialGroup({row: self.rows[row] for row in group}, self.device) for group in groups]
+        return [LogitsProcessorGroup({row: self.wanted[row] for row in group}, self.device) for group in groups]

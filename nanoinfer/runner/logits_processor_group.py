@@ -1,4 +1,4 @@
-"""SpecialGroup: what some rows' requests want of their logits, side by side on the device."""
+"""LogitsProcessorGroup: what some rows' requests want of their logits, side by side on the device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from nanoinfer.engine.logprobs import LogProbs
-from nanoinfer.engine.message import SpecialMessage
-from nanoinfer.engine.transfer import upload
-from nanoinfer.kernels.likely import Floor, find_floor
-from nanoinfer.kernels.penalties import penalize
+from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff
+from nanoinfer.kernels.sampling.penalties import penalize
+from nanoinfer.runner.logprobs import LogProbs
+from nanoinfer.runner.message import LogitsMessage
+from nanoinfer.runner.transfer import upload
 from nanoinfer.sampling_params import SamplingParams
 
 MINUS_INFINITY = float("-inf")
@@ -21,17 +21,17 @@ LEAST = 1e-30  # probability: in float32, less may be nothing
 NO_FILTERS = SamplingParams()
 
 
-class SpecialGroup:
+class LogitsProcessorGroup:
     """Rows that are drawn together.
 
-    rows: [rows] int64, their numbers; is_shaped: whether any of them needs logits that it may change
+    row_numbers: [rows] int64; is_shaped: whether any of them needs logits that it may change
     """
 
-    def __init__(self, specials: dict[int, SpecialMessage], device: torch.device) -> None:
-        self._numbers, self._specials, self._device = list(specials), list(specials.values()), device
-        self._params = [special.params for special in self._specials]
-        self.rows = self._ints(self._numbers).long()
-        self.is_shaped = any(special.is_shaped for special in self._specials)
+    def __init__(self, wanted: dict[int, LogitsMessage], device: torch.device) -> None:
+        self._numbers, self._messages, self._device = list(wanted), list(wanted.values()), device
+        self._params = [message.params for message in self._messages]
+        self.row_numbers = self._ints(self._numbers).long()
+        self.is_shaped = any(message.is_shaped for message in self._messages)
         self.has_penalties = any(params.has_penalties for params in self._params)
         self._bias = self._find_bias()
         self._suppressed = self._find_suppressed()
@@ -45,7 +45,7 @@ class SpecialGroup:
         start = self._numbers[0]
         if self._numbers == list(range(start, start + len(self._numbers))):
             return x[start - first_row : start - first_row + len(self._numbers)]
-        return x[self.rows - first_row]
+        return x[self.row_numbers - first_row]
 
     def shape(self, logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
         """The logits to draw from: biased, penalized, without ends that come too early.
@@ -62,11 +62,11 @@ class SpecialGroup:
             logits = logits.index_put(self._suppressed, logits.new_full((), MINUS_INFINITY))
         return logits
 
-    def find_floor(self, logits: Tensor, temperatures: Tensor) -> Floor | None:
-        """See kernels.likely; None when all tokens may be drawn. temperatures: [rows], 0 for greedy."""
+    def find_cutoff(self, logits: Tensor, temperatures: Tensor) -> Cutoff | None:
+        """See kernels.sampling.cutoff; None when all tokens may be drawn. temperatures: [rows], 0 for greedy."""
         if self._filters is None:
             return None
-        return find_floor(logits, temperatures.where(temperatures > 0, 1), *self._filters)
+        return find_cutoff(logits, temperatures.where(temperatures > 0, 1), *self._filters)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, first_row: int) -> list[LogProbs]:
         """Those that are asked for, by row from first_row on; logits: [rows, vocabulary] float32."""
@@ -87,7 +87,7 @@ class SpecialGroup:
 
     def _find_suppressed(self) -> tuple[Tensor, Tensor] | None:
         """Rows and tokens that may not be drawn."""
-        entries = [(row, token_id) for row, special in enumerate(self._specials) for token_id in special.suppressed]
+        entries = [(row, token_id) for row, message in enumerate(self._messages) for token_id in message.suppressed]
         if not entries:
             return None
         rows, ids = zip(*entries, strict=True)
@@ -95,7 +95,7 @@ class SpecialGroup:
 
     def _find_penalties(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return (
-            self._ints([special.num_prompt_tokens for special in self._specials]),
+            self._ints([message.num_prompt_tokens for message in self._messages]),
             self._floats([params.repetition_penalty for params in self._params]),
             self._floats([params.presence_penalty for params in self._params]),
             self._floats([params.frequency_penalty for params in self._params]),

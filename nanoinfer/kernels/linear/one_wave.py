@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.activation import silu_mul_block
 from nanoinfer.kernels.launch import can_launch_early, early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.linear.activation import silu_mul_block
 
 MAX_TOKENS = 256  # as far as it was measured against cuBLAS
 MAX_PIECES = 8
@@ -40,7 +40,7 @@ class Wave:
 
 
 def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: bool = False) -> Wave | None:
-    """The wave for x and weight as in kernels.linear, or None: where cuBLAS does better, and where only it can."""
+    """The wave for x and weight as in dispatch.py, or None: where cuBLAS does better, and where only it can."""
     in_features = weight.shape[1]
     if len(x) > MAX_TOKENS or not can_launch_early(x.device) or x.itemsize != 2 or in_features % BLOCK_K:
         return None

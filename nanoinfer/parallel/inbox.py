@@ -74,7 +74,7 @@ class Inbox:
 
     @property
     def candidates_lane(self) -> Tensor:
-        """For kernels.best_of_ranks, after the last layer."""
+        """For kernels.ranks.best_of_ranks, after the last layer."""
         return self._lanes[SUM_LANES]
 
     def give_up(self) -> None:

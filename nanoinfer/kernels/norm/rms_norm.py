@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+
+
+class Norm(NamedTuple):
+    """An RMSNorm's parameters.
+
+    weight: [size]
+    plus_one: the weight is stored less one, as Gemma's checkpoints have it
+    """
+
+    weight: Tensor
+    eps: float
+    plus_one: bool = False
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels.activation import silu_mul
-from nanoinfer.kernels.norm import add_rms_norm, rms_norm
-from nanoinfer.kernels.one_row_linear import MAX_IN_FEATURES, one_row_linear, one_row_norm_linear
-from nanoinfer.kernels.one_wave_linear import find_one_wave, one_wave_linear
+from nanoinfer.kernels.linear.activation import silu_mul
+from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES, one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.linear.one_wave import find_one_wave, one_wave_linear
+from nanoinfer.kernels.norm.rms_norm import add_rms_norm, rms_norm
 
 
 def linear(x: Tensor, weight: Tensor, gated: bool = False, may_split: bool = False) -> Tensor:

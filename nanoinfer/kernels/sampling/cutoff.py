@@ -1,8 +1,8 @@
 """Which tokens are likely enough to be drawn: top-k, then top-p, then min-p, as transformers has them.
 
-A row's likely tokens are those above a floor: a logit, and, as some of the tokens that have just this one may be left
-out, the smallest id that stays of them. To find it nothing is sorted: each look at the row tells for a few possible
-floors how much is above them, and the next look is at what lies between two of these.
+The tokens of a row that stay are those above a cutoff: a logit, and, as some of the tokens that have just this one may
+be left out, the smallest id that stays of them. To find it nothing is sorted: each look at the row tells for a few
+possible cutoffs how much is above them, and the next look is at what lies between two of these.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-PIVOTS = 4  # floors that one look tries; more take more registers than they save looks
+PIVOTS = 4  # cutoffs that one look tries; more take more registers than they save looks
 NUM_WARPS = 32
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-Floor = tuple[
+Cutoff = tuple[
     Tensor, Tensor
 ]  # [rows] float32 and [rows] int32: the lowest logit, and of those that have it the first id
 
 
-def find_floor(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Floor:
+def find_cutoff(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Cutoff:
     """The least likely token of each row that may be drawn.
 
     logits: [rows, vocabulary]; temperatures: [rows] float32, all positive
@@ -31,12 +31,12 @@ def find_floor(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tenso
         ids stay. 1 keeps all
     min_p: [rows] float32; what is less likely than this times the most likely token goes
     """
-    function = find_floor_triton if logits.is_cuda else find_floor_reference
+    function = find_cutoff_triton if logits.is_cuda else find_cutoff_reference
     return function(logits, temperatures, top_k, top_p, min_p)
 
 
-def find_floor_reference(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Floor:
-    """find_floor in torch."""
+def find_cutoff_reference(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Cutoff:
+    """find_cutoff in torch."""
     vocabulary = logits.shape[1]
     scores = logits.float().nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     ascending, ids = scores.sort(dim=1, stable=True)
@@ -49,12 +49,12 @@ def find_floor_reference(logits: Tensor, temperatures: Tensor, top_k: Tensor, to
     return ascending.gather(1, first).squeeze(1), ids.gather(1, first).squeeze(1).int()
 
 
-def find_floor_triton(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Floor:
-    """find_floor as one launch, a program a row."""
+def find_cutoff_triton(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Cutoff:
+    """find_cutoff as one launch, a program a row."""
     rows, vocabulary = logits.shape
     lowest = torch.empty(rows, dtype=torch.float32, device=logits.device)
     first_ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    _find_floor_kernel[(rows,)](
+    _find_cutoff_kernel[(rows,)](
         logits,
         temperatures,
         top_k,
@@ -72,7 +72,7 @@ def find_floor_triton(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p
 
 
 @triton.jit
-def _find_floor_kernel(
+def _find_cutoff_kernel(
     logits_ptr,
     temperatures_ptr,
     top_k_ptr,
@@ -185,7 +185,7 @@ def _crossing(source, vocabulary, p, top, scale, low, high, BLOCK: tl.constexpr,
 
     Returns it, and how many of the tokens that have it are needed for that, as a fraction.
     """
-    floor = low
+    cutoff = low
     mass_above = 0.0
     target = 0.0
     searching = True
@@ -199,7 +199,7 @@ def _crossing(source, vocabulary, p, top, scale, low, high, BLOCK: tl.constexpr,
         largest = tl.full((BLOCK, 1), float("-inf"), tl.float32)
         for start in range(0, vocabulary, BLOCK):
             x = _load(source, start, vocabulary, BLOCK)
-            weight = tl.where(x >= floor, tl.exp2((x - top) * scale), 0.0)
+            weight = tl.where(x >= cutoff, tl.exp2((x - top) * scale), 0.0)
             wholes += weight
             masses += tl.where(x >= pivots, weight, 0.0)
             smallest, largest = _extremes(x, low, high, smallest, largest)

@@ -1,0 +1,110 @@
+"""RowMap: a scheduled step told as the message that makes the ranks run it."""
+
+from __future__ import annotations
+
+from array import array
+
+from nanoinfer.engine.scheduler import Chunk, DecodeStep, PrefillStep, Step
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.runner.message import (
+    ChunkMessage,
+    DecodeMessage,
+    JoinMessage,
+    LogitsMessage,
+    PrefillMessage,
+    StepMessage,
+)
+
+
+class RowMap:
+    """Which sequence is in which row of the device. Rows stay packed.
+
+    The invariant: the sequences here, the rows of InputBatch and those of LogitsProcessors apply the same moves in the
+    same order. So a row's number means the same sequence to the host and to every rank, and neither asks the other.
+
+    seqs: row i holds the i-th
+    """
+
+    def __init__(self) -> None:
+        self.seqs: list[Sequence] = []
+
+    def describe(self, step: Step) -> tuple[StepMessage, list[Sequence]]:
+        """Turn a scheduled step into the message that makes the ranks run it.
+
+        Returns the message and the sequences that get a token from it, in the order of the tokens.
+        """
+        if isinstance(step, DecodeStep):
+            return self._describe_decode(step)
+        moves = self._pack([seq for seq in self.seqs if seq.status is SequenceStatus.RUNNING])
+        num_rows = len(self.seqs)
+        joins = _describe_joins(step)
+        for seq in joins:
+            seq.row = len(self.seqs)
+            self.seqs.append(seq)
+        chunks = [_describe_chunk(chunk) for chunk in step.chunks]
+        return PrefillMessage(moves, num_rows, chunks, list(joins.values())), list(joins)
+
+    def clear(self) -> None:
+        """Empty every row, whatever state an interrupt left them in."""
+        self.seqs = []
+
+    def _describe_decode(self, step: DecodeStep) -> tuple[DecodeMessage, list[Sequence]]:
+        moves = self._pack(step.seqs)
+        grown = [(seq.row, len(seq.block_table) - 1, seq.block_table[-1]) for seq in step.grown]
+        return DecodeMessage(moves, len(self.seqs), grown, step.max_context_len), self.seqs.copy()
+
+    def _pack(self, staying: list[Sequence]) -> list[tuple[int, int]]:
+        """Let all but `staying` leave, and move the last rows into the holes; returns (source, destination) rows."""
+        num_rows = len(staying)
+        if num_rows == len(self.seqs):
+            return []
+        leaving = set(self.seqs).difference(staying)
+        holes = sorted(seq.row for seq in leaving if seq.row < num_rows)
+        movers = [seq for seq in self.seqs[num_rows:] if seq not in leaving]
+        moves = [(seq.row, hole) for seq, hole in zip(movers, holes, strict=True)]
+        for seq in leaving:
+            seq.row = -1
+        for seq, hole in zip(movers, holes, strict=True):
+            seq.row = hole
+            self.seqs[hole] = seq
+        del self.seqs[num_rows:]
+        return moves
+
+
+def _describe_chunk(chunk: Chunk) -> ChunkMessage:
+    seq = chunk.seq
+    message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_table)
+    if seq.wants_prompt_logprobs:
+        message.num_logprobs = seq.params.prompt_logprobs
+        message.next_token = None if chunk.is_last else seq.token_ids[chunk.end]
+    return message
+
+
+def _describe_joins(step: PrefillStep) -> dict[Sequence, JoinMessage]:
+    """The sequences that get their first token from a step, in the order of their rows."""
+    chunks = {chunk.seq: index for index, chunk in enumerate(step.chunks) if chunk.is_last}
+    joins = {seq: _describe_join(seq, index) for seq, index in chunks.items()}
+    for fork in step.forks:
+        joins[fork.seq] = _describe_join(fork.seq, chunks[fork.source])
+        joins[fork.seq].copied_block = fork.copied_block
+    return joins
+
+
+def _describe_join(seq: Sequence, chunk: int) -> JoinMessage:
+    message = JoinMessage(chunk, seq.block_table, seq.temperature, seq.seed)
+    if not seq.params.is_plain or seq.num_output_tokens < seq.params.min_tokens:
+        message.logits = describe_logits(seq)
+    return message
+
+
+def describe_logits(seq: Sequence) -> LogitsMessage:
+    """What the ranks must know of a sequence that wants more than a temperature, from its next token on."""
+    params = seq.params
+    num_suppressed = max(0, params.min_tokens - seq.num_output_tokens)
+    return LogitsMessage(
+        params,
+        token_ids=seq.token_ids if params.has_penalties else array("i"),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        suppressed=tuple(sorted(seq.stop_ids)) if num_suppressed else (),
+        num_suppressed=num_suppressed,
+    )

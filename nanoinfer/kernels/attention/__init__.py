@@ -1,0 +1,1 @@
+"""From the q/k/v projection through the paged KV cache."""

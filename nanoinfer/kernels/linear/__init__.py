@@ -1,0 +1,1 @@
+"""Matrix products, with the norm before them and the activation after."""

@@ -1,0 +1,1 @@
+"""Norms, alone or after an addition."""

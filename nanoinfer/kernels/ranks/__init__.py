@@ -1,0 +1,1 @@
+"""Kernels that exchange with other ranks."""

@@ -1,0 +1,1 @@
+"""One rank's device: it does what messages say."""

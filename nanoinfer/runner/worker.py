@@ -1,0 +1,48 @@
+"""The life of a rank that is not rank 0, in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import threading
+import traceback
+from multiprocessing.connection import Connection, wait
+from multiprocessing.synchronize import Semaphore
+
+import torch.distributed as dist
+
+from nanoinfer.config import Config
+from nanoinfer.parallel.channel import BEAT_SECONDS, Receiver
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.model_runner import ModelRunner
+
+
+def run_worker(
+    config: Config, rank: int, port: int, segment: str, semaphores: list[Semaphore], errors: Connection
+) -> None:
+    """The life of a rank: build a ModelRunner in step with rank 0, then do what the channel says until "close"."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets the Ctrl-C and ends the others
+    try:
+        receiver = Receiver(segment, semaphores, rank - 1)
+        threading.Thread(target=_live_with_parent, args=(receiver,), daemon=True).start()
+        store = dist.TCPStore("127.0.0.1", port, config.tensor_parallel_size, is_master=False)
+        runner = ModelRunner(config, TensorParallel(rank, config.tensor_parallel_size, store, config.device))
+        method = ""
+        while method != "close":
+            method, args = receiver.receive()
+            runner.call(method, *args)
+    except BaseException:
+        traceback.print_exc()  # for the case that rank 0 cannot say it
+        errors.send(traceback.format_exc())
+        raise SystemExit(1) from None
+
+
+def _live_with_parent(receiver: Receiver) -> None:
+    """Show that this process lives. If rank 0 is gone, however it went, nobody will tell it to stop."""
+    parent = mp.parent_process()
+    assert parent is not None
+    receiver.beat()
+    while not wait([parent.sentinel], timeout=BEAT_SECONDS):
+        receiver.beat()
+    os._exit(1)

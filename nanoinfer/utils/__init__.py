@@ -1,1 +1,0 @@
-"""What several layers share: per-step context, weight loading, the tensor-parallel group."""

@@ -1,0 +1,1 @@
+"""How parameters are named, read, sliced and filled."""
