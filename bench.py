@@ -2,7 +2,7 @@
 
     python bench.py                             # the bundled model
     python bench.py --model PATH                # any supported checkpoint
-    python bench.py --config 8b                 # random weights of a published Qwen3's shape, nothing to download
+    python bench.py --config 8b                 # random weights of a published shape, nothing to download
     python bench.py --compare transformers      # the same prompts through transformers too
     python bench.py --plot run.png              # draw the last repeat, step by step
 
@@ -65,14 +65,14 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
     startup = time.perf_counter() - start
     with llm:
         config = llm.config
-        work = recipe.draw(config.hf_config.vocab_size)
+        work = recipe.draw(config.description.vocab_size)
         check_fits(work, config)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
         count = args.repeats or (3 if config.device == "cuda" else 1)
         repeats = [time_repeat(llm, work, index, args.sampling) for index in range(count)]
         # Beside the engine: on an H200, what is allocated from memory that it has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
-    floor = Floor.of(work, config.hf_config, config.max_num_seqs, config.torch_dtype.itemsize)
+    floor = Floor.of(work, config.description, config.max_num_seqs, config.torch_dtype.itemsize)
     floor_seconds = floor.seconds(bandwidth, flops, args.tp)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
     return {
@@ -103,7 +103,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
 def check_fits(work: Workload, config: Config) -> None:
     """Exit when a request is longer than max_model_len, which the model's own limit may have lowered."""
     longest = max(len(prompt) + out for prompt, out in zip(work.prompts, work.output_lens, strict=True))
-    limit = config.hf_config.max_position_embeddings
+    limit = config.description.max_position
     remedy = "raise --max-model-len" if longest <= limit else f"this model has {limit} at most, take another"
     if longest > config.max_model_len:
         raise SystemExit(
@@ -114,7 +114,7 @@ def check_fits(work: Workload, config: Config) -> None:
 
 def time_repeat(llm: LLM, work: Workload, index: int, sampling: SamplingParams) -> Repeat:
     """Generate all that the workload asks for, with the tokens of repeat `index`."""
-    prompts = work.repeat(index, llm.config.hf_config.vocab_size)
+    prompts = work.repeat(index, llm.config.description.vocab_size)
     params = [replace(sampling, max_tokens=out) for out in work.output_lens]
     steps: list[StepResult] = []
     llm.engine.on_step = steps.append
@@ -213,7 +213,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", default=BUNDLED_MODEL, help="folder or Hub id (default: the bundled model)")
-    which.add_argument("--config", choices=SHAPES, help="random weights of this Qwen3's shape")
+    which.add_argument("--config", choices=SHAPES, help="random weights of this shape")
     listed = "; ".join(f"{name}: {recipe.num_seqs} x {recipe}" for name, recipe in WORKLOADS.items())
     parser.add_argument("--workload", choices=WORKLOADS, default="nano", help=f"tokens of {listed} (default: nano)")
     parser.add_argument("--num-seqs", type=int, help="requests (this and the next four default to the workload's)")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from nanoinfer.engine.workers import WorkerError
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import RequestOutput, SampleOutput, StreamOutput, Timings
 from nanoinfer.sampling_params import SamplingParams
@@ -9,4 +10,13 @@ from nanoinfer.sampling_params import SamplingParams
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled" / "shakespeare-qwen3")
 """The folder of a small Qwen3 that ships with the package."""
 
-__all__ = ["BUNDLED_MODEL", "LLM", "RequestOutput", "SampleOutput", "SamplingParams", "StreamOutput", "Timings"]
+__all__ = [
+    "BUNDLED_MODEL",
+    "LLM",
+    "RequestOutput",
+    "SampleOutput",
+    "SamplingParams",
+    "StreamOutput",
+    "Timings",
+    "WorkerError",
+]

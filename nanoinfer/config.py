@@ -1,29 +1,21 @@
-"""Config: every knob, its default, its check."""
+"""Config: every option of LLM, its default, its check."""
 
 from __future__ import annotations
 
 import difflib
-import json
-import re
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from nanoinfer.attention import choose_backend
-from nanoinfer.models import check_architectures, find_model
+from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.models import describe
+from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.weights.sources import FileSource
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-GENERATION_NAMES = {
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop_strings": "stop",
-}  # what generation_config.json and SamplingParams call the same setting
-NEEDED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 @dataclass
@@ -66,27 +58,26 @@ class Config:
     load_format: str = "safetensors"
     worker_timeout: float = 30.0
 
-    hf_config: PretrainedConfig = field(init=False, repr=False)
+    description: Description = field(init=False, repr=False)  # of the model
     eos_token_ids: frozenset[int] = field(init=False, repr=False)
     generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
 
     def __post_init__(self) -> None:
         self._check_sizes()
         self.device = _resolve_device(self.device, self.tensor_parallel_size)
-        self.model = _resolve_folder(self.model)
-        self.hf_config = _read_config(self.model)
-        find_model(self.hf_config, self.tensor_parallel_size)
-        generation = _read_generation_config(self.model)
-        self.eos_token_ids = _find_eos_token_ids(self.model, self.hf_config, generation)
-        self.generation_defaults = _find_generation_defaults(generation)
-        self.max_model_len = min(self.max_model_len, self.hf_config.max_position_embeddings)
-        self.dtype = _resolve_dtype(self.dtype, self.device, self.hf_config)
+        checkpoint = Checkpoint.open(self.model)
+        self.model = checkpoint.folder
+        self.eos_token_ids = checkpoint.eos_token_ids
+        self.generation_defaults = checkpoint.generation_defaults
+        self.description = self._describe(checkpoint.hf_config)
+        self.max_model_len = min(self.max_model_len, self.description.max_position)
+        self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
         self.attention_backend = choose_backend(
             self.attention_backend,
             self.device,
             self.torch_dtype,
             self.kvcache_block_size,
-            self.hf_config.head_dim,
+            self.description.head_dim,
         )
         self._check_num_blocks()
 
@@ -105,6 +96,15 @@ class Config:
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as torch names it."""
         return DTYPES[self.dtype]
+
+    def _describe(self, hf_config: PretrainedConfig) -> Description:
+        model = describe(hf_config)
+        model.check_ranks(self.tensor_parallel_size)
+        if model.tied and self.load_format == "safetensors":
+            # Some say that they are tied, and are not; transformers believes the tensors.
+            own_head = FileSource(self.model, model.is_multimodal).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")
+            return replace(model, tied=not own_head)
+        return model
 
     def _check_sizes(self) -> None:
         _check_int("max_num_batched_tokens", self.max_num_batched_tokens, low=1)
@@ -160,77 +160,6 @@ def _resolve_device(device: str, ranks: int) -> str:
     return "cuda"
 
 
-def _resolve_folder(model: str) -> str:
-    if not isinstance(model, (str, Path)) or not str(model):
-        raise ValueError(f"model={model!r}: must be a folder's path or a Hugging Face Hub id")
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return str(folder)
-    if folder.is_file():
-        raise ValueError(f"model={str(model)!r}: is a file; give the folder that holds the model's files")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
-        raise ValueError(
-            f"model={str(model)!r}: no such folder, nor is it a Hugging Face Hub id such as 'Qwen/Qwen3-0.6B'"
-        )
-    try:
-        return snapshot_download(str(model), allow_patterns=NEEDED_FILES)
-    except Exception as error:
-        raise ValueError(
-            f"model={str(model)!r}: no such folder, and the Hugging Face Hub did not provide it: {error}"
-        ) from error
-
-
-def _read_config(folder: str) -> PretrainedConfig:
-    file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"model={folder!r}: the folder has no config.json, so it is no Hugging Face model")
-    try:
-        architectures = json.loads(file.read_text()).get("architectures") or []
-    except Exception as error:
-        raise ValueError(f"model={folder!r}: cannot read its config.json: {error}") from error
-    check_architectures(architectures)  # before transformers, which may not know it and cannot say what we support
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        raise ValueError(f"model={folder!r}: cannot read its config.json: {error}") from error
-
-
-def _read_generation_config(folder: str) -> dict[str, Any]:
-    """What the file says and no more: transformers' defaults are not the checkpoint's."""
-    file = Path(folder) / "generation_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        return dict(json.loads(file.read_text()))
-    except Exception as error:
-        raise ValueError(f"model={folder!r}: cannot read its generation_config.json: {error}") from error
-
-
-def _find_generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    defaults = {
-        ours: generation[theirs] for theirs, ours in GENERATION_NAMES.items() if generation.get(theirs) is not None
-    }
-    if generation.get("do_sample") is False:
-        defaults["temperature"] = 0.0
-    return defaults
-
-
-def _find_eos_token_ids(folder: str, hf_config: PretrainedConfig, generation: dict[str, Any]) -> frozenset[int]:
-    """Every end-of-sequence id that the checkpoint's config.json or generation_config.json names.
-
-    Without those that are no token's, such as a -1 for none.
-    """
-    ids: set[int] = set()
-    for eos in (getattr(hf_config, "eos_token_id", None), generation.get("eos_token_id")):
-        found = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in found):
-            raise ValueError(
-                f"model={folder!r}: eos_token_id={eos!r} in its configs: must be an integer or a list of them"
-            )
-        ids.update(found)
-    return frozenset(token_id for token_id in ids if 0 <= token_id < hf_config.vocab_size)
-
-
 def _resolve_dtype(dtype: str | torch.dtype, device: str, hf_config: PretrainedConfig) -> str:
     dtype = str(dtype).removeprefix("torch.")
     _check_choice("dtype", dtype, ["auto", *DTYPES])
@@ -238,7 +167,7 @@ def _resolve_dtype(dtype: str | torch.dtype, device: str, hf_config: PretrainedC
         return dtype
     if device == "cpu":
         return "float32"
-    stored = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.float32
+    stored = hf_config.dtype or hf_config.get_text_config().dtype or torch.float32
     name = str(stored).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"dtype='auto': the checkpoint's is {name}; choose one of {', '.join(DTYPES)}")

@@ -59,6 +59,8 @@ class Inputs:
         assert self.tokenizer is not None
         entries = _as_list(name, chat, "a list of messages")
         for entry in entries:
+            if kind := _other_content(entry):
+                raise ValueError(f"{name} has content of type {kind!r}: this model is run as text only")
             if not _is_message(entry):
                 raise ValueError(f"{name} has {_short(entry)}: must be mappings with a role and content")
         continues = template.get("continue_final_message", False)
@@ -89,7 +91,7 @@ class Inputs:
 
     def _check_setting(self, name: str, params: SamplingParams) -> None:
         """What SamplingParams cannot know: the model's vocabulary and tokenizer."""
-        vocab_size = self.config.hf_config.vocab_size
+        vocab_size = self.config.description.vocab_size
         for field in ("logit_bias", "stop_token_ids"):
             for token_id in getattr(params, field) or ():
                 if token_id >= vocab_size:
@@ -112,7 +114,7 @@ class Inputs:
         token_ids = self._encode(name, prompt)
         if not token_ids:
             raise ValueError(f"{name} is empty: it must have at least one token")
-        vocab_size = self.config.hf_config.vocab_size
+        vocab_size = self.config.description.vocab_size
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} has token id {token_id}: must be from 0 to {vocab_size - 1}")
@@ -131,7 +133,7 @@ class Inputs:
                 return array("q", prompt).tolist()  # type: ignore[call-overload]
             except OverflowError:
                 raise ValueError(
-                    f"{name} has a token id of over 64 bits: must be from 0 to {self.config.hf_config.vocab_size - 1}"
+                    f"{name} has a token id of over 64 bits: must be from 0 to {self.config.description.vocab_size - 1}"
                 ) from None
             except (TypeError, ValueError):
                 raise ValueError(f"{name} is {_short(prompt)}: must be a string or a list of token ids") from None
@@ -161,6 +163,13 @@ def _is_message(entry: Any) -> bool:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
         return False
     return isinstance(entry.get("content"), (str, list)) or bool(entry.get("tool_calls"))
+
+
+def _other_content(entry: Any) -> str | None:
+    """What a message has that is no text."""
+    content = entry.get("content") if isinstance(entry, Mapping) else None
+    kinds = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return next((str(kind) for kind in kinds if kind not in (None, "text")), None)
 
 
 def _check_template_arguments(template: dict[str, Any]) -> None:

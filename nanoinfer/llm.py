@@ -28,6 +28,9 @@ class LLM:
     model: a folder with config.json and *.safetensors, or a Hub id; without a tokenizer it takes token-id prompts only
     options: the fields of nanoinfer.config.Config, such as tensor_parallel_size=2
 
+    memory: how the device's memory is divided, a MemoryPlan
+    config: the options as they came out
+
     Holds its device memory and processes until close(), the end of its `with` block, or its deletion.
     Raises ValueError for an option or a model that cannot work, naming it and what would.
     """
@@ -36,6 +39,8 @@ class LLM:
         self.config = Config.create(model, **options)
         self.tokenizer = _load_tokenizer(self.config.model)
         self.engine = LLMEngine(self.config)
+        self.memory = self.engine.runner.memory
+        self.config.num_kvcache_blocks = self.memory.blocks
         self._inputs = Inputs(self.config, self.tokenizer)
         self._busy = threading.Lock()
         self._requests = Requests(self.engine, self.tokenizer)

@@ -97,8 +97,8 @@ def test_the_engine_tells_its_observer_what_each_step_found(tiny: LLM) -> None:
 
 
 class Shape:
-    hidden_size, intermediate_size, num_hidden_layers, vocab_size = 8, 16, 2, 100
-    num_attention_heads, num_key_value_heads, head_dim = 4, 2, 4
+    hidden_size, intermediate_size, num_layers, vocab_size = 8, 16, 2, 100
+    num_heads, num_kv_heads, head_dim, windows = 4, 2, 4, (None, None)
 
 
 LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
@@ -133,6 +133,18 @@ def test_a_shared_prefix_is_read_once_a_step_and_computed_once() -> None:
 def test_a_prefix_that_nobody_shares_saves_nothing() -> None:
     whole, split = (bench.Workload([[1, 2, 3, 4, 5]], [4], prefix_len) for prefix_len in (0, 3))
     assert bench.Floor.of(whole, Shape, 8, 2) == bench.Floor.of(split, Shape, 8, 2)
+
+
+def test_a_window_bounds_what_a_layer_reads_and_computes() -> None:
+    """One of two layers sees 3 tokens. A prompt of 4 and 3 out: decode over contexts of 5 and 6."""
+
+    class Windowed(Shape):
+        windows = (None, 3)
+
+    floor = bench.Floor.of(bench.Workload([[1, 2, 3, 4]], [3]), Windowed, max_num_seqs=8, itemsize=2)
+    assert floor.decode_bytes == 2 * (2 * LAYER + 800) * 2 + (5 + 6 + 3 + 3) * (2 * 8 * 2)
+    # The band of a window is a triangle of 3 and a row of 3 more.
+    assert floor.prefill_flops == 2 * 2 * LAYER * 4 + 2 * 800 + 4 * 16 * (4 * 4 / 2 + 3 * 3 / 2 + 3)
 
 
 def test_random_weights_and_json(tmp_path: Path) -> None:

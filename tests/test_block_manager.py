@@ -110,6 +110,53 @@ def test_a_hash_is_believed_only_when_the_tokens_are_equal() -> None:
     assert manager.allocate(forged) == 0
 
 
+def test_what_a_window_has_left_behind_is_free_and_still_cached() -> None:
+    manager = BlockManager(4, BLOCK)
+    seq, short, long = sequence(list(range(13))), sequence(list(range(5))), sequence(list(range(10)))
+    fill(manager, seq)
+    manager.release(seq, 7)
+    assert (seq.num_released, manager.num_free) == (1, 1)
+    manager.release(seq, 7)
+    assert manager.num_free == 1
+    assert manager.allocate(short) is None  # the block is hit, but there is none for the fifth token
+    manager.release(seq, 8)
+    assert manager.allocate(short) == 4
+    assert short.block_table == seq.block_table[:2]  # a hit, and a block that was handed out anew
+    assert manager.allocate(long) is None
+    manager.free(seq)
+    assert (seq.num_released, manager.num_free) == (0, 2)
+    assert manager.allocate(sequence(list(range(12)))) == 4  # the chain is broken after the first block
+
+
+def test_a_fork_does_not_get_what_its_source_has_released() -> None:
+    manager = BlockManager(5, BLOCK)
+    source, other = sequence(list(range(14))), sequence(list(range(14)))
+    fill(manager, source)
+    manager.release(source, 4)
+    assert manager.fork(source, other) == (3, 4)
+    assert other.num_released == 1
+    newcomer = sequence([50])
+    assert manager.allocate(newcomer) == 0
+    manager.record(other, 0, 14)  # the newcomer's block gets no name
+    assert manager.blocks[newcomer.block_table[0]].hash is None
+    for seq in (source, other, newcomer):
+        manager.free(seq)
+    assert manager.num_free == 5
+
+
+def test_long_and_short_sequences_share_nothing() -> None:
+    manager = BlockManager(8, BLOCK)
+    short, long, again = (sequence(list(range(9))) for _ in range(3))
+    fill(manager, short)
+    long.block_hash(0, BLOCK)
+    long.set_long(True)
+    assert manager.allocate(long) == 0
+    manager.record(long, 0, 9)
+    again.set_long(True)
+    assert manager.allocate(again) == 8
+    assert again.block_table[:2] == long.block_table[:2]
+
+
 class RandomOperations(RuleBasedStateMachine):
     """Sequences over two token ids, so that prefixes collide often, in a cache that is always too small."""
 
@@ -117,11 +164,13 @@ class RandomOperations(RuleBasedStateMachine):
         super().__init__()
         self.manager = BlockManager(12, BLOCK)
         self.live: list[Sequence] = []
-        self.content: dict[int, tuple[int, ...]] = {}  # what a write would have left in each block: the whole prefix
+        # What a write would have left in each block: the whole prefix, and whether of a long sequence.
+        self.content: dict[int, tuple[bool, tuple[int, ...]]] = {}
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30))
-    def add(self, tokens: list[int]) -> None:
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30), is_long=st.booleans())
+    def add(self, tokens: list[int], is_long: bool) -> None:
         seq = sequence(tokens)
+        seq.set_long(is_long)
         free = self.manager.num_free
         cached = self.manager.allocate(seq)
         if cached is None:
@@ -130,7 +179,7 @@ class RandomOperations(RuleBasedStateMachine):
         assert cached < len(tokens)
         assert len(seq.block_table) == -(-len(tokens) // BLOCK)
         for index in range(cached // BLOCK):  # a hit must hold this very prefix
-            assert self.content[seq.block_table[index]] == tuple(tokens[: (index + 1) * BLOCK])
+            assert self.content[seq.block_table[index]] == (is_long, tuple(tokens[: (index + 1) * BLOCK]))
         seq.num_scheduled = cached
         self.live.append(seq)
 
@@ -140,7 +189,7 @@ class RandomOperations(RuleBasedStateMachine):
         seq = self.live[which % len(self.live)]
         end = min(seq.num_scheduled + count, len(seq))
         for index in range(seq.num_scheduled // BLOCK, end // BLOCK):
-            self.content[seq.block_table[index]] = tuple(seq.token_ids[: (index + 1) * BLOCK])
+            self.content[seq.block_table[index]] = (seq.is_long, tuple(seq.token_ids[: (index + 1) * BLOCK]))
         self.manager.record(seq, seq.num_scheduled, end)
         seq.num_scheduled = end
 
@@ -157,16 +206,44 @@ class RandomOperations(RuleBasedStateMachine):
         seq.token_ids.append(token)
 
     @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100), count=st.integers(0, 30))
+    def release(self, which: int, count: int) -> None:
+        seq = self.live[which % len(self.live)]
+        self.manager.release(seq, min(count, seq.num_scheduled))
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100))
+    def fork(self, which: int) -> None:
+        seq = self.live[which % len(self.live)]
+        if seq.num_scheduled < len(seq) or not self.manager.can_fork(seq):
+            return
+        other = sequence(seq.token_ids.tolist())
+        other.set_long(seq.is_long)
+        self.manager.fork(seq, other)
+        self.manager.record(other, 0, len(seq))
+        other.num_scheduled = len(seq)
+        self.live.append(other)
+
+    @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100))
     def free(self, which: int) -> None:
         self.manager.free(self.live.pop(which % len(self.live)))
 
     @invariant()
     def no_block_is_both_free_and_used_and_counts_equal_the_tables(self) -> None:
-        used = Counter(block for seq in self.live for block in seq.block_table)
+        used = Counter(block for seq in self.live for block in seq.block_table[seq.num_released :])
         for block_id, block in enumerate(self.manager.blocks):
             assert block.ref_count == used[block_id]
             assert (block_id in self.manager.free_blocks) == (block.ref_count == 0)
+
+    @invariant()
+    def what_a_sequence_holds_is_what_it_has_computed(self) -> None:
+        for seq in self.live:
+            for index in range(seq.num_released, seq.num_scheduled // BLOCK):
+                assert self.content[seq.block_table[index]] == (
+                    seq.is_long,
+                    tuple(seq.token_ids[: (index + 1) * BLOCK]),
+                )
 
     @invariant()
     def every_cached_hash_names_a_block_that_holds_it(self) -> None:

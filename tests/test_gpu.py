@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+from array import array
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Oracle, greedy
+from test_models import CASES, Case, build
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend
 from nanoinfer.kernels.attention.paged_decode import FEW_ROWS, paged_decode_triton, plan_decode
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.attention.qkv import norm_rotate_store
-from nanoinfer.kernels.linear.activation import silu_mul_reference
+from nanoinfer.kernels.linear.activation import gate_mul_reference
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave
-from nanoinfer.kernels.norm.rms_norm import rms_norm_reference
+from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 from nanoinfer.kernels.sampling.draw import draw_reference, draw_triton
 from nanoinfer.runner.input_batch import PrefillInputs
 from nanoinfer.runner.message import ChunkMessage
@@ -70,19 +73,70 @@ def test_bfloat16_logits_agree_with_float32(
     backend: str, make_llm: Callable[..., LLM], oracle: Oracle, mixed_prompts: list[list[int]]
 ) -> None:
     """Prompts in two chunks, so that the second attends to the cache. Transformers' own bfloat16 errs as much."""
-    runner = make_llm(dtype="bfloat16", attention_backend=available(backend)).engine.runner
+    llm = make_llm(dtype="bfloat16", attention_backend=available(backend))
     prompt = mixed_prompts[8]
     assert len(prompt) == 300
-    from array import array
+    error = relative(logits_of(llm, prompt, 100), oracle.logits(prompt))
+    assert error < 2e-2, f"relative error {error:.2e}"
 
-    for start, end in ((0, 100), (100, 300)):
+
+def logits_of(llm: LLM, prompt: list[int], first: int) -> torch.Tensor:
+    """After each token of a prompt of up to 512, in two chunks."""
+    runner, found = llm.engine.runner, []
+    for start, end in ((0, first), (first, len(prompt))):
         chunk = ChunkMessage(array("i", prompt[start:end]), start, [3, 1])
         packed = PrefillInputs([chunk], [], runner.kv_cache, runner.max_blocks)
         with torch.inference_mode():
-            logits = runner.model.compute_logits(runner.model(packed.token_ids, packed.context)).float().cpu()
-        expected = oracle.logits(prompt)[start:end]
-        error = (logits - expected).norm() / expected.norm()
-        assert error < 2e-2, f"relative error {error:.2e}"
+            found.append(runner.model.compute_logits(runner.model(packed.token_ids, packed.context)).float().cpu())
+    return torch.cat(found)
+
+
+def relative(x: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((x - expected).norm() / expected.norm())
+
+
+KINDS = [
+    "llama biases, llama3 rope", "mistral window", "ministral3 window", "qwen2 yarn, windows", "qwen3", "phi3 partial",
+    "gemma2", "gemma3", "olmo2", "olmo3", "granite", "smollm3 windows, biases", "glm4",
+]  # fmt: skip
+
+
+class TestFamilies:
+    """One of each kind, with heads of a size that all backends take."""
+
+    @pytest.fixture(scope="class")
+    def family(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, torch.nn.Module]]:
+        @functools.cache
+        def make(name: str) -> tuple[str, torch.nn.Module]:
+            case, folder = CASES[name], tmp_path_factory.mktemp("family")
+            settings = {**case.settings, "head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
+            return str(folder), build(Case(case.architecture, case.model_type, settings), folder)
+
+        return make
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("name", KINDS)
+    def test_bfloat16_logits_err_as_little_as_transformers(
+        self, name: str, backend: str, family: Callable, make_llm: Callable[..., LLM]
+    ) -> None:
+        folder, model = family(name)
+        llm = make_llm(folder, dtype="bfloat16", attention_backend=available(backend), max_model_len=512)
+        prompt = torch.randint(160, (300,), generator=torch.Generator().manual_seed(2)).tolist()
+        with torch.inference_mode():
+            ids = torch.tensor([prompt], device="cuda")
+            expected = model.cuda().float()(input_ids=ids).logits[0].float().cpu()
+            theirs = model.bfloat16()(input_ids=ids).logits[0].float().cpu()
+        error, their_error = relative(logits_of(llm, prompt, 100), expected), relative(theirs, expected)
+        assert error < 1.3 * their_error + 2e-3, f"relative error {error:.2e}, transformers' {their_error:.2e}"
+
+    @pytest.mark.parametrize("name", KINDS)
+    def test_graph_equals_eager(self, name: str, family: Callable, make_llm: Callable[..., LLM]) -> None:
+        generator = torch.Generator().manual_seed(3)
+        prompts = [torch.randint(160, (length,), generator=generator).tolist() for length in (1, 17, 60, 200, 40)]
+        folder, params = family(name)[0], SamplingParams(temperature=0.7, max_tokens=48, seed=1)
+        options = {"dtype": "bfloat16", "max_num_seqs": 8, "kvcache_block_size": 16, "max_model_len": 320}
+        graph, eager = make_llm(folder, **options), make_llm(folder, **options, enforce_eager=True)
+        assert tokens(graph, prompts, params) == tokens(eager, prompts, params)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -100,9 +154,10 @@ def test_a_cache_of_more_than_two_to_the_31_elements(backend: str) -> None:
     at = torch.arange(length, device="cuda")
     slots = (table[0, at // block_size] * block_size + at % block_size).int()
     qkv = torch.randn(length, heads + 2 * kv_heads, head_dim, device="cuda").bfloat16()
-    ones = torch.ones(head_dim, dtype=torch.bfloat16, device="cuda")
+    norm = Norm(torch.ones(head_dim, dtype=torch.bfloat16, device="cuda"), 1e-6)
     unrotated = torch.tensor([[1.0] * (head_dim // 2) + [0.0] * (head_dim // 2)], device="cuda")
-    q = norm_rotate_store(qkv, ones, ones, 1e-6, unrotated, torch.zeros_like(slots), k_cache, v_cache, slots)
+    start = torch.zeros_like(slots)
+    q = norm_rotate_store(qkv, norm, norm, None, unrotated, False, None, start, k_cache, v_cache, slots)
     k, v = (torch.rms_norm(qkv[:, heads : heads + kv_heads], (head_dim,), eps=1e-6), qkv[:, heads + kv_heads :])
     torch.testing.assert_close(k_cache.flatten(0, 1)[slots.long()], k)
     assert torch.equal(v_cache.flatten(0, 1)[slots.long()], v)
@@ -112,14 +167,14 @@ def test_a_cache_of_more_than_two_to_the_31_elements(backend: str) -> None:
     expected = expected[0].transpose(0, 1)
     lens = torch.tensor([length], dtype=torch.int32, device="cuda")
     cu = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-    from nanoinfer.attention.context import Context, PackedQueries
+    from nanoinfer.attention.context import Context, PackedQueries, Scoring
 
-    packed = PackedQueries([length], [length], cu, cu)
+    packed = PackedQueries([length], [length], cu, cu, [False])
     context = Context(kv_cache, torch.empty(0, device="cuda"), slots, table, lens, length, packed)
-    backend_object = make_backend(name)
-    prefilled = backend_object.prefill(q, k_cache, v_cache, context, head_dim**-0.5)
+    backend_object = make_backend(name, windows=(None,))
+    prefilled = backend_object.prefill(q, k_cache, v_cache, context, Scoring(head_dim**-0.5))
     backend_object.prepare_decode(context)
-    decoded = backend_object.decode(q[-1:], k_cache, v_cache, context, head_dim**-0.5)
+    decoded = backend_object.decode(q[-1:], k_cache, v_cache, context, Scoring(head_dim**-0.5))
     for out, wanted in ((prefilled, expected), (decoded, expected[-1:])):
         assert (out.float() - wanted).norm() / wanted.norm() < 1e-2
 
@@ -189,13 +244,14 @@ def test_the_kernels_compile_for_every_head_size() -> None:
             tables = torch.tensor([[1, 0]], dtype=torch.int32, device="cuda")
             lens = torch.tensor([400], dtype=torch.int32, device="cuda")
             cu = torch.tensor([0, 3], dtype=torch.int32, device="cuda")
-            prefilled = paged_prefill_triton(q, k_cache, v_cache, tables, cu, lens, 3, 0.1)
-            for rows in (1, FEW_ROWS + 1):
-                row_lens, row_tables = lens.expand(rows).contiguous(), tables.expand(rows, -1).contiguous()
-                plan = plan_decode(row_lens, k_cache)
-                queries = q[-1:].expand(rows, -1, -1).contiguous()
-                decoded = paged_decode_triton(queries, k_cache, v_cache, row_tables, row_lens, 0.1, plan)
-                torch.testing.assert_close(prefilled[-1:].expand_as(decoded), decoded, rtol=1e-2, atol=1e-2)
+            for window, softcap in ((None, None), (100, None), (None, 5.0), (100, 5.0)):
+                prefilled = paged_prefill_triton(q, k_cache, v_cache, tables, cu, lens, 3, 0.1, window, softcap)
+                for rows in (1, FEW_ROWS + 1):
+                    row_lens, row_tables = lens.expand(rows).contiguous(), tables.expand(rows, -1).contiguous()
+                    plan = plan_decode(row_lens, k_cache, window=window)
+                    queries = q[-1:].expand(rows, -1, -1).contiguous()
+                    decoded = paged_decode_triton(queries, k_cache, v_cache, row_tables, row_lens, 0.1, plan, softcap)
+                    torch.testing.assert_close(prefilled[-1:].expand_as(decoded), decoded, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 40, 64, 128, 144, 200, 256, 300])
@@ -204,15 +260,25 @@ def test_linear_takes_the_right_product_whichever_kernel_is_chosen(tokens: int) 
         x, weight, up = (
             torch.randn(rows, in_features, device="cuda").bfloat16() for rows in (tokens, out_features, out_features)
         )
-        norm_weight, both = torch.ones_like(x[0]), torch.cat([weight, up])
+        both = torch.cat([weight, up])
         out = linear(x, weight, may_split=True)
         wave = find_one_wave(x, weight, may_split=True)
         assert out.dim() == (3 if tokens > 1 and wave is not None and wave.pieces > 1 else 2)
         torch.testing.assert_close(
             out.view(-1, *out.shape[-2:]).sum(0).bfloat16(), F.linear(x, weight), rtol=0.02, atol=0.5
         )
-        gated, total = norm_linear(x, None, norm_weight, 1e-6, both, gated=True)
-        assert total is x
-        expected = silu_mul_reference(F.linear(rms_norm_reference(x, norm_weight, 1e-6), both))
-        error = (gated.float() - expected.float()).norm() / expected.float().norm()
-        assert error < 0.01
+        norm, bias = Norm(torch.ones_like(x[0]), 1e-6), torch.randn(len(both), device="cuda").bfloat16()
+        with_bias = linear(x, weight, bias[:out_features], may_split=True)
+        torch.testing.assert_close(
+            with_bias.view(-1, *out.shape[-2:]).sum(0).bfloat16(),
+            F.linear(x, weight, bias[:out_features]),
+            rtol=0.02,
+            atol=0.5,
+        )
+        for activation in ("silu", "gelu_tanh"):
+            for bias_or_none in (None, bias):
+                gated, total = norm_linear(x, None, norm, both, bias_or_none, activation)
+                assert total is x
+                expected = gate_mul_reference(F.linear(rms_norm_reference(x, norm), both, bias_or_none), activation)
+                error = (gated.float() - expected.float()).norm() / expected.float().norm()
+                assert error < 0.01

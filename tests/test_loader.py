@@ -18,7 +18,8 @@ from nanoinfer.config import Config
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.loader import load_weights
+from nanoinfer.weights.shards import table_of
+from nanoinfer.weights.sources import FileSource
 
 
 def rank(index: int, size: int) -> TensorParallel:
@@ -43,22 +44,103 @@ def test_the_ranks_slices_make_up_the_whole(size: int, tmp_path: Path) -> None:
         tp = rank(index, size)
         block = nn.ModuleDict(
             {
-                "qk_proj": ColumnParallelLinear(8, {"q_proj": 4, "k_proj": 2}, tp, head_dim=4),
-                "o_proj": RowParallelLinear(16, 8, tp),
+                "qk_proj": ColumnParallelLinear(("block.q_proj", "block.k_proj"), 8, (4, 2), tp, head_dim=4),
+                "o_proj": RowParallelLinear("block.o_proj", 16, 8, tp),
             }
         )
-        model = nn.ModuleDict({"block": block, "embed": VocabParallelEmbedding(21, 8, tp)})
-        load_weights(model, str(tmp_path))
+        model = nn.ModuleDict({"block": block, "embed": VocabParallelEmbedding("embed", 21, 8, tp)})
+        FileSource(str(tmp_path)).fill(table_of(model))
         return model
 
     models = [load(index) for index in range(size)]
-    q_and_k = [model["block"]["qk_proj"].weight.split([16 // size, max(8 // size, 4)]) for model in models]
+    q_and_k = [model["block"]["qk_proj"].matrix.weight.split([16 // size, max(8 // size, 4)]) for model in models]
     held = q_and_k[:: size // 2] if size > 2 else q_and_k
     assert torch.equal(torch.cat([q for q, _ in q_and_k]), weights["block.q_proj.weight"])
     assert torch.equal(torch.cat([k for _, k in held]), weights["block.k_proj.weight"])
     assert all(torch.equal(q_and_k[i][1], held[i * len(held) // size][1]) for i in range(size))
-    assert torch.equal(torch.cat([m["block"]["o_proj"].weight for m in models], dim=1), weights["block.o_proj.weight"])
+    assert torch.equal(
+        torch.cat([m["block"]["o_proj"].matrix.weight for m in models], dim=1), weights["block.o_proj.weight"]
+    )
     assert torch.equal(torch.cat([m["embed"].weight for m in models]), weights["embed.weight"])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_ranks_slices_of_a_fused_tensor_make_up_the_whole(size: int, tmp_path: Path) -> None:
+    """Four query heads, two key heads and two value heads of two numbers, one after another, and their biases."""
+    weight, bias = torch.randn(16, 8), torch.randn(16)
+    save_file({"qkv.weight": weight, "qkv.bias": bias}, tmp_path / "model.safetensors")
+    parts: list[list[torch.Tensor]] = [[], [], []]
+    for index in range(size):
+        layer = ColumnParallelLinear(("qkv",), 8, (4, 2, 2), rank(index, size), head_dim=2, bias=True)
+        FileSource(str(tmp_path)).fill(table_of(layer))
+        whole = torch.cat([layer.matrix.weight, layer.matrix.bias[:, None]], dim=1)
+        shares = whole.split([8 // size, max(4 // size, 2), max(4 // size, 2)])
+        for part, share in zip(parts, shares, strict=True):
+            if part is parts[0] or index % max(size // 2, 1) == 0:  # of four ranks, two have the same KV head
+                part.append(share)
+    expected = torch.cat([weight, bias[:, None]], dim=1)
+    assert torch.equal(torch.cat([share for part in parts for share in part]), expected)
+
+
+class TestWhichFilesAreRead:
+    """As transformers chooses them."""
+
+    def test_other_safetensors_in_the_folder_are_not(
+        self, make_llm: Callable[..., LLM], make_qwen3: Callable[..., str]
+    ) -> None:
+        folder = make_qwen3()
+        (file,) = safetensors_of(folder)
+        expected = Oracle(folder).greedy([5, 6, 7], 8)
+        others = {name: torch.randn_like(weight) for name, weight in load_file(file).items()}
+        save_file(others, Path(folder) / "model_ema.safetensors")
+        save_file({"momentum": torch.zeros(3)}, Path(folder) / "optimizer.safetensors")
+        (output,) = make_llm(folder).generate([[5, 6, 7]], greedy(8), use_tqdm=False)
+        assert output["token_ids"] == expected
+
+    def test_a_shard_that_is_not_there_is_named(self, make_qwen3: Callable[..., str]) -> None:
+        folder = make_qwen3(shards=3)
+        shard = safetensors_of(folder)[1]
+        shard.unlink()
+        with pytest.raises(ValueError, match=f"index.json names {shard.name}, which is not there"):
+            LLM(folder)
+
+    def test_only_other_names(self, make_qwen3: Callable[..., str]) -> None:
+        folder = make_qwen3()
+        safetensors_of(folder)[0].rename(Path(folder) / "consolidated.safetensors")
+        with pytest.raises(ValueError, match=r"neither model\.safetensors nor .*, only consolidated\.safetensors"):
+            LLM(folder)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"), [(float("nan"), "NaN or infinite as float32"), (float("inf"), "NaN or infinite")]
+)
+def test_numbers_that_are_not_finite(number: float, message: str, make_qwen3: Callable[..., str]) -> None:
+    folder = make_qwen3()
+    (file,) = safetensors_of(folder)
+    weights = load_file(file)
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = number
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"model\.layers\.1\.mlp\.down_proj\.weight has numbers that are {message}"):
+        LLM(folder)
+
+
+def test_weights_of_integers(make_qwen3: Callable[..., str]) -> None:
+    folder = make_qwen3()
+    (file,) = safetensors_of(folder)
+    weights = load_file(file)
+    save_file({**weights, "model.norm.weight": torch.ones(64, dtype=torch.int8)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has numbers of type I8"):
+        LLM(folder)
+
+
+def test_a_checkpoint_that_says_tied_and_is_not(make_llm: Callable[..., LLM], make_qwen3: Callable[..., str]) -> None:
+    folder = make_qwen3(tie_word_embeddings=True)
+    (file,) = safetensors_of(folder)
+    weights = load_file(file)
+    head = torch.randn_like(weights["model.embed_tokens.weight"])
+    save_file({**weights, "lm_head.weight": head}, file, {"format": "pt"})
+    (output,) = make_llm(folder).generate([[5, 6, 7]], greedy(8), use_tqdm=False)
+    assert output["token_ids"] == Oracle(folder).greedy([5, 6, 7], 8)
 
 
 def test_a_sharded_checkpoint(make_llm: Callable[..., LLM], make_qwen3: Callable[..., str]) -> None:
@@ -114,7 +196,7 @@ def test_a_hub_id_is_resolved_by_snapshot_download(
         asked.append(repo_id)
         return folder
 
-    monkeypatch.setattr("nanoinfer.config.snapshot_download", snapshot_download)
+    monkeypatch.setattr("nanoinfer.checkpoint.snapshot_download", snapshot_download)
     llm = make_llm("someone/some-model")
     assert asked == ["someone/some-model"]
     assert llm.config.model == folder

@@ -265,12 +265,28 @@ def test_64_requests_with_different_settings_are_what_each_is_alone(
     assert_equal(outputs, expected)
 
 
+def test_one_that_starts_again_as_a_long_one_keeps_its_settings(
+    make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]
+) -> None:
+    """The model computes long and short sequences alike, so that only their way through the engine differs."""
+    prompts = [prompt[:50] for prompt in mixed_prompts]
+    params = different_settings(len(prompts))
+    expected = make_llm(device="cpu", kvcache_block_size=16).generate(prompts, params, use_tqdm=False)
+    llm = make_llm(device="cpu", kvcache_block_size=16)
+    llm.engine.scheduler.long_from = 52
+    num_prefilled = []
+    llm.engine.on_step = lambda result: num_prefilled.append(result.num_prefill_tokens)
+    assert_equal(llm.generate(prompts, params, use_tqdm=False), expected)
+    assert sum(num_prefilled) > sum(map(len, prompts))  # some did
+    assert llm.engine.scheduler.num_preemptions == 0
+
+
 class TestSamples:
     def test_the_prompt_is_held_once(self, make_llm: Callable[..., LLM]) -> None:
         """1,000 tokens are three blocks of 256 and a part of a fourth, of which each sample has its own."""
         llm = make_llm()
         held = []
-        llm.engine.on_step = lambda result: held.append(round(result.blocks_used * llm.engine.runner.num_blocks))
+        llm.engine.on_step = lambda result: held.append(round(result.blocks_used * llm.memory.blocks))
         (output,) = llm.generate([[30] * 1000], SamplingParams(n=8, max_tokens=4, seed=1), use_tqdm=False)
         assert max(held) == 3 + 8
         assert len(output["samples"]) == 8

@@ -18,8 +18,10 @@ from nanoinfer.runner.message import DecodeMessage, PrefillMessage, StepMessage
 BLOCK, EOS = 4, 1
 
 
-def scheduler(blocks: int = 64, rows: int = 8, budget: int = 32) -> Scheduler:
-    return Scheduler(BlockManager(blocks, BLOCK), rows, budget)
+def scheduler(
+    blocks: int = 64, rows: int = 8, budget: int = 32, window: int | None = None, long_from: int | None = None
+) -> Scheduler:
+    return Scheduler(BlockManager(blocks, BLOCK), rows, budget, window, long_from)
 
 
 def sequence(prompt_len: int, max_tokens: int = 5, ignore_eos: bool = False, start: int = 10) -> Sequence:
@@ -199,12 +201,109 @@ def test_abort_all_gives_everything_back() -> None:
     assert sched.block_manager.num_free == 64
 
 
+def test_with_a_window_a_generation_may_be_much_longer_than_the_cache() -> None:
+    sched = scheduler(blocks=5, window=6)
+    seq = Sequence([5] * 18, SamplingParams(max_tokens=400), seed=0, max_model_len=1000)
+    sched.add(seq)
+    assert run(sched) == [seq]
+    assert seq.num_released == 3  # the next query, at 18, sees from 13 on
+    while not sched.is_finished:
+        step = sched.schedule(in_flight=False)
+        assert decode(step) == [seq]
+        assert len(seq.block_table) - seq.num_released <= -(-6 // BLOCK) + 2
+        sched.postprocess(step, [(seq, 0)])
+    assert seq.num_output_tokens == 400
+    assert sched.num_preemptions == 0
+    assert sched.block_manager.num_free == 5
+
+
+def test_chunks_leave_blocks_behind_the_window_and_forks_do_not_get_them() -> None:
+    sched = scheduler(blocks=8, budget=10, window=5)
+    group = samples(2, list(range(10, 35)))
+    for seq in group:
+        sched.add(seq)
+    first, second = sched.schedule(in_flight=False), sched.schedule(in_flight=True)
+    sched.postprocess(first, [])
+    assert group[0].num_released == 2  # the second chunk may still read them, what comes after it sees from 16 on
+    sched.postprocess(second, [])
+    assert group[0].num_released == 4
+    third = sched.schedule(in_flight=False)
+    assert [(fork.seq, fork.seq.num_released) for fork in third.forks] == [(group[1], 4)]
+    check_blocks(sched)
+    sched.postprocess(third, [(seq, 5) for seq in group])
+    check_blocks(sched)
+    assert [seq.num_released for seq in group] == [5, 5]
+
+
+def test_one_that_outgrows_short_contexts_starts_again_once_its_tokens_are_known() -> None:
+    sched, row_map = scheduler(long_from=7), RowMap()
+    grows, stays = sequence(6), sequence(3, 9, start=30)
+    for seq in (grows, stays):
+        sched.add(seq)
+    first = sched.schedule(in_flight=False)
+    row_map.describe(first)
+    second = sched.schedule(in_flight=True)
+    row_map.describe(second)
+    assert decode(second) == [grows, stays]  # the last step of `grows` as a short one
+    sched.postprocess(first, [(grows, 5), (stays, 5)])
+    assert grows.status is SequenceStatus.OUTGROWN
+    third = sched.schedule(in_flight=True)
+    row_map.describe(third)
+    assert decode(third) == [stays]
+    sched.postprocess(second, [(grows, 6), (stays, 6)])
+    assert (list(sched.waiting), grows.block_table) == ([grows], [])
+    again = sched.schedule(in_flight=True)
+    assert prefill(again) == [(grows, 0, 8)]
+    message, order = row_map.describe(again)
+    assert (message.chunks[0].is_long, order, grows.row) == (True, [grows], 1)
+    assert decode(sched.schedule(in_flight=True)) == [stays, grows]
+    assert sched.num_preemptions == 0
+
+
+def test_one_that_starts_again_in_the_next_step_leaves_its_row_and_joins() -> None:
+    sched, row_map = scheduler(long_from=3), RowMap()
+    grows, stays = sequence(3), sequence(10, start=30)
+    for seq in (grows, stays):
+        sched.add(seq)
+    step = sched.schedule(in_flight=False)
+    message, order = row_map.describe(step)
+    assert [chunk.is_long for chunk in message.chunks] == [False, True]
+    sched.postprocess(step, [(seq, 5) for seq in order])
+    message, order = row_map.describe(sched.schedule(in_flight=False))
+    assert (message.moves, message.num_rows, order) == ([(1, 0)], 1, [grows])
+    assert row_map.seqs == [stays, grows]
+
+
+def test_the_last_token_is_never_computed_and_makes_no_sequence_long() -> None:
+    sched = scheduler(long_from=7)
+    seq = sequence(6, max_tokens=2)
+    sched.add(seq)
+    assert [run(sched) for _ in range(2)] == [[seq]] * 2
+    assert seq.finish_reason == "length"
+    assert sched.is_finished
+
+
+def test_one_that_starts_again_waits_behind_a_prompt_that_is_half_done() -> None:
+    sched = scheduler(blocks=11, budget=8, long_from=7)
+    grows, halfway = sequence(7), Sequence([5] * 30, SamplingParams(max_tokens=2), seed=0, max_model_len=40)
+    sched.add(grows)
+    steps = [sched.schedule(in_flight=False)]
+    sched.add(halfway)
+    steps.append(sched.schedule(in_flight=True))
+    assert prefill(steps[1]) == [(halfway, 0, 8)]
+    sched.postprocess(steps[0], [(grows, 5)])
+    assert list(sched.waiting) == [halfway, grows]
+    check_blocks(sched)
+
+
 class Device:
     """The rows as a rank would keep them, fed by messages alone; each "samples" a token from what it was told."""
 
-    def __init__(self) -> None:
+    def __init__(self, long_from: int | None = None) -> None:
         self.rows: list[dict] = []
-        self.cache: dict[tuple[int, int], int] = {}  # (block, offset) -> the token written there last
+        self.long_from = long_from
+        # (block, offset) -> the token written there last, and whether as a long sequence's
+        self.cache: dict[tuple[int, int], tuple[int, bool]] = {}
 
     def run(self, message: StepMessage) -> list[int]:
         for source, destination in message.moves:
@@ -214,13 +313,13 @@ class Device:
         if isinstance(message, PrefillMessage):
             for chunk in message.chunks:
                 for position, token in enumerate(chunk.token_ids, start=chunk.start):
-                    self.write(chunk.block_table, position, token)
+                    self.write(chunk.block_table, position, token, chunk.is_long)
             for join in message.joins:
                 chunk = message.chunks[join.chunk]
                 if join.copied_block is not None:
                     source, destination = join.copied_block
                     for offset in range(BLOCK):
-                        self.cache[destination, offset] = self.cache.get((source, offset), -1)
+                        self.cache[destination, offset] = self.cache.get((source, offset), (-1, False))
                 end = chunk.start + len(chunk.token_ids)
                 self.rows.append({"len": end, "table": list(join.block_table), "seed": join.seed})
             return [self.sample(row) for row in self.rows[message.num_rows :]]
@@ -229,16 +328,19 @@ class Device:
             assert column == len(self.rows[row]["table"])
             self.rows[row]["table"].append(block)
         for row in self.rows:
-            self.write(row["table"], row["len"], row["last"])
             row["len"] += 1
+            self.write(row["table"], row["len"] - 1, row["last"], self.is_long(row["len"]))
         assert message.max_context_len == max(row["len"] for row in self.rows)
         return [self.sample(row) for row in self.rows]
 
-    def write(self, table: list[int], position: int, token: int) -> None:
-        self.cache[table[position // BLOCK], position % BLOCK] = token
+    def is_long(self, length: int) -> bool:
+        return self.long_from is not None and length > self.long_from
 
-    def read(self, table: list[int], length: int) -> list[int]:
-        return [self.cache[table[position // BLOCK], position % BLOCK] for position in range(length)]
+    def write(self, table: list[int], position: int, token: int, is_long: bool) -> None:
+        self.cache[table[position // BLOCK], position % BLOCK] = token, is_long
+
+    def read(self, table: list[int], start: int, end: int) -> list[tuple[int, bool]]:
+        return [self.cache[table[position // BLOCK], position % BLOCK] for position in range(start, end)]
 
     def sample(self, row: dict) -> int:
         row["last"] = self.token(row)
@@ -261,7 +363,14 @@ def expected_tokens(seq: Sequence) -> list[int]:
 
 def check_blocks(sched: Scheduler) -> None:
     manager = sched.block_manager
-    used = Counter(block for seq in (*sched.waiting, *sched.running) for block in seq.block_table)
+    seqs = (*sched.waiting, *sched.running)
+    used = Counter(block for seq in seqs for block in seq.block_table[seq.num_released :])
+    window = sched.window
+    for seq in seqs:
+        if window is None:
+            assert seq.num_released == 0
+        else:  # what the next query sees is held
+            assert seq.num_released * BLOCK <= max(0, seq.num_scheduled - window + 1)
     assert not any(seq.is_finished for seq in (*sched.waiting, *sched.running))
     for block_id, block in enumerate(manager.blocks):
         assert block.ref_count == used[block_id]
@@ -272,24 +381,32 @@ def check_blocks(sched: Scheduler) -> None:
 def check_decoding(sched: Scheduler) -> None:
     """What the scheduler keeps from step to step is what a look at every sequence would find."""
     needs_block = sched.block_manager.needs_block
-    assert sched.decoding == [seq for seq in sched.running if not seq.is_exhausted]
+    outgrown = [seq for seq in sched.running if seq.num_scheduled == sched.long_from and not seq.is_exhausted]
+    assert sched.decoding == [seq for seq in sched.running if not (seq.is_exhausted or seq in outgrown)]
     assert Counter(sched.full) == Counter(seq for seq in sched.decoding if needs_block(seq))
     for seq in sched.running:
-        assert seq.status is (SequenceStatus.ENDING if seq.is_exhausted else SequenceStatus.RUNNING)
+        if seq in outgrown:
+            assert seq.status is SequenceStatus.OUTGROWN
+        else:
+            assert seq.status is (SequenceStatus.ENDING if seq.is_exhausted else SequenceStatus.RUNNING)
     for seq in sched.decoding:
         later = range(seq.num_scheduled + 1, seq.max_len)
-        assert seq.check_at == next(length for length in later if length % BLOCK == 0 or length + 1 == seq.max_len)
+        ends = (seq.max_len - 1, sched.long_from)
+        assert seq.check_at == next(length for length in later if length % BLOCK == 0 or length in ends)
 
 
 def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]) -> None:
     """Postprocess; then exactly those blocks have names whose keys and values steps that were read back computed."""
     seqs = [chunk.seq for chunk in step.chunks] if isinstance(step, PrefillStep) else step.seqs
-    tables = [list(seq.block_table) for seq in seqs]  # empty where a step before has ended the sequence
+    tables = [(seq.num_released, list(seq.block_table)) for seq in seqs]  # empty where a step before has ended it
     sched.postprocess(step, tokens)
     ends = [chunk.end for chunk in step.chunks] if isinstance(step, PrefillStep) else [len(seq) - 1 for seq in seqs]
-    for table, end in zip(tables, ends, strict=True):
-        named = [sched.block_manager.blocks[block].hash is not None for block in table]
-        assert named == [index < end // BLOCK for index in range(len(table))]
+    for (released, table), end in zip(tables, ends, strict=True):
+        named = [sched.block_manager.blocks[block].hash is not None for block in table[released:]]
+        assert named == [index < end // BLOCK for index in range(released, len(table))]
+    if isinstance(step, DecodeStep) and sched.window is not None:
+        for seq in seqs:
+            assert len(seq.block_table) - seq.num_released <= -(-sched.window // BLOCK) + 2
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["in step", "one step ahead"])
@@ -306,20 +423,45 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
     rows=st.integers(1, 6),
     budget=st.integers(1, 40),
     worth=st.tuples(st.integers(1, 100), st.sampled_from([1 / 16, 1 / 2, 1])),
+    window=st.none() | st.integers(1, 20),
+    long_from=st.none() | st.integers(1, 38),
     arrivals=st.randoms(use_true_random=False),
 )
-def test_every_request_ends_with_its_own_tokens(depth, requests, blocks, rows, budget, worth, arrivals) -> None:
+def test_every_request_ends_with_its_own_tokens(
+    depth, requests, blocks, rows, budget, worth, window, long_from, arrivals
+) -> None:
     """Random requests, some of several samples, arrive and are aborted at random times; prompts share prefixes; the
     device sees messages alone.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("MIN_PREFILL_TOKENS", "MAX_FREE_ROWS"), worth, strict=True):
             patch.setattr(f"nanoinfer.engine.scheduler.{name}", value)
-        serve_random_requests(depth, requests, blocks, rows, budget, arrivals)
+        sched = scheduler(blocks, rows, budget, window, long_from)
+        serve_random_requests(sched, depth, requests, arrivals)
+    assert sched.block_manager.num_free == blocks
 
 
-def serve_random_requests(depth, requests, blocks, rows, budget, arrivals) -> None:
-    sched, row_map, device = scheduler(blocks, rows, budget), RowMap(), Device()
+def check_what_is_read(step: Step, message: StepMessage, device: Device, seqs: list[Sequence], window: int) -> None:
+    """Each query sees, in the cache, the tokens of its own sequence, all computed as long ones or all as short ones."""
+    if isinstance(message, PrefillMessage):
+        for chunk, told in zip(step.chunks, message.chunks, strict=True):
+            assert told.is_long == device.is_long(len(chunk.seq))
+        spans = [(chunk.seq, chunk.start, chunk.end, list(chunk.seq.token_ids)) for chunk in step.chunks]
+        spans += [(fork.seq, len(fork.seq) - 1, len(fork.seq), list(fork.seq.token_ids)) for fork in step.forks]
+    else:
+        lens = [row["len"] for row in device.rows]
+        whole = [list(seq.token_ids[: seq.num_prompt_tokens]) + expected_tokens(seq) for seq in seqs]
+        spans = [(seq, end - 1, end, tokens) for seq, end, tokens in zip(seqs, lens, whole, strict=True)]
+    for seq, start, end, tokens in spans:
+        first = max(0, start - window + 1)
+        is_long = device.is_long(len(seq) if isinstance(message, PrefillMessage) else end)
+        if end <= len(tokens):  # nobody reads what comes after one that ends the sequence
+            assert device.read(seq.block_table, first, end) == [(token, is_long) for token in tokens[first:end]]
+
+
+def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
+    row_map, device = RowMap(), Device(sched.long_from)
+    rows, budget, window = sched.max_num_seqs, sched.max_num_batched_tokens, sched.window or 1000
     pending = deque(
         samples(n, [start] * length, most, () if ignore else (EOS,), seed=10 * i)
         for i, (length, most, ignore, start, n) in enumerate(requests)
@@ -348,10 +490,7 @@ def serve_random_requests(depth, requests, blocks, rows, budget, arrivals) -> No
                 assert row["seed"] == seq.seed
             if isinstance(step, PrefillStep):
                 assert step.num_tokens <= budget
-                ends = [(chunk.seq, chunk.end) for chunk in step.chunks]
-                ends += [(fork.seq, fork.seq.num_prompt_tokens) for fork in step.forks]
-                for seq, end in ends:  # a cached prefix, or another's blocks, must hold these very tokens
-                    assert device.read(seq.block_table, end) == list(seq.token_ids[:end])
+            check_what_is_read(step, message, device, row_map.seqs, window)
             in_flight.append((step, list(zip(order, tokens, strict=True))))
         idle = idle + 1 if step is None and not sched.is_finished else 0
         assert idle <= depth + 1, "nothing runs and nothing is in flight: the engine would hang"
@@ -366,4 +505,3 @@ def serve_random_requests(depth, requests, blocks, rows, budget, arrivals) -> No
         else:
             assert tokens == expected
             assert seq.finish_reason == ("stop" if tokens[-1] in seq.stop_ids else "length")
-    assert sched.block_manager.num_free == blocks

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from conftest import Oracle, assert_equal, different_settings, greedy
 
@@ -28,7 +27,6 @@ from nanoinfer.engine import workers
 from nanoinfer.engine.workers import WorkerError, Workers
 from nanoinfer.parallel import tensor_parallel
 from nanoinfer.parallel.channel import Receiver, Sender
-from nanoinfer.runner.kv_cache import KVCacheSpec
 from nanoinfer.runner.message import DecodeMessage
 
 
@@ -255,7 +253,7 @@ class TestFailures:
         assert time.monotonic() - begin < 10
         remains.check_gone()
         assert llm.engine.is_closed
-        with pytest.raises(ValueError, match="closed"):
+        with pytest.raises(WorkerError, match=r"closed.*rank 1 died: it ended with exit code -9"):
             llm.generate([[30]])
 
     def test_a_worker_is_stopped(self, make_two: Callable[..., LLM]) -> None:
@@ -337,8 +335,7 @@ class TestFailures:
     def test_one_rank_is_out_of_memory(self, make_two: Callable[..., LLM]) -> None:
         llm = make_two()
         remains = Remains.of(llm)
-        spec = KVCacheSpec(2, 256, 2, 64, torch.float32)
-        llm.engine.workers.send("_make_cache", (spec, 1 << 30))
+        llm.engine.workers.send("_make_cache", (1 << 30,))
         begin = time.monotonic()
         with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*(Unable to allocate|out of memory)"):
             llm.generate([[30]], greedy(50), use_tqdm=False)

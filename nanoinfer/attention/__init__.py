@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.context import Context
+from nanoinfer.attention.context import Context, Scoring
 
 
 class AttentionBackend(Protocol):
@@ -21,12 +22,12 @@ class AttentionBackend(Protocol):
         """Work out what all layers of a decode step need; called before the first of them."""
         ...
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
-        """Attend from packed queries, causally, over each sequence's context."""
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
+        """Attend from packed queries, causally, over what each sees of its sequence's context."""
         ...
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
-        """Attend from one query a sequence over its context."""
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
+        """Attend from one query a sequence over what it sees of its context."""
         ...
 
 
@@ -52,8 +53,11 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int, 
     return name
 
 
-def make_backend(name: str) -> AttentionBackend:
-    """The backend of one of the names in BACKENDS; imports only what that one needs."""
+def make_backend(name: str, windows: Iterable[int | None]) -> AttentionBackend:
+    """The backend of one of the names in BACKENDS; imports only what that one needs.
+
+    windows: those of the model's layers, as in Scoring
+    """
     if name == "flash_attn":
         from nanoinfer.attention.flash_attn_backend import FlashAttnBackend
 
@@ -61,7 +65,7 @@ def make_backend(name: str) -> AttentionBackend:
     if name == "triton":
         from nanoinfer.attention.triton_backend import TritonBackend
 
-        return TritonBackend()
+        return TritonBackend(windows)
     from nanoinfer.attention.torch_backend import TorchBackend
 
     return TorchBackend()

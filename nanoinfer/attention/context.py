@@ -1,11 +1,20 @@
-"""Context: what the layers of one step need to know about its tokens."""
+"""Context: what the layers of one step need to know about its tokens; Scoring: how a layer scores a key."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How an attention layer scores a key."""
+
+    scale: float  # of a query's product with it
+    window: int | None = None  # query i sees key j if i - window < j <= i; None: if j <= i
+    softcap: float | None = None  # a scaled score becomes softcap * tanh(score / softcap), as in Gemma 2
 
 
 @dataclass(slots=True)
@@ -16,6 +25,7 @@ class PackedQueries:
     context_lens: list[int]  # the new tokens included
     cu_query_lens: Tensor  # [seqs + 1] int32
     cu_context_lens: Tensor  # [seqs + 1] int32
+    is_long: list[bool]  # a sequence, whether its rotary frequencies are those of long ones
 
 
 @dataclass(slots=True)
@@ -29,4 +39,9 @@ class Context:
     context_lens: Tensor  # [seqs] int32
     max_context_len: int  # no context is longer
     prefill: PackedQueries | None = None  # None: a decode step
-    decode_plan: Any = None  # what the attention backend worked out for all layers of a decode step
+    # What the attention backend worked out for all layers of a decode step, by their window.
+    decode_plans: dict[int | None, Any] = field(default_factory=dict)
+    rotary_rows: Tensor = field(init=False)  # [tokens] int32, of the rotary tables: positions, unless told otherwise
+
+    def __post_init__(self) -> None:
+        self.rotary_rows = self.positions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from nanoinfer.attention.context import Context
+from nanoinfer.attention.context import Context, Scoring
 
 
 class FlashAttnBackend:
@@ -14,7 +14,7 @@ class FlashAttnBackend:
     def prepare_decode(self, context: Context) -> None:
         """Nothing."""
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from packed queries."""
         packed = context.prefill
         assert packed is not None
@@ -26,12 +26,14 @@ class FlashAttnBackend:
             cu_seqlens_k=packed.cu_context_lens,
             max_seqlen_q=max(packed.query_lens),
             max_seqlen_k=context.max_context_len,
-            softmax_scale=scale,
+            softmax_scale=scoring.scale,
             causal=True,
+            window_size=_window_size(scoring),
+            softcap=scoring.softcap or 0.0,
             block_table=context.block_tables,
         )
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from one query a sequence."""
         out = flash_attn_with_kvcache(
             q.unsqueeze(1),
@@ -39,7 +41,14 @@ class FlashAttnBackend:
             v_cache,
             cache_seqlens=context.context_lens,
             block_table=context.block_tables,
-            softmax_scale=scale,
+            softmax_scale=scoring.scale,
             causal=True,
+            window_size=_window_size(scoring),
+            softcap=scoring.softcap or 0.0,
         )
         return out.squeeze(1)
+
+
+def _window_size(scoring: Scoring) -> tuple[int, int]:
+    """How many keys a query sees before and after its own, as flash-attn counts them; -1: all."""
+    return (-1, -1) if scoring.window is None else (scoring.window - 1, 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
-from nanoinfer.attention.context import Context
+from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.kernels.attention.paged_decode import paged_decode_triton, plan_decode
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 
@@ -12,11 +14,16 @@ from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 class TritonBackend:
     """See AttentionBackend."""
 
-    def prepare_decode(self, context: Context) -> None:
-        """Deal out the keys."""
-        context.decode_plan = plan_decode(context.context_lens, context.kv_cache[0, 0])
+    def __init__(self, windows: Iterable[int | None]) -> None:
+        self.windows = tuple(dict.fromkeys(windows))
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
+    def prepare_decode(self, context: Context) -> None:
+        """Deal out the keys, once for each of the model's windows."""
+        context.decode_plans = {
+            window: plan_decode(context.context_lens, context.kv_cache[0, 0], window=window) for window in self.windows
+        }
+
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from packed queries."""
         packed = context.prefill
         assert packed is not None
@@ -28,11 +35,20 @@ class TritonBackend:
             packed.cu_query_lens,
             context.context_lens,
             max(packed.query_lens),
-            scale,
+            scoring.scale,
+            scoring.window,
+            scoring.softcap,
         )
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from one query a sequence."""
         return paged_decode_triton(
-            q, k_cache, v_cache, context.block_tables, context.context_lens, scale, context.decode_plan
+            q,
+            k_cache,
+            v_cache,
+            context.block_tables,
+            context.context_lens,
+            scoring.scale,
+            context.decode_plans[scoring.window],
+            scoring.softcap,
         )

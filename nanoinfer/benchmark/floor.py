@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import PretrainedConfig
 
 from nanoinfer.benchmark.workloads import Workload
+from nanoinfer.models.description import Description
 
 
 @dataclass
@@ -22,30 +22,46 @@ class Floor:
     prefill_flops: float
 
     @classmethod
-    def of(cls, work: Workload, hf: PretrainedConfig, max_num_seqs: int, itemsize: int) -> Floor:
+    def of(cls, work: Workload, model: Description, max_num_seqs: int, itemsize: int) -> Floor:
         """KV of every decode step and the weights once a step; the prompts' matrix products.
 
-        A shared prefix is read once a step, whatever the rows, and computed once.
+        A shared prefix is read once a step, whatever the rows, and computed once; what layers with a window read of it
+        is left out.
         """
-        q_size, kv_size = hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
-        layer = hf.hidden_size * (2 * q_size + 2 * kv_size + 3 * hf.intermediate_size)
-        layers, head = hf.num_hidden_layers * layer, hf.vocab_size * hf.hidden_size
+        q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        layer = model.hidden_size * (2 * q_size + 2 * kv_size + 3 * model.intermediate_size)
+        layers, head = model.num_layers * layer, model.vocab_size * model.hidden_size
         prefix = work.prefix_len
         own = [len(prompt) - prefix for prompt in work.prompts]
         decoded = [out - 1 for out in work.output_lens]  # prefill samples each sequence's first token
         steps = max(max(decoded), math.ceil(sum(decoded) / max_num_seqs))
-        contexts = sum(out * (n + 1) + out * (out - 1) // 2 for n, out in zip(own, decoded, strict=True))
-        kv_token = 2 * hf.num_hidden_layers * kv_size * itemsize
-        pairs = prefix**2 + sum(n * (2 * prefix + n) for n in own)  # twice those of a token and one it sees
+        keys, pairs = 0, 0.0  # read by decode; a prompt's token with one that it sees
+        for window in model.windows:
+            keys += sum(_seen(n + 1, out, window) for n, out in zip(own, decoded, strict=True))
+            keys += 0 if window else steps * prefix
+            pairs += _area(prefix, window) * (1 - len(own)) + sum(_area(prefix + n, window) for n in own)
         matrices = 2 * layers * (prefix + sum(own)) + 2 * head * len(own)
         return cls(
-            decode_bytes=steps * ((layers + head) * itemsize + prefix * kv_token) + contexts * kv_token,
-            prefill_flops=matrices + 2 * hf.num_hidden_layers * q_size * pairs,
+            decode_bytes=steps * (layers + head) * itemsize + 2 * keys * kv_size * itemsize,
+            prefill_flops=matrices + 4 * q_size * pairs,
         )
 
     def seconds(self, bandwidth: float, flops: float, devices: int) -> float:
         """On `devices` of this bandwidth, in bytes per second, and matrix rate, in operations per second."""
         return (self.decode_bytes / bandwidth + self.prefill_flops / flops) / devices
+
+
+def _seen(first: int, count: int, window: int | None) -> int:
+    """Keys that queries see which stand at lengths first, first + 1, ...: the sum of min(length, window)."""
+    last = first + count - 1
+    whole = min(last, window or last)  # up to this length all are seen
+    return max(whole - first + 1, 0) * (first + whole) // 2 + min(last - whole, count) * (window or 0)
+
+
+def _area(tokens: int, window: int | None) -> float:
+    """What a causal mask leaves of tokens x tokens, within a band if there is a window."""
+    width = min(tokens, window or tokens)
+    return width * (tokens - width / 2)
 
 
 def measure_bandwidth(device: str) -> float:

@@ -6,20 +6,54 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SHAPE_FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "tie_word_embeddings", "vocab_size",
 )  # fmt: skip
-SHAPES = {
-    "tiny": (64, 128, 2, 4, 2, 32, True, 2048),
-    "0.6b": (1024, 3072, 28, 16, 8, 128, True, 151936),
-    "1.7b": (2048, 6144, 28, 16, 8, 128, True, 151936),
-    "4b": (2560, 9728, 36, 32, 8, 128, True, 151936),
-    "8b": (4096, 12288, 36, 32, 8, 128, False, 151936),
-    "14b": (5120, 17408, 40, 40, 8, 128, False, 151936),
-    "32b": (5120, 25600, 64, 64, 8, 128, False, 151936),
-}
+QWEN3 = {"model_type": "qwen3", "rope_theta": 1000000.0, "max_position_embeddings": 40960}
+QWEN2 = {"model_type": "qwen2", "rope_theta": 1000000.0, "max_position_embeddings": 32768}
+LLAMA = {"model_type": "llama", "rope_theta": 500000.0, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+LLAMA_ROPE = {
+    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
+PHI = {"model_type": "phi3", "rope_theta": 250000.0, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5}
+OLMO = {"model_type": "olmo2", "rope_theta": 500000.0, "max_position_embeddings": 4096}
+GEMMA = {
+    "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
+    "sliding_window": 1024, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+    "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}  # fmt: skip
+SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
+    "tiny": ((64, 128, 2, 4, 2, 32, True, 2048), QWEN3),
+    "0.6b": ((1024, 3072, 28, 16, 8, 128, True, 151936), QWEN3),
+    "1.7b": ((2048, 6144, 28, 16, 8, 128, True, 151936), QWEN3),
+    "4b": ((2560, 9728, 36, 32, 8, 128, True, 151936), QWEN3),
+    "8b": ((4096, 12288, 36, 32, 8, 128, False, 151936), QWEN3),
+    "14b": ((5120, 17408, 40, 40, 8, 128, False, 151936), QWEN3),
+    "32b": ((5120, 25600, 64, 64, 8, 128, False, 151936), QWEN3),
+    "llama-1b": ((2048, 8192, 16, 32, 8, 64, True, 128256), {**LLAMA, "rope_scaling": {**LLAMA_ROPE, "factor": 32.0}}),
+    "llama-8b": (
+        (4096, 14336, 32, 32, 8, 128, False, 128256),
+        {**LLAMA, "rope_scaling": {**LLAMA_ROPE, "factor": 8.0}},
+    ),
+    "qwen2.5-7b": ((3584, 18944, 28, 28, 4, 128, False, 152064), QWEN2),
+    "mistral-7b": ((4096, 14336, 32, 32, 8, 128, False, 32000), {**MISTRAL, "rope_theta": 1e4, "sliding_window": 4096}),
+    "mistral-24b": (
+        (5120, 32768, 40, 32, 8, 128, False, 131072),
+        {**MISTRAL, "rope_theta": 1e8, "sliding_window": None},
+    ),
+    "phi4-14b": ((5120, 17920, 40, 40, 10, 128, False, 100352), PHI),
+    "gemma3-12b": ((3840, 15360, 48, 16, 8, 256, True, 262208), GEMMA),
+    "olmo2-7b": ((4096, 11008, 32, 32, 32, 128, False, 100352), OLMO),
+}  # published ones, but for the first
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+}  # fmt: skip
 MAX_TOKEN = 10000  # of the prompts' random tokens, in a vocabulary that has it
 
 
@@ -54,6 +88,7 @@ WORKLOADS = {
     "refill": Recipe(num_seqs=1024, max_num_seqs=256),  # rows that end are filled again
     "stream": Recipe(num_seqs=1, prompt_lens=(128, 128), output_lens=(512, 512)),
     "prefix": Recipe(prefix_len=1024),
+    "window": Recipe(num_seqs=16, prompt_lens=(16384, 16384), output_lens=(256, 256), max_model_len=16640),
     "long": Recipe(num_seqs=8, prompt_lens=(32768, 32768), output_lens=(256, 256), max_model_len=33024),
 }
 
@@ -84,14 +119,14 @@ class Workload:
 
 def write_config(name: str, folder: str) -> None:
     """Write the config.json of a published shape."""
+    shape, family = SHAPES[name]
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        **dict(zip(SHAPE_FIELDS, SHAPES[name], strict=True)),
+        "architectures": [ARCHITECTURES[family["model_type"]]],
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "max_position_embeddings": 40960,
         "torch_dtype": "bfloat16",
+        "pad_token_id": None,
+        **family,
+        **dict(zip(SHAPE_FIELDS, shape, strict=True)),
     }
     (Path(folder) / "config.json").write_text(json.dumps(config))

@@ -68,13 +68,15 @@ class BlockManager:
     def fork(self, seq: Sequence, other: Sequence) -> tuple[int, int] | None:
         """Give another sequence of the same tokens all blocks of the first, and its own copy of one that is not full.
 
+        What the first has released, the other does not get either.
         Returns that block and the one it is to be copied to.
         """
         assert not other.block_table
         num_full = len(seq) // self.block_size
-        for block_id in seq.block_table[:num_full]:
+        for block_id in seq.block_table[seq.num_released : num_full]:
             self._acquire(block_id)
         other.block_table = seq.block_table[:num_full]
+        other.num_released = seq.num_released
         if num_full == len(seq.block_table):
             return None
         self._extend(other)
@@ -90,24 +92,28 @@ class BlockManager:
 
     def record(self, seq: Sequence, start: int, end: int) -> None:
         """Name the blocks that tokens `start` to `end` filled: their keys and values are now in the cache."""
-        for index in range(start // self.block_size, end // self.block_size):
+        for index in range(max(start // self.block_size, seq.num_released), end // self.block_size):
             block_id = seq.block_table[index]
             block = self.blocks[block_id]
             block.hash = seq.block_hash(index, self.block_size)
             block.token_ids = seq.block_tokens(index, self.block_size)
             self.cached_blocks.setdefault(block.hash, block_id)
 
+    def release(self, seq: Sequence, num_tokens: int) -> None:
+        """Take back the blocks that the first `num_tokens` tokens fill, all of them named, from one that goes on.
+
+        Their numbers stay in its table, where nobody reads them any more.
+        """
+        num_released = num_tokens // self.block_size
+        if num_released > seq.num_released:
+            self._take_back(seq.block_table[seq.num_released : num_released])
+            seq.num_released = num_released
+
     def free(self, seq: Sequence) -> None:
-        """Take back the sequence's blocks, the last first: a prefix outlives what follows it."""
-        for block_id in reversed(seq.block_table):
-            block = self.blocks[block_id]
-            assert block.ref_count > 0
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self.free_blocks[block_id] = None
-                if block.hash is None:  # nothing to keep: the next to be handed out
-                    self.free_blocks.move_to_end(block_id, last=False)
+        """Take back the sequence's blocks."""
+        self._take_back(seq.block_table[seq.num_released :])
         seq.block_table = []
+        seq.num_released = 0
 
     def free_all(self) -> None:
         """Take back every block, whatever state an interrupt left it in; what has a name keeps its content."""
@@ -126,6 +132,17 @@ class BlockManager:
                 break
             found.append(block_id)
         return found
+
+    def _take_back(self, block_ids: list[int]) -> None:
+        """Take back blocks of one sequence, the last first: a prefix outlives what follows it."""
+        for block_id in reversed(block_ids):
+            block = self.blocks[block_id]
+            assert block.ref_count > 0
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.free_blocks[block_id] = None
+                if block.hash is None:  # nothing to keep: the next to be handed out
+                    self.free_blocks.move_to_end(block_id, last=False)
 
     def _acquire(self, block_id: int) -> None:
         self.free_blocks.pop(block_id, None)

@@ -15,7 +15,7 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
-from nanoinfer.engine.workers import Workers
+from nanoinfer.engine.workers import WorkerError, Workers
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.model_runner import ModelRunner, PendingTokens
 from nanoinfer.sampling_params import SamplingParams
@@ -51,6 +51,7 @@ class LLMEngine:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._failure: str | None = None  # what has ended the ranks
         self.workers = Workers(config) if config.tensor_parallel_size > 1 else None
         self._finalizer = weakref.finalize(self, _close, os.getpid(), self.workers, None)
         with self._one_fate():
@@ -58,9 +59,11 @@ class LLMEngine:
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _close, os.getpid(), self.workers, self.runner)
         self.scheduler = Scheduler(
-            BlockManager(self.runner.num_blocks, config.kvcache_block_size),
+            BlockManager(self.runner.memory.blocks, config.kvcache_block_size),
             config.max_num_seqs,
             config.max_num_batched_tokens,
+            config.description.window,
+            config.description.long_from,
         )
         self.row_map = RowMap()
         self.in_flight: deque[InFlight] = deque()
@@ -138,6 +141,7 @@ class LLMEngine:
             if self.workers is None:
                 raise
             cause = self.workers.explain(error)
+            self._failure = str(cause) or type(cause).__name__  # not the error: its traceback keeps what the ranks held
             if alive := self._finalizer.detach():
                 _, _, (owner, workers, runner), _ = alive
                 _close(owner, workers, runner, failed=True)
@@ -193,7 +197,9 @@ class LLMEngine:
         self._finalizer()
 
     def check_open(self) -> None:
-        """Raise ValueError when close has been called, or the ranks have failed."""
+        """Raise ValueError when close has been called, WorkerError when the ranks have failed, with the cause."""
+        if self.is_closed and self._failure is not None:
+            raise WorkerError(f"this LLM is closed, make another: {self._failure}")
         if self.is_closed:
             raise ValueError("this LLM is closed: make another")
 

@@ -35,9 +35,9 @@ class RowMap:
         """
         if isinstance(step, DecodeStep):
             return self._describe_decode(step)
-        moves = self._pack([seq for seq in self.seqs if seq.status is SequenceStatus.RUNNING])
+        joins = _describe_joins(step)  # one that starts again may not have left yet
+        moves = self._pack([seq for seq in self.seqs if seq.status is SequenceStatus.RUNNING and seq not in joins])
         num_rows = len(self.seqs)
-        joins = _describe_joins(step)
         for seq in joins:
             seq.row = len(self.seqs)
             self.seqs.append(seq)
@@ -73,7 +73,7 @@ class RowMap:
 
 def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     seq = chunk.seq
-    message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_table)
+    message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_table, is_long=seq.is_long)
     if seq.wants_prompt_logprobs:
         message.num_logprobs = seq.params.prompt_logprobs
         message.next_token = None if chunk.is_last else seq.token_ids[chunk.end]

@@ -74,6 +74,9 @@ class Scheduler:
 
     A decode step costs little more than one short loop over its rows in each of the two: what a row needs but seldom,
     a block or to leave, is looked into only when its num_scheduled comes to its check_at.
+
+    A model's keys may depend on how long a sequence is (longrope rotates all positions of a long one otherwise). So a
+    sequence is computed as long or as short, never as both: one that outgrows `long_from` tokens starts again.
     """
 
     def __init__(
@@ -81,10 +84,18 @@ class Scheduler:
         block_manager: BlockManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        window: int | None = None,
+        long_from: int | None = None,
     ) -> None:
+        """window: the tokens that the layers that look back farthest see, a query's own included; None: all.
+
+        long_from: the most tokens of a context that is computed as a short one; None: any number
+        """
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.window = window
+        self.long_from = long_from
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
@@ -128,6 +139,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             if not seq.block_table:
+                seq.set_long(self.long_from is not None and len(seq) > self.long_from)
                 num_cached = self.block_manager.allocate(seq)
                 if num_cached is None:
                     break
@@ -151,6 +163,7 @@ class Scheduler:
             other = self.waiting[0]
             if other.sample_index == 0 or other.request_id != seq.request_id or not (other.is_fresh and seq.is_fresh):
                 break
+            other.set_long(seq.is_long)
             forks.append(Fork(other, seq, self.block_manager.fork(seq, other)))
             other.num_scheduled = other.num_cached_tokens = len(seq)
             self._start(self.waiting.popleft())
@@ -189,18 +202,29 @@ class Scheduler:
             seq.status = SequenceStatus.ENDING
             self.decoding.remove(seq)
             return
+        if seq.num_scheduled == self.long_from:  # a long one has more from its first step on
+            seq.status = SequenceStatus.OUTGROWN
+            self.decoding.remove(seq)
+            return
         if self.block_manager.needs_block(seq):
             self.full.append(seq)
         block_size = self.block_manager.block_size
         seq.check_at = min((seq.num_scheduled // block_size + 1) * block_size, seq.max_len - 1)
+        if self.long_from is not None and not seq.is_long:
+            seq.check_at = min(seq.check_at, self.long_from)
 
     def _preempt(self, seq: Sequence) -> None:
         assert seq is self.running[-1]
+        self._requeue(seq)
+        self.num_preemptions += 1
+
+    def _requeue(self, seq: Sequence) -> None:
+        """Let a sequence whose tokens are all known start again from them, before the others that wait."""
         self._stop(seq)
         seq.num_scheduled = 0
         seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(seq)
-        self.num_preemptions += 1
+        # One that is half done stays the first: its blocks would be held in vain.
+        self.waiting.insert(1 if self.waiting and self.waiting[0].block_table else 0, seq)
 
     def _stop(self, seq: Sequence) -> None:
         """Take back a sequence's blocks and its place."""
@@ -227,7 +251,11 @@ class Scheduler:
         return ended, num_dropped
 
     def _record(self, step: Step) -> None:
-        """Name the blocks that a step has filled; a sequence is due when one is."""
+        """Name the blocks that a step has filled, and take back those behind the window; a sequence is due for both.
+
+        Steps in flight may still read what is taken back here. They do so before it is written: steps run in order,
+        and the next owner's is planned after this. So only the steps to come count, with queries from num_scheduled on.
+        """
         if isinstance(step, PrefillStep):
             filled = [(chunk.seq, chunk.start, chunk.end) for chunk in step.chunks]
             filled += [(fork.seq, 0, fork.seq.num_prompt_tokens) for fork in step.forks]
@@ -236,14 +264,19 @@ class Scheduler:
         for seq, start, end in filled:
             if not seq.is_finished:
                 self.block_manager.record(seq, start, end)
+                if self.window is not None:
+                    num_unseen = seq.num_scheduled - self.window + 1
+                    self.block_manager.release(seq, min(num_unseen, end))
 
     def _append(self, seq: Sequence, token_id: int) -> bool:
-        """Append a token that may be the last; returns whether it is."""
+        """Append a token that may be the last, or the last as a short sequence; returns whether it is the last."""
         seq.token_ids.append(token_id)
         if token_id in seq.stop_ids:
             self.finish(seq, "stop", token_id if token_id in (seq.params.stop_token_ids or ()) else None)
         elif len(seq) >= seq.max_len:
             self.finish(seq, "length")
+        elif seq.status is SequenceStatus.OUTGROWN and len(seq) > seq.num_scheduled:
+            self._requeue(seq)
         return seq.is_finished
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:

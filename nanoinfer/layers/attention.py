@@ -2,37 +2,72 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.attention.context import Context
-from nanoinfer.kernels.attention.qkv import norm_rotate_store
+from nanoinfer.attention.context import Context, Scoring
+from nanoinfer.kernels.attention.qkv import norm_rotate_store, sum_squares
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding
+from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 
 class Attention(nn.Module):
     """One layer's attention: norms and rotates, writes the new keys and values to the cache, and attends."""
 
-    def __init__(self, layer: int, rotary: RotaryEmbedding, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        layer: int,
+        scoring: Scoring,
+        backend: AttentionBackend,
+        rotary: RotaryEmbedding | None = None,
+        query_scales: Tensor | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
+        full_norms: FullWidth | None = None,
+    ) -> None:
+        """query_scales: see kernels.attention.qkv; norms: of queries, of keys; full_norms: they are over all heads."""
         super().__init__()
         self.layer = layer
-        self.rotary = rotary
+        self.scoring = scoring
         self.backend = backend
+        self.rotary = rotary
+        self.query_scales = query_scales
+        self.norms = None if norms is None else nn.ModuleList(norms)
+        self.full_norms = full_norms
+        self.q_norm = None if norms is None else norms[0].norm
+        self.k_norm = None if norms is None else norms[1].norm
 
-    def forward(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, context: Context) -> Tensor:
+    def forward(self, qkv: Tensor, context: Context) -> Tensor:
         """qkv: [tokens, heads + 2 * kv_heads, head_dim]; returns [tokens, heads, head_dim]."""
         k_cache, v_cache = context.kv_cache[:, self.layer]
+        rotary = self.rotary
         q = norm_rotate_store(
             qkv,
-            q_norm.weight,
-            k_norm.weight,
-            q_norm.eps,
-            self.rotary.cos_sin,
-            context.positions,
+            self.q_norm,
+            self.k_norm,
+            None if self.full_norms is None else self.full_norms.mean_squares(qkv, k_cache.shape[2]),
+            None if rotary is None else rotary.cos_sin,
+            rotary is not None and rotary.interleaved,
+            None if rotary is None else self.query_scales,
+            context.rotary_rows,
             k_cache,
             v_cache,
             context.slot_mapping,
         )
         attend = self.backend.decode if context.prefill is None else self.backend.prefill
-        return attend(q, k_cache, v_cache, context, q.shape[-1] ** -0.5)
+        return attend(q, k_cache, v_cache, context, self.scoring)
+
+
+class FullWidth:
+    """The statistics of norms over all heads of a token, of which a rank has only some."""
+
+    def __init__(self, q_size: int, k_size: int, copies: int, tp: TensorParallel) -> None:
+        """q_size, k_size: numbers of a token's queries and keys, over all ranks; copies: ranks that hold each key"""
+        self.tp = tp
+        self.shares = torch.tensor([1 / q_size, 1 / (k_size * copies)], dtype=torch.float32)
+
+    def mean_squares(self, qkv: Tensor, kv_heads: int) -> Tensor:
+        """Of this rank's [tokens, heads + 2 * kv_heads, head_dim], and the others': [tokens, 2] float32."""
+        squares = sum_squares(qkv, qkv.shape[1] - 2 * kv_heads, kv_heads)
+        return self.tp.all_reduce(squares) * self.shares

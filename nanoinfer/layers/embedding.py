@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.loader import Shard
+from nanoinfer.weights.shards import Shard
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -18,8 +18,12 @@ class VocabParallelEmbedding(nn.Module):
     A model's output projection is one too, often the same one.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
+    def __init__(
+        self, name: str, vocab_size: int, hidden_size: int, tp: TensorParallel, other_name: str | None = None
+    ) -> None:
+        """name: of the tensor, without ".weight"; other_name: under which a checkpoint may store it once more"""
         super().__init__()
+        self.name, self.other_name = name, other_name
         self.tp = tp
         self.vocab_size = vocab_size
         share = -(-vocab_size // tp.size)
@@ -42,4 +46,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def shards(self) -> Iterator[Shard]:
         """This rank's rows."""
-        yield Shard(self.weight, (self.vocab_size, self.weight.shape[1]), self.first_id)
+        shape = self.vocab_size, self.weight.shape[1]
+        yield Shard(f"{self.name}.weight", self.weight, shape, self.first_id)
+        if self.other_name is not None:
+            yield Shard(f"{self.other_name}.weight", self.weight, shape, self.first_id, is_optional=True)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.linear.dispatch import linear, norm_linear
-from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.loader import Shard
+from nanoinfer.weights.plain_matrix import Piece, PlainMatrix
 
 
 def share_of_heads(heads: int, ranks: int) -> int:
@@ -20,66 +17,67 @@ def share_of_heads(heads: int, ranks: int) -> int:
 
 
 class ColumnParallelLinear(nn.Module):
-    """Several projections of one normed input as one matrix product; each rank holds a share of every one's outputs.
+    """Several projections of one input as one matrix product; each rank holds a share of every one's outputs.
 
-    outputs: the projections' names in the checkpoint and their sizes over all ranks, in units of head_dim
+    names: of the projections in the checkpoint; one name if it has them in one tensor, one after another
+    sizes: of their outputs over all ranks, in units of head_dim
     head_dim: the unit that is not divided: a head, or a single feature; where there are fewer than ranks, several ranks
         hold the same one
-    gated: there are two, and silu(the first) * the second is what is wanted
+    activation: of two projections, a gate and what it gates; see kernels.linear.activation
     """
 
     def __init__(
-        self, in_features: int, outputs: dict[str, int], tp: TensorParallel, head_dim: int = 1, gated: bool = False
+        self,
+        names: tuple[str, ...],
+        in_features: int,
+        sizes: tuple[int, ...],
+        tp: TensorParallel,
+        head_dim: int = 1,
+        bias: bool = False,
+        activation: Activation | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.head_dim = head_dim
-        self.gated = gated
-        self.outputs = outputs
-        self.sizes = [share_of_heads(heads, tp.size) * head_dim for heads in outputs.values()]
-        self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features), requires_grad=False)
+        self.activation = activation
+        is_fused = len(names) == 1
+        pieces, before = [], 0
+        for name, size in zip(names * len(sizes) if is_fused else names, sizes, strict=True):
+            rows = share_of_heads(size, tp.size) * head_dim
+            start = (before + tp.rank * size // tp.size) * head_dim
+            pieces.append(Piece(name, rows, ((sum(sizes) if is_fused else size) * head_dim, in_features), start))
+            before += size if is_fused else 0
+        self.matrix = PlainMatrix(pieces, in_features, bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """Project norm(x + residual), both [tokens, in_features]; with a residual, x is as RowParallelLinear leaves it.
+    def forward(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Tensor, Tensor]:
+        """Project what the joint makes of x and residual, see there.
 
-        Returns [tokens, this rank's share of the first projection, of the second, ...], or if gated
-        [tokens, its share of one], and x + residual.
+        Returns [tokens, this rank's share of the first projection, of the second, ...], or with an activation
+        [tokens, its share of one], and the residual stream.
         """
         if self.tp.size == 1:
-            return norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.gated)
-        normed, total = norm(x, residual)
-        return linear(normed, self.weight, self.gated), total
-
-    def shards(self) -> Iterator[Shard]:
-        """Each projection's rows of the merged weight."""
-        targets = self.weight.split(self.sizes)
-        for target, (name, heads) in zip(targets, self.outputs.items(), strict=True):
-            start = self.tp.rank * heads // self.tp.size * self.head_dim
-            yield Shard(target, (heads * self.head_dim, self.weight.shape[1]), start, sibling=name)
+            x = joint.scaled(x)
+            return self.matrix.norm_product(x, residual, joint.pre_norm, joint.post_norm, self.activation)
+        joined, residual = joint(x, residual)
+        return self.matrix.product(joined, self.activation), residual
 
 
 class RowParallelLinear(nn.Module):
     """A projection whose input is split over the ranks, each of which is left with its part of a sum.
 
-    What norms the sum, together with the residual, adds it up.
+    The joint behind it adds it up. The first rank's part has the bias.
     """
 
-    def __init__(self, in_features: int, out_features: int, tp: TensorParallel) -> None:
+    def __init__(self, name: str, in_features: int, out_features: int, tp: TensorParallel, bias: bool = False) -> None:
         super().__init__()
         self.tp = tp
-        self.in_features = in_features
         share = in_features // tp.size
         assert share * tp.size == in_features
-        self.weight = nn.Parameter(torch.empty(out_features, share), requires_grad=False)
+        piece = Piece(name, out_features, (out_features, in_features), tp.rank * share, dim=1)
+        self.matrix = PlainMatrix([piece], share, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, this rank's share of in_features] to its part of the sum, [tokens, out_features].
 
         Alone, a rank may leave that in pieces: [pieces, tokens, out_features] float32.
         """
-        return linear(x, self.weight, may_split=self.tp.size == 1)
-
-    def shards(self) -> Iterator[Shard]:
-        """This rank's columns."""
-        out_features, share = self.weight.shape
-        yield Shard(self.weight, (out_features, self.in_features), self.tp.rank * share, dim=1)
+        return self.matrix.product(x, may_split=self.tp.size == 1, with_bias=self.tp.rank == 0)

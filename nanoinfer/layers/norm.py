@@ -1,4 +1,4 @@
-"""RMSNorm as a layer."""
+"""RMSNorm as a layer, and the joints of the residual stream."""
 
 from __future__ import annotations
 
@@ -7,38 +7,105 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.norm.rms_norm import add_rms_norm, rms_norm
+from nanoinfer.kernels.norm.rms_norm import Norm, add_residual, add_rms_norm, norm_add_rms_norm, rms_norm
 from nanoinfer.kernels.ranks.all_reduce_norm import all_reduce_add_rms_norm
+from nanoinfer.parallel.inbox import Inbox
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.loader import Shard
+from nanoinfer.weights.shards import Fill, Shard
 
 ONE_OWNER_TOKENS = 48  # from here on, and among more than two ranks, traffic counts for more than latency
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension."""
+    """The weight of a root-mean-square norm: of `size` numbers, of which this rank has some from `start` on."""
 
-    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        plus_one: bool = False,
+        start: int = 0,
+        share: int | None = None,
+    ) -> None:
+        """share: how many this rank has; None: all."""
         super().__init__()
-        self.tp = tp
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the norm of x + residual, and that sum; all [tokens, size]. Without a residual, x alone.
-
-        x: what RowParallelLinear or VocabParallelEmbedding leaves of it: this rank's part, or pieces (kernels.norm)
-        """
-        inbox = self.tp.inbox
-        if inbox is not None and inbox.takes(x):
-            lane = inbox.embedding_lane if residual is None else inbox.layer_lane()
-            one_owner = self.tp.size > 2 and len(x) >= ONE_OWNER_TOKENS
-            return all_reduce_add_rms_norm(x, residual, self.weight, self.eps, lane, inbox.rank, inbox.stop, one_owner)
-        x = self.tp.all_reduce(x)
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        self.name = name
+        self.size = size
+        self.start = start
+        self.weight = nn.Parameter(torch.empty(size if share is None else share), requires_grad=False)
+        self.norm = Norm(self.weight, eps, plus_one)
 
     def shards(self) -> Iterator[Shard]:
-        """The weight, whole on every rank."""
-        yield Shard(self.weight, tuple(self.weight.shape))
+        """The weight."""
+        fill: Fill = "zeros" if self.norm.plus_one else "ones"
+        yield Shard(f"{self.name}.weight", self.weight, (self.size,), self.start, random=fill)
+
+
+class Joint(nn.Module):
+    """Where a branch's result is added to the residual stream, and the next branch's input is taken from it.
+
+        residual ---------------------------------> + -----> residual
+                                                    |  '---> pre norm ---> the next branch
+        the branch's result --> scale --> post norm '
+
+    The sum over the ranks comes first. Either norm may be absent. Before the first branch there is no residual: the
+    embeddings begin it.
+    """
+
+    def __init__(
+        self, post: RMSNorm | None, pre: RMSNorm | None, tp: TensorParallel, scale: float = 1.0, whole: bool = False
+    ) -> None:
+        """scale: of the branch's result; whole: every rank needs all rows of the residual stream"""
+        super().__init__()
+        self.tp = tp
+        self.post, self.pre = post, pre
+        self.scale = scale
+        self.whole = whole
+
+    @property
+    def post_norm(self) -> Norm | None:
+        """The norm of the branch's result."""
+        return None if self.post is None else self.post.norm
+
+    @property
+    def pre_norm(self) -> Norm | None:
+        """The norm of the next branch's input."""
+        return None if self.pre is None else self.pre.norm
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """The branch's result as it is added."""
+        return x if self.scale == 1 else x * self.scale
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the next branch's input, and the residual stream; all [tokens, size].
+
+        x: what RowParallelLinear or VocabParallelEmbedding leaves: this rank's part, or pieces (kernels.norm.rms_norm)
+        """
+        x, post, pre = self.scaled(x), self.post_norm, self.pre_norm
+        inbox = self.tp.inbox
+        if inbox is not None and inbox.takes(x) and (post or pre):
+            return self._through_inbox(inbox, x, residual)
+        x = self.tp.all_reduce(x)
+        if residual is None:
+            return (x, x) if pre is None else (rms_norm(x, pre), x)
+        if pre is None:
+            total = add_residual(x, residual, post)
+            return total, total
+        return add_rms_norm(x, residual, pre) if post is None else norm_add_rms_norm(x, residual, post, pre)
+
+    def _through_inbox(self, inbox: Inbox, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The first norm comes in the launch that sums."""
+        post, pre = self.post_norm, self.pre_norm
+        lane = inbox.embedding_lane if residual is None else inbox.layer_lane()
+        one_owner = not self.whole and self.tp.size > 2 and len(x) >= ONE_OWNER_TOKENS
+        how = lane, inbox.rank, inbox.stop, one_owner
+        if post is None:
+            assert pre is not None
+            return all_reduce_add_rms_norm(x, residual, pre, *how)
+        assert residual is not None
+        branch = all_reduce_add_rms_norm(x, None, post, *how)[0]
+        if pre is None:
+            total = add_residual(branch, residual)
+            return total, total
+        return add_rms_norm(branch, residual, pre)

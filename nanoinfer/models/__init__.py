@@ -1,27 +1,44 @@
-"""The supported architectures, one file each."""
+"""What runs: a line for each class that a config.json may name. docs/add-a-model.md says how to add one."""
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from transformers import PretrainedConfig
 
-from nanoinfer.models.qwen3 import Qwen3ForCausalLM
+from nanoinfer.models.description import Description
 
-MODELS = {"Qwen3ForCausalLM": Qwen3ForCausalLM}
+FAMILIES = {
+    "Gemma2ForCausalLM": "gemma.describe_gemma2",
+    "Gemma3ForCausalLM": "gemma.describe_gemma3",
+    "Gemma3ForConditionalGeneration": "multimodal.describe_gemma3",
+    "Glm4ForCausalLM": "glm4.describe",
+    "GraniteForCausalLM": "granite.describe",
+    "LlamaForCausalLM": "llama.describe",
+    "Ministral3ForCausalLM": "mistral.describe_ministral3",
+    "Mistral3ForConditionalGeneration": "multimodal.describe_mistral3",
+    "MistralForCausalLM": "mistral.describe_mistral",
+    "Olmo2ForCausalLM": "olmo.describe_olmo2",
+    "Olmo3ForCausalLM": "olmo.describe_olmo3",
+    "Phi3ForCausalLM": "phi3.describe",
+    "Qwen2ForCausalLM": "qwen2.describe",
+    "Qwen2_5_VLForConditionalGeneration": "multimodal.describe_qwen2_5_vl",
+    "Qwen3ForCausalLM": "qwen3.describe",
+    "Qwen3VLForConditionalGeneration": "multimodal.describe_qwen3_vl",
+    "SmolLM3ForCausalLM": "smollm3.describe",
+}  # the function that reads such a config, and its file here
 
 
 def check_architectures(names: list[str]) -> None:
-    """Raise ValueError when the architectures that a config.json names have no file here."""
-    if not names or names[0] not in MODELS:
+    """Raise ValueError when the architectures that a config.json names are not here."""
+    if not names or names[0] not in FAMILIES:
         named = f"architecture {names[0]!r}" if names else "a config.json without 'architectures'"
-        raise ValueError(f"model: {named} is not supported; supported: {', '.join(MODELS)}")
+        raise ValueError(f"model: {named} is not supported; supported: {', '.join(FAMILIES)}")
 
 
-def find_model(config: PretrainedConfig, tensor_parallel_size: int) -> type[Qwen3ForCausalLM]:
-    """The class that runs a checkpoint with this config on this many ranks.
-
-    Raises ValueError when there is none, or when the class does not support what the config asks for.
-    """
-    check_architectures(config.architectures or [])
-    model = MODELS[config.architectures[0]]
-    model.check(config, tensor_parallel_size)
-    return model
+def describe(config: PretrainedConfig) -> Description:
+    """What the model of this config is. Raises ValueError when it asks for what is not here, naming it."""
+    names = config.architectures or []
+    check_architectures(names)
+    file, function = FAMILIES[names[0]].split(".")
+    return getattr(import_module(f"nanoinfer.models.{file}"), function)(config)

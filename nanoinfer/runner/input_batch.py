@@ -124,6 +124,7 @@ class PrefillInputs:
                 context_lens.tolist(),
                 device_cu_queries,
                 device_cu_contexts,
+                [chunk.is_long for chunk in chunks],
             ),
         )
         self.last_rows = device_cu_queries[1:][device_sampled].long() - 1

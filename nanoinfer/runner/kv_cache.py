@@ -1,4 +1,4 @@
-"""How large the KV cache may be."""
+"""The KV cache: its shape, its bytes, copies of its blocks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.config import Config
-
-CPU_BUDGET = 4 << 30  # of which only what is written costs memory
 BLOCKS_AT_ONCE = 4  # that are copied
-BYTES_PER_GRAPH = 8 << 20  # a captured step of 28 or 36 layers took 6 to 8 MiB on an H200
 
 
 @dataclass(frozen=True)
@@ -57,32 +53,3 @@ def copy_blocks(kv_cache: Tensor, copies: Tensor) -> None:
     if copies.numel():
         for source, destination in copies.split(BLOCKS_AT_ONCE, dim=1):
             kv_cache[:, :, destination] = kv_cache[:, :, source]
-
-
-def cuda_budget(config: Config, device: torch.device, reserved: int) -> int:
-    """Bytes for the cache: total * gpu_memory_utilization - used - reserved, `used` counting every process.
-
-    reserved: bytes that the steps and their graphs will take besides
-    """
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total * config.gpu_memory_utilization) - (total - free) - reserved
-
-
-def blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
-    """How many blocks the budget, in bytes, is worth.
-
-    Raises ValueError when not even one sequence of max_model_len fits.
-    """
-    needed = -(-config.max_model_len // spec.block_size) * spec.block_bytes
-    if budget < needed:
-        remedy = (
-            "raise gpu_memory_utilization, or lower max_model_len or max_num_batched_tokens"
-            if config.device == "cuda"
-            else "set num_kvcache_blocks, or lower max_model_len"
-        )
-        raise ValueError(
-            f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of"
-            f" max_model_len={config.max_model_len} needs {needed / 2**20:,.0f} MiB: {remedy}"
-        )
-    return budget // spec.block_bytes

@@ -14,9 +14,10 @@ class ChunkMessage:
 
     token_ids: array[int]
     start: int  # position of the first of them
-    block_table: list[int]
+    block_table: list[int]  # with numbers that mean nothing where all layers' windows have left a block behind
     num_logprobs: int | None = None  # of the tokens that follow each of these in the prompt
     next_token: int | None = None  # the prompt's token after the last of these, if it goes on
+    is_long: bool = False  # whether its sequence has the rotary frequencies of long ones
 
 
 @dataclass(slots=True)

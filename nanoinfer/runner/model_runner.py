@@ -3,75 +3,80 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nanoinfer.attention import make_backend
+from nanoinfer.attention import AttentionBackend, make_backend
+from nanoinfer.attention.context import Context
 from nanoinfer.config import Config
 from nanoinfer.layers.sampler import Sampler
-from nanoinfer.models import find_model
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
 from nanoinfer.runner.input_batch import InputBatch, PrefillInputs
-from nanoinfer.runner.kv_cache import (
-    BLOCKS_AT_ONCE,
-    BYTES_PER_GRAPH,
-    CPU_BUDGET,
-    KVCacheSpec,
-    blocks_that_fit,
-    copy_blocks,
-    cuda_budget,
-)
+from nanoinfer.runner.kv_cache import BLOCKS_AT_ONCE, KVCacheSpec, copy_blocks
 from nanoinfer.runner.logits_processors import ROWS_AT_ONCE, LogitsProcessors
 from nanoinfer.runner.logprobs import LogProbs
+from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage, StepMessage
-from nanoinfer.runner.transfer import to_host, upload
-from nanoinfer.weights.loader import load_weights, random_weights
+from nanoinfer.runner.pending_tokens import PendingTokens
+from nanoinfer.runner.transfer import upload
+from nanoinfer.weights.shards import table_of
+from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
-POLL_SECONDS = 50e-6
+log = logging.getLogger("nanoinfer")
+
 StepOutput = tuple[Tensor, list[LogProbs], list[LogProbs]]  # what PendingTokens brings to the host
 
 
-class PendingTokens:
-    """The tokens of a launched step, on their way to the host."""
+class CausalLM(Protocol):
+    """What the runner reads of a model: this rank's part of it.
 
-    def __init__(self, token_ids: Tensor, logprobs: list[LogProbs], prompt_logprobs: list[LogProbs]) -> None:
-        """token_ids: [rows] int32, empty when the step samples none.
+    num_kv_heads: that this rank holds; first_id, num_ids: the range of token ids whose logits it computes
+    """
 
-        logprobs: those that were asked for, by place among the tokens; prompt_logprobs: by chunk
-        """
-        self._host = to_host(token_ids)
-        self.logprobs = [entry.to_host() for entry in logprobs]  # to be read after `wait`
-        self.prompt_logprobs = [entry.to_host() for entry in prompt_logprobs]
-        self._event: torch.cuda.Event | None = None
-        if token_ids.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
-        self.ready_at = time.perf_counter()  # when the step was done; on CUDA known only after `wait`
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
 
-    def wait(self, check: Callable[[], None] | None = None) -> list[int]:
-        """Wait for the step, and return its tokens in the order of its rows.
+    @property
+    def first_id(self) -> int: ...  # noqa: D102 - above
 
-        check: called again and again meanwhile; it may raise, when what is waited for can no longer come
-        """
-        if self._event is not None:
-            while check is not None and not self._event.query():
-                check()
-                time.sleep(POLL_SECONDS)
-            self._event.synchronize()
-            self.ready_at = time.perf_counter()
-        return self._host.tolist()
+    @property
+    def num_ids(self) -> int: ...  # noqa: D102
+
+    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
+        """[tokens] int32 to hidden states, [tokens, hidden_size]."""
+        ...
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, hidden_size] to [rows, num_ids], into `out` if given."""
+        ...
 
 
 class ModelRunner:
-    """One rank: model, KV cache, rows and graphs. Rank 0's `call` makes the other ranks do the same."""
+    """One rank: model, KV cache, rows and graphs. Rank 0's `call` makes the other ranks do the same.
+
+    logits: where a decode step leaves them, [rows, this rank's token ids]
+    memory: how the device's memory is divided
+    """
+
+    model: CausalLM
+    backend: AttentionBackend
+    sampler: Sampler
+    logits: Tensor
+    kv_cache: Tensor
+    batch: InputBatch
+    logits_processors: LogitsProcessors
+    graphs: DecodeGraphs | None
+    memory: MemoryPlan
 
     def __init__(
         self, config: Config, tp: TensorParallel, send: Callable[[str, tuple[Any, ...]], None] | None = None
@@ -82,19 +87,105 @@ class ModelRunner:
         self.send = send
         self.device = torch.device("cuda", tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs = None
         if config.device == "cpu" and tp.size > 1:  # ranks that fight for cores spin more than they compute
             torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // tp.size)))
         try:
-            with self._current_device():
-                self._load_model()
-                self.tp.connect(self._drop_graphs)
-                rows = min(config.max_num_seqs, MAX_GRAPH_ROWS)
-                self.tp.open_inbox(rows, config.hf_config.hidden_size, config.torch_dtype)
-                self._allocate()
+            with self._current_device(), torch.inference_mode():
+                self._load()
+                self._connect()
+                self._size(self._measure())
+                self._capture()
         except BaseException:
             self.close(failed=True)
             raise
+
+    def _load(self) -> None:
+        """Build the model and fill its weights."""
+        config, model = self.config, self.config.description
+        source: Source
+        if config.load_format == "dummy":
+            source = RandomSource(config.seed)
+        else:
+            source = FileSource(config.model, model.is_multimodal)
+        if model.is_multimodal and self.tp.rank == 0:
+            log.warning("%s: its language model is run, as text only; images are not supported", config.model)
+        self.backend = make_backend(config.attention_backend, model.windows)
+        with self.device, _default_dtype(config.torch_dtype):
+            decoder = Decoder(model, config.max_model_len, self.backend, self.tp)
+        source.fill(table_of(decoder))
+        self.model = decoder
+        self.sampler = Sampler(decoder.first_id, self.tp)
+        self.logits = torch.empty((config.max_num_seqs, decoder.num_ids), dtype=config.torch_dtype, device=self.device)
+
+    def _connect(self) -> None:
+        """Join the other ranks, once all have loaded."""
+        config = self.config
+        self.tp.connect(self._drop_graphs)
+        rows = min(config.max_num_seqs, MAX_GRAPH_ROWS)
+        self.tp.open_inbox(rows, config.description.hidden_size, config.torch_dtype)
+
+    def _measure(self) -> int:
+        """The bytes that steps work in, found by running the largest, over a cache of one block that every table names.
+
+        On the CPU they come out of the memory that nobody counts.
+        """
+        if self.config.device == "cpu":
+            return 0
+        self._make_cache(1)
+        prefill = self._peak_bytes(self._run_largest_prefill)
+        decode = self._peak_bytes(lambda: self._decode_rows(self.config.max_num_seqs, self.config.max_model_len))
+        # What a captured decode step works in is kept beside what a prefill step does.
+        steps = prefill + decode if self._graph_sizes else max(prefill, decode)
+        return steps + self.logits_processors.working_bytes + BLOCKS_AT_ONCE * self._cache_spec.block_bytes
+
+    def _size(self, step_bytes: int) -> None:
+        """Plan the memory, and allocate the KV cache."""
+        graph_bytes = len(self._graph_sizes) * BYTES_PER_GRAPH
+        self.memory = plan_memory(self.config, self._cache_spec, self.device, self.tp, step_bytes, graph_bytes)
+        self._make_cache(self.memory.blocks)
+
+    def _capture(self) -> None:
+        """Capture the decode step for each batch size."""
+        if sizes := self._graph_sizes:
+            self.graphs = DecodeGraphs(sizes, lambda size: self._decode_rows(size, self.config.max_model_len))
+
+    @property
+    def _graph_sizes(self) -> list[int]:
+        config = self.config
+        return [] if config.enforce_eager or config.device == "cpu" else graph_batch_sizes(config.max_num_seqs)
+
+    @property
+    def _cache_spec(self) -> KVCacheSpec:
+        config, model = self.config, self.model
+        return KVCacheSpec(
+            model.num_layers, config.kvcache_block_size, model.num_kv_heads, model.head_dim, config.torch_dtype
+        )
+
+    def _make_cache(self, num_blocks: int) -> None:
+        config = self.config
+        self.kv_cache = self._cache_spec.allocate(num_blocks, self.device)
+        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, config.kvcache_block_size, self.device)
+        self.logits_processors = LogitsProcessors(
+            config.description.vocab_size, config.max_num_seqs, config.max_model_len, self.device, self.tp
+        )
+
+    def _run_largest_prefill(self) -> None:
+        config = self.config
+        tokens = config.max_num_batched_tokens
+        prompts = min(config.max_num_seqs, tokens)
+        lengths = [tokens // prompts + (i < tokens % prompts) for i in range(prompts)]
+        table = [0] * self.max_blocks
+        chunks = [ChunkMessage(array("i", [0]) * min(length, config.max_model_len - 1), 0, table) for length in lengths]
+        self.run(PrefillMessage([], 0, chunks, [JoinMessage(chunk, table, 1.0, 0) for chunk in range(prompts)]))
+
+    def _peak_bytes(self, step: Callable[[], object]) -> int:
+        """The device memory that a step takes while it runs."""
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method on every rank; returns this rank's result."""
@@ -168,82 +259,13 @@ class ModelRunner:
         token_ids = self.sampler(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], context.context_lens)
         batch.advance(token_ids)
 
-    def _load_model(self) -> None:
-        config = self.config
-        model_class = find_model(config.hf_config, config.tensor_parallel_size)
-        self.backend = make_backend(config.attention_backend)
-        with self.device, _default_dtype(config.torch_dtype):
-            self.model = model_class(config.hf_config, config.max_model_len, self.backend, self.tp)
-        if config.load_format == "dummy":
-            random_weights(self.model, config.seed)
-        else:
-            load_weights(self.model, config.model, self.model.ignored_weights)
-        head = self.model.lm_head
-        self.sampler = Sampler(head.first_id, self.tp)
-        # Where a decode step leaves them: [rows, this rank's token ids]
-        self.logits = torch.empty((config.max_num_seqs, len(head.weight)), dtype=config.torch_dtype, device=self.device)
-
-    @torch.inference_mode()
-    def _allocate(self) -> None:
-        """Size and allocate the KV cache, leaving room for the largest step, and capture the graphs."""
-        config, model = self.config, self.model
-        spec = KVCacheSpec(
-            model.num_layers, config.kvcache_block_size, model.num_kv_heads, model.head_dim, config.torch_dtype
-        )
-        sizes = [] if config.enforce_eager or config.device == "cpu" else graph_batch_sizes(config.max_num_seqs)
-        budget = CPU_BUDGET
-        if config.device == "cuda":
-            self._make_cache(spec, 1)
-            reserved = self._warm_up(keep_decode=bool(sizes)) + self.logits_processors.working_bytes
-            reserved += len(sizes) * BYTES_PER_GRAPH + BLOCKS_AT_ONCE * spec.block_bytes
-            budget = cuda_budget(config, self.device, reserved)
-        # The poorest rank decides for all, and all of them see that it is too poor.
-        budget = self.tp.min(budget, self.device)
-        self.num_blocks = config.num_kvcache_blocks or blocks_that_fit(config, spec, budget)
-        self._make_cache(spec, self.num_blocks)
-        if sizes:
-            self.graphs = DecodeGraphs(sizes, lambda size: self._decode_rows(size, config.max_model_len))
-
-    def _make_cache(self, spec: KVCacheSpec, num_blocks: int) -> None:
-        config = self.config
-        self.kv_cache = spec.allocate(num_blocks, self.device)
-        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, config.kvcache_block_size, self.device)
-        self.logits_processors = LogitsProcessors(
-            config.hf_config.vocab_size, config.max_num_seqs, config.max_model_len, self.device, self.tp
-        )
-
-    def _warm_up(self, keep_decode: bool) -> int:
-        """Run the largest prefill and decode steps, over a cache of one block that every table names.
-
-        keep_decode: the decode step's working memory will be held by graphs, beside the prefill step's
-        Returns the bytes that the steps work in.
-        """
-        config = self.config
-        tokens = config.max_num_batched_tokens
-        prompts = min(config.max_num_seqs, tokens)
-        lengths = [tokens // prompts + (i < tokens % prompts) for i in range(prompts)]
-        table = [0] * self.max_blocks
-        chunks = [ChunkMessage(array("i", [0]) * min(length, config.max_model_len - 1), 0, table) for length in lengths]
-        joins = [JoinMessage(chunk, table, 1.0, 0) for chunk in range(prompts)]
-        prefill = self._peak_bytes(lambda: self.run(PrefillMessage([], 0, chunks, joins)))
-        decode = self._peak_bytes(lambda: self._decode_rows(config.max_num_seqs, config.max_model_len))
-        return prefill + decode if keep_decode else max(prefill, decode)
-
-    def _peak_bytes(self, step: Callable[[], object]) -> int:
-        """The device memory that a step takes while it runs."""
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
     def close(self, failed: bool = False) -> None:
         """Give back the device memory and leave the group; after another rank's failure, without waiting for it."""
         with self._current_device():
             if not failed:
                 self._drop_graphs()
             self.tp.close(failed)
-            for name in ("graphs", "model", "sampler", "logits", "batch", "logits_processors", "kv_cache"):
+            for name in ("graphs", "model", "sampler", "logits", "batch", "logits_processors", "kv_cache", "backend"):
                 self.__dict__.pop(name, None)
             gc.collect()
             if self.device.type == "cuda":

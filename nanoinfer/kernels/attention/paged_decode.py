@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.paged_prefill import LOG2_E
+from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, start_successor, wait_for_predecessor
 
 MAX_TILE = 128  # keys
@@ -28,6 +28,8 @@ def paged_decode_reference(
     context_lens: Tensor,
     max_context_len: int,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend from each row's one query to the first `context_lens` tokens of its block table.
 
@@ -35,33 +37,40 @@ def paged_decode_reference(
     k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written
     block_tables: [rows, max blocks] int32
     context_lens: [rows] int32, none above max_context_len; the output of a row with no context is not defined
+    window: how many tokens the query sees, the last of its context; those before are not read
+    softcap: see capped_attention
     Returns [rows, heads, head_dim].
     """
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
-    blocks = block_tables[:, : math.ceil(max_context_len / block_size)]
+    keys = max_context_len if window is None else min(window, max_context_len)
+    positions = (context_lens - keys).clamp(min=0)[:, None] + torch.arange(keys, device=q.device)
+    lens = context_lens[:, None].clamp(min=1)
+    mask = (positions < lens)[:, None, None]
+    positions = positions.minimum(lens - 1)  # not beyond the context: what is there may be no number
+    blocks = block_tables.gather(1, positions // block_size)
 
-    def gather(cache: Tensor) -> Tensor:  # [rows, kv_heads, max_context_len, head_dim]
-        gathered = cache.index_select(0, blocks.flatten()).view(rows, -1, kv_heads, head_dim)
-        return gathered[:, :max_context_len].transpose(1, 2)
+    def gather(cache: Tensor) -> Tensor:  # [rows, kv_heads, keys, head_dim]
+        return cache[blocks, positions % block_size].transpose(1, 2)
 
     # The query heads of one KV head stand as its queries: no key is copied for them.
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    mask = torch.arange(max_context_len, device=q.device) < context_lens[:, None].clamp(min=1)
-    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
-    attended = F.scaled_dot_product_attention(
-        grouped, gather(k_cache), gather(v_cache), bias[:, None, None], scale=scale
-    )
+    if softcap is None:
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
+        attended = F.scaled_dot_product_attention(grouped, gather(k_cache), gather(v_cache), bias, scale=scale)
+    else:
+        attended = capped_attention(grouped, gather(k_cache), gather(v_cache), mask, scale, softcap)
     return attended.reshape(rows, heads, head_dim)
 
 
 @dataclass(slots=True)
 class DecodePlan:
-    """Who reads what in a decode step, the same for every layer and KV head; made before the first layer.
+    """Who reads what in a decode step, the same for every KV head and layer of one window; made before the first layer.
 
     The rows' contexts, cut into tiles and laid end to end, are dealt to the workers in equal shares, so that all of
-    them end together whatever the lengths. A row whose tiles went to several workers is put together by the last of
-    them to finish (the "stream-K" way of Osama et al., 2023).
+    them end together whatever the lengths. A row's tiles begin with the first that the window reaches. A row whose
+    tiles went to several workers is put together by the last of them to finish (the "stream-K" way of Osama et al.,
+    2023).
 
     shares: [workers, 4] int32: first row, last row, first tile in the first row, number of tiles
     share_tiles: [1] int32, tiles of a full share
@@ -71,15 +80,19 @@ class DecodePlan:
     shares: Tensor
     share_tiles: Tensor
     arrivals: Tensor
+    window: int | None
     tile: int  # keys
     stages: int  # of the loop over the tiles: where the table is read, the keys are on their way, and are in use
 
 
-def plan_decode(context_lens: Tensor, k_cache: Tensor, workers: int | None = None) -> DecodePlan:
+def plan_decode(
+    context_lens: Tensor, k_cache: Tensor, workers: int | None = None, window: int | None = None
+) -> DecodePlan:
     """Deal out the contexts of a decode step, as one launch.
 
     context_lens: [rows] int32; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's
     workers: programs for each KV head; None chooses enough to fill the device
+    window: how many tokens a query sees, the last of its context; None: all
     """
     rows, device = len(context_lens), context_lens.device
     _, block_size, kv_heads, head_dim = k_cache.shape
@@ -91,6 +104,7 @@ def plan_decode(context_lens: Tensor, k_cache: Tensor, workers: int | None = Non
         torch.empty((workers, 4), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
         torch.empty(rows * kv_heads, dtype=torch.int32, device=device),
+        window=window,
         tile=math.gcd(block_size, tile // 2 if few else tile),  # so that a tile lies in one block
         stages=5 if few else 3,
     )
@@ -104,6 +118,7 @@ def plan_decode(context_lens: Tensor, k_cache: Tensor, workers: int | None = Non
         rows,
         workers,
         plan.arrivals.numel(),
+        WINDOW=window or 0,
         TILE=plan.tile,
         BLOCK_R=triton.next_power_of_2(rows),
         BLOCK_W=block_w,
@@ -122,6 +137,7 @@ def _plan_kernel(
     rows,
     workers,
     num_arrivals,
+    WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -130,7 +146,10 @@ def _plan_kernel(
 ):
     wait_for_predecessor(EARLY)
     r = tl.arange(0, BLOCK_R)
-    tiles = tl.cdiv(tl.load(context_lens_ptr + r, mask=r < rows, other=0), TILE)
+    context_lens = tl.load(context_lens_ptr + r, mask=r < rows, other=0)
+    tiles = tl.cdiv(context_lens, TILE)
+    if WINDOW > 0:
+        tiles -= tl.maximum(context_lens - WINDOW, 0) // TILE
     ends = tl.cumsum(tiles, axis=0)
     total = tl.sum(tiles, axis=0)
     share = tl.maximum(tl.cdiv(total, workers), 1)
@@ -161,11 +180,13 @@ def paged_decode_triton(
     context_lens: Tensor,
     scale: float,
     plan: DecodePlan,
+    softcap: float | None = None,
 ) -> Tensor:
-    """paged_decode_reference as one launch; plan: plan_decode of the same context_lens."""
+    """paged_decode_reference as one launch, with the plan's window; plan: plan_decode of the same context_lens."""
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     group, workers = heads // kv_heads, plan.shares.shape[0]
+    factor, cap = in_log2(scale, softcap)
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     # What a worker has of a row that it shares with others: of its first row, and of its last.
     partial = torch.empty((kv_heads, workers, 2, group, head_dim), dtype=torch.float32, device=q.device)
@@ -182,13 +203,15 @@ def paged_decode_triton(
         partial,
         lse,
         out,
-        scale * LOG2_E,
+        factor,
         q.stride(0),
         block_tables.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
+        WINDOW=plan.window or 0,
+        CAP=cap,
         TILE=plan.tile,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
@@ -212,13 +235,15 @@ def _paged_decode_kernel(
     partial_ptr,
     lse_ptr,
     out_ptr,
-    scale_log2,
+    factor,
     q_stride,
     table_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -243,6 +268,11 @@ def _paged_decode_kernel(
     for row in range(first_row, last_row + 1):
         context_len = tl.load(context_lens_ptr + row)
         row_tiles = tl.cdiv(context_len, TILE)
+        skipped = 0  # tiles before the window: the others are counted from there
+        if WINDOW > 0:
+            first_key = tl.maximum(context_len - WINDOW, 0)
+            skipped = first_key // TILE
+            row_tiles -= skipped
         end_tile = tl.minimum(row_tiles, tile + left)
         q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
         table = block_tables_ptr + row * table_stride
@@ -250,15 +280,18 @@ def _paged_decode_kernel(
         top = tl.full([BLOCK_G], -1e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        for start in range(tile * TILE, end_tile * TILE, TILE):
+        for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):
             block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
             key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
             offsets = key[:, None] + kv_head * HEAD_DIM + d[None, :]
-            kv_mask = (start + n < context_len)[:, None] & (d < HEAD_DIM)[None, :]
+            seen = start + n < context_len
+            if WINDOW > 0:
+                seen &= start + n >= first_key
+            kv_mask = seen[:, None] & (d < HEAD_DIM)[None, :]
             k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
             v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-            scores = tl.where((start + n < context_len)[None, :], scores, -1e30)
+            scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
+            scores = tl.where(seen[None, :], scores, -1e30)
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_top[:, None])
             rescale = tl.exp2(top - new_top)

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634
+from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
+
 BLOCK_M = 64
+QUERIES_AT_ONCE = 512  # of the reference, with a window or soft cap: few of them see more than their window
 
 
 def paged_prefill_reference(
@@ -22,46 +24,75 @@ def paged_prefill_reference(
     query_lens: list[int],
     context_lens: list[int],
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Attend from each sequence's new tokens, the last of its context, to all of the context before and at them.
+    """Attend from each sequence's new tokens, the last of its context, to the context before and at them.
 
     q: [tokens, heads, head_dim], the sequences' new tokens one after another; heads is a multiple of kv_heads
     k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written
     block_tables: [seqs, max blocks] int32
     query_lens, context_lens: each sequence's new tokens, and all of its tokens with the new ones
+    window: how many keys a query sees, the last of them its own; blocks that no query sees are not read
+    softcap: see capped_attention
     Returns [tokens, heads, head_dim].
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     begin = 0
     for table, query_len, context_len in zip(block_tables.tolist(), query_lens, context_lens, strict=True):
-        blocks = table[: math.ceil(context_len / k_cache.shape[1])]
-        k, v = (_gather(cache, blocks)[:context_len].transpose(0, 1) for cache in (k_cache, v_cache))
-        rows = slice(begin, begin + query_len)
-        out[rows] = _attend_causally(q[rows], k, v, scale)
+        step = query_len if window is None and softcap is None else QUERIES_AT_ONCE
+        for first in range(0, query_len, step):
+            queries = min(step, query_len - first)
+            stop = context_len - query_len + first + queries
+            start = 0 if window is None else max(0, stop - queries + 1 - window)
+            k, v = (_gather(cache, table, start, stop).transpose(0, 1) for cache in (k_cache, v_cache))
+            rows = slice(begin + first, begin + first + queries)
+            out[rows] = _attend_causally(q[rows], k, v, scale, window, softcap)
         begin += query_len
     return out
 
 
-def _gather(cache: Tensor, blocks: list[int]) -> Tensor:
-    """The blocks' tokens, [tokens, kv_heads, head_dim]; blocks in a row are not copied."""
+def _gather(cache: Tensor, table: list[int], start: int, stop: int) -> Tensor:
+    """The tokens from start to stop, [tokens, kv_heads, head_dim]; blocks in a row are not copied."""
+    block_size = cache.shape[1]
+    skipped = start // block_size
+    blocks = table[skipped : math.ceil(stop / block_size)]
     first, last = blocks[0], blocks[-1] + 1
     in_a_row = blocks == list(range(first, last))
-    return (cache[first:last] if in_a_row else cache[blocks]).flatten(0, 1)
+    gathered = (cache[first:last] if in_a_row else cache[blocks]).flatten(0, 1)
+    return gathered[start - skipped * block_size : stop - skipped * block_size]
 
 
-def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q: the last tokens, [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim]; returns q's shape."""
+def _attend_causally(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """q: the last tokens, [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim]; returns q's shape.
+
+    No token lies before the first query's window.
+    """
     (queries, heads, head_dim), (kv_heads, tokens) = q.shape, k.shape[:2]
     if queries == 1:  # the query heads of one KV head stand as its queries: no key is copied for them
         grouped = q.reshape(1, kv_heads, heads // kv_heads, head_dim)
+        if softcap is not None:
+            return capped_attention(grouped, k[None], v[None], None, scale, softcap).reshape(q.shape)
         return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).reshape(q.shape)
-    mask = None
-    if queries < tokens:
-        mask = torch.ones(queries, tokens, dtype=torch.bool, device=q.device).tril(tokens - queries)
+    if softcap is not None:
+        grouped = q.transpose(0, 1).reshape(kv_heads, -1, head_dim)
+        seen = _what_is_seen(queries, tokens, window, q.device)
+        attended = capped_attention(grouped, k, v, seen.repeat(heads // kv_heads, 1), scale, softcap)
+        return attended.view(heads, queries, head_dim).transpose(0, 1)
+    needs_mask = queries < tokens or window is not None
+    mask = _what_is_seen(queries, tokens, window, q.device) if needs_mask else None
     attended = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
     return attended[0].transpose(0, 1)
+
+
+def _what_is_seen(queries: int, tokens: int, window: int | None, device: torch.device) -> Tensor:
+    """By the last tokens' queries, [queries, tokens] bool."""
+    seen = torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
+    return seen if window is None else seen.triu(tokens - queries + 1 - window)
 
 
 def paged_prefill_triton(
@@ -73,6 +104,8 @@ def paged_prefill_triton(
     context_lens: Tensor,
     max_query_len: int,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """paged_prefill_reference as one launch.
 
@@ -83,6 +116,7 @@ def paged_prefill_triton(
     _, block_size, kv_heads, _ = k_cache.shape
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     wide = q.dtype == torch.float32 or head_dim > 128
+    factor, cap = in_log2(scale, softcap)
     grid = (triton.cdiv(max_query_len, BLOCK_M), heads, len(context_lens))
     _paged_prefill_kernel[grid](
         q,
@@ -92,13 +126,15 @@ def paged_prefill_triton(
         cu_query_lens,
         context_lens,
         out,
-        scale * LOG2_E,
+        factor,
         q.stride(0),
         block_tables.stride(0),
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        CAP=cap,
         BLOCK_M=BLOCK_M,
         BLOCK_N=math.gcd(block_size, 32 if wide else 64),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
@@ -117,13 +153,15 @@ def _paged_prefill_kernel(
     cu_query_lens_ptr,
     context_lens_ptr,
     out_ptr,
-    scale_log2,
+    factor,
     q_stride,
     table_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -142,18 +180,28 @@ def _paged_prefill_kernel(
 
         position = context_len - query_len + m  # of each query in its sequence
         end = tl.minimum(context_len, context_len - query_len + (tile + 1) * BLOCK_M)
+        first_tile = 0
+        if WINDOW > 0:
+            first_key = tl.maximum(context_len - query_len + tile * BLOCK_M + 1 - WINDOW, 0)
+            first_tile = first_key // BLOCK_N
         top = tl.full([BLOCK_M], -1e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for start in range(0, end, BLOCK_N):
+        for start in range(first_tile * BLOCK_N, end, BLOCK_N):
             # BLOCK_N divides BLOCK_SIZE: a tile of keys lies in one block.
             block = tl.load(block_tables_ptr + seq * table_stride + start // BLOCK_SIZE).to(tl.int64)
             key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
             offsets = key[:, None] + (head // GROUP) * HEAD_DIM + d[None, :]
             kv_mask = (start + n < context_len)[:, None] & (d < HEAD_DIM)[None, :]
+            if WINDOW > 0:
+                kv_mask &= (start + n >= first_key)[:, None]
             k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-            scores = tl.where((start + n)[None, :] <= position[:, None], scores, -1e30)
+            scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
+            seen = (start + n)[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen &= (start + n)[None, :] > position[:, None] - WINDOW
+            # The keys of a tile that a query sees nothing of weigh 1 each, but only until it sees one: rescale is 0.
+            scores = tl.where(seen, scores, -1e30)
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_top[:, None])
             rescale = tl.exp2(top - new_top)

@@ -8,42 +8,74 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
-from nanoinfer.kernels.norm.rms_norm import rms_norm_reference
+from nanoinfer.kernels.norm.rms_norm import Norm, norm_warps
 
 HEADS_PER_PROGRAM = 8
 
 
 def norm_rotate_store(
     qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    mean_squares: Tensor | None,
+    cos_sin: Tensor | None,
+    interleaved: bool,
+    query_scales: Tensor | None,
     positions: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """RMSNorm each query and key head, rotate its halves by its token's angles, and write keys and values to the cache.
+    """RMSNorm the query and key heads, rotate them by their token's angles, and write keys and values to the cache.
 
-    qkv: [tokens, heads + 2 * kv_heads, head_dim], the query heads first and the value heads last
-    q_weight, k_weight: [head_dim]
-    cos_sin: [positions, head_dim] float32, the cosines in the first half and the sines in the second
-    positions: [tokens] int32, rows of cos_sin; -1 (a padding token) counts as 0
+    qkv: [tokens, heads + 2 * kv_heads, head_dim], the query heads first and the value heads last; head_dim is even
+    q_norm, k_norm: both None: no norm. They differ in their weights alone: [head_dim], each head by itself
+    mean_squares: [tokens, 2] float32, of all query heads and of all key heads of the token, on every rank. With it the
+        norms go over all heads together, and their weights are [heads * head_dim] and [kv_heads * head_dim]
+    cos_sin: [positions, rotary_dim] float32, the cosines in the first half and the sines in the second; rotary_dim is
+        even, and what a head has beyond it is not rotated; None: nothing is
+    interleaved: the pairs that turn are (0, 1), (2, 3) ... of the rotary_dim; else (i, i + rotary_dim / 2)
+    query_scales: [positions] float32, factors of the rotated queries; None: no factors, as it must be without cos_sin
+    positions: [tokens] int32, rows of cos_sin and query_scales; -1 (a padding token) counts as 0
     k_cache, v_cache: [blocks, block_size, kv_heads, head_dim]; slot s is row s % block_size of block s // block_size
     slot_mapping: [tokens] int32; the keys and values of a token whose slot is -1 are written nowhere
     Returns the queries, [tokens, heads, head_dim]. The rotation is that of Su et al., 2021.
     """
+    assert (q_norm is None) == (k_norm is None)
+    assert mean_squares is None or q_norm is not None
+    assert query_scales is None or cos_sin is not None
     function = norm_rotate_store_triton if qkv.is_cuda else norm_rotate_store_reference
-    return function(qkv, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slot_mapping)
+    return function(
+        qkv,
+        q_norm,
+        k_norm,
+        mean_squares,
+        cos_sin,
+        interleaved,
+        query_scales,
+        positions,
+        k_cache,
+        v_cache,
+        slot_mapping,
+    )
+
+
+def sum_squares(qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """[tokens, 2] float32, the sums of squares of each token's query heads and of its key heads.
+
+    qkv: [tokens, heads + 2 * kv_heads, head_dim]. Summed over ranks and divided by the counts they are mean_squares.
+    """
+    return (sum_squares_triton if qkv.is_cuda else sum_squares_reference)(qkv, heads, kv_heads)
 
 
 def norm_rotate_store_reference(
     qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    mean_squares: Tensor | None,
+    cos_sin: Tensor | None,
+    interleaved: bool,
+    query_scales: Tensor | None,
     positions: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -52,25 +84,57 @@ def norm_rotate_store_reference(
     """norm_rotate_store in torch."""
     kv_heads = k_cache.shape[2]
     q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    cos, sin = cos_sin[positions.clamp(min=0)].unsqueeze(1).chunk(2, dim=-1)
-
-    def norm_rotate(x: Tensor, weight: Tensor) -> Tensor:
-        first, second = rms_norm_reference(x, weight, eps).float().chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    q_mean, k_mean = (None, None) if mean_squares is None else mean_squares.unbind(dim=1)
+    q, k = _normed(q, q_norm, q_mean), _normed(k, k_norm, k_mean)
+    if cos_sin is not None:
+        at = positions.clamp(min=0)
+        q_scales = None if query_scales is None else query_scales[at]
+        q, k = _rotated(q, cos_sin[at], interleaved, q_scales), _rotated(k, cos_sin[at], interleaved, None)
 
     written = slot_mapping >= 0
     slots = slot_mapping[written]
-    k_cache.flatten(0, 1)[slots] = norm_rotate(k, k_weight)[written]
+    k_cache.flatten(0, 1)[slots] = k[written]
     v_cache.flatten(0, 1)[slots] = v[written]
-    return norm_rotate(q, q_weight)
+    return q
+
+
+def _normed(x: Tensor, norm: Norm | None, mean_square: Tensor | None) -> Tensor:
+    """x: [tokens, heads, head_dim]; mean_square: [tokens] of all heads, or None: each head by itself."""
+    if norm is None:
+        return x
+    wide = x.float()
+    mean = wide.square().mean(dim=-1, keepdim=True) if mean_square is None else mean_square[:, None, None]
+    normed = wide * torch.rsqrt(mean + norm.eps)
+    weight = norm.weight.unflatten(0, (-1, x.shape[-1]))
+    return (normed * (1 + weight.float())).to(x.dtype) if norm.plus_one else normed.to(x.dtype) * weight
+
+
+def _rotated(x: Tensor, cos_sin: Tensor, interleaved: bool, scales: Tensor | None) -> Tensor:
+    """x: [tokens, heads, head_dim]; cos_sin: [tokens, rotary_dim]; scales: [tokens] or None."""
+    rotary_dim = cos_sin.shape[-1]
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    turning, rest = x.float().split([rotary_dim, x.shape[-1] - rotary_dim], dim=-1)
+    sizes, pair = ((-1, 2), -1) if interleaved else ((2, -1), -2)
+    first, second = turning.unflatten(-1, sizes).unbind(pair)
+    turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=pair).flatten(-2)
+    out = torch.cat([turned, rest], dim=-1)
+    return (out if scales is None else out * scales[:, None, None]).to(x.dtype)
+
+
+def sum_squares_reference(qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """sum_squares in torch."""
+    squares = qkv.float().square().sum(dim=-1)
+    return torch.stack([squares[:, :heads].sum(dim=1), squares[:, heads : heads + kv_heads].sum(dim=1)], dim=1)
 
 
 def norm_rotate_store_triton(
     qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    mean_squares: Tensor | None,
+    cos_sin: Tensor | None,
+    interleaved: bool,
+    query_scales: Tensor | None,
     positions: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -79,13 +143,19 @@ def norm_rotate_store_triton(
     """norm_rotate_store as one launch."""
     (tokens, all_heads, head_dim), kv_heads = qkv.shape, k_cache.shape[2]
     assert qkv.is_contiguous()
+    assert head_dim % 2 == 0
+    q_weight, eps, plus_one = q_norm or (None, 0.0, False)
+    k_weight, *k_rest = k_norm or (None, 0.0, False)
+    assert k_rest == [eps, plus_one]
     q = torch.empty((tokens, all_heads - 2 * kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     _norm_rotate_store_kernel[(tokens, triton.cdiv(all_heads, HEADS_PER_PROGRAM))](
         qkv,
         q_weight,
         k_weight,
         eps,
+        mean_squares,
         cos_sin,
+        query_scales,
         positions,
         k_cache,
         v_cache,
@@ -94,6 +164,11 @@ def norm_rotate_store_triton(
         HEADS=all_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
+        NORM="none" if q_norm is None else "head" if mean_squares is None else "full",
+        PLUS_ONE=plus_one,
+        ROTARY_DIM=0 if cos_sin is None else cos_sin.shape[1],
+        INTERLEAVED=interleaved and cos_sin is not None,
+        SCALE_QUERIES=query_scales is not None,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         num_warps=2,
@@ -108,7 +183,9 @@ def _norm_rotate_store_kernel(
     q_weight_ptr,
     k_weight_ptr,
     eps,
+    mean_squares_ptr,
     cos_sin_ptr,
+    query_scales_ptr,
     positions_ptr,
     k_cache_ptr,
     v_cache_ptr,
@@ -117,6 +194,11 @@ def _norm_rotate_store_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALE_QUERIES: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -125,39 +207,102 @@ def _norm_rotate_store_kernel(
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     i = tl.arange(0, BLOCK_HALF)[None, :]
     lane = i < HALF
+    turns = i < ROTARY_DIM // 2
+    # Lane i has the elements `at` and `at + apart` of a head: a pair to rotate, or two of the rest.
+    if INTERLEAVED:
+        at, apart = 2 * i, 1
+    elif ROTARY_DIM == 0 or ROTARY_DIM == 2 * HALF:
+        at, apart = i, HALF
+    else:
+        at = tl.where(turns, i, i + ROTARY_DIM // 2)
+        apart = tl.where(turns, ROTARY_DIM // 2, HALF - ROTARY_DIM // 2)
     is_q = head < HEADS
     is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
-    q_weight1, q_weight2 = _load_halves(q_weight_ptr + i, HALF, lane)
-    k_weight1, k_weight2 = _load_halves(k_weight_ptr + i, HALF, lane)
+    if NORM == "head":
+        q_weight1, q_weight2 = _load_pairs(q_weight_ptr + at, apart, lane)
+        k_weight1, k_weight2 = _load_pairs(k_weight_ptr + at, apart, lane)
+    elif NORM == "full":
+        q_weight1, q_weight2 = _load_pairs(q_weight_ptr + head * (2 * HALF) + at, apart, is_q & lane)
+        k_weight1, k_weight2 = _load_pairs(k_weight_ptr + (head - HEADS) * (2 * HALF) + at, apart, is_k & lane)
     wait_for_predecessor(EARLY)
 
-    source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + i
-    first, second = _load_halves(source, HALF, (is_q | is_k | is_v) & lane)
-    wide1, wide2 = first.to(tl.float32), second.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide1 * wide1 + wide2 * wide2, axis=1) / (2 * HALF) + eps)[:, None]
-    normed1 = ((wide1 * scale).to(first.dtype) * tl.where(is_q, q_weight1, k_weight1)).to(tl.float32)
-    normed2 = ((wide2 * scale).to(first.dtype) * tl.where(is_q, q_weight2, k_weight2)).to(tl.float32)
-    position = tl.maximum(tl.load(positions_ptr + token), 0)
-    cos, sin = _load_halves(cos_sin_ptr + position * (2 * HALF) + i, HALF, lane)
-    rotated1 = (normed1 * cos - normed2 * sin).to(first.dtype)
-    rotated2 = (normed2 * cos + normed1 * sin).to(first.dtype)
+    source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + at
+    first, second = _load_pairs(source, apart, (is_q | is_k | is_v) & lane)
+    out1, out2 = first.to(tl.float32), second.to(tl.float32)
+    if NORM != "none":
+        if NORM == "head":
+            scale = tl.rsqrt(tl.sum(out1 * out1 + out2 * out2, axis=1) / (2 * HALF) + eps)[:, None]
+        else:
+            mean_square = tl.load(mean_squares_ptr + 2 * token + tl.where(is_q, 0, 1))
+            scale = tl.rsqrt(mean_square + eps)
+        out1 = _norm(out1, scale, is_q, q_weight1, k_weight1, first.dtype, PLUS_ONE)
+        out2 = _norm(out2, scale, is_q, q_weight2, k_weight2, first.dtype, PLUS_ONE)
+    if ROTARY_DIM > 0:
+        position = tl.maximum(tl.load(positions_ptr + token), 0)
+        angle = cos_sin_ptr + position * ROTARY_DIM + i
+        cos = tl.load(angle, mask=turns, other=1.0)
+        sin = tl.load(angle + ROTARY_DIM // 2, mask=turns, other=0.0)
+        out1, out2 = out1 * cos - out2 * sin, out2 * cos + out1 * sin
+        if SCALE_QUERIES:
+            query_scale = tl.where(is_q, tl.load(query_scales_ptr + position), 1.0)
+            out1, out2 = out1 * query_scale, out2 * query_scale
+    out1, out2 = out1.to(first.dtype), out2.to(first.dtype)
 
-    q_target = q_ptr + (token * HEADS + head) * (2 * HALF) + i
-    _store_halves(q_target, rotated1, rotated2, HALF, is_q & lane)
+    q_target = q_ptr + (token * HEADS + head) * (2 * HALF) + at
+    _store_pairs(q_target, out1, out2, apart, is_q & lane)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)  # a cache may have more than 2^31 elements
     if slot >= 0:
         row = slot * KV_HEADS + head - HEADS
-        _store_halves(k_cache_ptr + row * (2 * HALF) + i, rotated1, rotated2, HALF, is_k & lane)
-        _store_halves(v_cache_ptr + (row - KV_HEADS) * (2 * HALF) + i, first, second, HALF, is_v & lane)
+        _store_pairs(k_cache_ptr + row * (2 * HALF) + at, out1, out2, apart, is_k & lane)
+        _store_pairs(v_cache_ptr + (row - KV_HEADS) * (2 * HALF) + at, first, second, apart, is_v & lane)
 
 
 @triton.jit
-def _load_halves(ptr, HALF: tl.constexpr, mask):
-    return tl.load(ptr, mask=mask, other=0.0), tl.load(ptr + HALF, mask=mask, other=0.0)
+def _norm(wide, scale, is_q, q_weight, k_weight, dtype: tl.constexpr, PLUS_ONE: tl.constexpr):
+    """Rounded to dtype as the reference is, but left in float32."""
+    if PLUS_ONE:
+        return (wide * scale * (1 + tl.where(is_q, q_weight, k_weight).to(tl.float32))).to(dtype).to(tl.float32)
+    else:
+        return ((wide * scale).to(dtype) * tl.where(is_q, q_weight, k_weight)).to(tl.float32)
 
 
 @triton.jit
-def _store_halves(ptr, first, second, HALF: tl.constexpr, mask):
+def _load_pairs(ptr, apart, mask):
+    return tl.load(ptr, mask=mask, other=0.0), tl.load(ptr + apart, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_pairs(ptr, first, second, apart, mask):
     tl.store(ptr, first, mask=mask)
-    tl.store(ptr + HALF, second, mask=mask)
+    tl.store(ptr + apart, second, mask=mask)
+
+
+def sum_squares_triton(qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """sum_squares as one launch."""
+    tokens, all_heads, head_dim = qkv.shape
+    assert qkv.is_contiguous()
+    assert all_heads == heads + 2 * kv_heads
+    sums = torch.empty((tokens, 2), dtype=torch.float32, device=qkv.device)
+    block = triton.next_power_of_2(max(heads, kv_heads) * head_dim)
+    _sum_squares_kernel[(tokens, 2)](
+        qkv,
+        sums,
+        heads * head_dim,
+        kv_heads * head_dim,
+        BLOCK=block,
+        num_warps=norm_warps(block),
+        **early_launch(qkv),
+    )
+    return sums
+
+
+@triton.jit
+def _sum_squares_kernel(qkv_ptr, sums_ptr, q_size, kv_size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_predecessor(EARLY)
+    token, of_keys = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < tl.where(of_keys == 0, q_size, kv_size)
+    source = qkv_ptr + token * (q_size + 2 * kv_size) + of_keys * q_size
+    wide = tl.load(source + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(sums_ptr + 2 * token + of_keys, tl.sum(wide * wide, axis=0))

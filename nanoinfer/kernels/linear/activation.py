@@ -1,6 +1,10 @@
-"""SiLU(gate) * up, the gate of a SwiGLU MLP (Shazeer, 2020)."""
+"""The gate of a gated MLP, act(gate) * up (Shazeer, 2020): SwiGLU and GeGLU."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
 
 import torch.nn.functional as F
 import triton
@@ -11,39 +15,57 @@ from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
 BLOCK = 1024
 
+Activation = Literal["silu", "gelu_tanh"]
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """[tokens, 2 * size], gate before up, to [tokens, size]: gate / (1 + exp(-gate)) * up."""
-    return silu_mul_triton(gate_up) if gate_up.is_cuda else silu_mul_reference(gate_up)
+_FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """silu_mul in torch."""
+def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """[tokens, 2 * size], gate before up, to [tokens, size]: act(gate) * up.
+
+    activation: "silu", gate / (1 + exp(-gate)); or "gelu_tanh", the approximation of GELU by tanh (Hendrycks and
+        Gimpel, 2016): gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3)))
+    """
+    return gate_mul_triton(gate_up, activation) if gate_up.is_cuda else gate_mul_reference(gate_up, activation)
+
+
+def gate_mul_reference(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_mul in torch."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return _FUNCTIONS[activation](gate) * up
 
 
-def silu_mul_triton(gate_up: Tensor) -> Tensor:
-    """silu_mul as one launch."""
+def gate_mul_triton(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_mul as one launch."""
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)
-    _silu_mul_kernel[(tokens, triton.cdiv(size, BLOCK))](gate_up, out, size, BLOCK=BLOCK, **early_launch(gate_up))
+    grid = (tokens, triton.cdiv(size, BLOCK))
+    _gate_mul_kernel[grid](gate_up, out, size, ACTIVATION=activation, BLOCK=BLOCK, **early_launch(gate_up))
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _gate_mul_kernel(gate_up_ptr, out_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     wait_for_predecessor(EARLY)
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
     gate = tl.load(gate_up_ptr + token * 2 * size + offsets, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + token * 2 * size + size + offsets, mask=mask, other=0.0)
-    tl.store(out_ptr + token * size + offsets, silu_mul_block(gate, up), mask=mask)
+    tl.store(out_ptr + token * size + offsets, gate_mul_block(gate, up, ACTIVATION), mask=mask)
 
 
 @triton.jit
-def silu_mul_block(gate, up):
-    """silu_mul inside a kernel, of blocks in the model's dtype; SiLU is rounded to it, as transformers does."""
+def gate_mul_block(gate, up, ACTIVATION: tl.constexpr):
+    """gate_mul inside a kernel, of blocks in the model's dtype; act(gate) is rounded to it, as transformers does."""
     wide = gate.to(tl.float32)
-    return (wide * tl.sigmoid(wide)).to(gate.dtype) * up
+    if ACTIVATION == "silu":
+        act = wide * tl.sigmoid(wide)
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        # (1 + tanh(u)) / 2 is sigmoid(2 * u): no exp that overflows becomes more than a 0.
+        act = wide * tl.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide))
+    return act.to(gate.dtype) * up

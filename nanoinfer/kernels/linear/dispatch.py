@@ -5,41 +5,65 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels.linear.activation import silu_mul
+from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave, one_wave_linear
-from nanoinfer.kernels.norm.rms_norm import add_rms_norm, rms_norm
+from nanoinfer.kernels.norm.rms_norm import Norm, add_residual, add_rms_norm, norm_add_rms_norm, rms_norm
 
 
-def linear(x: Tensor, weight: Tensor, gated: bool = False, may_split: bool = False) -> Tensor:
-    """x @ weight.T: [tokens, in_features] and [out_features, in_features] to [tokens, out_features].
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    may_split: bool = False,
+) -> Tensor:
+    """x @ weight.T + bias: [tokens, in_features] and [out_features, in_features] to [tokens, out_features].
 
-    gated: the weight has gates in its first half; silu(gate) * up is returned, [tokens, out_features // 2]
+    bias: [out_features]
+    activation: the weight has gates in its first half, and so has the bias; act(gate) * up is returned, see
+        activation.py, [tokens, out_features // 2]
     may_split: it may also be [pieces, tokens, out_features] float32, which add up to the product: who adds something
-    to it anyhow, as kernels.norm does, can add those as well
+        to it anyhow, as kernels.norm does, can add those as well
     """
     if _is_one_row(x, weight):
-        return one_row_linear(x, weight, gated)
-    if wave := find_one_wave(x, weight, gated, may_split):
-        return one_wave_linear(x, weight, wave, gated)
-    out = F.linear(x, weight)
-    return silu_mul(out) if gated else out
+        return one_row_linear(x, weight, bias, activation)
+    if wave := find_one_wave(x, weight, activation is not None, may_split):
+        return one_wave_linear(x, weight, wave, bias, activation)
+    out = F.linear(x, weight, bias)
+    return gate_mul(out, activation) if activation else out
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, gated: bool = False
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Norm | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    post: Norm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns linear(rms_norm(x + residual), weight, gated) and x + residual.
+    """Returns linear(rms_norm(total, norm), weight, bias, activation) and total = x + residual.
 
     x: [tokens, in_features], or with a residual pieces that add up to it; residual: [tokens, in_features]
+    norm: None where the product is of the total itself
+    post: the total is rms_norm(x, post) + residual; only with a residual
     """
+    assert post is None or residual is not None
     if _is_one_row(x, weight):
-        return one_row_norm_linear(x, residual, norm_weight, eps, weight, gated)
+        return one_row_norm_linear(x, residual, norm, weight, bias, activation, post)
+    normed, total = _norm(x, residual, norm, post)
+    return linear(normed, weight, bias, activation), total
+
+
+def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, post: Norm | None) -> tuple[Tensor, Tensor]:
+    """What norm_linear multiplies, and the total; one launch at most."""
     if residual is None:
-        normed, total = rms_norm(x, norm_weight, eps), x
-    else:
-        normed, total = add_rms_norm(x, residual, norm_weight, eps)
-    return linear(normed, weight, gated), total
+        return x if norm is None else rms_norm(x, norm), x
+    if norm is None:
+        total = add_residual(x, residual, post)
+        return total, total
+    return add_rms_norm(x, residual, norm) if post is None else norm_add_rms_norm(x, residual, post, norm)
 
 
 def _is_one_row(x: Tensor, weight: Tensor) -> bool:

@@ -12,57 +12,73 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
-from nanoinfer.kernels.linear.activation import silu_mul_block
-from nanoinfer.kernels.norm.rms_norm import norm_block
+from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
+from nanoinfer.kernels.norm.rms_norm import Norm, norm_block
 
 MAX_IN_FEATURES = 16384  # what one program's registers hold of the input, beside two tiles of the weight
 MIN_TILE = 8192  # weights that a program loads at once; two rows of it at least, or the reductions cost more
 WEIGHTS_PER_SM = 4 * MIN_TILE  # on their way at a time
 
 
-def one_row_linear(x: Tensor, weight: Tensor, gated: bool = False) -> Tensor:
+def one_row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None
+) -> Tensor:
     """See kernels.linear.dispatch.linear."""
-    return _launch(x, weight, gated=gated)
+    return _launch(x, weight, bias, activation)
 
 
 def one_row_norm_linear(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float, weight: Tensor, gated: bool = False
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Norm | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    post: Norm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.linear.dispatch.norm_linear."""
+    """See kernels.linear.dispatch.norm_linear; x is in one piece."""
     total = x if residual is None else torch.empty_like(x)
-    return _launch(x, weight, gated, residual, total, norm_weight, eps), total
+    return _launch(x, weight, bias, activation, residual, total, norm, post), total
 
 
 def _launch(
     x: Tensor,
     weight: Tensor,
-    gated: bool,
+    bias: Tensor | None,
+    activation: Activation | None,
     residual: Tensor | None = None,
     total: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
+    norm: Norm | None = None,
+    post: Norm | None = None,
 ) -> Tensor:
     rows, in_features = weight.shape
     assert x.is_contiguous()
     assert weight.is_contiguous()
-    out = torch.empty((1, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, rows // 2 if activation else rows), dtype=x.dtype, device=x.device)
     block_k = triton.next_power_of_2(in_features)
     tile = max(MIN_TILE, 2 * block_k)
     block_n = tile // block_k
     programs = max(WEIGHTS_PER_SM // tile, 1) * num_multiprocessors(x.device)
     _one_row_kernel[(min(triton.cdiv(rows, block_n), programs),)](
         x,
+        post.weight if post else None,
         residual,
-        norm_weight,
+        norm.weight if norm else None,
         weight,
+        bias,
         out,
         total,
         in_features,
         rows,
-        eps,
-        NORM=norm_weight is not None,
+        post.eps if post else None,
+        norm.eps if norm else None,
+        POST=post is not None,
+        POST_PLUS_ONE=post is not None and post.plus_one,
         ADD=residual is not None,
-        GATED=gated,
+        NORM=norm is not None,
+        PLUS_ONE=norm is not None and norm.plus_one,
+        BIAS=bias is not None,
+        ACTIVATION=activation,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=8 if tile == MIN_TILE else 16,
@@ -74,45 +90,63 @@ def _launch(
 @triton.jit
 def _one_row_kernel(
     x_ptr,
+    post_weight_ptr,
     residual_ptr,
     norm_weight_ptr,
     weight_ptr,
+    bias_ptr,
     out_ptr,
     total_ptr,
     in_features,
     rows,
+    post_eps,
     eps,
-    NORM: tl.constexpr,
+    POST: tl.constexpr,
+    POST_PLUS_ONE: tl.constexpr,
     ADD: tl.constexpr,
-    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    GATED: tl.constexpr = ACTIVATION is not None
     program, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK_K)
     inside = k < in_features
     # Weights were written long before: the first of them need not wait.
     tile = _load_tile(weight_ptr, program, k, in_features, rows, BLOCK_N, GATED)
+    if BIAS:
+        bias = _load_bias(bias_ptr, program, rows, BLOCK_N, GATED)
+    if POST:
+        post_weight = tl.load(post_weight_ptr + k, mask=inside, other=0.0)
     if NORM:
         norm_weight = tl.load(norm_weight_ptr + k, mask=inside, other=0.0)
     wait_for_predecessor(EARLY)
 
     x = tl.load(x_ptr + k, mask=inside, other=0.0)
+    if POST:
+        x = norm_block(x, post_weight, in_features, post_eps, POST_PLUS_ONE)
     if ADD:
         x += tl.load(residual_ptr + k, mask=inside, other=0.0)
         tl.store(total_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
     if NORM:
-        x = norm_block(x, norm_weight, in_features, eps)
+        x = norm_block(x, norm_weight, in_features, eps, PLUS_ONE)
     wide = x.to(tl.float32)
 
     for start in range(program * BLOCK_N, rows, programs * BLOCK_N):
         following = _load_tile(weight_ptr, start // BLOCK_N + programs, k, in_features, rows, BLOCK_N, GATED)
-        dots = tl.sum(tile.to(tl.float32) * wide[None, :], axis=1).to(x.dtype)
+        dots = tl.sum(tile.to(tl.float32) * wide[None, :], axis=1)
+        if BIAS:
+            dots += bias
+            bias = _load_bias(bias_ptr, start // BLOCK_N + programs, rows, BLOCK_N, GATED)
+        dots = dots.to(x.dtype)
         if GATED:
             n = start // 2 + tl.arange(0, BLOCK_N // 2)
             gate, up = tl.split(tl.reshape(dots, [BLOCK_N // 2, 2]))
-            tl.store(out_ptr + n, silu_mul_block(gate, up), mask=n < rows // 2)
+            tl.store(out_ptr + n, gate_mul_block(gate, up, ACTIVATION), mask=n < rows // 2)
         else:
             n = start + tl.arange(0, BLOCK_N)
             tl.store(out_ptr + n, dots, mask=n < rows)
@@ -127,3 +161,13 @@ def _load_tile(weight_ptr, tile, k, in_features, rows, BLOCK_N: tl.constexpr, GA
     if GATED:
         n = n // 2 + n % 2 * (rows // 2)
     return tl.load(weight_ptr + n[:, None] * in_features + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_bias(bias_ptr, tile, rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """The biases of a tile's rows, in the same order, as float32."""
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = n < rows
+    if GATED:
+        n = n // 2 + n % 2 * (rows // 2)
+    return tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch import can_launch_early, early_launch, num_multiprocessors, wait_for_predecessor
-from nanoinfer.kernels.linear.activation import silu_mul_block
+from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
 
 MAX_TOKENS = 256  # as far as it was measured against cuBLAS
 MAX_PIECES = 8
@@ -70,12 +70,16 @@ def _shared_memory(device: torch.device) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
-def one_wave_linear(x: Tensor, weight: Tensor, wave: Wave, gated: bool = False) -> Tensor:
+def one_wave_linear(
+    x: Tensor, weight: Tensor, wave: Wave, bias: Tensor | None = None, activation: Activation | None = None
+) -> Tensor:
     """The product as one launch.
 
-    x: [tokens, in_features]; weight: [out_features, in_features], if gated [2 * out_features, in_features]
-    Returns [tokens, out_features], or in several pieces [pieces, tokens, out_features] float32; gated: silu(gate) * up.
+    x: [tokens, in_features]; weight: [out_features, in_features], bias: [out_features]; with an activation twice as
+    many of both, gates before ups
+    Returns [tokens, out_features], or in several pieces [pieces, tokens, out_features] float32, the bias in the first.
     """
+    gated = activation is not None
     assert wave.pieces == 1 or not gated  # the activation is of the sum
     (tokens, in_features), out_features = x.shape, weight.shape[0] // 2 if gated else weight.shape[0]
     assert x.is_contiguous()
@@ -87,12 +91,14 @@ def one_wave_linear(x: Tensor, weight: Tensor, wave: Wave, gated: bool = False) 
     _one_wave_kernel[wave.grid](
         x,
         weight,
+        bias,
         out,
         tokens,
         out_features,
         in_features,
         in_features // wave.pieces,
-        GATED=gated,
+        BIAS=bias is not None,
+        ACTIVATION=activation,
         BLOCK_M=wave.block_m,
         BLOCK_N=wave.block_n,
         BLOCK_K=BLOCK_K,
@@ -107,21 +113,29 @@ def one_wave_linear(x: Tensor, weight: Tensor, wave: Wave, gated: bool = False) 
 def _one_wave_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     out_ptr,
     tokens,
     out_features,
     in_features,
     share,
-    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    GATED: tl.constexpr = ACTIVATION is not None
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.program_id(2) * share + tl.arange(0, BLOCK_K)
     has_token, has_output = (m < tokens)[:, None], (n < out_features)[:, None]
+    if BIAS:
+        biased = tl.where(tl.program_id(2) == 0, out_features, 0)  # only the first piece has it
+        bias = tl.load(bias_ptr + n, mask=n < biased, other=0.0).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias_ptr + out_features + n, mask=n < out_features, other=0.0).to(tl.float32)
     wait_for_predecessor(EARLY)
 
     # The tensor cores take at least 64 rows on the left: of few tokens, that is the weight's side.
@@ -138,9 +152,13 @@ def _one_wave_kernel(
             up_weight = tl.load(weight_ptrs + start + out_features * in_features, mask=has_output, other=0.0)
             up_acc = _add_product(up_acc, x, up_weight, TOKENS_LEFT)
 
+    if BIAS:
+        acc += bias[None, :] if TOKENS_LEFT else bias[:, None]
     out = acc.to(out_ptr.dtype.element_ty)
     if GATED:
-        out = silu_mul_block(out, up_acc.to(out.dtype))
+        if BIAS:
+            up_acc += up_bias[None, :] if TOKENS_LEFT else up_bias[:, None]
+        out = gate_mul_block(out, up_acc.to(out.dtype), ACTIVATION)
     if not TOKENS_LEFT:
         out = tl.trans(out)
     targets = out_ptr + (tl.program_id(2) * tokens + m[:, None]) * out_features + n[None, :]

@@ -24,67 +24,134 @@ class Norm(NamedTuple):
     plus_one: bool = False
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019).
 
-    x: [tokens, size], weight: [size]; returns [tokens, size] in x's dtype.
+    x: [tokens, size], or [pieces, tokens, size] float32 that add up to it
+    Returns [tokens, size] in x's dtype, of pieces in the weight's.
     """
-    return rms_norm_triton(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
+    if x.is_cuda:
+        return rms_norm_triton(x, norm)
+    return rms_norm_reference(_add_pieces(x, norm.weight.dtype), norm)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """Returns (rms_norm(x + residual), x + residual), both [tokens, size].
 
     x: [tokens, size], or [pieces, tokens, size] float32 that add up to it; residual: [tokens, size]
     """
-    if x.is_cuda:
-        return add_rms_norm_triton(x, residual, weight, eps)
-    return add_rms_norm_reference(x, residual, weight, eps)
+    function = add_rms_norm_triton if x.is_cuda else add_rms_norm_reference
+    return function(x, residual, norm)
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm in torch: statistics in float32, rounded to x's dtype before the weight, as transformers does."""
+def norm_add_rms_norm(x: Tensor, residual: Tensor, post: Norm, pre: Norm) -> tuple[Tensor, Tensor]:
+    """Returns (rms_norm(total, pre), total) for total = rms_norm(x, post) + residual, both [tokens, size].
+
+    For models that norm what a branch gives and what the next one takes (Gemma 2). x, residual: as for add_rms_norm
+    """
+    function = norm_add_rms_norm_triton if x.is_cuda else norm_add_rms_norm_reference
+    return function(x, residual, post, pre)
+
+
+def add_residual(x: Tensor, residual: Tensor, post: Norm | None = None) -> Tensor:
+    """Returns x + residual, or with `post` rms_norm(x, post) + residual, [tokens, size].
+
+    For models that norm only what a branch gives (OLMo 2). x, residual: as for add_rms_norm
+    """
+    function = add_residual_triton if x.is_cuda else add_residual_reference
+    return function(x, residual, post)
+
+
+def rms_norm_reference(x: Tensor, norm: Norm) -> Tensor:
+    """rms_norm in torch, of x in one piece, [..., size].
+
+    Statistics are in float32; the result is rounded to x's dtype before the weight, or with plus_one after it, as
+    transformers does.
+    """
     wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    if norm.plus_one:
+        return (normed * (1.0 + norm.weight.float())).to(x.dtype)
+    return normed.to(x.dtype) * norm.weight
 
 
-def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_reference(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """add_rms_norm in torch."""
-    if x.dim() == 3:
-        x = x.sum(dim=0).to(residual.dtype)
-    total = x + residual
-    return rms_norm_reference(total, weight, eps), total
+    total = add_residual_reference(x, residual)
+    return rms_norm_reference(total, norm), total
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm_add_rms_norm_reference(x: Tensor, residual: Tensor, post: Norm, pre: Norm) -> tuple[Tensor, Tensor]:
+    """norm_add_rms_norm in torch."""
+    total = add_residual_reference(x, residual, post)
+    return rms_norm_reference(total, pre), total
+
+
+def add_residual_reference(x: Tensor, residual: Tensor, post: Norm | None = None) -> Tensor:
+    """add_residual in torch."""
+    x = _add_pieces(x, residual.dtype)
+    return (x if post is None else rms_norm_reference(x, post)) + residual
+
+
+def _add_pieces(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.sum(dim=0).to(dtype) if x.dim() == 3 else x
+
+
+def rms_norm_triton(x: Tensor, norm: Norm) -> Tensor:
     """rms_norm as one launch."""
-    out = torch.empty_like(x)
-    _launch(x, None, weight, out, None, eps)
+    out = torch.empty(x.shape[-2:], dtype=norm.weight.dtype if x.dim() == 3 else x.dtype, device=x.device)
+    _launch(x, None, out, norm=norm)
     return out
 
 
-def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm_triton(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """add_rms_norm as one launch."""
     out, total = torch.empty_like(residual), torch.empty_like(residual)
-    _launch(x, residual, weight, out, total, eps)
+    _launch(x, residual, out, total, norm=norm)
     return out, total
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, total: Tensor | None, eps: float) -> None:
+def norm_add_rms_norm_triton(x: Tensor, residual: Tensor, post: Norm, pre: Norm) -> tuple[Tensor, Tensor]:
+    """norm_add_rms_norm as one launch."""
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    _launch(x, residual, out, total, post, pre)
+    return out, total
+
+
+def add_residual_triton(x: Tensor, residual: Tensor, post: Norm | None = None) -> Tensor:
+    """add_residual as one launch."""
+    out = torch.empty_like(residual)
+    _launch(x, residual, out, post=post)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    out: Tensor,
+    total: Tensor | None = None,
+    post: Norm | None = None,
+    norm: Norm | None = None,
+) -> None:
     tokens, size = x.shape[-2:]
     block = triton.next_power_of_2(size)
     _rms_norm_kernel[(tokens,)](
         x,
         residual,
-        weight,
+        post.weight if post else None,
+        norm.weight if norm else None,
         out,
         total,
         size,
         tokens * size,
-        eps,
+        post.eps if post else None,
+        norm.eps if norm else None,
         PIECES=len(x) if x.dim() == 3 else 1,
+        POST=post is not None,
+        POST_PLUS_ONE=post is not None and post.plus_one,
         ADD=residual is not None,
+        NORM=norm is not None,
+        PLUS_ONE=norm is not None and norm.plus_one,
         BLOCK=block,
         num_warps=norm_warps(block),
         **early_launch(x),
@@ -100,35 +167,50 @@ def norm_warps(block: int) -> int:
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
+    post_weight_ptr,
     weight_ptr,
     out_ptr,
     total_ptr,
     size,
     piece_stride,
+    post_eps,
     eps,
     PIECES: tl.constexpr,
+    POST: tl.constexpr,
+    POST_PLUS_ONE: tl.constexpr,
     ADD: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * size
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
-    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
+    if POST:
+        post_weight = tl.load(post_weight_ptr + offsets, mask=mask, other=0.0)
+    if NORM:
+        weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
     wait_for_predecessor(EARLY)
     x = tl.load(x_ptr + row + offsets, mask=mask, other=0.0)
     for piece in tl.static_range(1, PIECES):
         x += tl.load(x_ptr + piece * piece_stride + row + offsets, mask=mask, other=0.0)
     x = x.to(out_ptr.dtype.element_ty)
+    if POST:
+        x = norm_block(x, post_weight, size, post_eps, POST_PLUS_ONE)
     if ADD:
         x += tl.load(residual_ptr + row + offsets, mask=mask, other=0.0)
-        tl.store(total_ptr + row + offsets, x, mask=mask)
-    tl.store(out_ptr + row + offsets, norm_block(x, weight, size, eps), mask=mask)
+        if NORM:
+            tl.store(total_ptr + row + offsets, x, mask=mask)
+    tl.store(out_ptr + row + offsets, norm_block(x, weight, size, eps, PLUS_ONE) if NORM else x, mask=mask)
 
 
 @triton.jit
-def norm_block(x, weight, size, eps):
+def norm_block(x, weight, size, eps, PLUS_ONE: tl.constexpr):
     """rms_norm inside a kernel: of a row of `size` numbers, and zeros up to the next power of two."""
     wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    return (wide * scale).to(x.dtype) * weight
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    if PLUS_ONE:
+        return (normed * (1.0 + weight.to(tl.float32))).to(x.dtype)
+    else:
+        return normed.to(x.dtype) * weight

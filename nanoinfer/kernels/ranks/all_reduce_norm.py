@@ -8,15 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
-from nanoinfer.kernels.norm.rms_norm import norm_block, norm_warps
+from nanoinfer.kernels.norm.rms_norm import Norm, norm_block, norm_warps
 from nanoinfer.kernels.ranks.send_receive import inbox_of, receive, send, send_to_all
 
 
 def all_reduce_add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
+    norm: Norm,
     inboxes: Tensor,
     rank: int,
     stop: Tensor,
@@ -40,17 +39,18 @@ def all_reduce_add_rms_norm(
     _all_reduce_norm_kernel[(min(tokens, programs),)](
         x,
         residual,
-        weight,
+        norm.weight,
         out,
         total,
         inboxes,
         stop,
         tokens,
         size,
-        eps,
+        norm.eps,
         RANK=rank,
         RANKS=ranks,
         ADD=residual is not None,
+        PLUS_ONE=norm.plus_one,
         ONE_OWNER=one_owner,
         BLOCK=block,
         RANKS_BLOCK=triton.next_power_of_2(ranks),
@@ -75,6 +75,7 @@ def _all_reduce_norm_kernel(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     ADD: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
     ONE_OWNER: tl.constexpr,
     BLOCK: tl.constexpr,
     RANKS_BLOCK: tl.constexpr,
@@ -104,7 +105,7 @@ def _all_reduce_norm_kernel(
             total = _sum(x_ptr + place, inbox + place, matrix, mask, stop_ptr, RANK, RANKS, RANKS_BLOCK)
             if ADD:
                 total += residual
-            out = norm_block(total, weight, size, eps)
+            out = norm_block(total, weight, size, eps, PLUS_ONE)
             tl.store(total_ptr + place, total, mask=mask)
             tl.store(out_ptr + place, out, mask=mask)
             if ONE_OWNER:

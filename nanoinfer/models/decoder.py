@@ -1,0 +1,201 @@
+"""The decoder: embeddings, blocks of attention and a gated MLP on a residual stream, and logits.
+
+    tokens --> embedding --> [ joint --> attention --> joint --> MLP ] x layers --> joint --> logits
+
+A joint (layers/norm.py) adds a branch's result to the residual stream and norms the next branch's input. Which norms,
+biases, windows and scales there are, a Description says; it is resolved here, once, so that no forward pass asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.attention import AttentionBackend
+from nanoinfer.attention.context import Context, Scoring
+from nanoinfer.layers.attention import Attention, FullWidth
+from nanoinfer.layers.embedding import VocabParallelEmbedding
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, share_of_heads
+from nanoinfer.layers.norm import Joint, RMSNorm
+from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
+from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention: of the joint's output, and projected back."""
+
+    def __init__(
+        self,
+        model: Description,
+        layer: int,
+        rotary: RotaryEmbedding | None,
+        scales: Tensor | None,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        prefix = f"model.layers.{layer}."
+        self.head_dim = model.head_dim
+        heads = model.num_heads, model.num_kv_heads, model.num_kv_heads
+        names = tuple(prefix + name for name in model.names.qkv)
+        self.qkv_proj = ColumnParallelLinear(names, model.hidden_size, heads, tp, model.head_dim, model.qkv_bias)
+        self.attention = Attention(
+            layer,
+            Scoring(model.attention_scale, model.windows[layer], model.score_cap),
+            backend,
+            rotary,
+            scales,
+            _query_and_key_norms(model, prefix, tp),
+            _full_width(model, tp),
+        )
+        self.o_proj = RowParallelLinear(
+            f"{prefix}self_attn.o_proj", model.num_heads * model.head_dim, model.hidden_size, tp, model.o_bias
+        )
+
+    def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
+        """Returns the branch's result, and the residual stream that it is to be added to."""
+        qkv, residual = self.qkv_proj(x, residual, joint)
+        heads = self.attention(qkv.unflatten(-1, (-1, self.head_dim)), context)
+        return self.o_proj(heads.flatten(1)), residual
+
+
+class MLP(nn.Module):
+    """activation(gate) * up, and projected back (Shazeer, 2020)."""
+
+    def __init__(self, model: Description, layer: int, tp: TensorParallel) -> None:
+        super().__init__()
+        prefix = f"model.layers.{layer}."
+        size = model.intermediate_size
+        self.gate_up_proj = ColumnParallelLinear(
+            tuple(prefix + name for name in model.names.gate_up),
+            model.hidden_size,
+            (size, size),
+            tp,
+            bias=model.mlp_bias,
+            activation=model.activation,
+        )
+        self.down_proj = RowParallelLinear(f"{prefix}mlp.down_proj", size, model.hidden_size, tp, model.mlp_bias)
+
+    def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
+        """Returns the branch's result, and the residual stream that it is to be added to."""
+        gated, residual = self.gate_up_proj(x, residual, joint)
+        return self.down_proj(gated), residual
+
+
+class Block(nn.Module):
+    """One layer: two branches, each behind a joint. What the last branch gives is added by the next layer's joint."""
+
+    def __init__(self, attention_joint: Joint, attention: SelfAttention, mlp_joint: Joint, mlp: MLP) -> None:
+        super().__init__()
+        self.attention_joint, self.attention = attention_joint, attention
+        self.mlp_joint, self.mlp = mlp_joint, mlp
+
+    def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+        """x: the last block's result, not yet added to residual; both [tokens, hidden_size], see Joint."""
+        x, residual = self.attention(x, residual, self.attention_joint, context)
+        return self.mlp(x, residual, self.mlp_joint)
+
+
+class Decoder(nn.Module):
+    """A whole model. See runner.model_runner.CausalLM for what the runner reads of it."""
+
+    def __init__(self, model: Description, max_model_len: int, backend: AttentionBackend, tp: TensorParallel) -> None:
+        super().__init__()
+        self.num_layers = model.num_layers
+        self.num_kv_heads = share_of_heads(model.num_kv_heads, tp.size)
+        self.head_dim = model.head_dim
+        self.embedding = VocabParallelEmbedding(
+            EMBEDDING, model.vocab_size, model.hidden_size, tp, HEAD if model.tied else None
+        )
+        # transformers rounds it to the embeddings' dtype
+        self.embedding_scale = torch.tensor(model.embedding_scale, dtype=self.embedding.weight.dtype).item()
+        rotaries = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(model.ropes) if rope is not None}
+        self.long_rotary = next((rotary for rotary in rotaries.values() if rotary.long_from is not None), None)
+        self.blocks = nn.ModuleList()
+        joints = _joints(model, tp)
+        scaling = model.query_scaling
+        scales = None if scaling is None else query_scales(scaling.beta, scaling.length, max_model_len)
+        for layer, rope in enumerate(model.ropes):
+            rotary = None if rope is None else rotaries[rope]
+            attention = SelfAttention(model, layer, rotary, scales, backend, tp)
+            self.blocks.append(Block(next(joints), attention, next(joints), MLP(model, layer, tp)))
+        self.joint = next(joints)
+        self.lm_head = (
+            self.embedding if model.tied else VocabParallelEmbedding(HEAD, model.vocab_size, model.hidden_size, tp)
+        )
+        self.logit_scale, self.logit_cap = model.logit_scale, model.logit_cap
+
+    @property
+    def first_id(self) -> int:
+        """The first of this rank's token ids."""
+        return self.lm_head.first_id
+
+    @property
+    def num_ids(self) -> int:
+        """How many token ids this rank has."""
+        return len(self.lm_head.weight)
+
+    def forward(self, token_ids: Tensor, context: Context) -> Tensor:
+        """[tokens] int32 to hidden states, [tokens, hidden_size]."""
+        if self.long_rotary is not None:
+            context.rotary_rows = self.long_rotary.rows(context)
+        x, residual = self.embedding(token_ids), None
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        for block in self.blocks:
+            x, residual = block(x, residual, context)
+        return self.joint(x, residual)[0]
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[rows, hidden_size] to [rows, this rank's token ids], into `out` if given."""
+        logits = self.lm_head.logits(hidden, out)
+        if self.logit_scale != 1:
+            logits *= self.logit_scale
+        if self.logit_cap is not None:
+            logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
+        return logits
+
+
+def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
+    """The joints in their order: two a layer, and the last."""
+    names = model.names
+    whole = names.attention_post_norm is not None or names.mlp_post_norm is not None
+
+    def norm(layer: int, name: str | None) -> RMSNorm | None:
+        if name is None:
+            return None
+        return RMSNorm(f"model.layers.{layer}.{name}", model.hidden_size, model.norm_eps, model.norm_plus_one)
+
+    post, scale = None, 1.0
+    for layer in range(model.num_layers):
+        yield Joint(post, norm(layer, names.attention_norm), tp, scale, whole)
+        scale = model.residual_scale
+        yield Joint(norm(layer, names.attention_post_norm), norm(layer, names.mlp_norm), tp, scale, whole)
+        post = norm(layer, names.mlp_post_norm)
+    last = RMSNorm("model.norm", model.hidden_size, model.norm_eps, model.norm_plus_one)
+    yield Joint(post, last, tp, scale, whole)
+
+
+def _query_and_key_norms(model: Description, prefix: str, tp: TensorParallel) -> tuple[RMSNorm, RMSNorm] | None:
+    if model.qk_norm is None:
+        return None
+
+    def norm(name: str, heads: int) -> RMSNorm:
+        path = f"{prefix}self_attn.{name}"
+        if model.qk_norm == "head":
+            return RMSNorm(path, model.head_dim, model.norm_eps, model.norm_plus_one)
+        share = share_of_heads(heads, tp.size) * model.head_dim
+        start = tp.rank * heads // tp.size * model.head_dim
+        return RMSNorm(path, heads * model.head_dim, model.norm_eps, model.norm_plus_one, start, share)
+
+    return norm("q_norm", model.num_heads), norm("k_norm", model.num_kv_heads)
+
+
+def _full_width(model: Description, tp: TensorParallel) -> FullWidth | None:
+    if model.qk_norm != "full":
+        return None
+    copies = max(tp.size // model.num_kv_heads, 1)
+    return FullWidth(model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, copies, tp)

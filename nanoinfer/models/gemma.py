@@ -1,0 +1,56 @@
+"""Gemma 2 and Gemma 3 (Gemma Team, 2024 and 2025): norms around each branch, scaled embeddings, windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nanoinfer.models.description import Description, Names
+from nanoinfer.models.reading import describe_common, head_dim_of, read_windows, refuse
+from nanoinfer.models.rope import read_rope
+
+NAMES = Names(
+    attention_norm="input_layernorm",
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+
+
+def describe_gemma2(config: PretrainedConfig) -> Description:
+    """Soft caps of scores and logits."""
+    rope = read_rope(config, head_dim_of(config))
+    return _describe(
+        config,
+        ropes=(rope,) * config.num_hidden_layers,
+        score_cap=config.attn_logit_softcapping,
+        logit_cap=config.final_logit_softcapping,
+    )
+
+
+def describe_gemma3(config: PretrainedConfig) -> Description:
+    """A norm on every query and key head, and a rotary base for layers with a window and one for those without."""
+    refuse(config, use_bidirectional_attention=False)
+    ropes = {kind: read_rope(config, head_dim_of(config), kind) for kind in set(config.layer_types)}
+    return _describe(
+        config,
+        ropes=tuple(ropes[kind] for kind in config.layer_types),
+        qk_norm="head",
+        logit_cap=config.final_logit_softcapping,
+    )
+
+
+def _describe(config: PretrainedConfig, **own: Any) -> Description:
+    return describe_common(
+        config,
+        activation_field="hidden_activation",
+        names=NAMES,
+        norm_plus_one=True,
+        windows=read_windows(config, config.sliding_window),
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        attention_scale=config.query_pre_attn_scalar**-0.5,
+        embedding_scale=config.hidden_size**0.5,
+        **own,
+    )

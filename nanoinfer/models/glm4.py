@@ -1,0 +1,29 @@
+"""GLM-4 (Z.ai, 2025): norms around each branch, half of each head rotated, in pairs of neighbours."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from nanoinfer.models.description import Description, Names
+from nanoinfer.models.reading import describe_common, head_dim_of, refuse_windows
+from nanoinfer.models.rope import read_rope
+
+NAMES = Names(
+    attention_norm="input_layernorm",
+    attention_post_norm="post_self_attn_layernorm",
+    mlp_norm="post_attention_layernorm",
+    mlp_post_norm="post_mlp_layernorm",
+    gate_up=("mlp.gate_up_proj",),
+)
+
+
+def describe(config: PretrainedConfig) -> Description:
+    """Biases of queries, keys and values if the config has them."""
+    refuse_windows(config)
+    rotated = int(head_dim_of(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    return describe_common(
+        config,
+        names=NAMES,
+        ropes=(read_rope(config, rotated, interleaved=True),) * config.num_hidden_layers,
+        qkv_bias=config.attention_bias,
+    )

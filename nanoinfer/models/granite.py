@@ -1,0 +1,25 @@
+"""Granite (IBM, 2024): Llama with four multipliers."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from nanoinfer.models.description import Description
+from nanoinfer.models.reading import describe_common, head_dim_of, refuse_windows
+from nanoinfer.models.rope import read_rope
+
+
+def describe(config: PretrainedConfig) -> Description:
+    """Of the embeddings, the scores, what branches add, and the logits."""
+    refuse_windows(config)
+    return describe_common(
+        config,
+        ropes=(read_rope(config, head_dim_of(config)),) * config.num_hidden_layers,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        embedding_scale=config.embedding_multiplier,
+        attention_scale=config.attention_multiplier,
+        residual_scale=config.residual_multiplier,
+        logit_scale=1 / config.logits_scaling,
+    )

@@ -1,0 +1,40 @@
+"""OLMo 2 and OLMo 3 (OLMo Team, 2025): a branch's result is normed, not its input; q/k norm over all heads at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nanoinfer.models.description import Description, Names
+from nanoinfer.models.reading import describe_common, head_dim_of, read_windows, refuse_windows
+from nanoinfer.models.rope import read_rope
+
+NAMES = Names(
+    attention_norm=None,
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_post_norm="post_feedforward_layernorm",
+)
+
+
+def describe_olmo2(config: PretrainedConfig) -> Description:
+    """No windows."""
+    refuse_windows(config)
+    return _describe(config, ropes=(read_rope(config, head_dim_of(config)),) * config.num_hidden_layers)
+
+
+def describe_olmo3(config: PretrainedConfig) -> Description:
+    """Windows on most layers, and rotary settings for each kind."""
+    ropes = {kind: read_rope(config, head_dim_of(config), kind) for kind in set(config.layer_types)}
+    return _describe(
+        config,
+        windows=read_windows(config, config.sliding_window),
+        ropes=tuple(ropes[kind] for kind in config.layer_types),
+    )
+
+
+def _describe(config: PretrainedConfig, **own: Any) -> Description:
+    return describe_common(
+        config, names=NAMES, qk_norm="full", qkv_bias=config.attention_bias, o_bias=config.attention_bias, **own
+    )

@@ -1,0 +1,72 @@
+"""What families read from a config.json alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nanoinfer.models.description import Description
+
+ACTIVATION_NAMES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # what configs call them, and what we do
+
+
+def head_dim_of(config: PretrainedConfig) -> int:
+    """The size of a head: as the config has it, or what the hidden size leaves each."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def describe_common(config: PretrainedConfig, activation_field: str = "hidden_act", **own: Any) -> Description:
+    """A Description of the fields that all families share, and a family's own.
+
+    Raises ValueError, naming the setting, for what no family of ours implements.
+    """
+    refuse(config, quantization_config=None, is_causal=True)
+    activation = getattr(config, activation_field)
+    if activation not in ACTIVATION_NAMES:
+        raise ValueError(
+            f"model: {activation_field}={activation!r} in its config is not supported; supported:"
+            f" {', '.join(ACTIVATION_NAMES)}"
+        )
+    head_dim = head_dim_of(config)
+    fields: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads or config.num_attention_heads,
+        "head_dim": head_dim,
+        "max_position": config.max_position_embeddings,
+        "norm_eps": config.rms_norm_eps,
+        "tied": bool(getattr(config, "tie_word_embeddings", False)),
+        "activation": ACTIVATION_NAMES[activation],
+        "attention_scale": head_dim**-0.5,
+        "windows": (None,) * config.num_hidden_layers,
+    }
+    return Description(**{**fields, **own})
+
+
+def refuse(config: PretrainedConfig, **supported: Any) -> None:
+    """Raise ValueError when the config has one of these settings, and another value than the supported one."""
+    for name, allowed in supported.items():
+        value = getattr(config, name, allowed)
+        if value not in (None, allowed):
+            raise ValueError(f"model: {name}={value!r} in its config is not supported")
+
+
+def refuse_windows(config: PretrainedConfig) -> None:
+    """Raise ValueError when layers have windows, in a family that has none."""
+    read_windows(config, None)
+
+
+def read_windows(config: PretrainedConfig, window: int | None) -> tuple[int | None, ...]:
+    """A window a layer, by its layer_types. Raises ValueError for a type that is not here."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    supported = ("full_attention", "sliding_attention") if window else ("full_attention",)
+    for kind in kinds:
+        if kind not in supported:
+            raise ValueError(
+                f"model: layer_types={kind!r} in its config is not supported; supported here: {', '.join(supported)}"
+            )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

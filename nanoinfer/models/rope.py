@@ -1,0 +1,125 @@
+"""Rotary settings of a config.json as frequencies. A type that is not here is refused by its name.
+
+The arithmetic is transformers' own, in float32, so that angles agree to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nanoinfer.layers.rotary import Rope
+
+Parameters = Mapping[str, Any]
+ANY_LENGTH = ("default", "linear", "llama3", "yarn")
+
+
+def read_rope(
+    config: PretrainedConfig,
+    dim: int,
+    kind: str | None = None,
+    types: tuple[str, ...] = ANY_LENGTH,
+    interleaved: bool = False,
+) -> Rope:
+    """The rotary embedding of a config, over the first `dim` numbers of a head.
+
+    kind: of layer, where each has settings of its own
+    types: those that the family may have
+    Raises ValueError for another type.
+    """
+    outer: Parameters = config.rope_parameters
+    parameters = outer[kind] if kind is not None else outer
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in types:
+        raise ValueError(
+            f"model: rope_type={rope_type!r} in its config is not supported; supported: {', '.join(types)}"
+        )
+    theta = float(parameters["rope_theta"])
+    plain = 1 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if rope_type == "linear":
+        return Rope(_floats(plain / parameters["factor"]), interleaved=interleaved)
+    if rope_type == "llama3":
+        return Rope(_llama3(plain, parameters), interleaved=interleaved)
+    if rope_type == "yarn":
+        return _yarn(config, plain, parameters, outer.get("truncate", True), interleaved)
+    if rope_type == "longrope":
+        return _longrope(config, plain, parameters)
+    return Rope(_floats(plain), interleaved=interleaved)
+
+
+def _original_length(config: PretrainedConfig, parameters: Parameters) -> int:
+    """The length that the model was trained on before it was stretched."""
+    outside = getattr(config, "original_max_position_embeddings", None)
+    inside = parameters.get("original_max_position_embeddings")
+    return int(outside or inside or config.max_position_embeddings)
+
+
+def _llama3(plain: Tensor, parameters: Parameters) -> tuple[float, ...]:
+    """Llama 3.1's: long waves are stretched, short ones stay, those between are mixed (Llama Team, 2024)."""
+    factor, low, high = (parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = parameters["original_max_position_embeddings"]
+    waves = 2 * math.pi / plain
+    mixed = (original / waves - low) / (high - low)
+    between = (1 - mixed) * (plain / factor) + mixed * plain
+    stretched = torch.where(waves > original / low, plain / factor, plain)
+    is_between = ~(waves < original / high) & ~(waves > original / low)
+    return _floats(torch.where(is_between, between, stretched))
+
+
+def _yarn(config: PretrainedConfig, plain: Tensor, parameters: Parameters, truncate: bool, interleaved: bool) -> Rope:
+    """YaRN (Peng et al., 2023): waves that turn often in the original length stay, the others are stretched."""
+    dim, theta = 2 * len(plain), parameters["rope_theta"]
+    original = _original_length(config, parameters)
+    factor = parameters.get("factor") or config.max_position_embeddings / original
+
+    def pair_that_turns(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = pair_that_turns(parameters.get("beta_fast") or 32)
+    high = pair_that_turns(parameters.get("beta_slow") or 1)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    stretch = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - stretch
+    frequencies = plain / factor * (1 - keep) + plain * keep
+    return Rope(_floats(frequencies), _yarn_factor(factor, parameters), interleaved)
+
+
+def _yarn_factor(factor: float, parameters: Parameters) -> float:
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+
+    def of(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    return of(scale) / of(scale_all) if scale and scale_all else of(1)
+
+
+def _longrope(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -> Rope:
+    """LongRoPE (Ding et al., 2024): a divisor a pair, others for sequences beyond the original length."""
+    original = _original_length(config, parameters)
+    stretch = parameters.get("factor") or config.max_position_embeddings / original
+    factor = parameters.get("attention_factor")
+    if factor is None:
+        factor = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    dim, theta = 2 * len(plain), float(parameters["rope_theta"])
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    short, long = (
+        _floats(1 / (torch.tensor(parameters[name], dtype=torch.float32) * theta**exponents))
+        for name in ("short_factor", "long_factor")
+    )
+    return Rope(short, float(factor), long_frequencies=long, long_from=original)
+
+
+def _floats(x: Tensor) -> tuple[float, ...]:
+    return tuple(x.tolist())

@@ -1,0 +1,22 @@
+"""SmolLM3 (Hugging Face, 2025): Llama with layers that do not rotate."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from nanoinfer.models.description import Description
+from nanoinfer.models.reading import describe_common, head_dim_of, read_windows
+from nanoinfer.models.rope import read_rope
+
+
+def describe(config: PretrainedConfig) -> Description:
+    """no_rope_layers has a 0 for each layer that does not rotate."""
+    rope = read_rope(config, head_dim_of(config))
+    return describe_common(
+        config,
+        windows=read_windows(config, config.sliding_window),
+        ropes=tuple(rope if rotates else None for rotates in config.no_rope_layers),
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+    )

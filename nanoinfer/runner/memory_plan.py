@@ -1,0 +1,84 @@
+"""MemoryPlan: how a device's memory is divided, and so how many blocks the KV cache has."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer.config import Config
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.kv_cache import KVCacheSpec
+
+CPU_BUDGET = 4 << 30  # for the KV cache, of which only what is written costs memory
+BYTES_PER_GRAPH = 8 << 20  # a captured step of 28 or 36 layers took 6 to 8 MiB on an H200
+
+log = logging.getLogger("nanoinfer")
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All but `blocks` in bytes, of one rank.
+
+    total: of the device; limit: what may be in use once the engine is up
+    used: before there is a cache, by everybody; steps: what they work in; graphs: what is kept for them
+    block_bytes: of one block; blocks: of the cache
+    """
+
+    total: int
+    limit: int
+    used: int
+    steps: int
+    graphs: int
+    block_bytes: int
+    blocks: int
+
+    def __str__(self) -> str:
+        sizes = {
+            "total": self.total,
+            "limit": self.limit,
+            "used": self.used,
+            "steps": self.steps,
+            "graphs": self.graphs,
+            "KV cache": self.blocks * self.block_bytes,
+        }
+        told = ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in sizes.items())
+        return f"memory in GiB: {told} ({self.blocks:,} blocks of {self.block_bytes / 2**20:,.2f} MiB)"
+
+
+def plan_memory(
+    config: Config, spec: KVCacheSpec, device: torch.device, tp: TensorParallel, steps: int, graphs: int
+) -> MemoryPlan:
+    """Divide the device's memory: blocks = (total * gpu_memory_utilization - used - steps - graphs) / block_bytes.
+
+    `used` counts every process. The poorest rank decides for all.
+    Raises ValueError, on every rank, when not even one sequence of max_model_len fits.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        limit, used = int(total * config.gpu_memory_utilization), total - free
+    else:
+        total, limit, used = CPU_BUDGET, CPU_BUDGET, 0
+    budget = tp.min(limit - used - steps - graphs, device)
+    blocks = config.num_kvcache_blocks or _blocks_that_fit(config, spec, budget)
+    plan = MemoryPlan(total, limit, used, steps, graphs, spec.block_bytes, blocks)
+    if tp.rank == 0:
+        log.info("%s", plan)
+    return plan
+
+
+def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
+    needed = -(-config.max_model_len // spec.block_size) * spec.block_bytes
+    if budget < needed:
+        remedy = (
+            "raise gpu_memory_utilization, or lower max_model_len or max_num_batched_tokens"
+            if config.device == "cuda"
+            else "set num_kvcache_blocks, or lower max_model_len"
+        )
+        raise ValueError(
+            f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of"
+            f" max_model_len={config.max_model_len} needs {needed / 2**20:,.0f} MiB: {remedy}"
+        )
+    return budget // spec.block_bytes

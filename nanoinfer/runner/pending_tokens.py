@@ -1,0 +1,45 @@
+"""PendingTokens: what a launched step brings to the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanoinfer.runner.logprobs import LogProbs
+from nanoinfer.runner.transfer import to_host
+
+POLL_SECONDS = 50e-6
+
+
+class PendingTokens:
+    """The tokens of a launched step, on their way to the host."""
+
+    def __init__(self, token_ids: Tensor, logprobs: list[LogProbs], prompt_logprobs: list[LogProbs]) -> None:
+        """token_ids: [rows] int32, empty when the step samples none.
+
+        logprobs: those that were asked for, by place among the tokens; prompt_logprobs: by chunk
+        """
+        self._host = to_host(token_ids)
+        self.logprobs = [entry.to_host() for entry in logprobs]  # to be read after `wait`
+        self.prompt_logprobs = [entry.to_host() for entry in prompt_logprobs]
+        self._event: torch.cuda.Event | None = None
+        if token_ids.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+        self.ready_at = time.perf_counter()  # when the step was done; on CUDA known only after `wait`
+
+    def wait(self, check: Callable[[], None] | None = None) -> list[int]:
+        """Wait for the step, and return its tokens in the order of its rows.
+
+        check: called again and again meanwhile; it may raise, when what is waited for can no longer come
+        """
+        if self._event is not None:
+            while check is not None and not self._event.query():
+                check()
+                time.sleep(POLL_SECONDS)
+            self._event.synchronize()
+            self.ready_at = time.perf_counter()
+        return self._host.tolist()

@@ -1,0 +1,156 @@
+"""Sources: where a model's weights come from. Each fills a whole table of shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nanoinfer.weights.shards import Shard, Table
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+COMPUTED = ("rotary_emb.inv_freq",)  # tensors that some checkpoints store and no model reads
+LANGUAGE_MODEL = "language_model."  # somewhere in the names of a multimodal checkpoint's language model
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
+
+
+class Source(Protocol):
+    """Gives the tensors that a table names."""
+
+    def fill(self, table: Table) -> None:
+        """Fill every target of the table; raises ValueError, naming them, when tensors are missing or do not fit."""
+        ...
+
+
+class RandomSource:
+    """Normal noise of deviation 0.02, or the ones and zeros that a layer asks for, drawn where the targets are."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def fill(self, table: Table) -> None:
+        """See Source."""
+        shards = [shard for entries in table.values() for shard in entries if not shard.is_optional]
+        generator = torch.Generator(shards[0].target.device).manual_seed(self.seed)
+        for shard in shards:
+            if shard.random == "noise":
+                shard.target.normal_(0, 0.02, generator=generator)
+            else:
+                shard.target.fill_(float(shard.random == "ones"))
+
+
+class FileSource:
+    """The safetensors files of a folder, chosen as transformers chooses them."""
+
+    def __init__(self, folder: str, is_multimodal: bool = False) -> None:
+        """is_multimodal: names have a prefix, and other parts stand beside the language model."""
+        self.folder = folder
+        self.is_multimodal = is_multimodal
+        self.files = _choose_files(Path(folder))
+
+    def fill(self, table: Table) -> None:
+        """See Source. A tensor is read straight from the mapped file into its places."""
+        missing = {name for name, shards in table.items() if not shards[0].is_optional}
+        unknown: list[str] = []
+        filled: list[tuple[str, Tensor]] = []
+        for name, tensor, file in self._tensors():
+            if name in table:
+                _check_numbers(name, tensor, file)
+                for shard in table[name]:
+                    _copy(shard, tensor, file)
+                filled += [(name, shard.target) for shard in table[name]]
+                missing.discard(name)
+            elif not name.endswith(COMPUTED):
+                unknown.append(name)
+        if missing or unknown:
+            raise ValueError(
+                f"model={self.folder!r}: the checkpoint does not fit its config.json:"
+                f" {_list('missing', sorted(missing))}{_list('unknown', unknown)}"
+            )
+        _check_finite(self.folder, filled)
+
+    def has_own_head(self, head: str, embedding: str) -> bool:
+        """Whether an output projection is stored that is not the embedding; both are tensors' names."""
+        found = {name: tensor for name, tensor, _ in self._tensors() if name in (head, embedding)}
+        return len(found) == 2 and not torch.equal(found[head][:], found[embedding][:])
+
+    def _tensors(self) -> Iterator[tuple[str, Any, Path]]:
+        """Each tensor's name in the language model, the tensor to be sliced, and its file."""
+        for file in self.files:
+            with _open(file) as reader:
+                for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
+                    known = self._known_name(name)
+                    if known is not None:
+                        yield known, reader.get_slice(name), file
+
+    def _known_name(self, name: str) -> str | None:
+        if not self.is_multimodal:
+            return name
+        if name.removeprefix("model.").startswith(OTHER_PARTS):
+            return None
+        return name.replace(LANGUAGE_MODEL, "", 1)
+
+
+def _choose_files(folder: Path) -> list[Path]:
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        others = sorted(file.name for file in folder.glob("*.safetensors"))
+        lacks = (
+            f"neither {SINGLE_FILE} nor {INDEX_FILE}, only {', '.join(others)}" if others else "no *.safetensors file"
+        )
+        raise ValueError(f"model={str(folder)!r}: the folder has {lacks}")
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except Exception as error:
+        raise ValueError(f"{index}: cannot be read: {error}") from error
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"model={str(folder)!r}: {INDEX_FILE} names {name}, which is not there")
+    return [folder / name for name in names]
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from error
+
+
+def _check_numbers(name: str, tensor: Any, file: Path) -> None:
+    dtype = tensor.get_dtype()
+    if dtype not in ("F64", "F32", "F16", "BF16"):
+        raise ValueError(f"{file.name}: {name} has numbers of type {dtype}, which are not supported as weights")
+
+
+def _copy(shard: Shard, tensor: Any, file: Path) -> None:
+    shape = tuple(tensor.get_shape())
+    if shape != shard.shape:
+        raise ValueError(f"{file.name}: {shard.name} has shape {list(shape)}, but the model needs {list(shard.shape)}")
+    shard.target.copy_(tensor[shard.index])
+
+
+def _check_finite(folder: str, targets: list[tuple[str, Tensor]]) -> None:
+    """A sum is finite unless a number is not, or it overflows; only then is each number looked at."""
+    if not targets:
+        return
+    sums = torch.stack([target.sum(dtype=torch.float32) for _, target in targets])
+    for index in (~sums.isfinite()).nonzero().flatten().tolist():
+        name, target = targets[index]
+        if not target.isfinite().all():
+            dtype = str(target.dtype).removeprefix("torch.")
+            raise ValueError(f"model={folder!r}: {name} has numbers that are NaN or infinite as {dtype}")
+
+
+def _list(kind: str, names: Iterable[str], most: int = 5) -> str:
+    names = list(names)
+    if not names:
+        return ""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return f" {kind}: {', '.join(names[:most])}{rest}."

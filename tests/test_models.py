@@ -1,0 +1,351 @@
+"""Every family against transformers: random weights, float32, log-probabilities at every position and greedy tokens."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import greedy
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from nanoinfer import LLM, RequestOutput, models
+from nanoinfer.models import FAMILIES
+
+LENGTHS = [1, 2, 15, 16, 17, 40, 100, 300]  # of the prompts, in one batch
+MAX_TOKENS = 6
+VOCAB = 160
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2],
+    "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0],
+}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@dataclass
+class Case:
+    """A class that config.json may name, the model_type beside it, and the settings that are tried."""
+
+    architecture: str
+    model_type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] | None = None  # of a multimodal checkpoint, whose text_config has the settings
+
+
+CASES = {
+    "llama": Case("LlamaForCausalLM", "llama"),
+    "llama tied, linear rope": Case(
+        "LlamaForCausalLM", "llama", {"tie_word_embeddings": True, "rope_parameters": LINEAR}
+    ),
+    "llama biases, llama3 rope": Case(
+        "LlamaForCausalLM", "llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}
+    ),
+    "llama yarn": Case(
+        "LlamaForCausalLM", "llama", {"rope_parameters": {**YARN, "mscale": 1.2, "mscale_all_dim": 0.7}}
+    ),
+    "mistral": Case("MistralForCausalLM", "mistral", {"sliding_window": None}),
+    "mistral window": Case("MistralForCausalLM", "mistral", {"sliding_window": 24}),
+    "ministral3": Case(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}, "sliding_window": None},
+    ),
+    "ministral3 window": Case(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}, "sliding_window": 50},
+    ),
+    "qwen2": Case("Qwen2ForCausalLM", "qwen2"),
+    "qwen2 yarn, windows": Case(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        {"rope_parameters": YARN, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2},
+    ),
+    "qwen3": Case("Qwen3ForCausalLM", "qwen3"),
+    "qwen3 biases, yarn, windows": Case(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        {
+            "attention_bias": True,
+            "rope_parameters": YARN,
+            "use_sliding_window": True,
+            "sliding_window": 33,
+            "max_window_layers": 1,
+        },
+    ),
+    "phi3": Case("Phi3ForCausalLM", "phi3", {"sliding_window": 47}),
+    "phi3 partial": Case(
+        "Phi3ForCausalLM",
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "phi3 longrope": Case(
+        "Phi3ForCausalLM",
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 42, "hidden_size": 64},
+    ),
+    "gemma2": Case("Gemma2ForCausalLM", "gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 24}),
+    "gemma2 without caps": Case(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma2 low caps": Case(
+        "Gemma2ForCausalLM", "gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    ),
+    "gemma3": Case(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {"sliding_window": 24, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20},
+    ),
+    "gemma3 linear": Case(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            "sliding_window": 64,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "rope_local_base_freq": 500.0,
+            "final_logit_softcapping": 5.0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "olmo2": Case("Olmo2ForCausalLM", "olmo2"),
+    "olmo2 biases": Case("Olmo2ForCausalLM", "olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "olmo3": Case(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        {"sliding_window": 24, "rope_scaling": {k: v for k, v in YARN.items() if k != "rope_theta"}},
+    ),
+    "granite": Case(
+        "GraniteForCausalLM",
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "smollm3": Case("SmolLM3ForCausalLM", "smollm3"),
+    "smollm3 windows, biases": Case(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        {
+            "no_rope_layers": [1, 0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 30,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "glm4": Case("Glm4ForCausalLM", "glm4"),
+    "glm4 without biases": Case(
+        "Glm4ForCausalLM",
+        "glm4",
+        {
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "gemma3 multimodal": Case(
+        "Gemma3ForConditionalGeneration",
+        "gemma3",
+        {"sliding_window": 24},
+        {**VISION, "image_size": 28, "patch_size": 14},
+    ),
+    "mistral3 multimodal": Case(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False},
+        {**VISION, "head_dim": 16, "image_size": 28, "patch_size": 14},
+    ),
+    "ministral3 multimodal": Case(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        {"model_type": "ministral3", "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
+        {**VISION, "head_dim": 16, "image_size": 28, "patch_size": 14},
+    ),
+    "qwen2.5-vl": Case(
+        "Qwen2_5_VLForConditionalGeneration",
+        "qwen2_5_vl",
+        {
+            "hidden_size": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+        },
+        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64},
+    ),
+    "qwen3-vl": Case(
+        "Qwen3VLForConditionalGeneration",
+        "qwen3_vl",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+        {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 48,
+            "deepstack_visual_indexes": [0],
+        },
+    ),
+}
+
+
+def build(case: Case, folder: Path) -> PreTrainedModel:
+    """Save a checkpoint of random weights, no norm's ones and no bias's zeros; returns transformers' model of it."""
+    torch.manual_seed(0)
+    settings = {**SHAPE, **case.settings}
+    if case.architecture == "Qwen2_5_VLForConditionalGeneration":
+        settings.pop("head_dim")  # it is what the hidden size leaves each
+    if case.vision is not None:
+        tied = {"tie_word_embeddings": settings.pop("tie_word_embeddings")} if "tie_word_embeddings" in settings else {}
+        settings = {"text_config": settings, "vision_config": case.vision, **tied}
+    config = AutoConfig.for_model(case.model_type, **settings)
+    auto = AutoModelForCausalLM if case.vision is None else AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation="eager").float().eval()
+    assert type(model).__name__ == case.architecture
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            low, high = (0.5, 1.5) if parameter.min() == 1 else (-0.3, 0.3)  # a norm's weight; Gemma's, or a bias
+            torch.nn.init.uniform_(parameter, low, high)
+        elif "visual" not in name and "vision" not in name:
+            torch.nn.init.normal_(parameter, std=1.4 / parameter.shape[1] ** 0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.inference_mode()
+def logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """After each token, [tokens, vocabulary]."""
+    return model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(dim=-1)
+
+
+def check(output: RequestOutput, prompt: list[int], model: PreTrainedModel, length_matters: bool) -> None:
+    """Every token is the likeliest after those before it, and each log-probability is transformers'."""
+    tokens = output["token_ids"]
+    assert len(tokens) == MAX_TOKENS
+    if output["prompt_logprobs"] is not None:
+        ours = [entry[token] for entry, token in zip(output["prompt_logprobs"][1:], prompt[1:], strict=True)]
+        theirs = logprobs(model, prompt)[range(len(prompt) - 1), prompt[1:]].tolist()
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    if length_matters:  # a longer sequence is another function of the same tokens
+        rows = torch.stack([logprobs(model, prompt + tokens[:i])[-1] for i in range(MAX_TOKENS)])
+    else:
+        rows = logprobs(model, prompt + tokens[:-1])[len(prompt) - 1 :]
+    assert tokens == rows.argmax(dim=-1).tolist()
+    ours = [entry[token] for entry, token in zip(output["logprobs"], tokens, strict=True)]
+    assert ours == pytest.approx(rows[range(MAX_TOKENS), tokens].tolist(), abs=1e-4)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, PreTrainedModel]]:
+    """A case's folder and transformers' model, made once."""
+
+    @functools.cache
+    def make(name: str) -> tuple[str, PreTrainedModel]:
+        folder = tmp_path_factory.mktemp("family")
+        return str(folder), build(CASES[name], folder)
+
+    return make
+
+
+def run(llm: LLM, model: PreTrainedModel, prompt_logprobs: int | None = None) -> None:
+    params = greedy(MAX_TOKENS, ignore_eos=True, logprobs=0, prompt_logprobs=prompt_logprobs)
+    outputs = llm.generate(prompts(), params, use_tqdm=False)
+    length_matters = llm.config.description.long_from is not None
+    for output, prompt in zip(outputs, prompts(), strict=True):
+        check(output, prompt, model, length_matters)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_equals_transformers(
+    name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
+) -> None:
+    """Fresh, prefix-cached, and in chunks by a cache so small that sequences are preempted."""
+    folder, model = family(name)
+    llm = make_llm(folder, kvcache_block_size=16, max_model_len=320)
+    run(llm, model, prompt_logprobs=0)
+    run(llm, model)
+    tight = make_llm(folder, kvcache_block_size=16, max_model_len=320, num_kvcache_blocks=21, max_num_batched_tokens=50)
+    run(tight, model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama biases, llama3 rope", "ministral3 window", "qwen2 yarn, windows", "qwen3 biases, yarn, windows",
+        "phi3 longrope", "gemma2", "gemma3", "olmo2 biases", "olmo3", "granite", "smollm3 windows, biases", "glm4",
+        "mistral3 multimodal",
+    ],
+)  # fmt: skip
+def test_two_ranks(
+    name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
+) -> None:
+    folder, model = family(name)
+    llm = make_llm(folder, device="cpu", tensor_parallel_size=2, kvcache_block_size=16, max_model_len=320)
+    run(llm, model, prompt_logprobs=0)
+
+
+def test_more_ranks_than_kv_heads(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Both ranks have the one key head, whose numbers the norm over all of them counts once."""
+    model = build(Case("Olmo2ForCausalLM", "olmo2", {"num_key_value_heads": 1}), tmp_path)
+    llm = make_llm(str(tmp_path), device="cpu", tensor_parallel_size=2, kvcache_block_size=16, max_model_len=320)
+    run(llm, model, prompt_logprobs=0)
+
+
+def test_every_class_has_a_case() -> None:
+    assert {case.architecture for case in CASES.values()} == set(FAMILIES)
+
+
+def test_the_page_that_says_how_to_add_a_model(
+    tmp_path: Path, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its example, as a file of its own, runs the class that it describes."""
+    page = (Path(__file__).parent.parent / "docs" / "add-a-model.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (line,) = re.findall(r'`"(\w+)": "(acme\.describe)"`', page)
+    (tmp_path / "acme.py").write_text(code)
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    monkeypatch.setitem(models.FAMILIES, *line)
+    folder = tmp_path / "checkpoint"
+    model = build(Case("Qwen2ForCausalLM", "qwen2"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [line[0]]}))
+    run(make_llm(str(folder), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
