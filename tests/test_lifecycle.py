@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -30,6 +32,29 @@ def test_close_is_safe_to_call_twice_and_with_closes() -> None:
         llm.generate([[30]], greedy(2), use_tqdm=False)
     assert llm.engine.is_closed
     llm.close()
+
+
+def test_a_script_beside_the_clone_imports_it(tmp_path: Path) -> None:
+    """The clone's folder has the package's name, and no __init__.py."""
+    (tmp_path / "nanoinfer").symlink_to(Path(__file__).parent.parent)
+    (tmp_path / "script.py").write_text("from nanoinfer import LLM, WorkerError\nprint(LLM.__name__)\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    if "No module named 'nanoinfer'" in done.stderr:
+        pytest.skip("nanoinfer is not installed")
+    assert done.stdout == "LLM\n", done.stderr
+
+
+def test_the_memory_plan_is_told_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="nanoinfer"), LLM(BUNDLED_MODEL, num_kvcache_blocks=16) as llm:
+        llm.generate([[30]], greedy(2), use_tqdm=False)
+        plan = llm.memory
+        assert llm.config.num_kvcache_blocks == plan.blocks == 16
+        assert plan.block_bytes * plan.blocks == llm.engine.runner.kv_cache.nbytes
+    assert [record.getMessage() for record in caplog.records] == [str(plan)]
+    assert "16 blocks" in str(plan)
 
 
 def test_deletion_frees_the_cache_and_the_weights() -> None:

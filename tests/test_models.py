@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import greedy
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from nanoinfer import LLM, RequestOutput, models
@@ -323,11 +324,54 @@ def test_two_ranks(
     run(llm, model, prompt_logprobs=0)
 
 
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("name", ["llama biases, llama3 rope", "gemma2", "gemma3", "olmo2 biases", "granite", "glm4"])
+def test_two_gpus(
+    name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
+) -> None:
+    """Norms after branches and biases go another way through the ranks' sums than norms before them."""
+    folder, model = family(name)
+    run(make_llm(folder, tensor_parallel_size=2, kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
+
+
 def test_more_ranks_than_kv_heads(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
     """Both ranks have the one key head, whose numbers the norm over all of them counts once."""
     model = build(Case("Olmo2ForCausalLM", "olmo2", {"num_key_value_heads": 1}), tmp_path)
     llm = make_llm(str(tmp_path), device="cpu", tensor_parallel_size=2, kvcache_block_size=16, max_model_len=320)
     run(llm, model, prompt_logprobs=0)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.vision is not None])
+def test_the_other_order_of_a_multimodal_checkpoints_names(
+    name: str, make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """ "language_model.model." in older ones and "model.language_model." in newer; Qwen2.5-VL began without."""
+    model = build(CASES[name], tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    is_old = not any(key.startswith("model.language_model.") for key in weights)
+
+    def renamed(key: str) -> str:
+        if "vision_tower" in key or "visual" in key or "projector" in key:
+            return f"model.{key}" if is_old else key.removeprefix("model.")
+        if is_old:
+            key = key.removeprefix("language_model.")
+            return key if key.startswith("lm_head") else key.replace("model.", "model.language_model.", 1)
+        return key.replace("model.language_model.", "language_model.model.", 1)
+
+    save_file({renamed(key): weight for key, weight in weights.items()}, file, {"format": "pt"})
+    assert not set(load_file(file)) & set(weights) - {"lm_head.weight"}
+    run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model)
+
+
+def test_a_multimodal_checkpoint_says_that_it_is_run_as_text_only(
+    family: Callable[[str], tuple[str, PreTrainedModel]],
+    make_llm: Callable[..., LLM],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_llm(family("gemma3 multimodal")[0], max_model_len=64)
+    (warning,) = [record for record in caplog.records if record.name == "nanoinfer"]
+    assert "images are not supported" in warning.getMessage()
 
 
 def test_every_class_has_a_case() -> None:

@@ -375,6 +375,12 @@ class TestChat:
         assert plain == [llm.tokenizer.encode("But, soft!")]
         assert loud == [llm.tokenizer.encode("But, soft!!!!")]
 
+    @pytest.mark.parametrize("kind", ["image", "image_url", "video"])
+    def test_images_are_refused(self, kind: str, llm: LLM) -> None:
+        content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: "cat.png"}]
+        with pytest.raises(ValueError, match=rf"messages\[0\] has content of type '{kind}': .* run as text only"):
+            llm.chat([{"role": "user", "content": content}])
+
     @pytest.mark.parametrize(
         ("messages", "message"),
         [

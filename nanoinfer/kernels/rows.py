@@ -9,6 +9,8 @@ from torch import Tensor
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
+BLOCK = 256  # rows, however few there are: each size would be compiled by itself
+
 
 def locate_rows(positions: Tensor, block_tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Where each row's next token goes, and how much context it sees.
@@ -30,8 +32,8 @@ def locate_rows_reference(positions: Tensor, block_tables: Tensor, block_size: i
 def locate_rows_triton(positions: Tensor, block_tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """locate_rows as one launch."""
     slots, context_lens = torch.empty_like(positions), torch.empty_like(positions)
-    rows, block = len(positions), triton.next_power_of_2(min(len(positions), 256))
-    _locate_rows_kernel[(triton.cdiv(rows, block),)](
+    rows = len(positions)
+    _locate_rows_kernel[(triton.cdiv(rows, BLOCK),)](
         positions,
         block_tables,
         slots,
@@ -39,13 +41,13 @@ def locate_rows_triton(positions: Tensor, block_tables: Tensor, block_size: int)
         rows,
         block_tables.stride(0),
         BLOCK_SIZE=block_size,
-        BLOCK=block,
+        BLOCK=BLOCK,
         **early_launch(positions),
     )
     return slots, context_lens
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _locate_rows_kernel(
     positions_ptr,
     block_tables_ptr,
@@ -81,13 +83,13 @@ def advance_rows_reference(last_tokens: Tensor, positions: Tensor, token_ids: Te
 
 def advance_rows_triton(last_tokens: Tensor, positions: Tensor, token_ids: Tensor) -> None:
     """advance_rows as one launch."""
-    rows, block = len(positions), triton.next_power_of_2(min(len(positions), 256))
-    _advance_rows_kernel[(triton.cdiv(rows, block),)](
-        last_tokens, positions, token_ids, rows, BLOCK=block, **early_launch(positions)
+    rows = len(positions)
+    _advance_rows_kernel[(triton.cdiv(rows, BLOCK),)](
+        last_tokens, positions, token_ids, rows, BLOCK=BLOCK, **early_launch(positions)
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _advance_rows_kernel(last_tokens_ptr, positions_ptr, token_ids_ptr, rows, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     wait_for_predecessor(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

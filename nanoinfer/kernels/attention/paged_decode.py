@@ -17,6 +17,7 @@ from nanoinfer.kernels.launch import early_launch, num_multiprocessors, start_su
 MAX_TILE = 128  # keys
 TILE_BYTES = 32 << 10  # of keys in shared memory, and as many of values
 FEW_ROWS = 64  # up to here, half a tile at a time, but one tile further ahead, is faster (measured on an H200)
+MANY_ROWS = 512
 PROGRAMS_PER_SM = 2
 
 
@@ -108,7 +109,8 @@ def plan_decode(
         tile=math.gcd(block_size, tile // 2 if few else tile),  # so that a tile lies in one block
         stages=5 if few else 3,
     )
-    block_w = 8
+    # One or two sizes for all numbers of rows: each would be compiled by itself.
+    block_r, block_w = FEW_ROWS if few else max(MANY_ROWS, triton.next_power_of_2(rows)), 8
     programs = triton.cdiv(workers, block_w)
     _plan_kernel[(programs,)](
         context_lens,
@@ -120,15 +122,15 @@ def plan_decode(
         plan.arrivals.numel(),
         WINDOW=window or 0,
         TILE=plan.tile,
-        BLOCK_R=triton.next_power_of_2(rows),
+        BLOCK_R=block_r,
         BLOCK_W=block_w,
-        BLOCK_A=triton.next_power_of_2(triton.cdiv(plan.arrivals.numel(), programs)),
+        BLOCK_A=triton.next_power_of_2(triton.cdiv(block_r * kv_heads, programs)),
         **early_launch(context_lens),
     )
     return plan
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_arrivals"])
 def _plan_kernel(
     context_lens_ptr,
     shares_ptr,
