@@ -7,6 +7,7 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -32,6 +33,9 @@ from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
 log = logging.getLogger("nanoinfer")
+
+LONG_CHUNK = 300  # tokens, so many that cuBLAS multiplies
+COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # between them products are cut into other tiles
 
 StepOutput = tuple[Tensor, list[LogProbs], list[LogProbs]]  # what PendingTokens brings to the host
 
@@ -133,11 +137,35 @@ class ModelRunner:
         if self.config.device == "cpu":
             return 0
         self._make_cache(1)
+        self._compile()
         prefill = self._peak_bytes(self._run_largest_prefill)
         decode = self._peak_bytes(lambda: self._decode_rows(self.config.max_num_seqs, self.config.max_model_len))
         # What a captured decode step works in is kept beside what a prefill step does.
         steps = prefill + decode if self._graph_sizes else max(prefill, decode)
         return steps + self.logits_processors.working_bytes + BLOCKS_AT_ONCE * self._cache_spec.block_bytes
+
+    def _compile(self) -> None:
+        """Compile the kernels of all kinds of steps side by side: a first start is mostly that.
+
+        Several ranks would have to take their sums in one order.
+        """
+        config = self.config
+        if self.tp.size > 1:
+            return
+        chunk = ChunkMessage(array("i", [0]) * min(LONG_CHUNK, config.max_model_len - 1), 0, [0] * self.max_blocks)
+
+        def run(rows: int | None) -> None:
+            with self._current_device(), torch.inference_mode():
+                if rows is None:
+                    self._prefill(PrefillMessage([], 0, [chunk], []))
+                else:
+                    self._decode_rows(rows, config.max_model_len)
+
+        # First those with the fewest kernels in common.
+        few = [size for size in COMPILED_ROWS if size < config.max_num_seqs]
+        with ThreadPoolExecutor() as pool:
+            for steps in ([None, config.max_num_seqs, *few[:1]], few[1:]):
+                list(pool.map(run, steps))
 
     def _size(self, step_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
