@@ -16,8 +16,8 @@ from conftest import greedy
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from nanoinfer import LLM, RequestOutput, models
-from nanoinfer.models import FAMILIES
+from nanoinfer import LLM, RequestOutput
+from nanoinfer.models import FAMILIES, families
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 100, 300]  # of the prompts, in one batch
 MAX_TOKENS = 6
@@ -386,8 +386,8 @@ def test_the_page_that_says_how_to_add_a_model(
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (line,) = re.findall(r'`"(\w+)": "(acme\.describe)"`', page)
     (tmp_path / "acme.py").write_text(code)
-    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
-    monkeypatch.setitem(models.FAMILIES, *line)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    monkeypatch.setitem(FAMILIES, *line)
     folder = tmp_path / "checkpoint"
     model = build(Case("Qwen2ForCausalLM", "qwen2"), folder)
     config = json.loads((folder / "config.json").read_text())

@@ -26,7 +26,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3.describe",
     "Qwen3VLForConditionalGeneration": "multimodal.describe_qwen3_vl",
     "SmolLM3ForCausalLM": "smollm3.describe",
-}  # the function that reads such a config, and its file here
+}  # the file in families/ and its function that reads such a config
 
 
 def check_architectures(names: list[str]) -> None:
@@ -41,4 +41,4 @@ def describe(config: PretrainedConfig) -> Description:
     names = config.architectures or []
     check_architectures(names)
     file, function = FAMILIES[names[0]].split(".")
-    return getattr(import_module(f"nanoinfer.models.{file}"), function)(config)
+    return getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -154,17 +155,20 @@ class ModelRunner:
             return
         chunk = ChunkMessage(array("i", [0]) * min(LONG_CHUNK, config.max_model_len - 1), 0, [0] * self.max_blocks)
 
-        def run(rows: int | None) -> None:
-            with self._current_device(), torch.inference_mode():
-                if rows is None:
-                    self._prefill(PrefillMessage([], 0, [chunk], []))
-                else:
-                    self._decode_rows(rows, config.max_model_len)
+        prefill = partial(self._prefill, PrefillMessage([], 0, [chunk], []))
+        draw = partial(self._draw, self.logits, self.batch.positions)
+        sizes = [size for size in COMPILED_ROWS if size < config.max_num_seqs]
+        largest, *others = (
+            partial(self._decode_rows, size, config.max_model_len) for size in [config.max_num_seqs, *sizes]
+        )
 
-        # First those with the fewest kernels in common.
-        few = [size for size in COMPILED_ROWS if size < config.max_num_seqs]
+        def run(step: Callable[[], object]) -> None:
+            with self._current_device(), torch.inference_mode():
+                step()
+
         with ThreadPoolExecutor() as pool:
-            for steps in ([None, config.max_num_seqs, *few[:1]], few[1:]):
+            # First those that have few kernels in common.
+            for steps in ([prefill, draw, largest, *others[:1]], others[1:]):
                 list(pool.map(run, steps))
 
     def _size(self, step_bytes: int) -> None:
@@ -284,8 +288,12 @@ class ModelRunner:
         self.backend.prepare_decode(context)
         hidden = self.model(batch.last_tokens[:num_rows], context)
         logits = self.model.compute_logits(hidden, self.logits[:num_rows])
-        token_ids = self.sampler(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], context.context_lens)
-        batch.advance(token_ids)
+        self._draw(logits, context.context_lens)
+
+    def _draw(self, logits: Tensor, positions: Tensor) -> None:
+        """Give each of the first rows a token."""
+        batch, num_rows = self.batch, len(logits)
+        batch.advance(self.sampler(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], positions))
 
     def close(self, failed: bool = False) -> None:
         """Give back the device memory and leave the group; after another rank's failure, without waiting for it."""

@@ -20,6 +20,8 @@ from nanoinfer.kernels.launch import can_launch_early, early_launch, num_multipr
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
 
 MAX_TOKENS = 256  # as far as it was measured against cuBLAS
+LARGE = 8 << 20  # numbers of a weight; the limits beyond it were measured for 3,584 to 5,120 outputs on an H200
+MIN_BUSY = 0.7  # of the multiprocessors
 MAX_PIECES = 8
 MAX_STAGES = 5
 BLOCK_K = 128
@@ -47,7 +49,14 @@ def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: boo
     out_features = weight.shape[0] // 2 if gated else weight.shape[0]
     multiprocessors = num_multiprocessors(x.device)
     wave = cut(len(x), out_features, in_features, multiprocessors, may_split)
-    return wave if multiprocessors // 3 <= math.prod(wave.grid) <= multiprocessors else None
+    tiles = math.prod(wave.grid)
+    if not multiprocessors // 3 <= tiles <= multiprocessors:
+        return None
+    if weight.numel() > LARGE and len(x) > 16:
+        # Now the weight's own time counts for more than a launch: cuBLAS leaves fewer multiprocessors idle.
+        is_idle = tiles < MIN_BUSY * multiprocessors
+        return None if is_idle or (len(x) > 64 and wave.pieces == 1) else wave
+    return wave
 
 
 def cut(tokens: int, out_features: int, in_features: int, multiprocessors: int, may_split: bool) -> Wave:

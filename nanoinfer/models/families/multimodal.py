@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from transformers import PretrainedConfig
 
-from nanoinfer.models import gemma, mistral, qwen2, qwen3
 from nanoinfer.models.description import Description
+from nanoinfer.models.families import gemma, mistral, qwen2, qwen3
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:
