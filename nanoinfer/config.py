@@ -71,6 +71,7 @@ class Config:
         self.generation_defaults = checkpoint.generation_defaults
         self.description = self._describe(checkpoint.hf_config)
         self.max_model_len = min(self.max_model_len, self.description.max_position)
+        self.description = self.description.within(self.max_model_len)
         self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
         self.attention_backend = choose_backend(
             self.attention_backend,

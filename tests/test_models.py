@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from nanoinfer import LLM, RequestOutput
+from nanoinfer.config import Config
 from nanoinfer.models import FAMILIES, families
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 100, 300]  # of the prompts, in one batch
@@ -372,6 +373,17 @@ def test_a_multimodal_checkpoint_says_that_it_is_run_as_text_only(
     make_llm(family("gemma3 multimodal")[0], max_model_len=64)
     (warning,) = [record for record in caplog.records if record.name == "nanoinfer"]
     assert "images are not supported" in warning.getMessage()
+
+
+def test_what_only_longer_sequences_would_see_costs_nothing(
+    family: Callable[[str], tuple[str, PreTrainedModel]],
+) -> None:
+    """A window of 50 tokens, and frequencies for sequences of more than 42."""
+    for name, longest in (("ministral3 window", 50), ("phi3 longrope", 42)):
+        folder = family(name)[0]
+        short, long = (Config.create(folder, max_model_len=length).description for length in (longest, longest + 1))
+        assert (short.window, short.long_from) == (None, None)
+        assert (long.window, long.long_from) != (None, None)
 
 
 def test_every_class_has_a_case() -> None:

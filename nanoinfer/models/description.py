@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nanoinfer.kernels.linear.activation import Activation
@@ -90,6 +90,17 @@ class Description:
     def long_from(self) -> int | None:
         """Sequences of more tokens are rotated by other frequencies."""
         return next((rope.long_from for rope in self.ropes if rope is not None and rope.long_from), None)
+
+    def within(self, max_len: int) -> Description:
+        """The same model where no sequence has more than so many tokens: without what only longer ones would see."""
+
+        def shortened(rope: Rope | None) -> Rope | None:
+            if rope is None or rope.long_from is None or rope.long_from < max_len:
+                return rope
+            return replace(rope, long_frequencies=None, long_from=None)
+
+        windows = tuple(window if window and window < max_len else None for window in self.windows)
+        return replace(self, windows=windows, ropes=tuple(map(shortened, self.ropes)))
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError when so many ranks cannot share the model."""
