@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
+from nanoinfer.models.rope import read_rope
 
 ACTIVATION_NAMES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # what configs call them, and what we do
 
@@ -17,7 +18,9 @@ def head_dim_of(config: PretrainedConfig) -> int:
 
 
 def describe_common(config: PretrainedConfig, activation_field: str = "hidden_act", **own: Any) -> Description:
-    """A Description of the fields that all families share, and a family's own.
+    """A Description of the fields that all families share, and a family's own, which come first.
+
+    Where a family says nothing of ropes or windows, all layers are rotated alike, and none has a window.
 
     Raises ValueError, naming the setting, for what no family of ours implements.
     """
@@ -44,6 +47,8 @@ def describe_common(config: PretrainedConfig, activation_field: str = "hidden_ac
         "attention_scale": head_dim**-0.5,
         "windows": (None,) * config.num_hidden_layers,
     }
+    if "ropes" not in own:
+        fields["ropes"] = (read_rope(config, head_dim),) * config.num_hidden_layers
     return Description(**{**fields, **own})
 
 

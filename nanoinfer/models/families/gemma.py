@@ -20,10 +20,8 @@ NAMES = Names(
 
 def describe_gemma2(config: PretrainedConfig) -> Description:
     """Soft caps of scores and logits."""
-    rope = read_rope(config, head_dim_of(config))
     return _describe(
         config,
-        ropes=(rope,) * config.num_hidden_layers,
         score_cap=config.attn_logit_softcapping,
         logit_cap=config.final_logit_softcapping,
     )

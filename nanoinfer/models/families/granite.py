@@ -5,8 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.reading import describe_common, head_dim_of, refuse_windows
-from nanoinfer.models.rope import read_rope
+from nanoinfer.models.reading import describe_common, refuse_windows
 
 
 def describe(config: PretrainedConfig) -> Description:
@@ -14,7 +13,6 @@ def describe(config: PretrainedConfig) -> Description:
     refuse_windows(config)
     return describe_common(
         config,
-        ropes=(read_rope(config, head_dim_of(config)),) * config.num_hidden_layers,
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         mlp_bias=config.mlp_bias,

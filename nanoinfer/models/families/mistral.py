@@ -5,8 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description, QueryScaling
-from nanoinfer.models.reading import describe_common, head_dim_of
-from nanoinfer.models.rope import read_rope
+from nanoinfer.models.reading import describe_common
 
 
 def describe_mistral(config: PretrainedConfig) -> Description:
@@ -14,7 +13,6 @@ def describe_mistral(config: PretrainedConfig) -> Description:
     return describe_common(
         config,
         windows=(config.sliding_window,) * config.num_hidden_layers,
-        ropes=(read_rope(config, head_dim_of(config)),) * config.num_hidden_layers,
     )
 
 
@@ -25,6 +23,5 @@ def describe_ministral3(config: PretrainedConfig) -> Description:
     return describe_common(
         config,
         windows=(config.sliding_window,) * config.num_hidden_layers,
-        ropes=(read_rope(config, head_dim_of(config)),) * config.num_hidden_layers,
         query_scaling=scaling if scaling.beta else None,
     )

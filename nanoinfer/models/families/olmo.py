@@ -21,7 +21,7 @@ NAMES = Names(
 def describe_olmo2(config: PretrainedConfig) -> Description:
     """No windows."""
     refuse_windows(config)
-    return _describe(config, ropes=(read_rope(config, head_dim_of(config)),) * config.num_hidden_layers)
+    return _describe(config)
 
 
 def describe_olmo3(config: PretrainedConfig) -> Description:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.reading import describe_common, head_dim_of, read_windows
-from nanoinfer.models.rope import read_rope
+from nanoinfer.models.reading import describe_common, read_windows
 
 
 def describe(config: PretrainedConfig) -> Description:
@@ -14,6 +13,5 @@ def describe(config: PretrainedConfig) -> Description:
     return describe_common(
         config,
         windows=read_windows(config, config.sliding_window),
-        ropes=(read_rope(config, head_dim_of(config)),) * config.num_hidden_layers,
         qkv_bias=True,
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.reading import describe_common, head_dim_of, read_windows
-from nanoinfer.models.rope import read_rope
+from nanoinfer.models.reading import describe_common, read_windows
 
 
 def describe(config: PretrainedConfig) -> Description:
@@ -14,7 +13,6 @@ def describe(config: PretrainedConfig) -> Description:
     return describe_common(
         config,
         windows=read_windows(config, getattr(config, "sliding_window", None)),
-        ropes=(read_rope(config, head_dim_of(config)),) * config.num_hidden_layers,
         qk_norm="head",
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
