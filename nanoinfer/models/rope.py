@@ -33,7 +33,11 @@ def read_rope(
     Raises ValueError for another type.
     """
     outer: Parameters = config.rope_parameters
-    parameters = outer[kind] if kind is not None else outer
+    parameters = outer
+    if kind is not None:
+        # The first releases of transformers 5 keep one mapping, whose scaling is not for layers with a window.
+        in_one = outer if kind == "full_attention" else {"rope_theta": outer.get("rope_theta")}
+        parameters = outer.get(kind, in_one)
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in types:
         raise ValueError(
