@@ -34,12 +34,12 @@ run_worker = workers.run_worker
 class FileInbox(Inbox):
     """An inbox in a file."""
 
-    def __init__(self, rank: int, rows: int, features: int) -> None:
+    def __init__(self, rank: int, max_rows: int, features: int) -> None:
         self.rank = rank
-        self.rows, self.features, self.dtype = rows, features, torch.float32
+        self.max_rows, self.features, self.dtype = max_rows, features, torch.float32
         self.stop = torch.zeros(1, dtype=torch.int32)
-        self._sum_bytes = RANKS * rows * features * 4
-        self._shape = (SUM_LANES * self._sum_bytes + RANKS * rows * 2 * 4) // 4
+        self._sum_bytes = RANKS * max_rows * features * 4
+        self._shape = (SUM_LANES * self._sum_bytes + RANKS * max_rows * 2 * 4) // 4
         self._map(rank, "w+")[:] = -0.0
         self._layer = 0
 
@@ -52,9 +52,9 @@ class FileInbox(Inbox):
 
 
 def use_file_inboxes() -> None:
-    def open_inbox(tp: TensorParallel, rows: int, features: int, dtype: torch.dtype) -> None:
+    def open_inbox(tp: TensorParallel, max_rows: int, features: int, dtype: torch.dtype) -> None:
         if tp.size > 1:
-            tp.inbox = FileInbox(tp.rank, rows, features)
+            tp.inbox = FileInbox(tp.rank, max_rows, features)
             tp.min(1, torch.device("cpu"))
             tp.inbox.open_all()
 

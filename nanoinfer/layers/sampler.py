@@ -28,7 +28,7 @@ class Sampler(nn.Module):
         if self.tp.size == 1:
             return ids
         inbox = self.tp.inbox
-        if inbox is not None and len(ids) <= inbox.rows:
+        if inbox is not None and len(ids) <= inbox.max_rows:
             return best_of_ranks(best, ids, inbox.candidates_lane, inbox.rank, inbox.stop)
         # A token id is exact in float64, as is a float32 score.
         candidates = self.tp.all_gather(torch.stack([best.double(), ids.double()], dim=-1))

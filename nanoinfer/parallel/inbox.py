@@ -25,16 +25,16 @@ class Inbox:
     a row each takes another: a rank that is a call ahead does not disturb one that still reads.
     """
 
-    def __init__(self, rank: int, size: int, rows: int, features: int, dtype: torch.dtype) -> None:
+    def __init__(self, rank: int, size: int, max_rows: int, features: int, dtype: torch.dtype) -> None:
         """On the current device.
 
-        rows, features: of the largest matrix that a call may sum
+        max_rows, features: of the largest matrix that a call may sum
         """
         self.rank = rank
-        self.rows, self.features, self.dtype = rows, features, dtype
+        self.max_rows, self.features, self.dtype = max_rows, features, dtype
         self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # not 0: whoever waits for a message gives up
-        self._sum_bytes = -(-size * rows * features * dtype.itemsize // 16) * 16
-        candidate_bytes = size * rows * 2 * 4
+        self._sum_bytes = -(-size * max_rows * features * dtype.itemsize // 16) * 16
+        candidate_bytes = size * max_rows * 2 * 4
         self._memory = _allocate(SUM_LANES * self._sum_bytes + candidate_bytes)
         _clear(self._memory, SUM_LANES * self._sum_bytes, dtype)
         _clear(self._memory + SUM_LANES * self._sum_bytes, candidate_bytes, torch.float32)
@@ -60,7 +60,7 @@ class Inbox:
 
     def takes(self, x: Tensor) -> bool:
         """Whether x is of the kind that can be summed."""
-        return x.dim() == 2 and len(x) <= self.rows and x.shape[1] == self.features and x.dtype == self.dtype
+        return x.dim() == 2 and len(x) <= self.max_rows and x.shape[1] == self.features and x.dtype == self.dtype
 
     def layer_lane(self) -> Tensor:
         """For the next sum in a layer: the addresses of every rank's lane, [ranks] int64. Two take turns."""

@@ -75,14 +75,14 @@ class TensorParallel:
         if self._device == "cuda":  # NCCL connects with the first collective, and until then cannot be aborted
             self.all_reduce(torch.zeros(1, device=torch.device("cuda", self.rank)))
 
-    def open_inbox(self, rows: int, features: int, dtype: torch.dtype) -> None:
-        """Make `inbox` for sums of up to [rows, features], if the ranks' devices can write to each other's memory."""
+    def open_inbox(self, max_rows: int, features: int, dtype: torch.dtype) -> None:
+        """Make `inbox` for sums of up to [max_rows, features], if the ranks can write to each other's memory."""
         if self._group is None or self._device != "cuda":
             return
         device = torch.device("cuda", self.rank)
         if not self.min(can_reach_peers(self.rank, self.size), device):
             return
-        self.inbox = Inbox(self.rank, self.size, rows, features, dtype)
+        self.inbox = Inbox(self.rank, self.size, max_rows, features, dtype)
         handles = self.all_gather(self.inbox.handle.to(device))
         try:
             self.inbox.open(handles)

@@ -55,13 +55,13 @@ class InputBatch:
 
     def join(self, prompts: PrefillInputs, token_ids: Tensor) -> None:
         """Append a row for each prompt of a prefill step that is complete, with the token sampled for it."""
-        rows = slice(self.num_rows, self.num_rows + len(token_ids))
-        self.num_rows = rows.stop  # first: an interrupt from here on must not leave a row that is not counted
-        self.last_tokens[rows] = token_ids
-        self.positions[rows] = prompts.sample_positions
-        self.block_tables[rows] = prompts.join_tables
-        self.temperatures[rows] = prompts.temperatures
-        self.seeds[rows] = prompts.seeds
+        joining = slice(self.num_rows, self.num_rows + len(token_ids))
+        self.num_rows = joining.stop  # first: an interrupt from here on must not leave a row that is not counted
+        self.last_tokens[joining] = token_ids
+        self.positions[joining] = prompts.sample_positions
+        self.block_tables[joining] = prompts.join_tables
+        self.temperatures[joining] = prompts.temperatures
+        self.seeds[joining] = prompts.seeds
 
     def decode_context(self, num_rows: int, kv_cache: Tensor, max_context_len: int) -> Context:
         """The context of a decode step over the first rows, computed from the rows on the device."""
@@ -72,8 +72,8 @@ class InputBatch:
 
     def advance(self, token_ids: Tensor) -> None:
         """Give the first rows their sampled tokens; empty rows stay empty."""
-        rows = slice(0, len(token_ids))
-        advance_rows(self.last_tokens[rows], self.positions[rows], token_ids)
+        num_rows = len(token_ids)
+        advance_rows(self.last_tokens[:num_rows], self.positions[:num_rows], token_ids)
 
 
 class PrefillInputs:

@@ -44,6 +44,6 @@ class LogProbs:
 
     def entries(self) -> Iterator[tuple[int, dict[int, float]]]:
         """Each one's key, and its log-probabilities by token id."""
-        rows = zip(self.keys, self.counts, self.token_ids.tolist(), self.values.tolist(), strict=True)
-        for key, count, ids, values in rows:
+        told = zip(self.keys, self.counts, self.token_ids.tolist(), self.values.tolist(), strict=True)
+        for key, count, ids, values in told:
             yield key, dict(zip(ids[: count + 1], values[: count + 1], strict=True))

@@ -127,8 +127,8 @@ class ModelRunner:
         """Join the other ranks, once all have loaded."""
         config = self.config
         self.tp.connect(self._drop_graphs)
-        rows = min(config.max_num_seqs, MAX_GRAPH_ROWS)
-        self.tp.open_inbox(rows, config.description.hidden_size, config.torch_dtype)
+        max_rows = min(config.max_num_seqs, MAX_GRAPH_ROWS)
+        self.tp.open_inbox(max_rows, config.description.hidden_size, config.torch_dtype)
 
     def _measure(self) -> int:
         """The bytes that steps work in, found by running the largest, over a cache of one block that every table names.

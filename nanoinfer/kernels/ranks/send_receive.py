@@ -1,4 +1,4 @@
-"""Messages between ranks inside a kernel, through the inboxes of utils.inbox.
+"""Messages between ranks inside a kernel, through the inboxes of parallel.inbox.
 
 A sender writes a message where the receiver waits for it, in the receiver's own memory: it costs one way over the wire.
 A place without a message holds negative zeros, which are never sent.
