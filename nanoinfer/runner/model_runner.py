@@ -7,7 +7,6 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from nanoinfer.runner.logprobs import LogProbs
 from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.pending_tokens import PendingTokens
+from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.transfer import upload
 from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
@@ -146,30 +146,20 @@ class ModelRunner:
         return steps + self.logits_processors.working_bytes + BLOCKS_AT_ONCE * self._cache_spec.block_bytes
 
     def _compile(self) -> None:
-        """Compile the kernels of all kinds of steps side by side: a first start is mostly that.
+        """Compile the kernels of the steps that are to be captured, and of a long prompt.
 
-        Several ranks would have to take their sums in one order.
+        Several ranks would have to take their sums in one order: they compile when they come to it.
         """
-        config = self.config
-        if self.tp.size > 1:
+        sizes, max_len = self._graph_sizes, self.config.max_model_len
+        if self.tp.size > 1 or not sizes:
             return
-        chunk = ChunkMessage(array("i", [0]) * min(LONG_CHUNK, config.max_model_len - 1), 0, [0] * self.max_blocks)
-
+        chunk = ChunkMessage(array("i", [0]) * min(LONG_CHUNK, max_len - 1), 0, [0] * self.max_blocks)
         prefill = partial(self._prefill, PrefillMessage([], 0, [chunk], []))
         draw = partial(self._draw, self.logits, self.batch.positions)
-        sizes = [size for size in COMPILED_ROWS if size < config.max_num_seqs]
-        largest, *others = (
-            partial(self._decode_rows, size, config.max_model_len) for size in [config.max_num_seqs, *sizes]
-        )
-
-        def run(step: Callable[[], object]) -> None:
-            with self._current_device(), torch.inference_mode():
-                step()
-
-        with ThreadPoolExecutor() as pool:
-            # First those that have few kernels in common.
-            for steps in ([prefill, draw, largest, *others[:1]], others[1:]):
-                list(pool.map(run, steps))
+        decode = [partial(self._decode_rows, size, max_len) for size in sizes[:-1] if size in COMPILED_ROWS]
+        largest = partial(self._decode_rows, sizes[-1], max_len)
+        # The first have few kernels in common.
+        run_side_by_side([prefill, draw, largest, *decode[:1]], decode[1:], self.device)
 
     def _size(self, step_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""

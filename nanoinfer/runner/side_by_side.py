@@ -1,0 +1,44 @@
+"""Steps run side by side, so that their kernels are compiled at the same time: a first start is mostly that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import torch
+
+Step = Callable[[], object]
+PATIENCE = 60.0  # seconds until every thread has its cuBLAS handle
+
+
+def run_side_by_side(first: Sequence[Step], then: Sequence[Step], device: torch.device) -> None:
+    """Run the steps of `first`, a thread each, and then the others on the same threads. What they compute is lost.
+
+    Each thread takes a cuBLAS handle, whose memory PyTorch keeps for the next. All take theirs before a step begins: so
+    every engine of a process needs as many. Raises what a step raises.
+    """
+    together = Barrier(len(first))
+
+    def prepare() -> None:
+        if device.type == "cuda":
+            try:
+                with torch.cuda.device(device):
+                    torch.cuda.current_blas_handle()
+            except BaseException:
+                together.abort()
+                raise
+        together.wait(PATIENCE)
+
+    @torch.inference_mode()
+    def run(step: Step) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        step()
+
+    with ThreadPoolExecutor(len(first), initializer=prepare) as pool:
+        for steps in (first, then):
+            list(pool.map(run, steps))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()

@@ -1,0 +1,47 @@
+"""Steps that run side by side: all of them run, the first at the same time, and an error of one ends them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from nanoinfer.runner.side_by_side import run_side_by_side
+
+CPU = torch.device("cpu")
+
+
+def test_the_first_steps_run_at_the_same_time_and_all_run_once() -> None:
+    together, done = threading.Barrier(3), []
+
+    def step(name: int) -> None:
+        if name < 3:
+            together.wait(10)  # for the other two
+        assert torch.is_inference_mode_enabled()
+        done.append(name)
+
+    steps = [lambda name=name: step(name) for name in range(8)]
+    run_side_by_side(steps[:3], steps[3:], CPU)
+    assert sorted(done) == list(range(8))
+    assert set(done[:3]) == {0, 1, 2}
+
+
+def test_a_steps_error_is_raised() -> None:
+    def fail() -> None:
+        raise ValueError("no such kernel")
+
+    with pytest.raises(ValueError, match="no such kernel"):
+        run_side_by_side([fail, lambda: None], [lambda: None], CPU)
+
+
+def test_a_thread_that_gets_no_handle_ends_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_handle() -> int:
+        if threading.current_thread().name.endswith("_1"):
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", no_handle)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode())
+    with pytest.raises(RuntimeError):
+        run_side_by_side([lambda: None] * 3, [], torch.device("cuda", 0))
