@@ -369,6 +369,26 @@ class TestModel:
         with pytest.raises(ValueError, match=f"{name}=.*is not supported"):
             LLM(copy_of(BUNDLED_MODEL, tmp_path / "m", **changes))
 
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"num_key_value_heads": 3}, r"num_key_value_heads=3 .* does not divide num_attention_heads="),
+            ({"num_key_value_heads": 0}, "num_key_value_heads=0 .* must be a number above 0"),
+            ({"num_attention_heads": 0}, "num_attention_heads=0 .* must be"),
+            ({"head_dim": 0}, "head_dim=0 .* must be"),
+            ({"intermediate_size": 0}, "intermediate_size=0 .* must be"),
+            ({"num_hidden_layers": 0, "layer_types": None}, "num_hidden_layers=0 .* must be"),
+            ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta=0 .* must be"),
+            ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "8"}}, "factor='8' .* must be"),
+        ],
+        ids=str,
+    )
+    def test_a_number_in_a_config_that_makes_no_model_is_named(
+        self, changes: dict, message: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            LLM(copy_of(BUNDLED_MODEL, tmp_path / "m", **changes))
+
     def test_no_weights(self, tmp_path: Path) -> None:
         folder = copy_of(BUNDLED_MODEL, tmp_path / "m")
         (Path(folder) / "model.safetensors").unlink()

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from nanoinfer import LLM, RequestOutput
 from nanoinfer.config import Config
-from nanoinfer.models import FAMILIES, families
+from nanoinfer.models import FAMILIES, describe, families
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 100, 300]  # of the prompts, in one batch
 MAX_TOKENS = 6
@@ -73,6 +73,9 @@ CASES = {
     "llama biases, llama3 rope": Case(
         "LlamaForCausalLM", "llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}
     ),
+    "llama llama3 rope, its length beside it": Case(
+        "LlamaForCausalLM", "llama", {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16}
+    ),
     "llama yarn": Case(
         "LlamaForCausalLM", "llama", {"rope_parameters": {**YARN, "mscale": 1.2, "mscale_all_dim": 0.7}}
     ),
@@ -86,7 +89,11 @@ CASES = {
     "ministral3 window": Case(
         "Ministral3ForCausalLM",
         "ministral3",
-        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}, "sliding_window": 50},
+        {
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1},
+            "original_max_position_embeddings": 32,
+            "sliding_window": 50,
+        },
     ),
     "qwen2": Case("Qwen2ForCausalLM", "qwen2"),
     "qwen2 yarn, windows": Case(
@@ -139,6 +146,16 @@ CASES = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
             "rope_local_base_freq": 500.0,
             "final_logit_softcapping": 5.0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gemma3 yarn, a length that does not count": Case(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            "sliding_window": 64,
+            "rope_parameters": {"sliding_attention": LINEAR, "full_attention": YARN},
+            "original_max_position_embeddings": 16,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
@@ -363,6 +380,23 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
     save_file({renamed(key): weight for key, weight in weights.items()}, file, {"format": "pt"})
     assert not set(load_file(file)) & set(weights) - {"lm_head.weight"}
     run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model)
+
+
+def test_a_mistral_with_layer_types_has_windows_on_those_alone(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """As Ministral 8B has; transformers then calls the model another type than its config.json does."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = build(Case("MinistralForCausalLM", "ministral", {"sliding_window": 24, "layer_types": kinds}), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    names = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **names}))
+    run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
+
+
+def test_windows_that_qwen3_vl_does_not_have() -> None:
+    text = {**SHAPE, "sliding_window": 24, "layer_types": ["sliding_attention"] * 4}
+    name = "Qwen3VLForConditionalGeneration"
+    with pytest.raises(ValueError, match="layer_types='sliding_attention' in its config is not supported"):
+        describe(AutoConfig.for_model("qwen3_vl", text_config=text, architectures=[name]))
 
 
 def test_a_multimodal_checkpoint_says_that_it_is_run_as_text_only(

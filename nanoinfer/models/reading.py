@@ -12,9 +12,18 @@ from nanoinfer.models.rope import read_rope
 ACTIVATION_NAMES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # what configs call them, and what we do
 
 
+def positive(name: str, value: Any) -> Any:
+    """A setting's value. Raises ValueError, naming it, when that is no number above 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"model: {name}={value!r} in its config: must be a number above 0")
+    return value
+
+
 def head_dim_of(config: PretrainedConfig) -> int:
     """The size of a head: as the config has it, or what the hidden size leaves each."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = positive("num_attention_heads", config.num_attention_heads)
+    given = getattr(config, "head_dim", None)
+    return config.hidden_size // heads if given is None else positive("head_dim", given)
 
 
 def describe_common(config: PretrainedConfig, activation_field: str = "hidden_act", **own: Any) -> Description:
@@ -32,13 +41,21 @@ def describe_common(config: PretrainedConfig, activation_field: str = "hidden_ac
             f" {', '.join(ACTIVATION_NAMES)}"
         )
     head_dim = head_dim_of(config)
+    heads = config.num_attention_heads
+    kv_heads = heads if config.num_key_value_heads is None else config.num_key_value_heads
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"):
+        positive(name, getattr(config, name))
+    if heads % positive("num_key_value_heads", kv_heads):
+        raise ValueError(
+            f"model: num_key_value_heads={kv_heads} in its config does not divide num_attention_heads={heads}"
+        )
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_layers": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads or config.num_attention_heads,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "max_position": config.max_position_embeddings,
         "norm_eps": config.rms_norm_eps,
@@ -63,6 +80,12 @@ def refuse(config: PretrainedConfig, **supported: Any) -> None:
 def refuse_windows(config: PretrainedConfig) -> None:
     """Raise ValueError when layers have windows, in a family that has none."""
     read_windows(config, None)
+
+
+def same_window(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """The same window for every layer, if any."""
+    window = config.sliding_window
+    return (window if window is None else positive("sliding_window", window),) * config.num_hidden_layers
 
 
 def read_windows(config: PretrainedConfig, window: int | None) -> tuple[int | None, ...]:

@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoinfer.layers.rotary import Rope
+from nanoinfer.models.reading import positive
 
 Parameters = Mapping[str, Any]
 ANY_LENGTH = ("default", "linear", "llama3", "yarn")
+STRETCHED = ("llama3", "yarn", "longrope")  # from an original length
 
 
 def read_rope(
@@ -34,21 +36,24 @@ def read_rope(
     """
     outer: Parameters = config.rope_parameters
     parameters = outer
-    if kind is not None:
+    if kind is not None and kind in outer:
+        parameters = outer[kind]
+    elif kind is not None and "rope_theta" in outer:
         # The first releases of transformers 5 keep one mapping, whose scaling is not for layers with a window.
-        in_one = outer if kind == "full_attention" else {"rope_theta": outer.get("rope_theta")}
-        parameters = outer.get(kind, in_one)
+        parameters = outer if kind == "full_attention" else {"rope_theta": outer["rope_theta"]}
+    elif kind is not None:
+        raise ValueError(f"model: layer_types={kind!r} in its config: rope_parameters has only {', '.join(outer)}")
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in types:
         raise ValueError(
             f"model: rope_type={rope_type!r} in its config is not supported; supported: {', '.join(types)}"
         )
-    theta = float(parameters["rope_theta"])
+    theta = _number(parameters, "rope_theta")
     plain = 1 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope_type == "linear":
-        return Rope(_floats(plain / parameters["factor"]), interleaved=interleaved)
+        return Rope(_floats(plain / _number(parameters, "factor")), interleaved=interleaved)
     if rope_type == "llama3":
-        return Rope(_llama3(plain, parameters), interleaved=interleaved)
+        return Rope(_llama3(config, plain, parameters), interleaved=interleaved)
     if rope_type == "yarn":
         return _yarn(config, plain, parameters, outer.get("truncate", True), interleaved)
     if rope_type == "longrope":
@@ -56,17 +61,33 @@ def read_rope(
     return Rope(_floats(plain), interleaved=interleaved)
 
 
-def _original_length(config: PretrainedConfig, parameters: Parameters) -> int:
-    """The length that the model was trained on before it was stretched."""
-    outside = getattr(config, "original_max_position_embeddings", None)
-    inside = parameters.get("original_max_position_embeddings")
-    return int(outside or inside or config.max_position_embeddings)
+def read_rotated(config: PretrainedConfig, head_dim: int) -> int:
+    """How many of a head's numbers are rotated, where that is a share of them."""
+    share = _number(config.rope_parameters, "partial_rotary_factor", 1.0)
+    if share > 1:
+        raise ValueError(f"model: partial_rotary_factor={share} in its config: must be at most 1")
+    return int(head_dim * share)
 
 
-def _llama3(plain: Tensor, parameters: Parameters) -> tuple[float, ...]:
+def read_original_length(config: PretrainedConfig, parameters: Parameters) -> int:
+    """The length that the model was trained on before it was stretched.
+
+    One that stands beside the rotary settings goes before one among them, if all layers have the same ones.
+    """
+    name = "original_max_position_embeddings"
+    is_stretched = parameters.get("rope_type") in STRETCHED
+    outside = getattr(config, name, None) if is_stretched and parameters is config.rope_parameters else None
+    return int(_number({name: outside} if outside else parameters, name))
+
+
+def _number(parameters: Parameters, name: str, default: float | None = None) -> float:
+    return positive(name, parameters.get(name, default))
+
+
+def _llama3(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -> tuple[float, ...]:
     """Llama 3.1's: long waves are stretched, short ones stay, those between are mixed (Llama Team, 2024)."""
-    factor, low, high = (parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = parameters["original_max_position_embeddings"]
+    factor, low, high = (_number(parameters, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = read_original_length(config, parameters)
     waves = 2 * math.pi / plain
     mixed = (original / waves - low) / (high - low)
     between = (1 - mixed) * (plain / factor) + mixed * plain
@@ -78,8 +99,8 @@ def _llama3(plain: Tensor, parameters: Parameters) -> tuple[float, ...]:
 def _yarn(config: PretrainedConfig, plain: Tensor, parameters: Parameters, truncate: bool, interleaved: bool) -> Rope:
     """YaRN (Peng et al., 2023): waves that turn often in the original length stay, the others are stretched."""
     dim, theta = 2 * len(plain), parameters["rope_theta"]
-    original = _original_length(config, parameters)
-    factor = parameters.get("factor") or config.max_position_embeddings / original
+    original = read_original_length(config, parameters)
+    factor = _stretch(config, parameters, original)
 
     def pair_that_turns(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -111,8 +132,8 @@ def _yarn_factor(factor: float, parameters: Parameters) -> float:
 
 def _longrope(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -> Rope:
     """LongRoPE (Ding et al., 2024): a divisor a pair, others for sequences beyond the original length."""
-    original = _original_length(config, parameters)
-    stretch = parameters.get("factor") or config.max_position_embeddings / original
+    original = read_original_length(config, parameters)
+    stretch = _stretch(config, parameters, original)
     factor = parameters.get("attention_factor")
     if factor is None:
         factor = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
@@ -123,6 +144,11 @@ def _longrope(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -
         for name in ("short_factor", "long_factor")
     )
     return Rope(short, float(factor), long_frequencies=long, long_from=original)
+
+
+def _stretch(config: PretrainedConfig, parameters: Parameters, original: int) -> float:
+    given = parameters.get("factor")
+    return config.max_position_embeddings / original if given is None else positive("factor", given)
 
 
 def _floats(x: Tensor) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description, Names
-from nanoinfer.models.reading import describe_common, head_dim_of, read_windows, refuse
+from nanoinfer.models.reading import describe_common, head_dim_of, positive, read_windows, refuse
 from nanoinfer.models.rope import read_rope
 
 NAMES = Names(
@@ -48,7 +48,7 @@ def _describe(config: PretrainedConfig, **own: Any) -> Description:
         windows=read_windows(config, config.sliding_window),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
-        attention_scale=config.query_pre_attn_scalar**-0.5,
+        attention_scale=positive("query_pre_attn_scalar", config.query_pre_attn_scalar) ** -0.5,
         embedding_scale=config.hidden_size**0.5,
         **own,
     )

@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description, Names
 from nanoinfer.models.reading import describe_common, head_dim_of, refuse_windows
-from nanoinfer.models.rope import read_rope
+from nanoinfer.models.rope import read_rope, read_rotated
 
 NAMES = Names(
     attention_norm="input_layernorm",
@@ -20,7 +20,7 @@ NAMES = Names(
 def describe(config: PretrainedConfig) -> Description:
     """Biases of queries, keys and values if the config has them."""
     refuse_windows(config)
-    rotated = int(head_dim_of(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    rotated = read_rotated(config, head_dim_of(config))
     return describe_common(
         config,
         names=NAMES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.reading import describe_common, refuse_windows
+from nanoinfer.models.reading import describe_common, positive, refuse_windows
 
 
 def describe(config: PretrainedConfig) -> Description:
@@ -19,5 +19,5 @@ def describe(config: PretrainedConfig) -> Description:
         embedding_scale=config.embedding_multiplier,
         attention_scale=config.attention_multiplier,
         residual_scale=config.residual_multiplier,
-        logit_scale=1 / config.logits_scaling,
+        logit_scale=1 / positive("logits_scaling", config.logits_scaling),
     )

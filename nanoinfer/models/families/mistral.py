@@ -5,23 +5,31 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description, QueryScaling
-from nanoinfer.models.reading import describe_common
+from nanoinfer.models.reading import describe_common, positive, read_windows, same_window
+from nanoinfer.models.rope import read_original_length
 
 
 def describe_mistral(config: PretrainedConfig) -> Description:
-    """One window for all layers, if any."""
+    """One window, if any, for all layers, or where there are layer_types, for those that they name.
+
+    transformers calls the latter "ministral", whatever config.json does.
+    """
+    is_ministral = config.model_type == "ministral"
     return describe_common(
         config,
-        windows=(config.sliding_window,) * config.num_hidden_layers,
+        windows=read_windows(config, config.sliding_window) if is_ministral else same_window(config),
     )
 
 
 def describe_ministral3(config: PretrainedConfig) -> Description:
     """Likewise, and a scale for the queries of positions beyond the original length."""
-    rope = config.rope_parameters
-    scaling = QueryScaling(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
+    beta = config.rope_parameters.get("llama_4_scaling_beta")
+    scaling = None
+    if beta != 0:
+        length = read_original_length(config, config.rope_parameters)
+        scaling = QueryScaling(float(positive("llama_4_scaling_beta", beta)), length)
     return describe_common(
         config,
-        windows=(config.sliding_window,) * config.num_hidden_layers,
-        query_scaling=scaling if scaling.beta else None,
+        windows=same_window(config),
+        query_scaling=scaling,
     )

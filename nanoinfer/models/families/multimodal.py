@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.families import gemma, mistral, qwen2, qwen3
+from nanoinfer.models.reading import refuse_windows
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:
@@ -28,7 +29,8 @@ def describe_qwen2_5_vl(config: PretrainedConfig) -> Description:
 
 
 def describe_qwen3_vl(config: PretrainedConfig) -> Description:
-    """Likewise."""
+    """Likewise, and no windows, whatever layer_types says."""
+    refuse_windows(config.get_text_config())
     return _describe_text(config, qwen3.describe)
 
 

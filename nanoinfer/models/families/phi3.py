@@ -5,16 +5,16 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description, Names
-from nanoinfer.models.reading import describe_common, head_dim_of
-from nanoinfer.models.rope import read_rope
+from nanoinfer.models.reading import describe_common, head_dim_of, same_window
+from nanoinfer.models.rope import read_rope, read_rotated
 
 
 def describe(config: PretrainedConfig) -> Description:
     """One window for all layers, if any."""
-    rotated = int(head_dim_of(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    rotated = read_rotated(config, head_dim_of(config))
     return describe_common(
         config,
         names=Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
-        windows=(config.sliding_window,) * config.num_hidden_layers,
+        windows=same_window(config),
         ropes=(read_rope(config, rotated, types=("default", "longrope")),) * config.num_hidden_layers,
     )
