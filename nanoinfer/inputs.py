@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from nanoinfer.config import Config
 from nanoinfer.sampling_params import SamplingParams
 
+MEDIA = ("image", "video", "audio")  # in the keys of a message, or of a part of its content: image, image_url, images
+
 Prompt = str | ListLike[int]
 ChatMessage = Mapping[str, Any]
 Chats = ListLike[ChatMessage] | ListLike[ListLike[ChatMessage]]
@@ -166,10 +168,16 @@ def _is_message(entry: Any) -> bool:
 
 
 def _other_content(entry: Any) -> str | None:
-    """What a message has that is no text."""
-    content = entry.get("content") if isinstance(entry, Mapping) else None
-    kinds = [part.get("type") for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-    return next((str(kind) for kind in kinds if kind not in (None, "text")), None)
+    """What a message has that is no text, by the type that says so, or without one by its key."""
+    if not isinstance(entry, Mapping):
+        return None
+    content = entry.get("content")
+    parts = [content] if isinstance(content, Mapping) else content if isinstance(content, (list, tuple)) else []
+    for part in parts:
+        if isinstance(part, Mapping) and part.get("type") not in (None, "text"):
+            return str(part["type"])
+    keys = [key for part in (entry, *parts) if isinstance(part, Mapping) for key in part if part[key]]
+    return next((key for key in keys if any(medium in str(key) for medium in MEDIA)), None)
 
 
 def _check_template_arguments(template: dict[str, Any]) -> None:

@@ -326,6 +326,8 @@ class TestModel:
             ValueError, match=r"without 'architectures' is not supported; supported: .*Qwen3ForCausalLM"
         ):
             LLM(copy_of(BUNDLED_MODEL, tmp_path / "m", architectures=None))
+        with pytest.raises(ValueError, match=r"architectures='Qwen3ForCausalLM' .*must be a list of names"):
+            LLM(copy_of(BUNDLED_MODEL, tmp_path / "m", architectures="Qwen3ForCausalLM"))
 
     def test_a_broken_generation_config(self, tmp_path: Path) -> None:
         folder = copy_of(BUNDLED_MODEL, tmp_path / "m")
@@ -372,8 +374,8 @@ class TestModel:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"num_key_value_heads": 3}, r"num_key_value_heads=3 .* does not divide num_attention_heads="),
-            ({"num_key_value_heads": 0}, "num_key_value_heads=0 .* must be a number above 0"),
+            ({"num_key_value_heads": 3}, r"num_key_value_heads=3 .* must be a divisor of num_attention_heads="),
+            ({"num_key_value_heads": 0}, "num_key_value_heads=0 .* must be an integer of at least 1"),
             ({"num_attention_heads": 0}, "num_attention_heads=0 .* must be"),
             ({"head_dim": 0}, "head_dim=0 .* must be"),
             ({"intermediate_size": 0}, "intermediate_size=0 .* must be"),

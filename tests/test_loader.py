@@ -104,6 +104,23 @@ class TestWhichFilesAreRead:
         with pytest.raises(ValueError, match=f"index.json names {shard.name}, which is not there"):
             LLM(folder)
 
+    @pytest.mark.parametrize(
+        ("index", "message"),
+        [
+            ("{not json", "cannot be read"),
+            ("[]", "must have a 'weight_map'"),
+            ("{}", "must have a 'weight_map'"),
+            ('{"weight_map": {}}', "must have a 'weight_map'"),
+            ('{"weight_map": {"x": 3}}', "'weight_map' has 3: must be a file in the folder"),
+            ('{"weight_map": {"x": "../x.safetensors"}}', r"has '\.\./x\.safetensors': must be a file in the folder"),
+            ('{"weight_map": {"x": "/x.safetensors"}}', "has '/x.safetensors': must be a file in the folder"),
+        ],
+    )
+    def test_an_index_that_names_no_files_of_the_folder(self, index: str, message: str, tmp_path: Path) -> None:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ValueError, match=rf"model\.safetensors\.index\.json: .*{message}"):
+            FileSource(str(tmp_path))
+
     def test_only_other_names(self, make_qwen3: Callable[..., str]) -> None:
         folder = make_qwen3()
         safetensors_of(folder)[0].rename(Path(folder) / "consolidated.safetensors")

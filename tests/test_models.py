@@ -420,6 +420,49 @@ def test_what_only_longer_sequences_would_see_costs_nothing(
         assert (long.window, long.long_from) != (None, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"num_attention_heads": -4}, "num_attention_heads=-4 .*must be an integer of at least 1"),
+        ("llama", {"head_dim": 0}, "head_dim=0 .*must be an integer of at least 1"),
+        ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0 .*must be an integer of at least 1"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3 .*must be a divisor of num_attention_heads=4"),
+        ("llama", {"max_position_embeddings": -5}, "max_position_embeddings=-5 .*must be an integer"),
+        ("llama", {"rope_parameters": {**LINEAR, "rope_theta": None}}, "rope_theta=None .*must be a number above 0"),
+        ("llama", {"rope_parameters": {**LINEAR, "rope_theta": 0}}, "rope_theta=0 .*must be a number above 0"),
+        ("llama", {"rope_parameters": {**LINEAR, "factor": 0}}, "factor=0 .*must be a number above 0"),
+        ("llama", {"rope_parameters": {**LINEAR, "factor": "x"}}, "factor='x' .*must be a number above 0"),
+        ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 0}}, "low_freq_factor=0 .*must be a number"),
+        ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 9}}, "must be less than high_freq_factor=4.0"),
+        ("llama", {"rope_parameters": {**YARN, "factor": 0}}, "factor=0 .*must be a number above 0"),
+        ("llama", {"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta=1 .*must be above 1"),
+        ("llama", {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 .*not sup"),
+        ("phi3 longrope", {"original_max_position_embeddings": 1}, "original_max_position_embeddings=1 .*above 1"),
+        ("phi3 longrope", {"rope_parameters": {**LONGROPE, "long_factor": [0.0] * 8}}, "long_factor=0.0 .*above 0"),
+        ("glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),
+        ("mistral window", {"sliding_window": 0}, "sliding_window=0 .*must be a number above 0"),
+        ("mistral window", {"sliding_window": -3}, "sliding_window=-3 .*must be a number above 0"),
+        ("gemma2", {"sliding_window": -1}, "sliding_window=-1 .*must be a number above 0"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 .*must be a number above 0"),
+        ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0 .*must be a number above 0"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True .*not supported"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling=0 .*must be a number above 0"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .*has 2 entries: .*num_hidden_layers=4"),
+        ("gemma3 multimodal", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*not supported"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_no_model_can_have_is_named(name: str, changes: dict[str, Any], message: str) -> None:
+    case = CASES[name]
+    settings = {**SHAPE, **case.settings}
+    if case.vision is not None:
+        settings = {"text_config": settings, "vision_config": case.vision}
+    config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **settings)
+    for setting, value in changes.items():
+        setattr(config, setting, value)
+    with pytest.raises(ValueError, match=message):
+        describe(config)
+
+
 def test_every_class_has_a_case() -> None:
     assert {case.architecture for case in CASES.values()} == set(FAMILIES)
 

@@ -382,6 +382,21 @@ class TestChat:
             llm.chat([{"role": "user", "content": content}])
 
     @pytest.mark.parametrize(
+        ("message", "key"),
+        [
+            ({"content": [{"image": "cat.png"}, {"type": "text", "text": "What is this?"}]}, "image"),
+            ({"content": [{"image_url": {"url": "cat.png"}}]}, "image_url"),
+            ({"content": {"type": "image"}}, "image"),
+            ({"content": ({"type": "input_audio"},)}, "input_audio"),
+            ({"content": "What is this?", "images": ["cat.png"]}, "images"),
+        ],
+        ids=str,
+    )
+    def test_images_are_refused_where_no_type_says_so(self, message: dict, key: str, llm: LLM) -> None:
+        with pytest.raises(ValueError, match=rf"messages\[0\] has content of type '{key}': .* run as text only"):
+            llm.chat([{"role": "user", **message}])
+
+    @pytest.mark.parametrize(
         ("messages", "message"),
         [
             ("hello", "messages='hello': must be a list of messages"),

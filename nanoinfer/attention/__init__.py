@@ -15,7 +15,7 @@ from nanoinfer.attention.context import Context, Scoring
 class AttentionBackend(Protocol):
     """What layers/attention.py asks of a backend, once the new keys and values are in the cache.
 
-    Shapes are those of kernels/paged_prefill and paged_decode.
+    Shapes are those of kernels/attention/paged_prefill.py and paged_decode.py.
     """
 
     def prepare_decode(self, context: Context) -> None:

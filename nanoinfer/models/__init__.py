@@ -7,6 +7,7 @@ from importlib import import_module
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
+from nanoinfer.models.settings import check_sizes
 
 FAMILIES = {
     "Gemma2ForCausalLM": "gemma.describe_gemma2",
@@ -31,6 +32,8 @@ FAMILIES = {
 
 def check_architectures(names: list[str]) -> None:
     """Raise ValueError when the architectures that a config.json names are not here."""
+    if not isinstance(names, list):
+        raise ValueError(f"model: architectures={names!r} in its config.json: must be a list of names")
     if not names or names[0] not in FAMILIES:
         named = f"architecture {names[0]!r}" if names else "a config.json without 'architectures'"
         raise ValueError(f"model: {named} is not supported; supported: {', '.join(FAMILIES)}")
@@ -40,5 +43,6 @@ def describe(config: PretrainedConfig) -> Description:
     """What the model of this config is. Raises ValueError when it asks for what is not here, naming it."""
     names = config.architectures or []
     check_architectures(names)
+    check_sizes(config.get_text_config())
     file, function = FAMILIES[names[0]].split(".")
     return getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)

@@ -8,29 +8,15 @@ from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.rope import read_rope
+from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none, refuse
 
 ACTIVATION_NAMES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # what configs call them, and what we do
-
-
-def positive(name: str, value: Any) -> Any:
-    """A setting's value. Raises ValueError, naming it, when that is no number above 0."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise ValueError(f"model: {name}={value!r} in its config: must be a number above 0")
-    return value
-
-
-def head_dim_of(config: PretrainedConfig) -> int:
-    """The size of a head: as the config has it, or what the hidden size leaves each."""
-    heads = positive("num_attention_heads", config.num_attention_heads)
-    given = getattr(config, "head_dim", None)
-    return config.hidden_size // heads if given is None else positive("head_dim", given)
 
 
 def describe_common(config: PretrainedConfig, activation_field: str = "hidden_act", **own: Any) -> Description:
     """A Description of the fields that all families share, and a family's own, which come first.
 
     Where a family says nothing of ropes or windows, all layers are rotated alike, and none has a window.
-
     Raises ValueError, naming the setting, for what no family of ours implements.
     """
     refuse(config, quantization_config=None, is_causal=True)
@@ -41,21 +27,13 @@ def describe_common(config: PretrainedConfig, activation_field: str = "hidden_ac
             f" {', '.join(ACTIVATION_NAMES)}"
         )
     head_dim = head_dim_of(config)
-    heads = config.num_attention_heads
-    kv_heads = heads if config.num_key_value_heads is None else config.num_key_value_heads
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"):
-        positive(name, getattr(config, name))
-    if heads % positive("num_key_value_heads", kv_heads):
-        raise ValueError(
-            f"model: num_key_value_heads={kv_heads} in its config does not divide num_attention_heads={heads}"
-        )
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_layers": config.num_hidden_layers,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         "head_dim": head_dim,
         "max_position": config.max_position_embeddings,
         "norm_eps": config.rms_norm_eps,
@@ -69,12 +47,9 @@ def describe_common(config: PretrainedConfig, activation_field: str = "hidden_ac
     return Description(**{**fields, **own})
 
 
-def refuse(config: PretrainedConfig, **supported: Any) -> None:
-    """Raise ValueError when the config has one of these settings, and another value than the supported one."""
-    for name, allowed in supported.items():
-        value = getattr(config, name, allowed)
-        if value not in (None, allowed):
-            raise ValueError(f"model: {name}={value!r} in its config is not supported")
+def same_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """One window for all layers, if any."""
+    return (positive_or_none("sliding_window", config.sliding_window),) * config.num_hidden_layers
 
 
 def refuse_windows(config: PretrainedConfig) -> None:
@@ -82,15 +57,11 @@ def refuse_windows(config: PretrainedConfig) -> None:
     read_windows(config, None)
 
 
-def same_window(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """The same window for every layer, if any."""
-    window = config.sliding_window
-    return (window if window is None else positive("sliding_window", window),) * config.num_hidden_layers
-
-
 def read_windows(config: PretrainedConfig, window: int | None) -> tuple[int | None, ...]:
     """A window a layer, by its layer_types. Raises ValueError for a type that is not here."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    has_kinds = getattr(config, "layer_types", None) is not None
+    kinds = of_layers(config, "layer_types") if has_kinds else ["full_attention"] * config.num_hidden_layers
+    positive_or_none("sliding_window", window)
     supported = ("full_attention", "sliding_attention") if window else ("full_attention",)
     for kind in kinds:
         if kind not in supported:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from nanoinfer.layers.rotary import Rope
-from nanoinfer.models.reading import positive
+from nanoinfer.models.settings import above_one, head_dim_of, positive
 
 Parameters = Mapping[str, Any]
 ANY_LENGTH = ("default", "linear", "llama3", "yarn")
@@ -48,7 +48,9 @@ def read_rope(
         raise ValueError(
             f"model: rope_type={rope_type!r} in its config is not supported; supported: {', '.join(types)}"
         )
-    theta = _number(parameters, "rope_theta")
+    if rope_type != "default":  # which takes no notice, in transformers too
+        _check_share(config, dim, parameters)
+    theta = float(_number(parameters, "rope_theta"))
     plain = 1 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope_type == "linear":
         return Rope(_floats(plain / _number(parameters, "factor")), interleaved=interleaved)
@@ -61,12 +63,19 @@ def read_rope(
     return Rope(_floats(plain), interleaved=interleaved)
 
 
-def read_rotated(config: PretrainedConfig, head_dim: int) -> int:
+def read_rotary_dim(config: PretrainedConfig) -> int:
     """How many of a head's numbers are rotated, where that is a share of them."""
     share = _number(config.rope_parameters, "partial_rotary_factor", 1.0)
-    if share > 1:
-        raise ValueError(f"model: partial_rotary_factor={share} in its config: must be at most 1")
-    return int(head_dim * share)
+    dim = int(head_dim_of(config) * share)
+    if share > 1 or dim < 1:
+        raise ValueError(f"model: partial_rotary_factor={share!r} in its config: must be above 0, at most 1")
+    return dim
+
+
+def _check_share(config: PretrainedConfig, dim: int, parameters: Parameters) -> None:
+    share = parameters.get("partial_rotary_factor")
+    if share is not None and int(head_dim_of(config) * positive("partial_rotary_factor", share)) != dim:
+        raise ValueError(f"model: partial_rotary_factor={share!r} in its config is not supported here")
 
 
 def read_original_length(config: PretrainedConfig, parameters: Parameters) -> int:
@@ -77,7 +86,7 @@ def read_original_length(config: PretrainedConfig, parameters: Parameters) -> in
     name = "original_max_position_embeddings"
     is_stretched = parameters.get("rope_type") in STRETCHED
     outside = getattr(config, name, None) if is_stretched and parameters is config.rope_parameters else None
-    return int(_number({name: outside} if outside else parameters, name))
+    return int(above_one(name, outside or parameters.get(name)))
 
 
 def _number(parameters: Parameters, name: str, default: float | None = None) -> float:
@@ -88,6 +97,8 @@ def _llama3(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -> 
     """Llama 3.1's: long waves are stretched, short ones stay, those between are mixed (Llama Team, 2024)."""
     factor, low, high = (_number(parameters, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     original = read_original_length(config, parameters)
+    if low >= high:
+        raise ValueError(f"model: low_freq_factor={low!r} in its config: must be less than high_freq_factor={high!r}")
     waves = 2 * math.pi / plain
     mixed = (original / waves - low) / (high - low)
     between = (1 - mixed) * (plain / factor) + mixed * plain
@@ -98,15 +109,15 @@ def _llama3(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -> 
 
 def _yarn(config: PretrainedConfig, plain: Tensor, parameters: Parameters, truncate: bool, interleaved: bool) -> Rope:
     """YaRN (Peng et al., 2023): waves that turn often in the original length stay, the others are stretched."""
-    dim, theta = 2 * len(plain), parameters["rope_theta"]
+    dim, theta = 2 * len(plain), above_one("rope_theta", parameters["rope_theta"])
     original = read_original_length(config, parameters)
     factor = _stretch(config, parameters, original)
 
     def pair_that_turns(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = pair_that_turns(parameters.get("beta_fast") or 32)
-    high = pair_that_turns(parameters.get("beta_slow") or 1)
+    low = pair_that_turns(positive("beta_fast", parameters.get("beta_fast") or 32))
+    high = pair_that_turns(positive("beta_slow", parameters.get("beta_slow") or 1))
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -140,7 +151,7 @@ def _longrope(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -
     dim, theta = 2 * len(plain), float(parameters["rope_theta"])
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     short, long = (
-        _floats(1 / (torch.tensor(parameters[name], dtype=torch.float32) * theta**exponents))
+        _floats(1 / (torch.tensor([float(positive(name, divisor)) for divisor in parameters[name]]) * theta**exponents))
         for name in ("short_factor", "long_factor")
     )
     return Rope(short, float(factor), long_frequencies=long, long_from=original)

@@ -70,7 +70,7 @@ class FileSource:
         if missing or unknown:
             raise ValueError(
                 f"model={self.folder!r}: the checkpoint does not fit its config.json:"
-                f" {_list('missing', sorted(missing))}{_list('unknown', unknown)}"
+                f"{_list('missing', sorted(missing))}{_list('unknown', unknown)}"
             )
         _check_finite(self.folder, filled)
 
@@ -106,14 +106,25 @@ def _choose_files(folder: Path) -> list[Path]:
             f"neither {SINGLE_FILE} nor {INDEX_FILE}, only {', '.join(others)}" if others else "no *.safetensors file"
         )
         raise ValueError(f"model={str(folder)!r}: the folder has {lacks}")
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except Exception as error:
-        raise ValueError(f"{index}: cannot be read: {error}") from error
-    for name in names:
+    for name in (names := _read_index(index)):
         if not (folder / name).is_file():
             raise ValueError(f"model={str(folder)!r}: {INDEX_FILE} names {name}, which is not there")
     return [folder / name for name in names]
+
+
+def _read_index(index: Path) -> list[str]:
+    """The files that an index names, all of which lie in its folder."""
+    try:
+        content = json.loads(index.read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{index}: cannot be read: {error}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: must have a 'weight_map' that names the file of each tensor")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{index}: 'weight_map' has {name!r}: must be a file in the folder")
+    return sorted(set(weight_map.values()))
 
 
 def _open(file: Path) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description, Names
-from nanoinfer.models.reading import describe_common, head_dim_of, positive, read_windows, refuse
+from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.rope import read_rope
+from nanoinfer.models.settings import head_dim_of, positive, positive_or_none, refuse
 
 NAMES = Names(
     attention_norm="input_layernorm",
@@ -22,24 +23,24 @@ def describe_gemma2(config: PretrainedConfig) -> Description:
     """Soft caps of scores and logits."""
     return _describe(
         config,
-        score_cap=config.attn_logit_softcapping,
-        logit_cap=config.final_logit_softcapping,
+        score_cap=positive_or_none("attn_logit_softcapping", config.attn_logit_softcapping),
+        logit_cap=positive_or_none("final_logit_softcapping", config.final_logit_softcapping),
     )
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:
     """A norm on every query and key head, and a rotary base for layers with a window and one for those without."""
-    refuse(config, use_bidirectional_attention=False)
     ropes = {kind: read_rope(config, head_dim_of(config), kind) for kind in set(config.layer_types)}
     return _describe(
         config,
         ropes=tuple(ropes[kind] for kind in config.layer_types),
         qk_norm="head",
-        logit_cap=config.final_logit_softcapping,
+        logit_cap=positive_or_none("final_logit_softcapping", config.final_logit_softcapping),
     )
 
 
 def _describe(config: PretrainedConfig, **own: Any) -> Description:
+    refuse(config, use_bidirectional_attention=False)
     return describe_common(
         config,
         activation_field="hidden_activation",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description, Names
-from nanoinfer.models.reading import describe_common, head_dim_of, refuse_windows
-from nanoinfer.models.rope import read_rope, read_rotated
+from nanoinfer.models.reading import describe_common, refuse_windows
+from nanoinfer.models.rope import read_rope, read_rotary_dim
 
 NAMES = Names(
     attention_norm="input_layernorm",
@@ -20,10 +20,10 @@ NAMES = Names(
 def describe(config: PretrainedConfig) -> Description:
     """Biases of queries, keys and values if the config has them."""
     refuse_windows(config)
-    rotated = read_rotated(config, head_dim_of(config))
+    rope = read_rope(config, read_rotary_dim(config), interleaved=True)
     return describe_common(
         config,
         names=NAMES,
-        ropes=(read_rope(config, rotated, interleaved=True),) * config.num_hidden_layers,
+        ropes=(rope,) * config.num_hidden_layers,
         qkv_bias=config.attention_bias,
     )

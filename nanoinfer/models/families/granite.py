@@ -5,7 +5,8 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.reading import describe_common, positive, refuse_windows
+from nanoinfer.models.reading import describe_common, refuse_windows
+from nanoinfer.models.settings import positive
 
 
 def describe(config: PretrainedConfig) -> Description:
@@ -17,7 +18,7 @@ def describe(config: PretrainedConfig) -> Description:
         o_bias=config.attention_bias,
         mlp_bias=config.mlp_bias,
         embedding_scale=config.embedding_multiplier,
-        attention_scale=config.attention_multiplier,
+        attention_scale=positive("attention_multiplier", config.attention_multiplier),
         residual_scale=config.residual_multiplier,
         logit_scale=1 / positive("logits_scaling", config.logits_scaling),
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description, QueryScaling
-from nanoinfer.models.reading import describe_common, positive, read_windows, same_window
+from nanoinfer.models.reading import describe_common, read_windows, same_windows
 from nanoinfer.models.rope import read_original_length
+from nanoinfer.models.settings import positive
 
 
 def describe_mistral(config: PretrainedConfig) -> Description:
@@ -17,7 +18,7 @@ def describe_mistral(config: PretrainedConfig) -> Description:
     is_ministral = config.model_type == "ministral"
     return describe_common(
         config,
-        windows=read_windows(config, config.sliding_window) if is_ministral else same_window(config),
+        windows=read_windows(config, config.sliding_window) if is_ministral else same_windows(config),
     )
 
 
@@ -30,6 +31,6 @@ def describe_ministral3(config: PretrainedConfig) -> Description:
         scaling = QueryScaling(float(positive("llama_4_scaling_beta", beta)), length)
     return describe_common(
         config,
-        windows=same_window(config),
+        windows=same_windows(config),
         query_scaling=scaling,
     )

@@ -7,8 +7,9 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description, Names
-from nanoinfer.models.reading import describe_common, head_dim_of, read_windows, refuse_windows
+from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope
+from nanoinfer.models.settings import head_dim_of
 
 NAMES = Names(
     attention_norm=None,

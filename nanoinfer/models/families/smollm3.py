@@ -5,8 +5,9 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.reading import describe_common, head_dim_of, read_windows
+from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.rope import read_rope
+from nanoinfer.models.settings import head_dim_of, of_layers
 
 
 def describe(config: PretrainedConfig) -> Description:
@@ -15,7 +16,7 @@ def describe(config: PretrainedConfig) -> Description:
     return describe_common(
         config,
         windows=read_windows(config, config.sliding_window),
-        ropes=tuple(rope if rotates else None for rotates in config.no_rope_layers),
+        ropes=tuple(rope if rotates else None for rotates in of_layers(config, "no_rope_layers")),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         mlp_bias=config.mlp_bias,

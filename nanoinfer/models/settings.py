@@ -1,0 +1,71 @@
+"""Single settings of a config.json, and what is said of those that no model can have."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import PretrainedConfig
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+OWN_SIZES = ("num_key_value_heads", "head_dim")  # a config need not have them
+
+
+def check_sizes(config: PretrainedConfig) -> None:
+    """Raise ValueError when a size that all families read cannot be a model's."""
+    for name in (*SIZES, *OWN_SIZES):
+        size = getattr(config, name, None)
+        if size is None and name in OWN_SIZES:
+            continue
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"model: {name}={size!r} in its config: must be an integer of at least 1")
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if kv_heads is not None and heads % kv_heads:
+        raise ValueError(
+            f"model: num_key_value_heads={kv_heads} in its config: must be a divisor of num_attention_heads={heads}"
+        )
+
+
+def positive(name: str, value: Any) -> Any:
+    """The value of a config's setting. Raises ValueError when it is no number above 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"model: {name}={value!r} in its config: must be a number above 0")
+    return value
+
+
+def positive_or_none(name: str, value: Any) -> Any:
+    """Likewise, where None turns the setting off."""
+    return None if value is None else positive(name, value)
+
+
+def above_one(name: str, value: Any) -> Any:
+    """For what a logarithm divides by."""
+    if positive(name, value) <= 1:
+        raise ValueError(f"model: {name}={value!r} in its config: must be above 1")
+    return value
+
+
+def of_layers(config: PretrainedConfig, name: str) -> list[Any]:
+    """The setting's entries, one a layer. Raises ValueError when it has fewer or more."""
+    entries, layers = getattr(config, name), config.num_hidden_layers
+    if len(entries) != layers:
+        raise ValueError(
+            f"model: {name} in its config has {len(entries)} entries: must have one a layer, num_hidden_layers={layers}"
+        )
+    return list(entries)
+
+
+def head_dim_of(config: PretrainedConfig) -> int:
+    """The size of a head: as the config has it, or what the hidden size leaves each."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def refuse(config: PretrainedConfig, **supported: Any) -> None:
+    """Raise ValueError when the config has one of these settings, and another value than the supported one."""
+    for name, allowed in supported.items():
+        value = getattr(config, name, allowed)
+        if value not in (None, allowed):
+            raise ValueError(f"model: {name}={value!r} in its config is not supported")
