@@ -160,6 +160,19 @@ def test_a_checkpoint_that_says_tied_and_is_not(make_llm: Callable[..., LLM], ma
     assert output["token_ids"] == Oracle(folder).greedy([5, 6, 7], 8)
 
 
+def test_a_tied_checkpoint_that_stores_only_the_output_projection(
+    make_llm: Callable[..., LLM], make_qwen3: Callable[..., str]
+) -> None:
+    folder = make_qwen3(tie_word_embeddings=True)
+    (file,) = safetensors_of(folder)
+    expected = Oracle(folder).greedy([5, 6, 7], 8)
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, file, {"format": "pt"})
+    (output,) = make_llm(folder).generate([[5, 6, 7]], greedy(8), use_tqdm=False)
+    assert output["token_ids"] == expected
+
+
 def test_a_sharded_checkpoint(make_llm: Callable[..., LLM], make_qwen3: Callable[..., str]) -> None:
     folder = make_qwen3(shards=4)
     assert len(safetensors_of(folder)) > 2

@@ -13,14 +13,13 @@ Fill = Literal["noise", "ones", "zeros"]
 
 @dataclass(slots=True)
 class Shard:
-    """What one tensor of a checkpoint, or a part of it, fills on this rank.
+    """What one tensor of a checkpoint, or a part of it, fills on this rank. Where two have one target, either will do.
 
     name: the tensor's, in the checkpoint
     target: the parameter, or the part of it, that is filled
     shape: the whole tensor's
     start: what fills the target begins here along `dim`, and is as long as the target there
     random: what the target is filled with when there is no checkpoint
-    is_optional: the checkpoint need not have the tensor
     """
 
     name: str
@@ -29,7 +28,6 @@ class Shard:
     start: int = 0
     dim: int = 0
     random: Fill = "noise"
-    is_optional: bool = False
 
     @property
     def index(self) -> tuple[slice, ...]:

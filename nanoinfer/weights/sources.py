@@ -35,7 +35,7 @@ class RandomSource:
 
     def fill(self, table: Table) -> None:
         """See Source."""
-        shards = [shard for entries in table.values() for shard in entries if not shard.is_optional]
+        shards = [shard for entries in table.values() for shard in entries]
         generator = torch.Generator(shards[0].target.device).manual_seed(self.seed)
         for shard in shards:
             if shard.random == "noise":
@@ -55,7 +55,6 @@ class FileSource:
 
     def fill(self, table: Table) -> None:
         """See Source. A tensor is read straight from the mapped file into its places."""
-        missing = {name for name, shards in table.items() if not shards[0].is_optional}
         unknown: list[str] = []
         filled: list[tuple[str, Tensor]] = []
         for name, tensor, file in self._tensors():
@@ -64,9 +63,10 @@ class FileSource:
                 for shard in table[name]:
                     _copy(shard, tensor, file)
                 filled += [(name, shard.target) for shard in table[name]]
-                missing.discard(name)
             elif not name.endswith(COMPUTED):
                 unknown.append(name)
+        places = {target.data_ptr() for _, target in filled}
+        missing = [name for name, shards in table.items() if shards[0].target.data_ptr() not in places]
         if missing or unknown:
             raise ValueError(
                 f"model={self.folder!r}: the checkpoint does not fit its config.json:"
