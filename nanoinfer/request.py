@@ -141,8 +141,8 @@ class Request:
 class Requests:
     """The requests whose outputs have not been given out.
 
-    They change under its `with` only: what breaks that off, an interrupt not least, drops them all, as it may have left
-    some half changed; at the latest when it is entered again.
+    Requests change only inside a `with` of this object. An error or an interrupt inside it drops all of them, as it may
+    have left some half changed. If even the dropping is interrupted, the next `with` completes it.
 
     finished: those whose samples have all ended, in the order of their ends
     """

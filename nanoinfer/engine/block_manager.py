@@ -22,8 +22,8 @@ class Block:
 class BlockManager:
     """Hands blocks to sequences, shares full ones between equal prefixes, and takes them back.
 
-    A full block that nobody names any more is free but keeps its content until it is handed out again, least
-    recently freed first, so that a later sequence with the same prefix can have it back.
+    A full block that nobody names any more is free, but keeps its content until it is handed out again. A later
+    sequence with the same prefix can have it back. The least recently freed block is handed out first.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:

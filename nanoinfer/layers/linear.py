@@ -51,8 +51,8 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Tensor, Tensor]:
         """Project what the joint makes of x and residual, see there.
 
-        Returns [tokens, this rank's share of the first projection, of the second, ...], or with an activation
-        [tokens, its share of one], and the residual stream.
+        Returns this rank's share of every projection, side by side in [tokens, share], and the residual stream. With an
+        activation the share is of one projection.
         """
         if self.tp.size == 1:
             x = joint.scaled(x)

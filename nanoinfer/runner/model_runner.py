@@ -44,7 +44,7 @@ StepOutput = tuple[Tensor, list[LogProbs], list[LogProbs]]  # what PendingTokens
 class CausalLM(Protocol):
     """What the runner reads of a model: this rank's part of it.
 
-    num_kv_heads: that this rank holds; first_id, num_ids: the range of token ids whose logits it computes
+    num_kv_heads: that this rank holds
     """
 
     num_layers: int
@@ -52,10 +52,14 @@ class CausalLM(Protocol):
     head_dim: int
 
     @property
-    def first_id(self) -> int: ...  # noqa: D102 - above
+    def first_id(self) -> int:
+        """The first of the token ids whose logits it computes."""
+        ...
 
     @property
-    def num_ids(self) -> int: ...  # noqa: D102
+    def num_ids(self) -> int:
+        """How many they are."""
+        ...
 
     def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
         """[tokens] int32 to hidden states, [tokens, hidden_size]."""
@@ -96,11 +100,12 @@ class ModelRunner:
         if config.device == "cpu" and tp.size > 1:  # ranks that fight for cores spin more than they compute
             torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // tp.size)))
         try:
-            with self._current_device(), torch.inference_mode():
+            with self._current_device():
                 self._load()
-                self._connect()
-                self._size(self._measure())
-                self._capture()
+                with torch.inference_mode():
+                    self._connect()
+                    self._size(self._measure())
+                    self._capture()
         except BaseException:
             self.close(failed=True)
             raise

@@ -68,8 +68,8 @@ def paged_decode_reference(
 class DecodePlan:
     """Who reads what in a decode step, the same for every KV head and layer of one window; made before the first layer.
 
-    The rows' contexts, cut into tiles and laid end to end, are dealt to the workers in equal shares, so that all of
-    them end together whatever the lengths. A row's tiles begin with the first that the window reaches. A row whose
+    The rows' contexts are cut into tiles, laid end to end, and dealt to the workers in equal shares. So all workers end
+    together, whatever the lengths. A row's tiles begin with the first that the window reaches. A row whose
     tiles went to several workers is put together by the last of them to finish (the "stream-K" way of Osama et al.,
     2023).
 
