@@ -18,6 +18,8 @@ sys.path.insert(0, str(ROOT))
 import bench
 from example import QUESTIONS
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.models import describe
 
 
 def run(*command: str) -> str:
@@ -145,6 +147,22 @@ def test_a_window_bounds_what_a_layer_reads_and_computes() -> None:
     assert floor.decode_bytes == 2 * (2 * LAYER + 800) * 2 + (5 + 6 + 3 + 3) * (2 * 8 * 2)
     # The band of a window is a triangle of 3 and a row of 3 more.
     assert floor.prefill_flops == 2 * 2 * LAYER * 4 + 2 * 800 + 4 * 16 * (4 * 4 / 2 + 3 * 3 / 2 + 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("0.6b", 0.596), ("8b", 8.19), ("32b", 32.8), ("llama-1b", 1.24), ("llama-8b", 8.03), ("qwen2.5-7b", 7.62),
+        ("mistral-7b", 7.24), ("mistral-24b", 23.57), ("phi4-14b", 14.66), ("gemma3-12b", 11.77), ("olmo2-7b", 7.30),
+    ],
+)  # fmt: skip
+def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, billions: float, tmp_path: Path) -> None:
+    bench.write_config(name, str(tmp_path))
+    model = describe(Checkpoint.open(str(tmp_path)).hf_config)
+    heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    layers = model.num_layers * model.hidden_size * (heads + 3 * model.intermediate_size)
+    matrices = layers + model.vocab_size * model.hidden_size * (1 if model.tied else 2)
+    assert matrices / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 def test_random_weights_and_json(tmp_path: Path) -> None:

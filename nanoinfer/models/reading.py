@@ -10,7 +10,7 @@ from nanoinfer.models.description import Description
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none, refuse
 
-ACTIVATION_NAMES = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # what configs call them, and what we do
+ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by their names in configs
 
 
 def describe_common(config: PretrainedConfig, activation_field: str = "hidden_act", **own: Any) -> Description:
