@@ -425,6 +425,7 @@ def test_what_only_longer_sequences_would_see_costs_nothing(
     [
         ("llama", {"num_attention_heads": -4}, "num_attention_heads=-4 .*must be an integer of at least 1"),
         ("llama", {"head_dim": 0}, "head_dim=0 .*must be an integer of at least 1"),
+        ("llama", {"head_dim": 5}, "head_dim=5 .*must be even"),
         ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0 .*must be an integer of at least 1"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3 .*must be a divisor of num_attention_heads=4"),
         ("llama", {"max_position_embeddings": -5}, "max_position_embeddings=-5 .*must be an integer"),

@@ -52,6 +52,10 @@ def read_rope(
         _check_share(config, dim, parameters)
     theta = float(_number(parameters, "rope_theta"))
     plain = 1 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if 2 * len(plain) > head_dim_of(config):
+        raise ValueError(
+            f"model: head_dim={head_dim_of(config)} in its config: must be even, as its numbers turn in pairs"
+        )
     if rope_type == "linear":
         return Rope(_floats(plain / _number(parameters, "factor")), interleaved=interleaved)
     if rope_type == "llama3":
