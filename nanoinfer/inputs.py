@@ -176,8 +176,13 @@ def _other_content(entry: Any) -> str | None:
     for part in parts:
         if isinstance(part, Mapping) and part.get("type") not in (None, "text"):
             return str(part["type"])
-    keys = [key for part in (entry, *parts) if isinstance(part, Mapping) for key in part if part[key]]
-    return next((key for key in keys if any(medium in str(key) for medium in MEDIA)), None)
+    keys = [str(key) for part in (entry, *parts) if isinstance(part, Mapping) for key in part if _is_given(part[key])]
+    return next((key for key in keys if any(medium in key for medium in MEDIA)), None)
+
+
+def _is_given(value: Any) -> bool:
+    """Not by its truth, which an array does not have."""
+    return value is not None and value is not False and not (isinstance(value, (str, list, tuple)) and not value)
 
 
 def _check_template_arguments(template: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -33,6 +34,29 @@ def test_a_steps_error_is_raised() -> None:
 
     with pytest.raises(ValueError, match="no such kernel"):
         run_side_by_side([fail, lambda: None], [lambda: None], CPU)
+
+
+def test_every_thread_has_its_handle_before_a_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    handles, done = [], []
+
+    def take_handle() -> int:
+        time.sleep(0.05 * len(handles))
+        handles.append(threading.get_ident())
+        return 0
+
+    def step() -> None:
+        assert len(set(handles)) == 3
+        done.append(threading.get_ident())
+
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", take_handle)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode())
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    run_side_by_side([step] * 3, [step] * 5, torch.device("cuda", 0))
+    assert len(handles) == 3
+    assert len(done) == 8
+    assert set(done) <= set(handles)
 
 
 def test_a_thread_that_gets_no_handle_ends_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import Oracle, assert_close, greedy
 from hypothesis import given, settings
@@ -389,6 +390,7 @@ class TestChat:
             ({"content": {"type": "image"}}, "image"),
             ({"content": ({"type": "input_audio"},)}, "input_audio"),
             ({"content": "What is this?", "images": ["cat.png"]}, "images"),
+            ({"content": [{"image": np.zeros((2, 2))}]}, "image"),
         ],
         ids=str,
     )

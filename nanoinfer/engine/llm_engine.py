@@ -17,7 +17,8 @@ from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.workers import WorkerError, Workers
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.model_runner import ModelRunner, PendingTokens
+from nanoinfer.runner.model_runner import ModelRunner
+from nanoinfer.runner.pending_tokens import PendingTokens
 from nanoinfer.sampling_params import SamplingParams
 
 
