@@ -67,5 +67,6 @@ def test_a_thread_that_gets_no_handle_ends_all_at_once(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.cuda, "current_blas_handle", no_handle)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with pytest.raises(RuntimeError):
         run_side_by_side([lambda: None] * 3, [], torch.device("cuda", 0))

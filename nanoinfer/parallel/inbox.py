@@ -26,10 +26,11 @@ class Inbox:
     """
 
     def __init__(self, rank: int, size: int, max_rows: int, features: int, dtype: torch.dtype) -> None:
-        """On the current device.
+        """On the current device, and outside inference mode, because any thread may write to `stop`.
 
         max_rows, features: of the largest matrix that a call may sum
         """
+        assert not torch.is_inference_mode_enabled()
         self.rank = rank
         self.max_rows, self.features, self.dtype = max_rows, features, dtype
         self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # not 0: whoever waits for a message gives up

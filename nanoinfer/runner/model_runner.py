@@ -102,8 +102,8 @@ class ModelRunner:
         try:
             with self._current_device():
                 self._load()
+                self._connect()
                 with torch.inference_mode():
-                    self._connect()
                     self._size(self._measure())
                     self._capture()
         except BaseException:

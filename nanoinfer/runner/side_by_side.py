@@ -24,6 +24,7 @@ def run_side_by_side(first: Sequence[Step], then: Sequence[Step], device: torch.
         if device.type == "cuda":
             try:
                 with torch.cuda.device(device):
+                    torch.cuda.synchronize(device)  # gives the thread a context, without which cuBLAS warns
                     torch.cuda.current_blas_handle()
             except BaseException:
                 together.abort()
