@@ -14,7 +14,7 @@ class SampleOutput(TypedDict):
     text: the generated text, without special tokens and without a stop string, unless SamplingParams keeps them; empty
         without a tokenizer, and with detokenize=False
     token_ids: all generated tokens; the last may be an end-of-sequence token or a stop token
-    finish_reason: "stop" (a stop string, a stop token or an end of sequence), "length", "abort", or "error" when the
+    finish_reason: "stop" for a stop string, a stop token or an end of sequence; "length"; "abort"; "error" when the
         text could not be made, which ends this sample alone
     stop_reason: the stop string or stop token that ended the sample, or the error's message; otherwise None
     logprobs: for each generated token a mapping from token ids to log-probabilities, the token itself always among

@@ -23,13 +23,13 @@ class SamplingParams:
     max_tokens: a sample ends after this many generated tokens, or sooner where max_model_len is reached
     ignore_eos: a sample goes on after an end-of-sequence token, as benchmarks want
     seed: a request with a seed draws with the same randomness each time, whatever runs beside it; None: the engine
-        makes a seed from its own and the request's number, so that the same call twice on one LLM gives other tokens
+        makes a seed from its own seed and the request's number, so that the same call twice on one LLM differs
     n: the engine generates this many samples of the prompt, which share the prompt's KV cache; each draws for itself
     top_k: the sampler draws among the k most likely tokens, and those as likely as the k-th; 0 or -1: among all
     top_p: the sampler draws among the most likely tokens whose probabilities first add up to top_p, after top_k
     min_p: the sampler leaves out tokens less likely than min_p times the most likely one, after top_p
-    repetition_penalty: for every token so far, the prompt's included, the sampler divides a positive logit by this
-        number, and multiplies a negative one with it (Keskar, 2019)
+    repetition_penalty: the sampler divides positive logits by this number, and multiplies negative ones with it, for
+        every token so far, the prompt's included (Keskar, 2019)
     presence_penalty: the sampler subtracts this number, from -2 to 2, from the logit of each token generated so far
     frequency_penalty: the sampler subtracts this number, from -2 to 2, once for each time that a token was generated
     logit_bias: the sampler adds to the logit of each token id the number that stands beside the id
