@@ -37,17 +37,27 @@ def test_a_field_without_a_line_in_its_docstring_is_named() -> None:
 
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]+)\)")
+LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]*)(?:#([\w-]+))?\)")
 
 
 def links(page: Path) -> list[tuple[str, Path]]:
-    """A page's links to other files: the text, and the file."""
-    return [(text.replace("\\", ""), page.parent / target) for text, target in LINK.findall(page.read_text())]
+    """A page's links: the text, and the file."""
+    return [(text.replace("\\", ""), page.parent / target) for text, target, _ in LINK.findall(page.read_text())]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_linked_file_is_there(page: Path) -> None:
     assert [str(file) for _, file in links(page) if not file.exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_linked_heading_is_there(page: Path) -> None:
+    for _, target, heading in LINK.findall(page.read_text()):
+        if heading:
+            text = (page.parent / target if target else page).read_text()
+            assert heading in {
+                title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+            }
 
 
 def names_in(file: Path) -> set[str]:
