@@ -20,26 +20,27 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass
 class Config:
-    """What LLM(...) was asked for, checked, and what the checkpoint's own files say.
+    """The options of LLM, checked, beside what the checkpoint's own files say.
 
     model: a folder with config.json and *.safetensors, or a Hugging Face Hub id
-    max_num_batched_tokens: the most prompt tokens that one prefill step computes; longer prompts go in chunks
-    max_num_seqs: the most sequences that run at once
-    max_model_len: the most tokens of one sequence, prompt and output; never more than the model's own limit
-    gpu_memory_utilization: the share of the device's memory that may be in use, by everybody, once the engine is up
-    tensor_parallel_size: how many GPUs (on the CPU: processes) share the model, 1 to 8
-    enforce_eager: launch every decode step's kernels one by one instead of replaying a CUDA graph
-    kvcache_block_size: tokens a KV-cache block, a multiple of 16
-    num_kvcache_blocks: blocks in the KV cache; None: as many as fit the memory
-    attention_backend: "flash_attn", "triton", "torch", or "auto": triton on CUDA, torch on the CPU
-    dtype: "float32", "float16", "bfloat16", or "auto": the checkpoint's on CUDA, float32 on the CPU
-    device: "cuda", "cpu", or "auto": CUDA if there is one
-    seed: requests without a seed of their own derive theirs from it
-    load_format: "safetensors", or "dummy" for random weights of the config's shapes
-    worker_timeout: a rank whose process does not run for so many seconds, stopped or starved, ends the engine, and on
-        CUDA a step that is not done by then; float("inf"): they are waited for
+    max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
+    max_num_seqs: at most this many sequences run at once
+    max_model_len: a sequence has at most this many tokens, prompt and output; the model's own limit may lower it
+    gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
+        memory counts too
+    tensor_parallel_size: so many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
+    enforce_eager: the host launches a decode step's kernels one by one instead of replaying a CUDA graph
+    kvcache_block_size: a KV-cache block holds this many tokens, a multiple of 16 (with flash_attn, of 256)
+    num_kvcache_blocks: the KV cache has this many blocks; None: as many as the memory holds
+    attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
+    dtype: "float32", "float16" or "bfloat16", or torch's own; "auto" is the checkpoint's on CUDA, float32 on the CPU
+    device: "cuda" or "cpu"; "auto" is CUDA if there is a device; CUDA_VISIBLE_DEVICES says which
+    seed: a request without a seed of its own gets one that is made from this number
+    load_format: "safetensors", or "dummy" for random weights of the config's shapes, which depend on seed and ranks
+    worker_timeout: a rank whose process does not run for this many seconds, stopped or starved, ends the engine; on
+        CUDA so does a step that is not done by then; float("inf") waits for ever
 
-    Raises ValueError, naming the argument, its value and what is allowed.
+    Raises ValueError, naming the option, its value and what would work.
     """
 
     model: str

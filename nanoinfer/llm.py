@@ -25,14 +25,27 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 class LLM:
     """A Hugging Face language model, ready to generate.
 
-    model: a folder with config.json and *.safetensors, or a Hub id; without a tokenizer it takes token-id prompts only
+    model: a folder with config.json and *.safetensors, or a Hub id
     options: the fields of nanoinfer.config.Config, such as tensor_parallel_size=2
 
-    memory: how the device's memory is divided, a MemoryPlan
-    config: the options as they came out
+    An LLM has these attributes:
 
-    Holds its device memory and processes until close(), the end of its `with` block, or its deletion.
-    Raises ValueError for an option or a model that cannot work, naming it and what would.
+    config: the options as they came out; max_model_len, for one, may have been lowered to the model's own limit
+    memory: how the device's memory is divided, a MemoryPlan; print(llm.memory) tells, and so does the logger
+        "nanoinfer", once, at level INFO
+    tokenizer: the checkpoint's own; None if it has none: then prompts are token ids, and texts are empty
+
+    It holds its device memory and processes until close(), the end of its `with` block, or its deletion. One thread at
+    a time can use it.
+
+    Its methods raise these errors:
+
+    ValueError: an option, an argument or a setting cannot work, or the LLM is closed; the message names the argument,
+        its value and what would work; nothing has run yet
+    RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not ended
+    WorkerError: a tensor-parallel rank died or hangs; the LLM is closed, and later calls raise the error again
+    KeyboardInterrupt: Ctrl-C in generate, chat, stream or step drops every request and leaves the LLM usable; with
+        several ranks it may close the LLM
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -51,10 +64,10 @@ class LLM:
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate for every prompt; returns their outputs in the prompts' order.
+        """Generate for every prompt; returns the outputs in the prompts' order.
 
-        prompts: strings or lists of token ids; a lone string counts as a list of one
-        sampling_params: one for all prompts, one for each, or None for the defaults
+        prompts: strings, or lists of token ids; a lone string counts as a list of one
+        sampling_params: one for all prompts, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode
 
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
@@ -69,12 +82,14 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Generate the next message of a chat, or of each of a list of them, by the tokenizer's chat template.
+        """Generate the next message of a chat, or of each chat in a list, by the tokenizer's chat template.
 
-        messages: mappings with "role" and "content"
-        template: what the template takes, such as enable_thinking=False, tools=[...], continue_final_message=True
+        messages: one chat, a list of mappings with "role" and "content"; or a list of chats
+        sampling_params: one for all chats, or one for each; None: SamplingParams()
+        use_tqdm: show a bar with the tokens per second of prefill and decode
+        template: arguments of the template, such as enable_thinking=False, tools=[...], continue_final_message=True
 
-        Raises ValueError, before anything runs, for what generate would, and for a chat that the template refuses.
+        Raises ValueError, before anything runs, as generate does, and for a chat that the template refuses.
         """
         self.engine.check_open()
         chats = self._inputs.render(messages, **template)
@@ -85,10 +100,14 @@ class LLM:
         prompts: Prompt | ListLike[Prompt],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
     ) -> Iterator[StreamOutput]:
-        """Generate for every prompt; yields what is new of each sample as it comes, its last with a finish_reason.
+        """Generate for every prompt; yields the news of each sample as they come. A sample's last has a finish_reason.
 
-        Leaving the loop over it, by whatever way, aborts what has not ended. One that has a name goes on until it is
-        exhausted, closed (its `close`) or deleted. Raises as generate does.
+        prompts: strings, or lists of token ids; a lone string counts as a list of one
+        sampling_params: one for all prompts, or one for each; None: SamplingParams()
+
+        Leaving the loop, by whatever way, aborts the samples that have not ended. While a stream that you keep in a
+        variable is open, no other call can use the LLM: exhaust it, close it (stream.close()), or delete it.
+        Raises ValueError, before anything runs, as generate does.
         """
         self.engine.check_open()
         checked = self._inputs.check(prompts, sampling_params)
@@ -97,16 +116,22 @@ class LLM:
         return self._stream(checked)
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue a prompt for `step`; returns the id that its output will have. Raises as generate does."""
+        """Queue a prompt for `step`; returns the request_id that its output will have.
+
+        prompt: a string, or a list of token ids
+        sampling_params: the request's settings; None: SamplingParams()
+
+        Raises ValueError as generate does.
+        """
         self.engine.check_open()
         checked = self._inputs.check_one(prompt, sampling_params)
         with self._turn(), self._requests:
             return self._requests.add(*checked).id
 
     def step(self) -> list[RequestOutput]:
-        """Let every running request have its next token; returns the outputs of the requests that have ended.
+        """Run one step of all queued requests; returns the outputs of the requests that ended with it.
 
-        If it is interrupted, or raises, the requests are dropped; has_unfinished_requests tells.
+        If the step raises, or Ctrl-C interrupts it, every request is dropped; has_unfinished_requests() says so.
         """
         self.engine.check_open()
         with self._turn(), self._requests:
@@ -115,24 +140,27 @@ class LLM:
             return [request.output() for request in self._requests.take_finished()]
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has still outputs to give."""
+        """Whether `step` still has outputs to give."""
         if not self._busy.locked():
             self._requests.settle()
         return bool(self._requests.num_running or self._requests.finished)
 
     def abort(self, request_id: int) -> None:
-        """End a request; its output has what it came to, and finish_reason "abort". For the thread that runs the loop.
+        """End a request now, from the thread that runs the loop over `step` or over a stream.
 
-        Nothing happens to one that has ended. Raises ValueError for an id that was never given.
+        request_id: the number that add_request returned, or that a stream's news have
+
+        The request's output has the tokens so far, and finish_reason "abort". An ended request stays as it is.
+        Raises ValueError for a number that no request has had.
         """
         request = self._requests.find(request_id)
         if request is not None:
             self._requests.abort(request)
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams as the checkpoint's generation_config.json wants them, ours for what it does not name.
+        """SamplingParams with the settings of the checkpoint's generation_config.json; the others have our defaults.
 
-        Raises ValueError for a value there that is none of ours.
+        Raises ValueError for a setting there that is out of SamplingParams' range.
         """
         try:
             return SamplingParams(**self.config.generation_defaults)
@@ -140,7 +168,7 @@ class LLM:
             raise ValueError(f"model={self.config.model!r}: its generation_config.json: {error}") from None
 
     def close(self) -> None:
-        """Give back all device memory, processes and shared memory; safe to call twice."""
+        """Give back all device memory, processes and shared memory. A second call does nothing."""
         self.engine.close()
         self._requests.abort_all()
 

@@ -1,4 +1,4 @@
-"""What comes of a request."""
+"""Outputs: the dictionaries that requests return."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from nanoinfer.engine.sequence import FinishReason
 class SampleOutput(TypedDict):
     """One sample of a prompt.
 
-    text: without special tokens, and without what stopped it, if SamplingParams does not say otherwise; empty when the
-        model has no tokenizer
-    token_ids: all that were generated, the end-of-sequence or stop token included
-    finish_reason: "stop", "length", "abort", or "error" for what went wrong in this request alone
-    stop_reason: the stop token or stop string; None for an end of sequence; for an error what it says
-    logprobs: for each token the log-probabilities of itself and of the most likely ones, if asked for
+    text: the generated text, without special tokens and without a stop string, unless SamplingParams keeps them; empty
+        without a tokenizer, and with detokenize=False
+    token_ids: all generated tokens; the last may be an end-of-sequence token or a stop token
+    finish_reason: "stop" for a stop string, a stop token or an end of sequence; "length"; "abort"; "error" when the
+        text could not be made, which ends this sample alone
+    stop_reason: the stop string or stop token that ended the sample, or the error's message; otherwise None
+    logprobs: for each generated token a mapping from token ids to log-probabilities, the token itself always among
+        them; None if SamplingParams did not ask
     """
 
     text: str
@@ -27,9 +29,11 @@ class SampleOutput(TypedDict):
 
 
 class Timings(TypedDict):
-    """When a request was queued, had its first token, and had its last; in seconds, on time.perf_counter's clock.
+    """When three things happened to a request, in seconds on time.perf_counter's clock.
 
-    None: it never came so far.
+    queued: the request was added
+    first_token: its first token was read back from the device; None if it ended before
+    finished: its last token was read back, or it was aborted
     """
 
     queued: float
@@ -38,11 +42,14 @@ class Timings(TypedDict):
 
 
 class RequestOutput(SampleOutput):
-    """One prompt's result: its first sample's fields, and what belongs to all of its samples.
+    """One prompt's result: all fields of SampleOutput, which tell of the first sample, and these.
 
-    prompt_logprobs: as `logprobs`, for each token of the prompt; None for the first, which nothing precedes
-    num_cached_tokens: tokens of the prompt that were in the KV cache already
-    samples: all n of them
+    request_id: the number that add_request returned; generate, chat and stream count with it too
+    prompt_logprobs: like logprobs, for each token of the prompt; None for the first token, which nothing precedes;
+        None as a whole if SamplingParams did not ask
+    num_cached_tokens: so many tokens of the prompt were in the KV cache already
+    timings: when the request was queued, had its first token, and ended
+    samples: all n samples, the first included
     """
 
     request_id: int
@@ -53,13 +60,17 @@ class RequestOutput(SampleOutput):
 
 
 class StreamOutput(TypedDict):
-    """What is new of one sample.
+    """The news of one sample, as a stream yields them.
 
-    index: the prompt's, among those of the call; sample: which of its samples, from 0
-    text: the new text, whole characters that no stop string will take back; token_ids: the new tokens
-    finish_reason, stop_reason: as in SampleOutput, with the sample's last text; None before
-    logprobs: of the new tokens, if asked for; prompt_logprobs: as in RequestOutput, with the first of a prompt's first
-        sample, else None
+    request_id: the request's number, for abort
+    index: the prompt's place in the list that was passed to stream
+    sample: the sample's number among its prompt's, from 0 to n - 1
+    text: the new text: whole characters only, and nothing that may turn out to be the beginning of a stop string
+    token_ids: the new tokens
+    finish_reason: as in SampleOutput, in the sample's last news; None before
+    stop_reason: as in SampleOutput, in the sample's last news; None before
+    logprobs: as in SampleOutput, for the new tokens
+    prompt_logprobs: as in RequestOutput, in the first news of a prompt's first sample; None otherwise
     """
 
     request_id: int

@@ -14,30 +14,37 @@ LARGEST = 1e30  # of any number: the device computes in float32
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request's sampling settings, named as in vLLM and in Hugging Face's generation config.
+    """How the tokens of one request are chosen, and when the request ends.
 
-    temperature: logits are divided by it before the draw; 0 takes the most likely token.
-    max_tokens: the most tokens to generate; the model's length may end a request sooner.
-    ignore_eos: generate past end-of-sequence tokens, as benchmarks do.
-    seed: makes the request's draws reproducible whatever runs beside it; None derives one from the engine's seed.
-    n: samples of one prompt, which share its KV cache; a seed of the first gives each of the others its own.
-    top_k: draw among the k most likely tokens, and those as likely as the k-th; 0 or -1 for all.
-    top_p: draw among the most likely tokens whose probabilities first add up to p (after top_k).
-    min_p: leave out what is less likely than this times the most likely token (after top_p).
-    repetition_penalty: divides the positive, and multiplies the negative, logits of all tokens so far (Keskar, 2019).
-    presence_penalty: is taken from the logits of the tokens generated so far.
-    frequency_penalty: likewise, as often as they were generated.
-    logit_bias: numbers to be added to the logits of single token ids.
-    stop: a string or strings that end the request; the text ends before it.
-    stop_token_ids: tokens that end the request; the text ends before it, `token_ids` with it.
-    include_stop_str_in_output: the text ends with what stopped it, string or token, instead of before it.
-    min_tokens: so many tokens are generated before an end of sequence, a stop token or a stop string counts.
-    logprobs: return the log-probabilities of each generated token and of the k most likely ones; 0 for it alone.
-    prompt_logprobs: the same for the prompt's tokens. They are of the logits as the model has them.
-    skip_special_tokens: leave special tokens out of the text.
-    detokenize: make text at all.
+    vLLM and Hugging Face's generation config use the same names. A SamplingParams never changes: make a variant with
+    dataclasses.replace(params, seed=1).
 
-    Raises ValueError for a setting out of its range.
+    temperature: the sampler divides the logits by this number before it draws; 0 always takes the most likely token
+    max_tokens: a sample ends after this many generated tokens, or sooner where max_model_len is reached
+    ignore_eos: a sample goes on after an end-of-sequence token, as benchmarks want
+    seed: a request with a seed draws with the same randomness each time, whatever runs beside it; None: the engine
+        makes a seed from its own seed and the request's number, so that the same call twice on one LLM differs
+    n: the engine generates this many samples of the prompt, which share the prompt's KV cache; each draws for itself
+    top_k: the sampler draws among the k most likely tokens, and those as likely as the k-th; 0 or -1: among all
+    top_p: the sampler draws among the most likely tokens whose probabilities first add up to top_p, after top_k
+    min_p: the sampler leaves out tokens less likely than min_p times the most likely one, after top_p
+    repetition_penalty: the sampler divides positive logits by this number, and multiplies negative ones with it, for
+        every token so far, the prompt's included (Keskar, 2019)
+    presence_penalty: the sampler subtracts this number, from -2 to 2, from the logit of each token generated so far
+    frequency_penalty: the sampler subtracts this number, from -2 to 2, once for each time that a token was generated
+    logit_bias: the sampler adds to the logit of each token id the number that stands beside the id
+    stop: one string, or several; a sample ends with the first of them, and its text ends before the string
+    stop_token_ids: a sample ends with one of these tokens too, not only with an end-of-sequence token; its text ends
+        before the token, its token_ids with the token
+    include_stop_str_in_output: the text ends with the stop string or stop token instead of before it
+    min_tokens: before this many generated tokens, no end-of-sequence token, stop token or stop string ends a sample
+    logprobs: the output has the log-probability of each generated token, and those of the k most likely tokens; 0:
+        of the generated token alone; the model's own logits count, before any setting changes them
+    prompt_logprobs: the output has the same for each token of the prompt; the engine takes no prefix from the KV cache
+    skip_special_tokens: the text leaves out special tokens
+    detokenize: the output has text; without it token ids alone are returned, a little sooner
+
+    Raises ValueError for a setting out of its range, naming the setting, its value and the range.
     """
 
     temperature: float = 1.0

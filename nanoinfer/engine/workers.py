@@ -21,7 +21,7 @@ CLOSE_SECONDS = 5.0
 
 
 class WorkerError(RuntimeError):
-    """A tensor-parallel rank died or hangs; the message names it, with its traceback if it left one."""
+    """A tensor-parallel rank died or hangs. The message names the rank, with its traceback if it left one."""
 
 
 class Workers:

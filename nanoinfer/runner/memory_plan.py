@@ -19,11 +19,15 @@ log = logging.getLogger("nanoinfer")
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All but `blocks` in bytes, of one rank.
+    """How one rank's device memory is divided. All sizes are bytes.
 
-    total: of the device; limit: what may be in use once the engine is up
-    used: before there is a cache, by everybody; steps: what they work in; graphs: what is kept for them
-    block_bytes: of one block; blocks: of the cache
+    total: the device's memory; on the CPU, the most that the KV cache may take
+    limit: at most this much may be in use once the engine is up
+    used: this much was in use before there was a KV cache, by every process together
+    steps: the largest step takes this much while it runs
+    graphs: the CUDA graphs keep about this much
+    block_bytes: one block of the KV cache takes this much
+    blocks: the KV cache has this many blocks
     """
 
     total: int

@@ -1,0 +1,195 @@
+"""Write docs/api.md from the docstrings of the public API.
+
+    python docs/make_api.py
+
+A docstring documents fields and arguments as lines "name: text", with further lines of one entry indented. Types and
+defaults come from the code. An argument or field without such a line is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nanoinfer
+from nanoinfer import LLM, RequestOutput, SampleOutput, SamplingParams, StreamOutput, Timings, WorkerError
+from nanoinfer.config import Config
+from nanoinfer.engine.sequence import FinishReason
+from nanoinfer.inputs import Chats, Prompt
+from nanoinfer.runner.memory_plan import MemoryPlan
+
+FILE = Path(__file__).with_name("api.md")
+ENTRY = re.compile(r"(\w+): (.*)")
+ALIASES = {"Prompt": Prompt, "Chats": Chats, "FinishReason": FinishReason}
+
+HEAD = """\
+# Options and results
+
+<!-- Written by docs/make_api.py from the docstrings: change those, and run it again. -->
+
+Import these names from `nanoinfer`. Only `MemoryPlan` is elsewhere: `llm.memory` is one.
+"""
+
+
+class Typed(NamedTuple):
+    """What the code says of an argument or a field; default: empty if it has none."""
+
+    type: str
+    default: str = ""
+
+
+def render() -> str:
+    """The whole page."""
+    return "\n".join(
+        [
+            HEAD,
+            *_section("LLM(model, **options)", LLM, _arguments(LLM.__init__)),
+            *[line for name, method in _public_methods(LLM) for line in _method(name, method)],
+            "## Options of LLM\n",
+            *_options(),
+            *_section("SamplingParams", SamplingParams, _fields(SamplingParams)),
+            *_section("RequestOutput", RequestOutput, _keys(RequestOutput)),
+            *_section("SampleOutput", SampleOutput, _keys(SampleOutput)),
+            *_section("Timings", Timings, _keys(Timings)),
+            *_section("StreamOutput", StreamOutput, _keys(StreamOutput)),
+            *_section("MemoryPlan", MemoryPlan, _fields(MemoryPlan)),
+            *_section("WorkerError", WorkerError, {}),
+            "## BUNDLED_MODEL\n",
+            f"The folder of the small Qwen3 that ships with the package, `{_in_package(nanoinfer.BUNDLED_MODEL)}`.\n",
+            "## Types\n",
+            *[f"- `{name}` is `{_plain(str(alias))}`" for name, alias in ALIASES.items()],
+            "",
+        ]
+    )
+
+
+def _section(title: str, documented: type, known: dict[str, Typed]) -> list[str]:
+    return [f"## {_escape(title)}\n", *document(documented, known)]
+
+
+def _options() -> list[str]:
+    """Config's fields, but for the model, which LLM documents."""
+    (entries,) = [entries for paragraph in _paragraphs(Config) if (entries := _parse(paragraph))]
+    known = _fields(Config)
+    del entries["model"], known["model"]
+    return _table(entries, known)
+
+
+def _method(name: str, method: Callable[..., Any]) -> list[str]:
+    signature = inspect.signature(method)
+    shown = [str(p.replace(annotation=p.empty)) for p in _parameters(method)]
+    returned = _plain(signature.return_annotation)
+    returns = "" if returned == "None" else f" -> {returned}"
+    title = _escape(f"llm.{name}({', '.join(shown)}){returns}")
+    return [f"### {title}\n", *document(method, _arguments(method))]
+
+
+def document(documented: object, known: dict[str, Typed]) -> list[str]:
+    """A docstring: its prose as it is, its entries as tables."""
+    lines: list[str] = []
+    seen: set[str] = set()
+    for paragraph in _paragraphs(documented):
+        entries = _parse(paragraph)
+        if entries is None:
+            lines.append(_escape(paragraph.replace("\n", " ")) + "\n")
+        else:
+            in_code = known if known.keys() & entries.keys() else dict.fromkeys(entries, Typed(""))
+            seen |= in_code.keys()
+            lines += _table(entries, in_code)
+    if missing := known.keys() - seen:
+        raise ValueError(f"{documented}: its docstring has no line for {', '.join(sorted(missing))}")
+    return lines
+
+
+def _table(entries: dict[str, str], known: dict[str, Typed]) -> list[str]:
+    """The entries with what the code says of them, in the code's order; a column that would be empty is left out."""
+    if unequal := entries.keys() ^ known.keys():
+        raise ValueError(f"docstring and code differ in {', '.join(sorted(unequal))}")
+    columns = [("", [f"`{name}`" for name in known])]
+    for title, values in (("type", [t.type for t in known.values()]), ("default", [t.default for t in known.values()])):
+        if any(values):
+            columns.append((title, [f"`{value}`".replace("|", r"\|") if value else "" for value in values]))
+    columns.append(("", [_escape(entries[name]).replace("|", r"\|") for name in known]))
+    rows = [
+        [title for title, _ in columns],
+        ["---"] * len(columns),
+        *zip(*(cells for _, cells in columns), strict=True),
+    ]
+    return [*("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def _paragraphs(documented: object) -> list[str]:
+    return (inspect.getdoc(documented) or "").split("\n\n")
+
+
+def _parse(paragraph: str) -> dict[str, str] | None:
+    """The entries of a paragraph that consists of them; None for prose."""
+    entries: dict[str, str] = {}
+    for line in paragraph.splitlines():
+        if line.startswith(" ") and entries:
+            name, text = entries.popitem()
+            entries[name] = f"{text} {line.strip()}"
+        elif match := ENTRY.fullmatch(line):
+            entries[match[1]] = match[2]
+        else:
+            return None
+    return entries
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())[1:]  # without self
+
+
+def _arguments(function: Callable[..., Any]) -> dict[str, Typed]:
+    return {
+        p.name: Typed(_plain(p.annotation), "" if p.default is p.empty else _quoted(p.default))
+        for p in _parameters(function)
+    }
+
+
+def _fields(documented: Any) -> dict[str, Typed]:
+    return {
+        f.name: Typed(_plain(f.type), "" if f.default is dataclasses.MISSING else _quoted(f.default))
+        for f in dataclasses.fields(documented)
+        if f.init
+    }
+
+
+def _keys(documented: type) -> dict[str, Typed]:
+    """A TypedDict's own keys, as its source has them: at run time it has those of its bases too."""
+    (statement,) = ast.parse(inspect.getsource(documented)).body
+    assert isinstance(statement, ast.ClassDef)
+    keys = [line for line in statement.body if isinstance(line, ast.AnnAssign)]
+    return {ast.unparse(key.target): Typed(_plain(ast.unparse(key.annotation))) for key in keys}
+
+
+def _public_methods(documented: type) -> list[tuple[str, Callable[..., Any]]]:
+    return [(name, m) for name, m in vars(documented).items() if inspect.isfunction(m) and not name.startswith("_")]
+
+
+def _plain(annotation: object) -> str:
+    """A type as a reader writes it."""
+    text = str(annotation).replace("collections.abc.", "").replace("typing.", "")
+    return text.replace("ListLike", "Sequence").replace("'", '"')
+
+
+def _quoted(value: object) -> str:
+    return repr(value).replace("'", '"')
+
+
+def _escape(text: str) -> str:
+    """Docstring text as Markdown: outside of code, a star is a star."""
+    return "`".join(part if index % 2 else part.replace("*", r"\*") for index, part in enumerate(text.split("`")))
+
+
+def _in_package(path: str) -> str:
+    return str(Path(path).relative_to(Path(nanoinfer.__file__).parents[1]))
+
+
+if __name__ == "__main__":
+    FILE.write_text(render())

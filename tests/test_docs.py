@@ -1,0 +1,187 @@
+"""The pages: each agrees with the code that it speaks of."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS))
+
+import make_api
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.benchmark.figures import PANELS, Figures, fill
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    assert make_api.FILE.read_text() == make_api.render(), "run python docs/make_api.py"
+
+
+def test_a_field_without_a_line_in_its_docstring_is_named() -> None:
+    class Half:
+        """Two fields.
+
+        told: this one
+        """
+
+    with pytest.raises(ValueError, match="untold"):
+        make_api.document(Half, {"told": make_api.Typed("int"), "untold": make_api.Typed("int")})
+
+
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]*)(?:#([\w-]+))?\)")
+
+
+def links(page: Path) -> list[tuple[str, Path]]:
+    """A page's links: the text, and the file."""
+    return [(text.replace("\\", ""), page.parent / target) for text, target, _ in LINK.findall(page.read_text())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_linked_file_is_there(page: Path) -> None:
+    assert [str(file) for _, file in links(page) if not file.exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_linked_heading_is_there(page: Path) -> None:
+    for _, target, heading in LINK.findall(page.read_text()):
+        if heading:
+            text = (page.parent / target if target else page).read_text()
+            assert heading in {
+                title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+            }
+
+
+def names_in(file: Path) -> set[str]:
+    """What a file defines: NAME, or CLASS.NAME for methods and attributes."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        names |= defined(node)
+        if isinstance(node, ast.ClassDef):
+            members = [*node.body, *(line for line in ast.walk(node) if isinstance(line, (ast.Assign, ast.AnnAssign)))]
+            names |= {f"{node.name}.{name}" for member in members for name in defined(member)}
+    return names
+
+
+def defined(node: ast.stmt) -> set[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {ast.unparse(target).removeprefix("self.") for target in targets}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_named_function_is_in_its_file(page: Path) -> None:
+    """A link's text is "FOLDER/FILE.py", or "FOLDER/FILE.py: NAME"."""
+    for text, file in links(page):
+        if match := re.fullmatch(r"([\w/]+\.py)(?:: ([\w.]+))?", text):
+            assert file.as_posix().endswith(match[1]), text
+            assert match[2] is None or match[2] in names_in(file), f"{page.name}: {text}"
+
+
+def test_the_tour_names_functions() -> None:
+    assert sum(": " in text for text, _ in links(DOCS / "tour.md")) > 30
+
+
+def count_lines(files: Iterable[Path]) -> int:
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+def test_the_afternoon_is_as_long_as_the_tour_says() -> None:
+    """Rounded, so that a commit may add some lines: each file to a tenth, or 20 lines; the sums to a twentieth."""
+    page = (DOCS / "tour.md").read_text()
+    rows = re.findall(r"^\| \[[\w/.]+\]\((\S+)\) \| (\d+) \|", page, flags=re.MULTILINE)
+    files = [DOCS / target for target, _ in rows]
+    assert len(files) > 10
+    for file, (_, said) in zip(files, rows, strict=True):
+        assert count_lines([file]) == pytest.approx(int(said), rel=0.1, abs=20), file
+    package = [file for file in (ROOT / "nanoinfer").rglob("*.py") if "bundled" not in file.parts]
+    path, whole = (
+        int(said.replace(",", "")) for said in re.findall(r"about ([\d,]+)", page.split("## An afternoon")[1])
+    )
+    assert count_lines(files) == pytest.approx(path, rel=0.05)
+    assert count_lines(package) == pytest.approx(whole, rel=0.05)
+
+
+def test_the_tables_of_speed_are_what_the_figures_say() -> None:
+    page = (DOCS / "speed.md").read_text()
+    assert page == fill(page, Figures.read().tables()), "run python -m nanoinfer.benchmark.figures"
+
+
+def test_a_page_without_a_place_for_a_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 places for the table 'runs'"):
+        fill("no place", {"runs": "a table"})
+
+
+def test_the_picture_shows_what_the_figures_say(tmp_path: Path) -> None:
+    """Its text, which has every drawn figure: another matplotlib may draw the same a little otherwise."""
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+
+    def text_of(file: Path) -> list[str]:
+        return [element.text or "" for element in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+
+    figures = Figures.read()
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+    figures.draw(first)
+    figures.draw(second)
+    assert first.read_bytes() == second.read_bytes()
+    shown = text_of(DOCS / "speed.svg")
+    assert shown == text_of(first), "run python -m nanoinfer.benchmark.figures"
+    drawn = [run for run in figures.runs if run["arguments"] in PANELS]
+    assert len(drawn) == 12
+    assert {f"{run['tokens_per_second']:,.0f}" for run in drawn} <= set(shown)
+
+
+def test_every_figure_says_when_and_where_it_was_measured() -> None:
+    figures = Figures.read()
+    for entry in [*figures.runs, *figures.others]:
+        setup = figures.setup(entry)
+        assert all(setup[name] for name in ("system", "commit", "date", "machine", "versions"))
+    used = {entry["setup"] for entry in [*figures.runs, *figures.others]}
+    assert used == figures.setups.keys()
+
+
+README = (ROOT / "README.md").read_text()
+TRANSLATIONS = re.findall(r"^\|[^|]*\|[^|]*\| `([^|]*)` \|$", README, flags=re.MULTILINE)
+
+
+def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    exec(example, {})
+    assert "glorious summer" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def namespace() -> Iterator[dict[str, object]]:
+    """The names that the README's translations use."""
+    with LLM(BUNDLED_MODEL) as llm:
+        prompts, params = ["ROMEO:\n"], SamplingParams(max_tokens=4, logprobs=1, n=2)
+        output = llm.generate(prompts, params, use_tqdm=False)[0]
+        yield {
+            "llm": llm,
+            "prompts": prompts,
+            "params": params,
+            "ids": [30, 31],
+            "chat": [{"role": "user", "content": "Good morrow"}],
+            "output": output,
+            "token_id": output["token_ids"][0],
+            "SamplingParams": SamplingParams,
+        }
+
+
+def test_the_readme_has_translations() -> None:
+    assert len(TRANSLATIONS) >= 14
+
+
+# One closes the LLM: it comes last.
+@pytest.mark.parametrize("statement", sorted(TRANSLATIONS, key="llm.close()".__eq__))
+def test_what_the_readme_tells_to_write_works(statement: str, namespace: dict[str, object]) -> None:
+    exec(statement, namespace)
