@@ -11,8 +11,8 @@ from nanoinfer.engine.sequence import FinishReason
 class SampleOutput(TypedDict):
     """One sample of a prompt.
 
-    text: without special tokens, and without what stopped it, if SamplingParams does not say otherwise; empty when the
-        model has no tokenizer
+    text: without special tokens, and without what stopped it, if SamplingParams does not say otherwise; as the tokens
+        spell it, whatever clean_up_tokenization_spaces a checkpoint sets; empty when the model has no tokenizer
     token_ids: all that were generated, the end-of-sequence or stop token included
     finish_reason: "stop", "length", "abort", or "error" for what went wrong in this request alone
     stop_reason: the stop token or stop string; None for an end of sequence; for an error what it says
