@@ -3,34 +3,107 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.stop_strings import stop_strings
 
-REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no whole character
-MOST_PENDING = 16  # tokens: so many without a whole character in them never become one
+REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no character
+MAX_WINDOW = 8  # tokens: with more, half of them are left out if they can be
+MAX_STRAYS = 3  # bytes at the window's beginning that belong to a character left out
+
+
+class TokenWindow:
+    """The newest tokens. Only they are decoded again with another token, so that its cost does not grow with the text.
+
+    Text is sure when no token to come can change it. Two kinds of text are not yet:
+    - An unfinished character. A decoder makes one replacement character of its bytes, the text's last.
+    - Byte tokens in a row, such as <0xE2>. A decoder with byte fallback reads all of them as UTF-8 or, if one is wrong,
+      makes a replacement character of every one. So their text is sure when another token follows.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
+        self._spell = tokenizer.backend_tokenizer.id_to_token
+        self._decode = decoder(tokenizer, skip_special_tokens)
+        self._tokens: list[int] = []
+        self._length = 0  # of their text, in characters
+        self._num_sure = 0  # of these
+        self._num_bytes = 0  # byte tokens, the last ones
+
+    def push(self, token_id: int) -> tuple[str, bool] | None:
+        """All whole characters behind the sure ones, and whether they are sure now; None if nothing is new."""
+        if self._is_byte(token_id):
+            return self._push_byte(token_id)
+        text = self._decode([*self._tokens, token_id])
+        if (self._num_bytes or len(text) == self._length) and self._is_silent(token_id):
+            return None
+        start = self._num_sure
+        self._tokens.append(token_id)
+        self._num_bytes = 0
+        self._measure(text)
+        if len(self._tokens) > MAX_WINDOW:
+            self._shrink()
+        return text[start : len(text) - text.endswith(REPLACEMENT)], True
+
+    def _push_byte(self, token_id: int) -> tuple[str, bool] | None:
+        self._tokens.append(token_id)
+        self._num_bytes += 1
+        if self._num_bytes % (self._num_bytes // 64 + 1):
+            return None  # many of them are decoded now and then only, as all of them are, each time
+        return self._decode(self._tokens)[self._num_sure :].rstrip(REPLACEMENT), False
+
+    def finish(self) -> str:
+        """All behind what was sure, if no token follows."""
+        rest = self._decode(self._tokens)[self._num_sure :]
+        self._tokens, self._num_sure = [], 0
+        return rest
+
+    def _is_byte(self, token_id: int) -> bool:
+        token = self._spell(token_id) or ""  # an id of no token has none
+        return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+    def _is_silent(self, token_id: int) -> bool:
+        """Whether it has no text, as a special token. Once is not enough: the text's first space may be stripped."""
+        return not self._decode([token_id] * 4)
+
+    def _measure(self, text: str) -> None:
+        self._length = len(text)
+        self._num_sure = self._length - text.endswith(REPLACEMENT)
+
+    def _shrink(self) -> None:
+        """Leave out the older half, if the other's text ends as that of both.
+
+        The other may begin in the middle of a character, whose bytes then are replacement characters. Behind them a
+        decoder is in step with the whole text.
+        """
+        newer = self._tokens[len(self._tokens) // 2 :]
+        text = self._decode(newer)
+        if len(text) > MAX_STRAYS:
+            self._tokens = newer
+            self._measure(text)
 
 
 class Detokenizer:
     """The text of one sequence, token by token, at a cost a token that does not grow with the text.
 
-    A character comes when its last byte has, and what may become a stop string when it is clear that it does not.
+    All of it together is what the tokenizer makes of all tokens at once, up to the stop string. What may become a stop
+    string is held back until it is clear that it does not.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seq: Sequence) -> None:
         self.seq = seq
-        self._tokenizer = tokenizer
-        self._context: list[int] = []  # the tokens of the last piece: a piece is the text that tokens add to them
-        self._context_text = ""
-        self._pending: list[int] = []  # those after them, whose last character is not whole
-        self._stops = tuple(seq.params.stop or ())
-        self._reach = max(map(len, self._stops), default=1) - 1  # characters at the text's end that a stop may begin in
+        self._window = TokenWindow(tokenizer, seq.params.skip_special_tokens)
+        self._stops = stop_strings(tuple(seq.params.stop)) if seq.params.stop else None
         self._num_read = 0  # tokens
         self._text = io.StringIO()
-        self._end = ""  # of the text, as much as a stop string reaches back
         self._length = 0  # of the text, in characters
-        self._num_safe = 0  # so many of them belong to no stop string, whatever comes
+        self._state = 0  # of the search for stop strings, behind the text
+        self._num_sure = 0  # characters that are sure: the window may give the others another text
+        self._sure_state = 0
+        self._num_safe = 0  # sure characters that belong to no stop string, whatever comes
         self._num_taken = 0
         self._stop_string: str | None = None
 
@@ -41,15 +114,15 @@ class Detokenizer:
 
     def update(self) -> str | None:
         """Read the sequence's new tokens; returns the stop string with which the text ends, if it does."""
-        tokens = text_tokens(self.seq, self._num_read)
-        for token_id in tokens:
+        for token_id in text_tokens(self.seq, self._num_read):
             if self._stop_string is not None:
                 break
             self._num_read += 1
-            if piece := self._decode(token_id):
-                self._add(piece, may_stop=self._num_read > self.seq.params.min_tokens)
+            if (new := self._window.push(token_id)) is not None:
+                self._update_tail(*new)
         if self.seq.is_finished and self._stop_string is None:
-            self._add_rest()
+            self._update_tail(self._window.finish(), is_sure=True)
+            self._num_safe = self._length
         return self._stop_string
 
     def take(self) -> str:
@@ -58,61 +131,36 @@ class Detokenizer:
         self._num_taken = self._num_safe
         return text
 
-    def _decode(self, token_id: int) -> str:
-        """The text that one more token completes."""
-        self._pending.append(token_id)
-        piece = self._pending_text()
-        if piece.endswith(REPLACEMENT) and len(self._pending) < MOST_PENDING:
-            return ""
-        if piece:  # a special token makes none, and may be the last of many
-            self._context = self._pending
-            self._context_text = self._text_of(self._context)
-        self._pending = []
-        return piece
-
-    def _pending_text(self) -> str:
-        return self._text_of(self._context + self._pending)[len(self._context_text) :]
-
-    def _text_of(self, tokens: list[int]) -> str:
-        decoder = self._tokenizer.backend_tokenizer
-        return decoder.decode(tokens, skip_special_tokens=self.seq.params.skip_special_tokens)
-
     def _read(self, start: int) -> str:
         self._text.seek(start)
         return self._text.read()
 
-    def _add(self, piece: str, may_stop: bool) -> None:
-        old, end = len(self._end), self._end + piece
+    def _update_tail(self, tail: str, is_sure: bool) -> None:
+        """Let `tail` be the text behind what was sure; one that is not sure, and takes back another, waits."""
+        known = self._read(self._num_sure)
+        if tail.startswith(known):
+            self._add(tail[len(known) :])
+        elif is_sure:
+            self._length, self._state = self._num_sure, self._sure_state
+            self._add(tail)
+        if is_sure and self._stop_string is None:
+            self._num_sure, self._sure_state = self._length, self._state
+            self._num_safe = self._length - (self._stops.num_open(self._state) if self._stops else 0)
+
+    def _add(self, piece: str) -> None:
+        found = None
+        if self._stops is not None:
+            self._state, found = self._stops.find(self._state, piece)
         self._text.seek(self._length)
         self._text.write(piece)
-        self._length += len(piece)
-        found = [(at, stop) for stop in self._stops if (at := end.find(stop, max(0, old - len(stop) + 1))) >= 0]
-        if found and may_stop:
-            at, self._stop_string = min(found)
-            kept = len(self._stop_string) if self.seq.params.include_stop_str_in_output else 0
-            self._length += at + kept - len(end)
+        self._text.truncate()
+        if found and self._num_read > self.seq.params.min_tokens:
+            start, end = (self._length + place for place in found)
+            self._stop_string = self._read(start)[: end - start]
+            self._length = self._num_safe = end if self.seq.params.include_stop_str_in_output else start
             self._text.truncate(self._length)
-            self._num_safe = self._length
         else:
-            self._end = end[-self._reach :] if self._reach else ""
-            self._num_safe = self._length - self._possible_stop()
-
-    def _possible_stop(self) -> int:
-        """The length of the longest end of the text with which a stop string begins."""
-        end = self._end
-        for start in range(len(end)):
-            for stop in self._stops:
-                if stop.startswith(end[start:]):
-                    return len(end) - start
-        return 0
-
-    def _add_rest(self) -> None:
-        """No token will come any more: what waits for one is the text's end as it is."""
-        rest, self._pending = self._pending_text(), []
-        self._text.seek(self._length)
-        self._text.write(rest)
-        self._length += len(rest)
-        self._num_safe = self._length
+            self._length += len(piece)
 
 
 def text_tokens(seq: Sequence, start: int = 0) -> list[int]:
@@ -123,6 +171,13 @@ def text_tokens(seq: Sequence, start: int = 0) -> list[int]:
     return seq.token_ids[seq.num_prompt_tokens + start : end].tolist()
 
 
+def decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """Makes text of tokens: the tokenizer's own, which no clean_up_tokenization_spaces changes afterwards."""
+    if tokenizer.is_fast:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+
 def decode(tokenizer: PreTrainedTokenizerBase, seq: Sequence) -> str:
     """A sequence's whole text at once."""
-    return tokenizer.decode(text_tokens(seq), skip_special_tokens=seq.params.skip_special_tokens)
+    return decoder(tokenizer, seq.params.skip_special_tokens)(text_tokens(seq))

@@ -11,8 +11,9 @@ from nanoinfer.engine.sequence import FinishReason
 class SampleOutput(TypedDict):
     """One sample of a prompt.
 
-    text: the generated text, without special tokens and without a stop string, unless SamplingParams keeps them; empty
-        without a tokenizer, and with detokenize=False
+    text: the generated text, without special tokens and without a stop string, unless SamplingParams keeps them; as
+        the tokens spell it, whatever clean_up_tokenization_spaces a checkpoint sets; empty without a tokenizer, and
+        with detokenize=False
     token_ids: all generated tokens; the last may be an end-of-sequence token or a stop token
     finish_reason: "stop" for a stop string, a stop token or an end of sequence; "length"; "abort"; "error" when the
         text could not be made, which ends this sample alone

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
+import time
 from collections.abc import Callable
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +17,15 @@ import pytest
 from conftest import Oracle, assert_close, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, StreamOutput
-from nanoinfer.detokenizer import Detokenizer
+from nanoinfer.detokenizer import Detokenizer, decode
 from nanoinfer.engine.llm_engine import StepResult
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.stop_strings import StopStrings
 
 TOKENIZER: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 PROMPTS = ["ROMEO:\nBut, soft!", "JULIET:\nO Romeo", "GLOUCESTER:\nNow is", "KING:\n"]
@@ -35,11 +41,42 @@ def is_empty(llm: LLM) -> bool:
     return llm.engine.is_finished and not llm.has_unfinished_requests() and manager.num_free == len(manager.blocks)
 
 
-def spell(text: str, **params: Any) -> tuple[list[str], Detokenizer]:
+def make_tokenizer(tokens: list[str], decoder: decoders.Decoder) -> PreTrainedTokenizerBase:
+    vocab = {token: index for index, token in enumerate(["<unk>", *tokens])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+STRADDLING = [  # tokens of a byte-level tokenizer, which begin and end in the middle of characters
+    *(bytes([byte]) for byte in b"\xe2\x82\xac\xf0\x9f\x98\x80\xff\xedA "),
+    *(b"STOP\xe2", b"\x82\xac\xe2", b"\x98\x80a\xf0\x9f", b" the", "\ufffd".encode(), b"x\xef", b"\xbf\xbd"),
+]
+LETTERS = bytes_to_unicode()
+BYTES = [f"<0x{byte:02X}>" for byte in b"\xe2\x82\xac\xf0\x9f\x98\x80\xffA \n"]
+PIECES = [*BYTES, "▁", "▁▁", "▁a", "a", "STOP", "\ufffd", "▁\ufffd"]
+SPACES = decoders.Replace("▁", " ")
+TOKENIZERS = {
+    "bundled": TOKENIZER,
+    "byte level": make_tokenizer(["".join(LETTERS[byte] for byte in t) for t in STRADDLING], decoders.ByteLevel()),
+    "byte fallback, first space stripped": make_tokenizer(
+        PIECES,
+        decoders.Sequence([SPACES, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+    ),
+    "byte fallback": make_tokenizer(PIECES, decoders.Sequence([SPACES, decoders.ByteFallback(), decoders.Fuse()])),
+    "metaspace": make_tokenizer(PIECES, decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+    "word pieces": make_tokenizer(["a", "##b", "c", ".", "n't", "'"], decoders.WordPiece(cleanup=True)),
+}
+
+
+def read(
+    token_ids: list[int], tokenizer: PreTrainedTokenizerBase = TOKENIZER, **params: Any
+) -> tuple[list[str], Detokenizer]:
     """What a stream would take of a text that comes token by token, and what is left of it in the end."""
     seq = Sequence([30], SamplingParams(**params), 0, 4096)
-    detokenizer, taken = Detokenizer(TOKENIZER, seq), []
-    for token_id in TOKENIZER.encode(text):
+    detokenizer, taken = Detokenizer(tokenizer, seq), []
+    for token_id in token_ids:
         seq.token_ids.append(token_id)
         if detokenizer.update() is not None:
             break
@@ -47,6 +84,11 @@ def spell(text: str, **params: Any) -> tuple[list[str], Detokenizer]:
     seq.status, seq.finish_reason = SequenceStatus.FINISHED, "length"
     detokenizer.update()
     return [*taken, detokenizer.take()], detokenizer
+
+
+def spell(text: str, **params: Any) -> tuple[list[str], Detokenizer]:
+    """The same of the tokens of a text."""
+    return read(TOKENIZER.encode(text), **params)
 
 
 class TestDetokenizer:
@@ -86,23 +128,88 @@ class TestDetokenizer:
             assert text + detokenizer.take() == detokenizer.text
             assert detokenizer.text == TOKENIZER.decode(tokens, skip_special_tokens=skipped)
 
-    @pytest.mark.parametrize("token", [30, 2, 97], ids=["text", "no text", "half a character"])
-    def test_a_tokens_cost_does_not_grow(self, token: int) -> None:
+    @pytest.mark.parametrize("name", TOKENIZERS)
+    @settings(max_examples=100, deadline=None)
+    @given(data=st.data())
+    def test_the_pieces_are_the_whole_text_of_any_tokens(self, name: str, data: st.DataObject) -> None:
+        """Tokens that straddle characters, bytes that are none, special tokens, ids that no token has, and the same
+        again and again; with stop strings and without."""
+        tokenizer = TOKENIZERS[name]
+        some = st.lists(st.integers(0, len(tokenizer) + 2), max_size=8)
+        repeated = st.builds(lambda ids, times: ids[:4] * times, some, st.integers(1, 40))
+        tokens = list(chain.from_iterable(data.draw(st.lists(some | repeated, max_size=6))))
+        skipped = data.draw(st.booleans())
+        expected = tokenizer.decode(tokens, skip_special_tokens=skipped, clean_up_tokenization_spaces=False)
+        for stop in (None, "never"):
+            taken, detokenizer = read(tokens, tokenizer, skip_special_tokens=skipped, stop=stop)
+            assert "".join(taken) == detokenizer.text == decode(tokenizer, detokenizer.seq) == expected
+
+    def test_only_the_bytes_of_an_unfinished_character_wait(self) -> None:
+        tokenizer = TOKENIZERS["byte level"]
+        tokens = [
+            STRADDLING.index(token) + 1 for token in (b"STOP\xe2", b"\x82\xac\xe2", b"\xff", b"\x82", b"\x82", b"A")
+        ]
+        assert read(tokens, tokenizer)[0] == ["STOP", "€", "\ufffd", "\ufffd", "\ufffd", "\ufffdA", ""]
+        tokenizer = TOKENIZERS["byte fallback"]
+        tokens = tokenizer.convert_tokens_to_ids(["a", "<0xE2>", "<0x82>", "<0xAC>", "<0x0A>", "a", "<0xE2>", "a"])
+        assert read(tokens, tokenizer)[0] == ["a", "", "", "", "", "€\na", "", "\ufffda", ""]
+
+    def test_a_tokenizer_in_plain_python_makes_whole_texts(self) -> None:
+        tokenizer = ByT5Tokenizer()
+        seq = Sequence([30], SamplingParams(), 0, 4096)
+        seq.token_ids.extend(tokenizer.encode("soft é , light"))
+        assert decode(tokenizer, seq) == "soft é , light"
+
+    @pytest.mark.parametrize(
+        ("name", "tokens", "stop", "text"),
+        [
+            ("byte level", [b"STOP\xe2"], "STOP", ""),
+            ("byte level", [b" the", b"STOP\xe2", b"A"], "STOP", " the"),
+            ("byte level", [b" the", b"\xe2"], "\ufffd", " the"),
+            ("byte fallback", ["a", "<0x0A>", "<0xE2>"], "a\n", ""),
+            ("byte fallback", ["a", "<0x0A>", "<0xE2>", "<0x82>", "<0xAC>", "a"], "€", "a\n"),
+        ],
+    )
+    def test_what_precedes_an_unfinished_character_is_searched_at_once(
+        self, name: str, tokens: list, stop: str, text: str
+    ) -> None:
+        tokenizer = TOKENIZERS[name]
+        spelled = [token if isinstance(token, str) else "".join(LETTERS[byte] for byte in token) for token in tokens]
+        taken, detokenizer = read(tokenizer.convert_tokens_to_ids(spelled), tokenizer, stop=stop)
+        assert detokenizer.update() == stop
+        assert "".join(taken) == detokenizer.text == text
+        num_read = len(detokenizer.seq) - 1
+        assert num_read == len(tokens) - (tokens[-1] in (b"A", "a", "<0xE2>"))
+
+    @pytest.mark.parametrize(
+        ("name", "token", "mean", "most"),
+        [
+            ("bundled", 30, 12, 10),
+            ("bundled", 2, 12, 10),
+            ("bundled", 97, 12, 10),
+            ("byte level", 1 + STRADDLING.index(b"\x82\xac\xe2"), 12, 10),
+            ("byte fallback", 1 + PIECES.index("<0x0A>"), 70, 1000),
+        ],
+        ids=["text", "no text", "half a character", "halves of two", "a byte"],
+    )
+    def test_a_tokens_cost_does_not_grow(self, name: str, token: int, mean: int, most: int) -> None:
         """Measured in what the tokenizer is asked to decode: a few tokens for each."""
-        decoded = []
+        tokenizer, decoded = TOKENIZERS[name], []
 
         class Counting:
+            id_to_token = tokenizer.backend_tokenizer.id_to_token
+
             def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
                 decoded.append(len(tokens))
-                return TOKENIZER.backend_tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+                return tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
-        seq = Sequence([30], SamplingParams(), 0, 4096)
-        detokenizer = Detokenizer(SimpleNamespace(backend_tokenizer=Counting()), seq)
+        seq = Sequence([30], SamplingParams(stop="never"), 0, 4096)
+        detokenizer = Detokenizer(SimpleNamespace(backend_tokenizer=Counting(), is_fast=True), seq)
         for _ in range(1000):
             seq.token_ids.append(token)
             detokenizer.update()
-        assert sum(decoded) <= 30 * 1000
-        assert max(decoded) <= 40
+        assert sum(decoded) <= mean * 1000
+        assert max(decoded) <= most
 
     @settings(max_examples=300, deadline=None)
     @given(
@@ -126,11 +233,68 @@ class TestDetokenizer:
         assert kept == (body + stop if included else body)
         assert not any(other in body for other in stops)
 
+    @settings(max_examples=200, deadline=None)
+    @given(
+        tokens=st.lists(st.integers(1, len(STRADDLING)), min_size=1, max_size=30),
+        stops=st.lists(st.text(alphabet="TOP he€a\ufffd", min_size=1, max_size=3), min_size=1, max_size=4),
+        least=st.integers(0, 5),
+    )
+    def test_the_first_token_to_complete_a_stop_string_is_the_last(
+        self, tokens: list[int], stops: list[str], least: int
+    ) -> None:
+        """Of several that it completes, the first in the text counts, of those the shortest."""
+        tokenizer = TOKENIZERS["byte level"]
+        taken, detokenizer = read(tokens, tokenizer, stop=stops, min_tokens=least)
+        texts = [tokenizer.decode(tokens[: count + 1]) for count in range(len(tokens))]
+        whole = [0, *(len(text.removesuffix("\ufffd")) for text in texts), len(texts[-1])]
+        text = texts[-1]
+        for number, (old, new) in zip([*range(1, len(tokens) + 1), len(tokens)], pairwise(whole), strict=True):
+            ends = [(at, stop) for stop in stops for at in range(new) if text.startswith(stop, at, new)]
+            completed = [(at, stop) for at, stop in ends if at + len(stop) > old]
+            if completed and number > least:
+                at, stop = min(completed)
+                assert ("".join(taken), detokenizer.update()) == (text[:at], stop)
+                assert detokenizer.seq.num_output_tokens == number
+                return
+        assert ("".join(taken), detokenizer.update()) == (text, None)
+
     def test_stop_strings_do_not_count_before_the_least_length(self) -> None:
         text = "the friar and the king and the queen"
         at = TOKENIZER.encode(text)
         assert spell(text, stop="the")[1].text == ""
         assert spell(text, stop="the", min_tokens=3, max_tokens=len(at))[1].text == "the friar and "
+
+
+class TestStopStrings:
+    @settings(max_examples=500, deadline=None)
+    @given(
+        stops=st.lists(st.text(alphabet="ab🤗", min_size=1, max_size=5), min_size=1, max_size=6).map(tuple),
+        pieces=st.lists(st.text(alphabet="ab🤗", max_size=6), max_size=6),
+    )
+    def test_the_first_and_the_shortest_that_ends_in_a_piece_is_found(
+        self, stops: tuple[str, ...], pieces: list[str]
+    ) -> None:
+        search, state, text = StopStrings(stops), 0, ""
+        for piece in pieces:
+            old, text = len(text), text + piece
+            state, found = search.find(state, piece)
+            ends = [(at, at + len(stop)) for stop in stops for at in range(len(text)) if text.startswith(stop, at)]
+            expected = min(((start - old, end - old) for start, end in ends if end > old), default=None)
+            assert found == expected
+            begun = [length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length])]
+            assert search.num_open(state) == max(begun)
+
+    def test_fifty_thousand_cost_as_much_as_one(self) -> None:
+        """One automaton finds them for every request that has them."""
+        tokens = TOKENIZER.encode("But, soft! what light through yonder window breaks? " * 20)
+        stops = [f"what number {number} says" for number in range(50_000)]
+        built = read(tokens[:1], stop=stops)[1]._stops
+        start = time.process_time()
+        taken, detokenizer = read(tokens, stop=list(stops))
+        assert time.process_time() - start < 1  # searched for one by one, they take a minute
+        assert "".join(taken) == TOKENIZER.decode(tokens)
+        assert detokenizer._stops is built
+        assert read(TOKENIZER.encode("so what number 4999 says"), stop=stops)[1].text == "so "
 
 
 class TestStream:
@@ -217,6 +381,35 @@ class TestStream:
                 ends[new["index"]] = new["finish_reason"]
         assert ends == {0: "length", 1: "abort", 2: "length", 3: "length"}
         assert is_empty(llm)
+
+
+class TestText:
+    """It is one thing, whether it comes as a stream, is searched for stop strings, or is made at the end."""
+
+    def test_a_stop_string_ends_a_request_with_its_last_token(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also where an unfinished character follows it in the same token."""
+        monkeypatch.setattr(llm._requests, "_tokenizer", TOKENIZERS["byte level"])
+        token = 1 + STRADDLING.index(b"STOP\xe2")
+        params = [greedy(1, logit_bias={token: 1000.0}, stop=stop) for stop in ("STOP", None)]
+        stopped, whole = llm.generate([[30], [30]], params, use_tqdm=False)
+        assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("", "stop", "STOP")
+        assert (whole["text"], whole["finish_reason"]) == ("STOP\ufffd", "length")
+
+    def test_no_spaces_are_cleaned_up(self, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+        """Whatever the checkpoint says: that could take back text which a stream has given."""
+        shutil.copytree(BUNDLED_MODEL, tmp_path / "m")
+        file = tmp_path / "m" / "tokenizer_config.json"
+        names = ("", "_for_bpe_even_though_it_will_corrupt_output")
+        flags = {f"clean_up_tokenization_spaces{name}": True for name in names}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **flags}))
+        llm = make_llm(str(tmp_path / "m"))
+        (token,) = TOKENIZER.encode(" '")
+        settings = {"logit_bias": {token: 1000.0}}
+        assert llm.tokenizer.decode([token] * 2) != " ' '"
+        for stop in (None, "never"):
+            (output,) = llm.generate(PROMPTS[:1], greedy(5, stop=stop, **settings), use_tqdm=False)
+            assert output["text"] == " ' ' ' ' '"
+        assert "".join(new["text"] for new in llm.stream(PROMPTS[:1], greedy(5, **settings))) == output["text"]
 
 
 class TestLoop:
@@ -331,14 +524,13 @@ class TestResults:
         params = [greedy(8, stop=stop, skip_special_tokens=index != 1, ignore_eos=True) for index in range(4)]
         expected = llm.generate(PROMPTS, params, use_tqdm=False)
         if stop is None:
-            decode = type(llm.tokenizer).decode
 
-            def fail(tokenizer: object, token_ids: object, skip_special_tokens: bool) -> str:
-                if not skip_special_tokens:
+            def fail(tokenizer: PreTrainedTokenizerBase, seq: Sequence) -> str:
+                if not seq.params.skip_special_tokens:
                     raise LookupError("no such token")
-                return decode(tokenizer, token_ids, skip_special_tokens=True)
+                return decode(tokenizer, seq)
 
-            monkeypatch.setattr(type(llm.tokenizer), "decode", fail)
+            monkeypatch.setattr("nanoinfer.request.decode", fail)
         else:
             update = Detokenizer.update
 
