@@ -47,7 +47,7 @@ class Inputs:
         """One prompt's token ids and its settings."""
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise ValueError(
-                f"sampling_params={short(sampling_params)}: must be a SamplingParams, as it is of one prompt;"
+                f"sampling_params={short(sampling_params, MOST_SHOWN)}: must be a SamplingParams, of one prompt;"
                 " generate and stream take lists"
             )
         (params,) = self._check_params(1, sampling_params)

@@ -116,7 +116,7 @@ def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
             f"raise gpu_memory_utilization={config.gpu_memory_utilization:g}, or lower max_model_len,"
             f" max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}"
             if config.device == "cuda"
-            else "set num_kvcache_blocks, or lower max_model_len"
+            else "set num_kvcache_blocks, or lower max_model_len or kvcache_block_size"
         )
         raise ValueError(
             f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of"
