@@ -12,7 +12,9 @@ The prompts are random tokens from seed 0. --help lists the workloads.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -33,6 +35,7 @@ from nanoinfer.engine.llm_engine import StepResult
 
 SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p")
+OUTPUT_BYTES = 1 << 18  # more than a file of --json or --plot takes
 
 
 @dataclass
@@ -189,7 +192,7 @@ def installed_version(package: str) -> str | None:
 
 
 def report(result: dict[str, Any]) -> None:
-    """Print what a person wants to know."""
+    """Print what a person wants to know of nanoinfer's run."""
     print(f"{result['config']} on {result['device']}: ready after {result['startup_seconds']:.1f} s")
     runs = ", ".join(f"{seconds:.2f}" for seconds in result["repeats"])
     print(
@@ -199,13 +202,36 @@ def report(result: dict[str, Any]) -> None:
     )
     print(
         f"floor: {result['floor_seconds']:.2f} s at {result['bandwidth_bytes_per_second'] / 1e12:.3f} TB/s and"
-        f" {result['matrix_flops'] / 1e12:.2f} TFLOP/s; reached {result['fraction_of_floor']:.1%} of it"
+        f" {result['matrix_flops'] / 1e12:.2f} TFLOP/s; reached {result['fraction_of_floor']:.1%} of it",
+        flush=True,
     )
-    if other := result.get("transformers"):
-        print(
-            f"transformers: {other['seconds']:.2f} s, {other['tokens_per_second']:,.0f} tok/s;"
-            f" nanoinfer is {other['ratio']:.2f} times as fast"
-        )
+
+
+def report_transformers(other: dict[str, Any]) -> None:
+    """Print how the run of transformers compares."""
+    print(
+        f"transformers: {other['seconds']:.2f} s, {other['tokens_per_second']:,.0f} tok/s;"
+        f" nanoinfer is {other['ratio']:.2f} times as fast"
+    )
+
+
+def write_outputs(args: argparse.Namespace, result: dict[str, Any], last: Repeat) -> None:
+    """Write the files of --json and --plot. Exits with an error, after what can be done, when one cannot be written."""
+    errors = []
+    if args.json:
+        figures = json.dumps(result, indent=2) + "\n"
+        try:
+            Path(args.json).write_text(figures)
+        except OSError as error:
+            print(figures, end="")
+            errors.append(f"--json {args.json}: {error.strerror}: the figures were printed instead")
+    if args.plot:
+        try:
+            plot(last, f"{result['config']} on {result['device']}: {result['workload']}", args.plot)
+        except OSError as error:
+            errors.append(f"--plot {args.plot}: {error.strerror or error}")
+    if errors:
+        raise SystemExit(f"bench.py: error: {'; '.join(errors)}")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -271,14 +297,21 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def check_writable(option: str, file: Path) -> None:
-    """Raises ValueError when it is not; leaves no file where none was."""
-    existed = file.exists()
+    """Raises ValueError when it is not, or the disk is full; leaves no file where none was."""
     try:
-        file.open("ab").close()
+        existed = file.exists()
+        with file.open("ab", buffering=0) as opened:
+            if file.is_file():  # what is written to a terminal or a pipe cannot be taken back
+                size = opened.tell()
+                try:
+                    if opened.write(bytes(OUTPUT_BYTES)) < OUTPUT_BYTES:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                finally:
+                    opened.truncate(size)
+                    if not existed:
+                        file.unlink()
     except OSError as error:
         raise ValueError(f"--{option} {file}: {error.strerror}") from None
-    if not existed:
-        file.unlink()
 
 
 def check_plot(file: str) -> None:
@@ -300,13 +333,11 @@ def main() -> None:
         if args.config:
             write_config(args.config, scratch)
         result, last = run_nanoinfer(args, folder)
+        report(result)
         if args.compare:
             result["transformers"] = run_transformers(args, folder, result)
-    report(result)
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
-    if args.plot:
-        plot(last, f"{result['config']} on {result['device']}: {result['workload']}", args.plot)
+            report_transformers(result["transformers"])
+    write_outputs(args, result, last)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 
+from nanoinfer.checks import as_int, short
+from nanoinfer.hints import ELSEWHERE
 from nanoinfer.models import check_architectures
 
-GENERATION_NAMES = {
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop_strings": "stop",
-}  # what generation_config.json and SamplingParams call the same setting
+GENERATION_SETTINGS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings",
+)  # fmt: skip
 NEEDED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
@@ -50,11 +49,15 @@ class Checkpoint:
 
 def _resolve_folder(model: str) -> str:
     if not isinstance(model, (str, Path)) or not str(model):
-        raise ValueError(f"model={model!r}: must be a folder's path or a Hugging Face Hub id")
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+        raise ValueError(f"model={short(model)}: must be a folder's path or a Hugging Face Hub id")
+    try:
+        folder = Path(model).expanduser()
+        is_folder, is_file = folder.is_dir(), folder.is_file()
+    except (OSError, RuntimeError, ValueError):  # too long a name, another user's home, a null character
+        is_folder = is_file = False
+    if is_folder:
         return str(folder)
-    if folder.is_file():
+    if is_file:
         raise ValueError(f"model={str(model)!r}: is a file; give the folder that holds the model's files")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
         raise ValueError(
@@ -96,7 +99,7 @@ def _read_generation_config(folder: str) -> dict[str, Any]:
 
 def _find_generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:
     defaults = {
-        ours: generation[theirs] for theirs, ours in GENERATION_NAMES.items() if generation.get(theirs) is not None
+        ELSEWHERE.get(name, name): generation[name] for name in GENERATION_SETTINGS if generation.get(name) is not None
     }
     if generation.get("do_sample") is False:
         defaults["temperature"] = 0.0
@@ -110,7 +113,7 @@ def _find_eos_token_ids(folder: str, hf_config: PretrainedConfig, generation: di
     for source in (hf_config.to_dict(), text_config.to_dict(), generation):
         eos = source.get("eos_token_id")
         found = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in found):
+        if any(as_int(token_id) is None for token_id in found):
             raise ValueError(
                 f"model={folder!r}: eos_token_id={eos!r} in its configs: must be an integer or a list of them"
             )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
-from array import array
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import fields
-from numbers import Integral
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
 from nanoinfer.sampling_params import SamplingParams
 
 MEDIA = ("image", "video", "audio")  # in the keys of a message, or of a part of its content: image, image_url, images
+MOST_SHOWN = 60  # characters of a prompt
 
 Prompt = str | ListLike[int]
 ChatMessage = Mapping[str, Any]
@@ -36,35 +35,41 @@ class Inputs:
         name: str = "prompts",
     ) -> list[tuple[list[int], SamplingParams]]:
         """Each prompt's token ids and its settings; name: of the argument that they come from."""
-        items = [prompts] if isinstance(prompts, str) else _as_list(name, prompts, "a string or a list of prompts")
-        if items and isinstance(items[0], Integral):
-            raise ValueError(f"{name}={_short(items)}: must be a list of prompts; of one prompt's token ids, [[...]]")
+        items = [prompts] if isinstance(prompts, str) else _list(name, prompts, "a string or a list of prompts")
+        if items and as_int(items[0]) is not None:
+            raise ValueError(
+                f"{name}={short(items, MOST_SHOWN)}: must be a list of prompts; of one prompt's token ids, [[...]]"
+            )
         params = self._check_params(len(items), sampling_params)
         return [(self._check_prompt(f"{name}[{i}]", item), params[i]) for i, item in enumerate(items)]
 
     def check_one(self, prompt: Prompt, sampling_params: SamplingParams | None) -> tuple[list[int], SamplingParams]:
         """One prompt's token ids and its settings."""
+        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
+            raise ValueError(
+                f"sampling_params={short(sampling_params, MOST_SHOWN)}: must be a SamplingParams, of one prompt;"
+                " generate and stream take lists"
+            )
         (params,) = self._check_params(1, sampling_params)
         return self._check_prompt("prompt", prompt), params
 
     def render(self, messages: Chats, **template: Any) -> list[list[int]]:
         """Each chat as a prompt, by the tokenizer's own template."""
-        if self.tokenizer is None or not (self.tokenizer.chat_template or template.get("chat_template")):
+        if self.tokenizer is None or not (self.tokenizer.chat_template or template.get("chat_template") is not None):
             raise ValueError(f"{self.config.model!r} has no chat template: use generate with prompts of your own")
-        _check_template_arguments(template)
-        chats = _as_list("messages", messages, "a list of messages, or of such lists")
+        chats = _list("messages", messages, "a list of messages, or of such lists")
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
         return [self._render_one(f"messages[{i}]", chat, template) for i, chat in enumerate(chats)]
 
     def _render_one(self, name: str, chat: Any, template: dict[str, Any]) -> list[int]:
         assert self.tokenizer is not None
-        entries = _as_list(name, chat, "a list of messages")
+        entries = _list(name, chat, "a list of messages")
         for entry in entries:
             if kind := _other_content(entry):
                 raise ValueError(f"{name} has content of type {kind!r}: this model is run as text only")
             if not _is_message(entry):
-                raise ValueError(f"{name} has {_short(entry)}: must be mappings with a role and content")
+                raise ValueError(f"{name} has {short(entry, MOST_SHOWN)}: must be mappings with a role and content")
         continues = template.get("continue_final_message", False)
         try:
             text = self.tokenizer.apply_chat_template(
@@ -82,12 +87,12 @@ class Inputs:
         if isinstance(sampling_params, SamplingParams):
             self._check_setting("sampling_params", sampling_params)
             return [_copy(sampling_params)] * count
-        params = _as_list("sampling_params", sampling_params, "a SamplingParams, or a list of them")
+        params = _list("sampling_params", sampling_params, "a SamplingParams, or a list of them, from nanoinfer")
         if len(params) != count:
             raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one each")
         for index, entry in enumerate(params):
             if not isinstance(entry, SamplingParams):
-                raise ValueError(f"sampling_params[{index}] is {entry!r}: must be a SamplingParams")
+                raise ValueError(f"sampling_params[{index}] is {short(entry)}: must be a SamplingParams")
             self._check_setting(f"sampling_params[{index}]", entry)
         return [_copy(entry) for entry in params]
 
@@ -97,11 +102,13 @@ class Inputs:
         for field in ("logit_bias", "stop_token_ids"):
             for token_id in getattr(params, field) or ():
                 if token_id >= vocab_size:
-                    raise ValueError(f"{name}.{field} has token id {token_id}: must be from 0 to {vocab_size - 1}")
+                    raise ValueError(
+                        f"{name}.{field} has token id {short(token_id)}: must be from 0 to {vocab_size - 1}"
+                    )
         for field in ("logprobs", "prompt_logprobs"):
             count = getattr(params, field)
             if count is not None and count > vocab_size:
-                raise ValueError(f"{name}.{field}={count}: the model has {vocab_size} tokens")
+                raise ValueError(f"{name}.{field}={short(count)}: the model has {vocab_size} tokens")
         if params.stop:
             self.check_detokenizer(f"{name}.stop={params.stop!r}")
 
@@ -119,7 +126,7 @@ class Inputs:
         vocab_size = self.config.description.vocab_size
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < vocab_size:
-                raise ValueError(f"{name} has token id {token_id}: must be from 0 to {vocab_size - 1}")
+                raise ValueError(f"{name} has token id {short(token_id)}: must be from 0 to {vocab_size - 1}")
         if len(token_ids) >= self.config.max_model_len:
             raise ValueError(
                 f"{name} has {len(token_ids)} tokens: must be fewer than"
@@ -129,31 +136,34 @@ class Inputs:
 
     def _encode(self, name: str, prompt: object, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(prompt, str):
-            try:
-                if isinstance(prompt, (bytes, bytearray, Mapping, Set)):
-                    raise TypeError
-                return array("q", prompt).tolist()  # type: ignore[call-overload]
-            except OverflowError:
-                raise ValueError(
-                    f"{name} has a token id of over 64 bits: must be from 0 to {self.config.description.vocab_size - 1}"
-                ) from None
-            except (TypeError, ValueError):
-                raise ValueError(f"{name} is {_short(prompt)}: must be a string or a list of token ids") from None
+            return _token_ids(name, prompt)
         if self.tokenizer is None:
             raise ValueError(f"{name} is text, but {self.config.model!r} has no tokenizer: pass a list of token ids")
         try:
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         except TypeError:  # such as half a surrogate pair
-            raise ValueError(f"{name} is {_short(prompt)}: the tokenizer does not take it") from None
+            raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: the tokenizer does not take it") from None
 
 
-def _as_list(name: str, value: Any, what: str) -> list[Any]:
-    try:
-        if isinstance(value, (str, Mapping)):
-            raise TypeError
-        return list(value)
-    except TypeError:
-        raise ValueError(f"{name}={_short(value)}: must be {what}") from None
+def _list(name: str, value: Any, what: str) -> list[Any]:
+    entries = as_list(value)
+    if entries is None:
+        raise ValueError(f"{name}={short(value, MOST_SHOWN)}: must be {what}")
+    return entries
+
+
+def _token_ids(name: str, prompt: Any) -> list[int]:
+    entries, what = as_list(prompt), "must be a string or a list of token ids"
+    if entries is None:
+        raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: {what}")
+    if set(map(type, entries)) <= {int}:  # most are, and may be many
+        return entries
+    token_ids = []
+    for entry in entries:
+        if (token_id := as_int(entry)) is None:
+            raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: {what}, and {short(entry, MOST_SHOWN)} is none")
+        token_ids.append(token_id)
+    return token_ids
 
 
 def _copy(params: SamplingParams) -> SamplingParams:
@@ -176,24 +186,10 @@ def _other_content(entry: Any) -> str | None:
     for part in parts:
         if isinstance(part, Mapping) and part.get("type") not in (None, "text"):
             return str(part["type"])
-    keys = [str(key) for part in (entry, *parts) if isinstance(part, Mapping) for key in part if _is_given(part[key])]
-    return next((key for key in keys if any(medium in key for medium in MEDIA)), None)
+    given = [key for part in (entry, *parts) if isinstance(part, Mapping) for key in part if _is_given(part[key])]
+    return next((key for key in given if isinstance(key, str) and any(medium in key for medium in MEDIA)), None)
 
 
 def _is_given(value: Any) -> bool:
     """Not by its truth, which an array does not have."""
     return value is not None and value is not False and not (isinstance(value, (str, list, tuple)) and not value)
-
-
-def _check_template_arguments(template: dict[str, Any]) -> None:
-    """A template would silently ignore what was meant for us."""
-    for name in template:
-        if name in {field.name for field in fields(SamplingParams)}:
-            raise ValueError(f"{name}={template[name]!r} is a setting: pass sampling_params=SamplingParams({name}=...)")
-        if near := difflib.get_close_matches(name, ("messages", "sampling_params", "use_tqdm"), n=1, cutoff=0.8):
-            raise ValueError(f"unknown argument {name!r}: did you mean {near[0]!r}?")
-
-
-def _short(value: object, most: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}..."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as ListLike
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from nanoinfer.checks import check_flag
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine, StepResult
+from nanoinfer.hints import hints_for
 from nanoinfer.inputs import Chats, Inputs, Prompt
 from nanoinfer.outputs import RequestOutput, StreamOutput
 from nanoinfer.request import Requests
@@ -49,7 +51,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.config = Config.create(model, **options)
+        self.config = Config(model, **options)
         self.tokenizer = _load_tokenizer(self.config.model)
         self.engine = LLMEngine(self.config)
         self.memory = self.engine.runner.memory
@@ -58,6 +60,7 @@ class LLM:
         self._busy = threading.Lock()
         self._requests = Requests(self.engine, self.tokenizer)
 
+    @hints_for("generate")
     def generate(
         self,
         prompts: Prompt | ListLike[Prompt],
@@ -73,8 +76,10 @@ class LLM:
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
         """
         self.engine.check_open()
+        use_tqdm = check_flag("use_tqdm", use_tqdm)
         return self._generate(self._inputs.check(prompts, sampling_params), use_tqdm)
 
+    @hints_for("chat")
     def chat(
         self,
         messages: Chats,
@@ -92,14 +97,16 @@ class LLM:
         Raises ValueError, before anything runs, as generate does, and for a chat that the template refuses.
         """
         self.engine.check_open()
+        use_tqdm = check_flag("use_tqdm", use_tqdm)
         chats = self._inputs.render(messages, **template)
         return self._generate(self._inputs.check(chats, sampling_params, name="messages"), use_tqdm)
 
+    @hints_for("stream")
     def stream(
         self,
         prompts: Prompt | ListLike[Prompt],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
-    ) -> Iterator[StreamOutput]:
+    ) -> Stream:
         """Generate for every prompt; yields the news of each sample as they come. A sample's last has a finish_reason.
 
         prompts: strings, or lists of token ids; a lone string counts as a list of one
@@ -113,8 +120,9 @@ class LLM:
         checked = self._inputs.check(prompts, sampling_params)
         if self.tokenizer is not None and any(params.detokenize for _, params in checked):
             self._inputs.check_detokenizer("stream")
-        return self._stream(checked)
+        return Stream(self._stream(checked))
 
+    @hints_for("add_request")
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt for `step`; returns the request_id that its output will have.
 
@@ -145,6 +153,7 @@ class LLM:
             self._requests.settle()
         return bool(self._requests.num_running or self._requests.finished)
 
+    @hints_for("abort")
     def abort(self, request_id: int) -> None:
         """End a request now, from the thread that runs the loop over `step` or over a stream.
 
@@ -200,7 +209,7 @@ class LLM:
             self._requests.take_finished()
             return [request.output() for request in requests]
 
-    def _stream(self, checked: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
+    def _stream(self, checked: list[tuple[list[int], SamplingParams]]) -> Generator[StreamOutput, None, None]:
         with self._turn(alone=True), self._requests:
             requests = [self._requests.add(*entry, streams=True) for entry in checked]
             indices = {sample: index for index, request in enumerate(requests) for sample in request.samples}
@@ -231,6 +240,33 @@ class LLM:
                 if use_tqdm and (rates.update(result) or newly):
                     bar.set_postfix_str(str(rates), refresh=False)
                     bar.update(newly)
+
+
+class Stream(Iterator[StreamOutput]):
+    """The outputs of a call of `stream`. Once it has raised an error, it raises whenever it is asked for more.
+
+    `close`, or its deletion, aborts what has not ended.
+    """
+
+    def __init__(self, outputs: Generator[StreamOutput, None, None]) -> None:
+        self._outputs = outputs
+        self._failure: str | None = None  # not the error: its traceback keeps what the engine holds
+
+    def __next__(self) -> StreamOutput:
+        if self._failure is not None:
+            raise RuntimeError(f"this stream has ended, make another: {self._failure}")
+        try:
+            return next(self._outputs)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.close()  # an interrupt may have come when the output was made
+            self._failure = str(error) or type(error).__name__
+            raise
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        self._outputs.close()
 
 
 class Rates:

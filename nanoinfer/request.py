@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedTokenizerBase
 
+from nanoinfer.checks import as_int, short
 from nanoinfer.detokenizer import Detokenizer, decode
 from nanoinfer.engine.llm_engine import LLMEngine, StepResult
 from nanoinfer.engine.sequence import Sequence
@@ -199,10 +200,12 @@ class Requests:
 
     def find(self, request_id: int) -> Request | None:
         """The request, unless it has ended. Raises ValueError for an id that was never given."""
-        given = range(self._engine.num_requests)
-        if not isinstance(request_id, int) or isinstance(request_id, bool) or request_id not in given:
-            raise ValueError(f"request_id={request_id!r}: no request has it")
-        return self._running.get(request_id)
+        known = as_int(request_id)
+        if known is None or known not in range(self._engine.num_requests):
+            raise ValueError(
+                f"request_id={short(request_id)}: no request has it; add_request returns those that have one"
+            )
+        return self._running.get(known)
 
     def abort(self, request: Request) -> None:
         """End what has not ended of a request; also in the midst of a `with`."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+from nanoinfer.checks import as_int, as_list, as_number, check_flag, check_int, check_number, short
+from nanoinfer.hints import hints_for
 
 MIN_TEMPERATURE = 1e-6  # what is below is greedy: logits divided by it would overflow
 LARGEST = 1e30  # of any number: the device computes in float32
+OPTIONAL = ("seed", "logprobs", "prompt_logprobs")  # may be None
+MOST_SAMPLES = 10**6  # each is a sequence of its own
 
 
+@hints_for("SamplingParams")
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when the request ends.
@@ -69,79 +74,67 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            object.__setattr__(self, setting.name, _plain(getattr(self, setting.name)))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if not _is_number(self.temperature) or not 0 <= self.temperature <= LARGEST:
-            raise ValueError(
-                f"temperature={self.temperature!r}: must be a number, 0 (greedy) or positive, at most {LARGEST:g}"
-            )
-        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):
-            raise ValueError(f"seed={self.seed!r}: must be None or an integer from 0 to 2**63 - 1")
-        self._check_lengths()
-        self._check_filters()
-        self._check_penalties()
+            self._set(name, check_flag(name, getattr(self, name)))
+        self._check_integers()
+        self._check_numbers()
+        self._check_logit_bias()
         self._check_stops()
 
-    def _check_lengths(self) -> None:
-        for name, least in (("max_tokens", 1), ("n", 1), ("min_tokens", 0)):
+    def _set(self, name: str, value: Any) -> None:
+        """What was given, as Python's own."""
+        object.__setattr__(self, name, value)
+
+    def _check_integers(self) -> None:
+        for name, low, high, what in (
+            ("max_tokens", 1, None, ""),
+            ("min_tokens", 0, None, ""),
+            ("n", 1, MOST_SAMPLES, ""),
+            ("top_k", -1, None, "a positive integer, or 0 or -1 for all tokens"),
+            ("seed", 0, 2**63 - 1, "None or an integer from 0 to 2**63 - 1"),
+            ("logprobs", 0, None, "None or an integer of at least 0"),
+            ("prompt_logprobs", 0, None, "None or an integer of at least 0"),
+        ):
             value = getattr(self, name)
-            if not _is_int(value) or value < least:
-                raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")
+            if value is not None or name not in OPTIONAL:
+                self._set(name, check_int(name, value, low, high, what))
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens}: must be at most max_tokens={self.max_tokens}")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and not (_is_int(value) and value >= 0):
-                raise ValueError(f"{name}={value!r}: must be None or an integer of at least 0")
+            least, most = short(self.min_tokens), short(self.max_tokens)
+            raise ValueError(f"min_tokens={least}: must be at most max_tokens={most}")
 
-    def _check_filters(self) -> None:
-        if not _is_int(self.top_k) or self.top_k < -1:
-            raise ValueError(f"top_k={self.top_k!r}: must be a positive integer, or 0 or -1 for all tokens")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p!r}: must be a number above 0, at most 1")
-        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p!r}: must be a number from 0 to 1")
+    def _check_numbers(self) -> None:
+        for name, low, high, what in (
+            ("temperature", 0, LARGEST, f"0 (greedy) or positive, at most {LARGEST:g}"),
+            ("top_p", math.ulp(0), 1, "above 0, at most 1"),
+            ("min_p", 0, 1, "from 0 to 1"),
+            ("repetition_penalty", 1 / LARGEST, LARGEST, f"from {1 / LARGEST:g} to {LARGEST:g}"),
+            ("presence_penalty", -2, 2, "from -2 to 2"),
+            ("frequency_penalty", -2, 2, "from -2 to 2"),
+        ):
+            self._set(name, check_number(name, getattr(self, name), low, high, what))
 
-    def _check_penalties(self) -> None:
-        if not _is_number(self.repetition_penalty) or not 1 / LARGEST <= self.repetition_penalty <= LARGEST:
-            raise ValueError(
-                f"repetition_penalty={self.repetition_penalty!r}: must be a number from {1 / LARGEST:g} to {LARGEST:g}"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if not _is_number(value) or not -2 <= value <= 2:
-                raise ValueError(f"{name}={value!r}: must be a number from -2 to 2")
+    def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
             return
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias={self.logit_bias!r}: must be a mapping from token ids to numbers")
-        biases = {_plain(token_id): _plain(bias) for token_id, bias in self.logit_bias.items()}
-        for token_id, bias in biases.items():
-            if not _is_token_id(token_id) or not _is_number(bias) or not -LARGEST <= bias <= LARGEST:
+            raise ValueError(f"logit_bias={short(self.logit_bias)}: must be a mapping from token ids to numbers")
+        biases: dict[int, float] = {}
+        for key, value in self.logit_bias.items():
+            token_id, bias = _as_token_id(key), as_number(value)
+            if token_id is None or bias is None or not -LARGEST <= bias <= LARGEST:
                 raise ValueError(
-                    f"logit_bias has {token_id!r}: {bias!r}: must map token ids to numbers from -{LARGEST:g} to"
+                    f"logit_bias has {short(key)}: {short(value)}: must map token ids to numbers from -{LARGEST:g} to"
                     f" {LARGEST:g}"
                 )
-        object.__setattr__(self, "logit_bias", biases)
+            biases[token_id] = bias
+        self._set("logit_bias", biases)
 
     def _check_stops(self) -> None:
-        stop, ids = (self.stop,) if isinstance(self.stop, str) else self.stop, self.stop_token_ids
-        for name, values, kind in (("stop", stop, "non-empty strings"), ("stop_token_ids", ids, "token ids")):
-            try:
-                if isinstance(values, (str, bytes, Mapping)):
-                    raise TypeError
-                entries = () if values is None else tuple(map(_plain, values))
-            except TypeError:
-                raise ValueError(f"{name}={values!r}: must be a list of {kind}") from None
-            for entry in entries:
-                if not (_is_text(entry) if name == "stop" else _is_token_id(entry)):
-                    raise ValueError(f"{name} has {entry!r}: must be a list of {kind}")
-            object.__setattr__(self, name, entries)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._set("stop", _check_entries("stop", stop, "non-empty strings", _as_text))
+        self._set("stop_token_ids", _check_entries("stop_token_ids", self.stop_token_ids, "token ids", _as_token_id))
         if self.stop and not self.detokenize:
-            raise ValueError(f"stop={self.stop!r} needs detokenize=True: the text is searched for it")
+            raise ValueError(f"stop={short(self.stop)} needs detokenize=True: the text is searched for it")
 
     @property
     def has_penalties(self) -> bool:
@@ -164,28 +157,21 @@ class SamplingParams:
         return not (self.has_penalties or self.has_filters or self.logit_bias) and self.logprobs is None
 
 
-def _plain(value: Any) -> Any:
-    """NumPy's numbers, and subclasses of numbers and strings, as Python's own."""
-    if isinstance(value, np.number):
-        return value.item()
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return int(value) if isinstance(value, int) else float(value)
-    return value
+def _check_entries(name: str, value: Any, kind: str, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """The converted entries of a list, which may be None. Raises ValueError for one of which `convert` makes None."""
+    entries = [] if value is None else as_list(value, ordered=False)
+    if entries is None:
+        raise ValueError(f"{name}={short(value)}: must be a list of {kind}")
+    converted = tuple(map(convert, entries))
+    if None in converted:
+        raise ValueError(f"{name} has {short(entries[converted.index(None)])}: must be a list of {kind}")
+    return converted
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _as_text(value: Any) -> str | None:
+    return str.__str__(value) if isinstance(value, str) and value != "" else None
 
 
-def _is_token_id(value: Any) -> bool:
-    return _is_int(value) and value >= 0
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _as_token_id(value: Any) -> int | None:
+    token_id = as_int(value)
+    return None if token_id is None or token_id < 0 else token_id

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,6 +236,8 @@ def test_the_command_line_overrides_the_workload() -> None:
         ("--top-p 2", "top_p=2.0: must be a number above 0, at most 1"),
         ("--json /no/such/folder/file", "--json /no/such/folder/file: No such file"),
         ("--json /", "--json /: Is a directory"),
+        ("--json /etc/passwd/file", "--json /etc/passwd/file: Not a directory"),
+        (f"--json /tmp/{'a' * 300}", "aaa: File name too long"),
     ],
 )
 def test_a_senseless_command_is_refused_before_the_run(
@@ -243,6 +246,54 @@ def test_a_senseless_command_is_refused_before_the_run(
     with pytest.raises(SystemExit):
         bench.parse_args(command.split())
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """No file may have more than a thousand bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_is_noticed_before_the_run(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("{}")
+    for file in (old, new):
+        with pytest.raises(ValueError, match=f"--json {file}: No space left on device"):
+            bench.check_writable("json", file)
+    assert old.read_text() == "{}"
+    assert not new.exists()
+
+
+def test_a_disk_that_fills_up_costs_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+    figure = tmp_path / "run.png"
+    command = (
+        f"bench.py --config tiny --num-seqs 3 --min-len 4 --max-len 12 --device cpu --json /dev/full --plot {figure}"
+    )
+    monkeypatch.setattr(sys, "argv", command.split())
+    with pytest.raises(SystemExit, match="--json /dev/full: No space left on device: the figures were printed"):
+        bench.main()
+    told = capsys.readouterr().out
+    assert told.index("tok/s") < told.index("{")
+    assert json.loads(told[told.index("{") :])["num_seqs"] == 3
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_are_printed_before_the_comparison(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "bench.py --config tiny --num-seqs 3 --min-len 4 --max-len 12 --device cpu --compare transformers"
+    monkeypatch.setattr(sys, "argv", command.split())
+    monkeypatch.setattr(bench, "run_transformers", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.main()
+    assert "tok/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

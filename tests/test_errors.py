@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,6 +25,11 @@ from safetensors.torch import load_file, save_file
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config, _resolve_dtype
+from nanoinfer.hints import ELSEWHERE
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.kv_cache import KVCacheSpec
+from nanoinfer.runner.memory_plan import plan_memory
+from nanoinfer.runner.model_runner import ModelRunner
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +58,7 @@ class TestPrompts:
             ([1.5], r"prompts\[1\] is \[1.5\]: must be a string or a list of token ids"),
             (7, r"prompts\[1\] is 7"),
             (None, r"prompts\[1\] is None"),
-            ([2**70], r"prompts\[1\] has a token id of over 64 bits: must be from 0 to 2047"),
+            ([2**70], r"prompts\[1\] has token id 1180591620717411303424: must be from 0 to 2047"),
             (["a"], r"prompts\[1\] is \['a'\]"),
             ({5, 6}, r"prompts\[1\] is {5, 6}"),
             ("half a pair \udc80", r"prompts\[1\] is .*: the tokenizer does not take it"),
@@ -79,14 +90,64 @@ class TestPrompts:
     def test_add_request_takes_one(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match="prompt is None: must be a string or a list of token ids"):
             llm.add_request(None)
+        for params in ([greedy(1)], [greedy(1), greedy(2)], []):
+            with pytest.raises(ValueError, match=r"sampling_params=\[.*: must be a SamplingParams, .*generate and str"):
+                llm.add_request([5], params)
+        assert llm.engine.is_finished
 
     def test_a_lone_string_is_a_list_of_one(self, llm: LLM) -> None:
         assert len(llm.generate("ROMEO:", greedy(1), use_tqdm=False)) == 1
 
-    def test_other_integer_types_are_token_ids_too(self, llm: LLM) -> None:
+    def test_integers_of_any_library_are_token_ids(self, llm: LLM) -> None:
         tensor = torch.tensor([30, 31, 32])
-        outputs = llm.generate([tensor, tensor.numpy(), (30, 31, 32), [30, 31, 32]], greedy(4), use_tqdm=False)
-        assert len({tuple(output["token_ids"]) for output in outputs}) == 1
+        array = tensor.numpy()
+        lists = [
+            list(tensor),
+            list(array),
+            [30, np.uint8(31), tensor[2]],
+            array.astype(object),
+            array.astype(np.uint16),
+        ]
+        prompts = [tensor, array, (30, 31, 32), range(30, 33), tensor.tolist(), *lists]
+        for many in (prompts, tensor.expand(3, 3), np.stack([array, array])):
+            outputs = llm.generate(many, greedy(4), use_tqdm=False)
+            assert {tuple(output["token_ids"]) for output in outputs} == {tuple(outputs[0]["token_ids"])}
+        for token_ids in prompts:
+            assert llm._inputs.check_one(token_ids, None)[0] == [30, 31, 32]
+
+    @pytest.mark.parametrize(
+        "prompt",
+        [[5, True], [np.True_, 5], [torch.tensor(True)], torch.tensor([True]), np.array([False, True])],
+        ids=repr,
+    )
+    def test_booleans_are_no_token_ids(self, llm: LLM, prompt: object) -> None:
+        message = r"prompts\[0\] is .*: must be a string or a list of token ids, and .*(True|False).* is none"
+        with pytest.raises(ValueError, match=message):
+            llm.generate([prompt])
+
+    @pytest.mark.parametrize("prompt", [[torch.tensor([5])], torch.tensor(5), np.array([[5, 6]]), [5.0]], ids=repr)
+    def test_other_shapes_and_fractions_are_no_token_ids(self, llm: LLM, prompt: object) -> None:
+        with pytest.raises(ValueError, match=r"prompt is .*: must be a string or a list of token ids"):
+            llm.add_request(prompt)
+
+    def test_a_set_has_no_order_and_a_mapping_no_prompts(self, llm: LLM) -> None:
+        for prompts in ({"a", "b"}, {"a": 1}.keys(), {"a": 1}):
+            with pytest.raises(ValueError, match=r"prompts=.*: must be a string or a list of prompts"):
+                llm.generate(prompts)
+
+    def test_request_ids_are_integers_of_any_library(self, llm: LLM) -> None:
+        number = llm.add_request([30], greedy(1))
+        for wrong in (number + 1, -1, True, 0.0, "0", None, np.True_, torch.tensor([number])):
+            with pytest.raises(ValueError, match=re.escape(f"request_id={wrong!r}: no request has it")):
+                llm.abort(wrong)
+        llm.abort(np.int64(number))
+        assert [output["finish_reason"] for output in llm.step()] == ["abort"]
+        llm.abort(torch.tensor(number))  # it has ended
+
+    def test_a_bar_is_shown_or_not(self, llm: LLM) -> None:
+        for call in (llm.generate, llm.chat):
+            with pytest.raises(ValueError, match="use_tqdm='no': must be True or False"):
+                call(["a"], use_tqdm="no")
 
     def test_text_needs_a_tokenizer_and_token_ids_do_not(self, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
         folder = Path(copy_of(BUNDLED_MODEL, tmp_path / "bare"))
@@ -123,6 +184,7 @@ class TestSamplingParams:
             {"seed": 0.5},
             {"n": 0},
             {"n": True},
+            {"n": 10**6 + 1},
             {"top_k": -2},
             {"top_k": 1.5},
             {"top_p": 0},
@@ -198,18 +260,134 @@ class TestSamplingParams:
         with pytest.raises(ValueError, match=r"sampling_params={'n': 2}: must be a SamplingParams, or a list of them"):
             llm.generate([[5]], {"n": 2})
 
-    def test_numpys_numbers_are_numbers(self) -> None:
+    @pytest.mark.parametrize("library", [np.array, torch.tensor])
+    def test_numbers_of_any_library_are_numbers(self, library: Callable[..., Any]) -> None:
         params = SamplingParams(
-            temperature=np.float32(0.5),
-            max_tokens=np.int64(9),
-            logit_bias={np.int32(4): np.float32(2)},
-            stop_token_ids=np.array([7, 8]),
+            temperature=library(0.5),
+            max_tokens=library(9),
+            seed=library(3),
+            top_p=library([0.25])[0],
+            ignore_eos=library(True),
+            logit_bias={library([4])[0].item(): library(2.0), library([5])[0]: library(3)},
+            stop_token_ids=library([7, 8]),
+            logprobs=library(0),
         )
-        assert params == SamplingParams(temperature=0.5, max_tokens=9, logit_bias={4: 2.0}, stop_token_ids=[7, 8])
-        assert all(type(token_id) is int for token_id in (*params.logit_bias, *params.stop_token_ids))
+        assert params == SamplingParams(
+            temperature=0.5,
+            max_tokens=9,
+            seed=3,
+            top_p=0.25,
+            ignore_eos=True,
+            logit_bias={4: 2.0, 5: 3},
+            stop_token_ids=[7, 8],
+            logprobs=0,
+        )
+        settings = [getattr(params, field.name) for field in fields(params)]
+        for value in (*settings, *params.logit_bias, *params.logit_bias.values(), *params.stop_token_ids):
+            assert type(value) in (int, float, bool, dict, tuple, type(None))
+
+    @pytest.mark.parametrize("wrong", [True, np.True_, torch.tensor(True), np.array([5]), torch.tensor([5])], ids=repr)
+    def test_booleans_and_lists_of_one_are_no_numbers(self, wrong: object) -> None:
+        for name in ("max_tokens", "n", "min_tokens", "seed", "top_k", "logprobs", "temperature", "min_p"):
+            with pytest.raises(ValueError, match=re.escape(f"{name}={wrong!r}: must be")):
+                SamplingParams(**{name: wrong})
+        with pytest.raises(ValueError, match=r"stop_token_ids has .*: must be a list of token ids"):
+            SamplingParams(stop_token_ids=[wrong])
+        if isinstance(wrong, Hashable):
+            with pytest.raises(ValueError, match=r"logit_bias has .*: must map token ids"):
+                SamplingParams(logit_bias={wrong: 1.0})
+
+    def test_integers_without_end(self) -> None:
+        for name in ("temperature", "seed", "n"):
+            with pytest.raises(ValueError, match=f"{name}=<int>: must be"):
+                SamplingParams(**{name: 10**5000})
 
     def test_a_setting_can_be_a_key(self) -> None:
         assert {SamplingParams(logit_bias={4: 2.0}): 1}[SamplingParams(logit_bias={4: 2.0})] == 1
+
+
+class TestNames:
+    """Of arguments that nobody takes: the error says what to write."""
+
+    @pytest.mark.parametrize(
+        ("wrong", "hint"),
+        [
+            ({"max_seq_len": 10}, "did you mean 'max_model_len'"),
+            ({"max_modellen": 10}, "did you mean 'max_model_len'"),
+            ({"block_size": 16}, "did you mean 'kvcache_block_size'"),
+            ({"torch_dtype": "float16"}, "did you mean 'dtype'"),
+            ({"max_new_tokens": 5}, r"write SamplingParams\(max_tokens=...\)"),
+            ({"temperature": 1}, r"write SamplingParams\(temperature=...\)"),
+            ({"enable_prefix_caching": True}, "leave it out: it is always so"),
+            ({"description": None}, "known: model, max_num_batched_tokens, .*worker_timeout$"),
+        ],
+        ids=repr,
+    )
+    def test_of_llm(self, wrong: dict, hint: str) -> None:
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"unknown argument '{name}': {hint}"):
+            LLM(BUNDLED_MODEL, **wrong)
+
+    @pytest.mark.parametrize(
+        ("wrong", "hint"),
+        [
+            ({"max_new_tokens": 5}, "did you mean 'max_tokens'"),
+            ({"stop_strings": "a"}, "did you mean 'stop'"),
+            ({"num_return_sequences": 2}, "did you mean 'n'"),
+            ({"tempreature": 1}, "did you mean 'temperature'"),
+            ({"max_length": 5}, r"SamplingParams\(max_tokens=..., min_tokens=...\) counts what is generated alone"),
+            ({"num_beams": 4}, "there is no beam search"),
+            ({"max_num_seqs": 4}, r"write LLM\(max_num_seqs=...\)"),
+            ({"colour": 4}, "known: temperature, .*, detokenize$"),
+        ],
+        ids=repr,
+    )
+    def test_of_sampling_params(self, wrong: dict, hint: str) -> None:
+        (name,) = wrong
+        for call in (lambda: SamplingParams(**wrong), lambda: replace(SamplingParams(), **wrong)):
+            with pytest.raises(ValueError, match=f"unknown argument '{name}': {hint}"):
+                call()
+
+    @pytest.mark.parametrize(
+        ("call", "wrong", "hint"),
+        [
+            ("generate", {"prompt_token_ids": [[5]]}, "did you mean 'prompts'"),
+            ("generate", {"input_ids": [[5]]}, "did you mean 'prompts'"),
+            ("generate", {"sampling_param": None}, "did you mean 'sampling_params'"),
+            ("generate", {"max_new_tokens": 5}, r"write SamplingParams\(max_tokens=...\)"),
+            ("generate", {"seed": 5}, r"write LLM\(seed=...\) or SamplingParams\(seed=...\)"),
+            ("generate", {"messages": []}, r"write chat\(messages=...\)"),
+            ("generate", {"lora_request": None}, "there is no LoRA"),
+            ("stream", {"use_tqdm": False}, r"write generate\(use_tqdm=...\) or chat\(use_tqdm=...\)"),
+            ("stream", {"prompt": "a"}, "did you mean 'prompts'"),
+            ("chat", {"prompts": []}, r"write generate\(prompts=...\) or stream\(prompts=...\)"),
+            ("chat", {"message": []}, "did you mean 'messages'"),
+            ("chat", {"chat_template_kwargs": {}}, "pass its entries to chat as arguments of their own"),
+            ("add_request", {"prompts": [5]}, "did you mean 'prompt'"),
+            ("add_request", {"prompt_token_ids": [5]}, "did you mean 'prompt'"),
+            ("add_request", {"params": None}, "did you mean 'sampling_params'"),
+            ("abort", {"id": 5}, "known: request_id"),
+        ],
+        ids=str,
+    )
+    def test_of_calls(self, llm: LLM, call: str, wrong: dict, hint: str) -> None:
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"unknown argument '{name}': {hint}"):
+            getattr(llm, call)(**wrong)
+
+    def test_whatever_others_write_has_a_hint_and_is_no_name_of_ours(self) -> None:
+        ours = {*inspect.signature(SamplingParams).parameters, *inspect.signature(Config).parameters}
+        for call in (LLM.generate, LLM.chat, LLM.stream, LLM.add_request, LLM.abort):
+            ours |= inspect.signature(call).parameters.keys()
+        assert not ours & ELSEWHERE.keys()
+        for name, meant in ELSEWHERE.items():
+            assert meant in ours or " " in meant, name
+
+    def test_signatures_are_those_that_were_written(self) -> None:
+        assert list(inspect.signature(SamplingParams).parameters) == [field.name for field in fields(SamplingParams)]
+        assert list(inspect.signature(LLM.generate).parameters) == ["self", "prompts", "sampling_params", "use_tqdm"]
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'prompts'"):
+            LLM.generate(None)
 
 
 class TestConfig:
@@ -236,7 +414,12 @@ class TestConfig:
             {"worker_timeout": "never"},
             {"max_num_seqs": "many"},
             {"max_num_seqs": True},
+            {"max_num_seqs": np.True_},
+            {"kvcache_block_size": 2**31 + 16},
+            {"num_kvcache_blocks": 2**23 + 1},  # of 256 tokens
+            {"max_num_seqs": 10**7},
             {"enforce_eager": "yes"},
+            {"device": "cuda:1"},
         ],
         ids=repr,
     )
@@ -245,9 +428,63 @@ class TestConfig:
         with pytest.raises(ValueError, match=rf"{name}={value!r}: "):
             LLM(BUNDLED_MODEL, **wrong)
 
-    def test_an_unknown_argument_suggests_the_nearest_name(self) -> None:
-        with pytest.raises(ValueError, match="unknown argument 'max_seq_len': did you mean 'max_model_len'"):
-            LLM(BUNDLED_MODEL, max_seq_len=10)
+    def test_a_knob_that_is_no_list_is_named_with_its_type(self) -> None:
+        with pytest.raises(ValueError, match="device='meta': must be one of 'auto', 'cuda', 'cpu'"):
+            LLM(BUNDLED_MODEL, device=torch.device("meta"))
+        with pytest.raises(ValueError, match="dtype='int8': must be one of 'auto', 'float32'"):
+            LLM(BUNDLED_MODEL, dtype=torch.int8)
+
+    @pytest.mark.parametrize("library", [np.array, torch.tensor])
+    def test_numbers_of_any_library_are_numbers(self, library: Callable[..., Any]) -> None:
+        wanted = Config(BUNDLED_MODEL, 256, 8, 512, 0.5, 1, True, 32, 64, device="cpu", seed=3, worker_timeout=60)
+        config = Config(
+            BUNDLED_MODEL,
+            max_num_batched_tokens=library(256),
+            max_num_seqs=library(8),
+            max_model_len=library(512),
+            gpu_memory_utilization=library(0.5),
+            tensor_parallel_size=library(1),
+            enforce_eager=library(True),
+            kvcache_block_size=library(32),
+            num_kvcache_blocks=library(64),
+            device=torch.device("cpu"),
+            seed=library(3),
+            worker_timeout=library(60),
+        )
+        assert config == wanted
+        for field in fields(Config):
+            assert type(getattr(config, field.name)) is type(getattr(wanted, field.name))
+
+    def test_more_rows_than_the_memory_holds(self) -> None:
+        message = r"max_num_seqs=1000000: must be at most (\d+), as rows of max_model_len=64 may take 50% of 4.0 GiB"
+        with pytest.raises(ValueError, match=message) as error:
+            LLM(BUNDLED_MODEL, device="cpu", max_num_seqs=10**6, max_model_len=64)
+        most = int(re.search(message, str(error.value))[1])
+        with pytest.raises(ValueError, match=f"max_num_seqs={most + 1}: must be at most {most}"):
+            LLM(BUNDLED_MODEL, device="cpu", max_num_seqs=most + 1, max_model_len=64)
+        with LLM(BUNDLED_MODEL, device="cpu", max_num_seqs=most, max_model_len=64, num_kvcache_blocks=8) as llm:
+            (output,) = llm.generate([[30]], greedy(2, presence_penalty=1.0), use_tqdm=False)
+        assert len(output["token_ids"]) == 2
+
+    def test_a_step_that_the_gpus_memory_does_not_hold(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def run_out(runner: ModelRunner) -> int:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512 GiB.")
+
+        monkeypatch.setattr(ModelRunner, "_measure", run_out)
+        message = "max_num_batched_tokens=1000000, max_num_seqs=64: .* lower them, .*: CUDA out of memory. Tried"
+        with pytest.raises(ValueError, match=message):
+            LLM(BUNDLED_MODEL, max_num_batched_tokens=10**6, max_num_seqs=64)
+
+    def test_every_slot_of_the_cache_has_a_number(self, make_qwen3: Callable[..., str]) -> None:
+        with pytest.raises(ValueError, match="num_kvcache_blocks=134217729: must be at most 134217728: with kvcache_b"):
+            Config(BUNDLED_MODEL, kvcache_block_size=16, num_kvcache_blocks=2**27 + 1)
+        assert Config(BUNDLED_MODEL, kvcache_block_size=16, num_kvcache_blocks=2**27).num_kvcache_blocks == 2**27
+        spec = KVCacheSpec(layers=1, block_size=16, kv_heads=1, head_dim=16, dtype=torch.float16)
+        config = Config(BUNDLED_MODEL, kvcache_block_size=16)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("nanoinfer.runner.memory_plan.CPU_BUDGET", 1 << 40)
+            plan = plan_memory(config, spec, torch.device("cpu"), TensorParallel(), steps=0, graphs=0)
+        assert plan.blocks == 2**27 < plan.limit // spec.block_bytes
 
     def test_a_backend_that_cannot_run_says_why(self) -> None:
         with pytest.raises(ValueError, match="attention_backend='flash_attn': needs device='cuda'"):
@@ -276,8 +513,8 @@ class TestConfig:
 
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     def test_more_blocks_than_the_memory_holds(self, device: str) -> None:
-        with pytest.raises(ValueError, match=r"num_kvcache_blocks=100000000: a KV cache of .* GiB does not fit"):
-            LLM(BUNDLED_MODEL, device=device, num_kvcache_blocks=10**8)
+        with pytest.raises(ValueError, match=r"num_kvcache_blocks=8000000: a KV cache of .* GiB does not fit"):
+            LLM(BUNDLED_MODEL, device=device, num_kvcache_blocks=8 * 10**6)
 
     def test_torchs_own_dtype(self) -> None:
         assert Config(BUNDLED_MODEL, dtype=torch.bfloat16).dtype == "bfloat16"
@@ -288,6 +525,11 @@ class TestConfig:
 
 
 class TestModel:
+    @pytest.mark.parametrize("path", ["x" * 5000, "\0", "~nobody-here/model", "a\nb", "..../", " "], ids=ascii)
+    def test_a_path_that_can_be_nothing(self, path: str) -> None:
+        with pytest.raises(ValueError, match=r"^model=.*: no such folder"):
+            LLM(path)
+
     def test_a_path_that_is_nothing(self) -> None:
         with pytest.raises(ValueError, match="model='/no/such/folder': no such folder"):
             LLM("/no/such/folder")
@@ -424,6 +666,85 @@ class TestModel:
         save_file(weights, file)
         with pytest.raises(ValueError, match=message):
             LLM(folder)
+
+
+class Unshowable:
+    def __repr__(self) -> str:
+        raise RuntimeError("not to be shown")
+
+
+ANYTHING = [
+    None, True, 0, 1, -1, 5, 64, 2**31, 2**63, 10**400, 10**5000, 0.5, 1e31, float("inf"), float("nan"), 1j,
+    "", "a", "\0", "\ud800", b"a", memoryview(b"ab"), [], [5], [[5]], [True], ["a"], [None], [5, "a"], [10**5000], (5,),
+    {}, {5: 6}, {"a": 1}, {5: None}, {10**5000: 1}, {True: 1.0}, {5}, range(3), np.int8(5), np.float16(0.5), np.True_,
+    np.timedelta64(5, "ns"), np.array(5), np.array("a"), np.array([5, 6]), np.array([[5]]), np.array([]),
+    torch.tensor(5), torch.tensor(True), torch.tensor([5]), torch.tensor(1.5), torch.ones(2, device="meta"),
+    torch.tensor(True, device="meta"), torch.float16, torch.device("meta"), Fraction(10**400), int, object(),
+    np.array([None]), Unshowable(), [Unshowable()], MagicMock(), SamplingParams(), [SamplingParams()], SamplingParams,
+]  # fmt: skip
+
+
+class TestAnything:
+    """Whatever is passed, it works, or a ValueError names it."""
+
+    @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+    def test_in_sampling_params(self, name: str) -> None:
+        for value in ANYTHING:
+            with named_errors(name):
+                SamplingParams(**{name: value})
+
+    @pytest.mark.parametrize("name", [field.name for field in fields(Config) if field.init and field.name != "model"])
+    def test_in_options(self, name: str) -> None:
+        for value in ANYTHING:
+            with named_errors(name):
+                Config(BUNDLED_MODEL, **{name: value})
+
+    def test_in_models(self) -> None:
+        for value in ANYTHING:
+            with named_errors("model="):
+                Config(value)
+
+    @pytest.mark.parametrize(
+        ("call", "name"),
+        [
+            ("generate", "prompts"),
+            ("generate", "sampling_params"),
+            ("generate", "use_tqdm"),
+            ("stream", "prompts"),
+            ("stream", "sampling_params"),
+            ("chat", "messages"),
+            ("chat", "sampling_params"),
+            ("chat", "use_tqdm"),
+            ("add_request", "prompt"),
+            ("add_request", "sampling_params"),
+            ("abort", "request_id"),
+        ],
+    )
+    def test_in_calls(self, llm: LLM, call: str, name: str) -> None:
+        others = {
+            "generate": {"prompts": [[5]], "use_tqdm": False},
+            "stream": {"prompts": [[5]]},
+            "chat": {"messages": [{"role": "user", "content": "a"}], "use_tqdm": False},
+            "add_request": {"prompt": [5]},
+            "abort": {},
+        }[call]
+        for value in ANYTHING:
+            with named_errors(name):
+                result = getattr(llm, call)(**{**others, name: value})
+                if call == "stream":
+                    list(result)
+                while llm.has_unfinished_requests():
+                    llm.step()
+        assert llm.engine.is_finished
+
+
+@contextmanager
+def named_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if name not in str(error):
+            raise
 
 
 def test_two_threads_at_once(make_llm: Callable[..., LLM]) -> None:

@@ -213,8 +213,8 @@ def test_rope_theta_is_found_wherever_a_transformers_version_wrote_it(
 
 def test_the_models_own_length_caps_max_model_len(make_qwen3: Callable[..., str]) -> None:
     folder = make_qwen3(max_position_embeddings=100)
-    assert Config.create(folder).max_model_len == 100
-    assert Config.create(folder, max_model_len=50).max_model_len == 50
+    assert Config(folder).max_model_len == 100
+    assert Config(folder, max_model_len=50).max_model_len == 50
 
 
 def test_a_hub_id_is_resolved_by_snapshot_download(

@@ -415,7 +415,7 @@ def test_what_only_longer_sequences_would_see_costs_nothing(
     """A window of 50 tokens, and frequencies for sequences of more than 42."""
     for name, longest in (("ministral3 window", 50), ("phi3 longrope", 42)):
         folder = family(name)[0]
-        short, long = (Config.create(folder, max_model_len=length).description for length in (longest, longest + 1))
+        short, long = (Config(folder, max_model_len=length).description for length in (longest, longest + 1))
         assert (short.window, short.long_from) == (None, None)
         assert (long.window, long.long_from) != (None, None)
 

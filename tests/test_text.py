@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from itertools import chain, pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -359,6 +360,46 @@ class TestStream:
                 call()
         assert sum(new["finish_reason"] is not None for new in stream) == 4  # and nothing is lost by asking
 
+    def test_a_stream_that_was_refused_never_looks_complete(self, llm: LLM) -> None:
+        first, refused = llm.stream(PROMPTS, greedy(10)), llm.stream(PROMPTS, greedy(10))
+        next(first)
+        with pytest.raises(RuntimeError, match="a stream is open"):
+            list(refused)
+        assert sum(new["finish_reason"] is not None for new in first) == 4
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"this stream has ended, make another: .*a stream is open"):
+                list(refused)
+
+    def test_a_stream_that_broke_off_never_looks_complete(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        stream = llm.stream(PROMPTS, greedy(10))
+        next(stream)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "step", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                list(stream)
+        with pytest.raises(RuntimeError, match="this stream has ended, make another: division by zero"):
+            list(stream)
+        assert is_empty(llm)
+
+    def test_an_interrupt_between_two_outputs_ends_the_stream(self, llm: LLM) -> None:
+        stream = llm.stream(PROMPTS, greedy(10))
+        next(stream)
+
+        def interrupt(frame: FrameType, event: str, arg: object) -> None:
+            if event == "c_return" and arg is next and frame.f_code.co_name == "__next__":
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+        finally:
+            sys.setprofile(None)
+        assert len(llm.generate(PROMPTS, greedy(2), use_tqdm=False)) == len(PROMPTS)
+        with pytest.raises(RuntimeError, match="this stream has ended, make another: KeyboardInterrupt"):
+            list(stream)
+
     def test_closing_the_llm_ends_it(self, llm: LLM) -> None:
         stream, late = llm.stream(PROMPTS, greedy(10)), llm.stream(PROMPTS, greedy(10))
         next(stream)
@@ -608,7 +649,9 @@ class TestChat:
             llm.chat(messages)
 
     def test_what_the_template_would_ignore(self, llm: LLM) -> None:
-        with pytest.raises(ValueError, match="temperature=0 is a setting: pass sampling_params=SamplingParams"):
+        with pytest.raises(
+            ValueError, match=r"unknown argument 'temperature': write SamplingParams\(temperature=...\)"
+        ):
             llm.chat(self.CHAT, temperature=0)
         with pytest.raises(ValueError, match="unknown argument 'sampling_parms': did you mean 'sampling_params'"):
             llm.chat(self.CHAT, sampling_parms=greedy(1))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.context import Context, Scoring
+from nanoinfer.checks import check_choice
 
 
 class AttentionBackend(Protocol):
@@ -39,10 +40,9 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int, 
 
     Raises ValueError when the named one cannot run, with the reason.
     """
+    name = check_choice("attention_backend", name, ["auto", *BACKENDS])
     if name == "auto":
         return "torch" if device == "cpu" else "triton"
-    if name not in BACKENDS:
-        raise ValueError(f"attention_backend={name!r}: must be 'auto' or one of {', '.join(BACKENDS)}")
     problem = None
     if name == "flash_attn":
         problem = _flash_attn_problem(device, dtype, block_size, head_dim)

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from nanoinfer.checks import as_int, as_number
+
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
@@ -20,7 +22,7 @@ def check_sizes(config: PretrainedConfig) -> None:
         size = getattr(config, name, None)
         if size is None and name in OWN_SIZES:
             continue
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if (as_int(size) or 0) < 1:
             raise ValueError(f"model: {name}={size!r} in its config: must be an integer of at least 1")
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if kv_heads is not None and heads % kv_heads:
@@ -31,7 +33,7 @@ def check_sizes(config: PretrainedConfig) -> None:
 
 def positive(name: str, value: Any) -> Any:
     """The value of a config's setting. Raises ValueError when it is no number above 0."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+    if as_number(value) is None or not 0 < value < math.inf:
         raise ValueError(f"model: {name}={value!r} in its config: must be a number above 0")
     return value
 

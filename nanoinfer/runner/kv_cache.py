@@ -41,7 +41,8 @@ class KVCacheSpec:
         except (MemoryError, torch.OutOfMemoryError, ValueError) as error:
             size = num_blocks * self.block_bytes / 2**30
             raise ValueError(
-                f"num_kvcache_blocks={num_blocks}: a KV cache of {size:,.1f} GiB does not fit the memory: {error}"
+                f"num_kvcache_blocks={num_blocks}: a KV cache of {size:,.1f} GiB does not fit the memory, in blocks of"
+                f" kvcache_block_size={self.block_size} tokens: {error}"
             ) from error
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from nanoinfer.config import Config
+from nanoinfer.checks import short
+from nanoinfer.config import MAX_SLOTS, Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.kv_cache import KVCacheSpec
 
 CPU_BUDGET = 4 << 30  # for the KV cache, of which only what is written costs memory
+MAX_ROWS_SHARE = 0.5  # of the limit: steps and the KV cache need the rest
 BYTES_PER_GRAPH = 8 << 20  # a captured step of 28 or 36 layers took 6 to 8 MiB on an H200
 
 log = logging.getLogger("nanoinfer")
@@ -51,6 +55,43 @@ class MemoryPlan:
         return f"memory in GiB: {told} ({self.blocks:,} blocks of {self.block_bytes / 2**20:,.2f} MiB)"
 
 
+@contextmanager
+def named_memory_errors(config: Config, device: torch.device) -> Iterator[None]:
+    """Around all that an engine allocates before its first request.
+
+    Raises ValueError, naming the options that decide it, for what the device cannot hold.
+    """
+    _check_rows(config, _limit(device, config.gpu_memory_utilization)[1])
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: the GPU's"
+            f" memory does not hold the model and its largest step; lower them, or raise tensor_parallel_size: {error}"
+        ) from error
+
+
+def _check_rows(config: Config, limit: int) -> None:
+    """Each row has logits, a block table, and room for the tokens so far, which may count."""
+    vocab_size = -(-config.description.vocab_size // config.tensor_parallel_size)
+    blocks = -(-config.max_model_len // config.kvcache_block_size)
+    row_bytes = vocab_size * config.torch_dtype.itemsize + 4 * (blocks + config.max_model_len)
+    most = int(limit * MAX_ROWS_SHARE) // row_bytes
+    if config.max_num_seqs > most:
+        raise ValueError(
+            f"max_num_seqs={short(config.max_num_seqs)}: must be at most {most}, as rows of"
+            f" max_model_len={config.max_model_len} may take {MAX_ROWS_SHARE:.0%} of {limit / 2**30:,.1f} GiB"
+        )
+
+
+def _limit(device: torch.device, share: float) -> tuple[int, int]:
+    """The device's memory, and what of it may be in use, in bytes."""
+    if device.type == "cpu":
+        return CPU_BUDGET, CPU_BUDGET
+    total = torch.cuda.mem_get_info(device)[1]
+    return total, int(total * share)
+
+
 def plan_memory(
     config: Config, spec: KVCacheSpec, device: torch.device, tp: TensorParallel, steps: int, graphs: int
 ) -> MemoryPlan:
@@ -59,12 +100,11 @@ def plan_memory(
     `used` counts every process. The poorest rank decides for all.
     Raises ValueError, on every rank, when not even one sequence of max_model_len fits.
     """
+    total, limit = _limit(device, config.gpu_memory_utilization)
+    used = 0
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        limit, used = int(total * config.gpu_memory_utilization), total - free
-    else:
-        total, limit, used = CPU_BUDGET, CPU_BUDGET, 0
+        used = total - torch.cuda.mem_get_info(device)[0]
     budget = tp.min(limit - used - steps - graphs, device)
     blocks = config.num_kvcache_blocks or _blocks_that_fit(config, spec, budget)
     plan = MemoryPlan(total, limit, used, steps, graphs, spec.block_bytes, blocks)
@@ -77,12 +117,14 @@ def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
     needed = -(-config.max_model_len // spec.block_size) * spec.block_bytes
     if budget < needed:
         remedy = (
-            "raise gpu_memory_utilization, or lower max_model_len or max_num_batched_tokens"
+            f"raise gpu_memory_utilization={config.gpu_memory_utilization:g}, or lower max_model_len,"
+            f" max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}"
             if config.device == "cuda"
-            else "set num_kvcache_blocks, or lower max_model_len"
+            else "set num_kvcache_blocks, or lower max_model_len or kvcache_block_size"
         )
         raise ValueError(
             f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of"
-            f" max_model_len={config.max_model_len} needs {needed / 2**20:,.0f} MiB: {remedy}"
+            f" max_model_len={config.max_model_len} needs {needed / 2**20:,.0f} MiB in blocks of"
+            f" kvcache_block_size={spec.block_size} tokens: {remedy}"
         )
-    return budget // spec.block_bytes
+    return min(budget // spec.block_bytes, MAX_SLOTS // spec.block_size)

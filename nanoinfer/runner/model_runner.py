@@ -25,7 +25,7 @@ from nanoinfer.runner.input_batch import InputBatch, PrefillInputs
 from nanoinfer.runner.kv_cache import BLOCKS_AT_ONCE, KVCacheSpec, copy_blocks
 from nanoinfer.runner.logits_processors import ROWS_AT_ONCE, LogitsProcessors
 from nanoinfer.runner.logprobs import LogProbs
-from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, plan_memory
+from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.pending_tokens import PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
@@ -100,7 +100,7 @@ class ModelRunner:
         if config.device == "cpu" and tp.size > 1:  # ranks that fight for cores spin more than they compute
             torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // tp.size)))
         try:
-            with self._current_device():
+            with self._current_device(), named_memory_errors(config, self.device):
                 self._load()
                 self._connect()
                 with torch.inference_mode():

@@ -1,0 +1,108 @@
+"""Hints: an unknown argument's error says how it is written here."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+ELSEWHERE = {
+    name: ours
+    for names, ours in (
+        ("torch_dtype", "dtype"),
+        ("device_map", "device"),
+        ("attn_implementation", "attention_backend"),
+        ("tp_size num_gpus", "tensor_parallel_size"),
+        ("max_seq_len max_seq_length context_length", "max_model_len"),
+        ("max_batch_size max_running_requests", "max_num_seqs"),
+        ("block_size page_size", "kvcache_block_size"),
+        ("num_gpu_blocks_override", "num_kvcache_blocks"),
+        ("disable_cuda_graph", "enforce_eager"),
+        ("inputs input_ids text_inputs prompt_token_ids", "prompts"),
+        ("conversation", "messages"),
+        ("params generation_config", "sampling_params"),
+        ("disable_tqdm progress_bar", "use_tqdm"),
+        ("max_new_tokens max_completion_tokens", "max_tokens"),
+        ("min_new_tokens", "min_tokens"),
+        ("num_return_sequences num_samples", "n"),
+        ("repeat_penalty", "repetition_penalty"),
+        ("stop_strings stop_sequences stop_words", "stop"),
+        ("eos_token_id", "stop_token_ids"),
+        ("top_logprobs", "logprobs"),
+        ("do_sample", "a temperature above 0 samples; SamplingParams(temperature=0) takes the most likely token"),
+        ("max_length min_length", "SamplingParams(max_tokens=..., min_tokens=...) counts what is generated alone"),
+        ("best_of", "SamplingParams(n=...) gives all samples: choose among them"),
+        ("num_beams use_beam_search length_penalty early_stopping", "there is no beam search"),
+        ("bad_words bad_words_ids suppress_tokens", "write SamplingParams(logit_bias={token id: -100})"),
+        ("guided_decoding structured_outputs response_format", "there is no guided decoding"),
+        ("logits_processor logits_processors stopping_criteria", "no code of yours runs between two tokens"),
+        ("streamer stream", "llm.stream(...) yields the text as it comes"),
+        ("attention_mask padding pad_token_id", "leave it out: prompts are not padded"),
+        ("return_tensors return_dict tokenize", "leave it out: outputs are a list of dictionaries"),
+        ("truncation truncate_prompt_tokens", "a prompt that is too long is refused: cut it before"),
+        ("chat_template_kwargs", "pass its entries to chat as arguments of their own"),
+        ("lora_request enable_lora", "there is no LoRA"),
+        ("quantization quantization_config load_in_8bit load_in_4bit kv_cache_dtype", "there is no quantization"),
+        ("trust_remote_code", "leave it out: no remote code runs"),
+        ("enable_prefix_caching enable_chunked_prefill use_cache", "leave it out: it is always so"),
+        ("tokenizer tokenizer_mode skip_tokenizer_init", "the checkpoint's own is used, if it has one"),
+        ("revision cache_dir download_dir token hf_token", "download the checkpoint, and pass its folder as model"),
+        ("swap_space cpu_offload_gb", "leave it out: nothing is moved to the CPU"),
+        ("pipeline_parallel_size data_parallel_size", "tensor_parallel_size alone divides the work"),
+        ("distributed_executor_backend disable_log_stats disable_custom_all_reduce", "leave it out"),
+    )
+    for name in names.split()
+}
+"""What users of transformers, vLLM and their like write: the argument that is meant, or else what to do."""
+
+SURE, LIKELY = 0.8, 0.6  # how much alike two names are
+
+_takers: dict[str, list[str]] = {}  # each argument of ours, and the calls that take it
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def hints_for(taker: str) -> Callable[[T], T]:
+    """Decorate what users call `taker`, a function or a class, so that it refuses unknown arguments by a ValueError.
+
+    A function that passes other arguments on refuses only those that are clearly meant for us.
+    """
+
+    def decorate(call: T) -> T:
+        function = cast(Any, call).__init__ if isinstance(call, type) else call
+        parameters = inspect.signature(function).parameters.values()
+        known = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+        is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        for name in known:
+            _takers.setdefault(name, []).append(taker)
+
+        @functools.wraps(function)
+        def checked(*args: Any, **named: Any) -> Any:
+            for name in named:
+                if name not in known and (hint := _hint(name, known, is_open)):
+                    raise ValueError(f"unknown argument {name!r}: {hint}")
+            return function(*args, **named)
+
+        if not isinstance(call, type):
+            return cast(T, checked)
+        cast(Any, call).__init__ = checked
+        return call
+
+    return decorate
+
+
+def _hint(name: str, known: list[str], is_open: bool) -> str | None:
+    """How an unknown argument is written here; None for one that may be meant for others."""
+    ours = ELSEWHERE.get(name, name)
+    if near := difflib.get_close_matches(ours, known, n=1, cutoff=SURE):
+        return f"did you mean {near[0]!r}?"
+    if ours in _takers:
+        return f"write {' or '.join(f'{taker}({ours}=...)' for taker in _takers[ours])}"
+    if name in ELSEWHERE:
+        return ours
+    if is_open:
+        return None
+    near = difflib.get_close_matches(name, known, n=1, cutoff=LIKELY)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
