@@ -189,6 +189,20 @@ def test_one_that_is_finished_leaves_from_wherever_it_is() -> None:
     assert running.output_token_ids == []
 
 
+def test_one_that_waits_is_finished_without_a_look_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(Sequence, "__eq__", lambda *pair: compared.append(pair) or pair[0] is pair[1])
+    sched = scheduler(rows=2)
+    seqs = [sequence(3) for _ in range(9)]
+    for seq in seqs:
+        sched.add(seq)
+    sched.schedule(in_flight=False)
+    for seq in reversed(seqs[2:]):
+        sched.finish(seq, "abort")
+    assert not sched.waiting
+    assert not compared
+
+
 def test_abort_all_gives_everything_back() -> None:
     sched = scheduler(rows=2)
     for _ in range(4):
