@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 import pytest
+from conftest import CollidingBlockManager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +20,14 @@ BLOCK, EOS = 4, 1
 
 
 def scheduler(
-    blocks: int = 64, rows: int = 8, budget: int = 32, window: int | None = None, long_from: int | None = None
+    blocks: int = 64,
+    rows: int = 8,
+    budget: int = 32,
+    window: int | None = None,
+    long_from: int | None = None,
+    kind: type[BlockManager] = BlockManager,
 ) -> Scheduler:
-    return Scheduler(BlockManager(blocks, BLOCK), rows, budget, window, long_from)
+    return Scheduler(kind(blocks, BLOCK), rows, budget, window, long_from)
 
 
 def sequence(prompt_len: int, max_tokens: int = 5, ignore_eos: bool = False, start: int = 10) -> Sequence:
@@ -416,7 +422,7 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
     sched.postprocess(step, tokens)
     ends = [chunk.end for chunk in step.chunks] if isinstance(step, PrefillStep) else [len(seq) - 1 for seq in seqs]
     for (released, table), end in zip(tables, ends, strict=True):
-        named = [sched.block_manager.blocks[block].hash is not None for block in table[released:]]
+        named = [sched.block_manager.blocks[block].content is not None for block in table[released:]]
         assert named == [index < end // BLOCK for index in range(released, len(table))]
     if isinstance(step, DecodeStep) and sched.window is not None:
         for seq in seqs:
@@ -428,7 +434,11 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
 @given(
     requests=st.lists(
         st.tuples(
-            st.integers(1, 30), st.integers(1, 20), st.booleans(), st.integers(0, 3), st.sampled_from([1, 1, 2, 5])
+            st.integers(1, 30),
+            st.integers(1, 20),
+            st.booleans(),
+            st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 3)),
+            st.sampled_from([1, 1, 2, 5]),
         ),
         min_size=1,
         max_size=25,
@@ -439,18 +449,19 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
     worth=st.tuples(st.integers(1, 100), st.sampled_from([1 / 16, 1 / 2, 1])),
     window=st.none() | st.integers(1, 20),
     long_from=st.none() | st.integers(1, 38),
+    kind=st.sampled_from([BlockManager, CollidingBlockManager]),
     arrivals=st.randoms(use_true_random=False),
 )
 def test_every_request_ends_with_its_own_tokens(
-    depth, requests, blocks, rows, budget, worth, window, long_from, arrivals
+    depth, requests, blocks, rows, budget, worth, window, long_from, kind, arrivals
 ) -> None:
-    """Random requests, some of several samples, arrive and are aborted at random times; prompts share prefixes; the
-    device sees messages alone.
+    """Random requests, some of several samples, arrive and are aborted at random times; prompts share prefixes, and
+    have equal blocks behind different ones; the device sees messages alone.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("MIN_PREFILL_TOKENS", "MAX_FREE_ROWS"), worth, strict=True):
             patch.setattr(f"nanoinfer.engine.scheduler.{name}", value)
-        sched = scheduler(blocks, rows, budget, window, long_from)
+        sched = scheduler(blocks, rows, budget, window, long_from, kind)
         serve_random_requests(sched, depth, requests, arrivals)
     assert sched.block_manager.num_free == blocks
 
@@ -477,8 +488,8 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
     row_map, device = RowMap(), Device(sched.long_from)
     rows, budget, window = sched.max_num_seqs, sched.max_num_batched_tokens, sched.window or 1000
     pending = deque(
-        samples(n, [start] * length, most, () if ignore else (EOS,), seed=10 * i)
-        for i, (length, most, ignore, start, n) in enumerate(requests)
+        samples(n, ([first] * num_first + [then] * length)[:length], most, () if ignore else (EOS,), seed=10 * i)
+        for i, (length, most, ignore, (first, num_first, then), n) in enumerate(requests)
     )
     seqs, in_flight, idle = [seq for group in pending for seq in group], deque(), 0
     forgotten: set[Sequence] = set()

@@ -144,7 +144,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self._next
             if not seq.block_table:
-                seq.set_long(self.long_from is not None and len(seq) > self.long_from)
+                seq.is_long = self.long_from is not None and len(seq) > self.long_from
                 num_cached = self.block_manager.allocate(seq)
                 if num_cached is None:
                     break
@@ -168,7 +168,7 @@ class Scheduler:
             other = self._next
             if other.sample_index == 0 or other.request_id != seq.request_id or not (other.is_fresh and seq.is_fresh):
                 break
-            other.set_long(seq.is_long)
+            other.is_long = seq.is_long
             forks.append(Fork(other, seq, self.block_manager.fork(seq, other)))
             other.num_scheduled = other.num_cached_tokens = len(seq)
             self._start(other)
@@ -266,13 +266,13 @@ class Scheduler:
         and the next owner's is planned after this. So only the steps to come count, with queries from num_scheduled on.
         """
         if isinstance(step, PrefillStep):
-            filled = [(chunk.seq, chunk.start, chunk.end) for chunk in step.chunks]
-            filled += [(fork.seq, 0, fork.seq.num_prompt_tokens) for fork in step.forks]
+            filled = [(chunk.seq, chunk.end) for chunk in step.chunks]
+            filled += [(fork.seq, fork.seq.num_prompt_tokens) for fork in step.forks]
         else:  # it has computed the last token that is known
-            filled = [(seq, len(seq) - 1, len(seq)) for seq in step.due]
-        for seq, start, end in filled:
+            filled = [(seq, len(seq)) for seq in step.due]
+        for seq, end in filled:
             if not seq.is_finished:
-                self.block_manager.record(seq, start, end)
+                self.block_manager.record(seq, end)
                 if self.window is not None:
                     num_unseen = seq.num_scheduled - self.window + 1
                     self.block_manager.release(seq, min(num_unseen, end))
