@@ -114,12 +114,8 @@ class Request:
         if not params.detokenize:
             tokenizer = None
         self.samples = [Sample(seq, engine, tokenizer, streams) for seq in engine.add_request(prompt, params)]
+        self.num_running = len(self.samples)  # that have not ended, kept by Requests
         self.id = self.samples[0].seq.request_id
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all samples have ended."""
-        return all(sample.seq.is_finished for sample in self.samples)
 
     def output(self) -> RequestOutput:
         """The result, once all samples have ended."""
@@ -247,8 +243,9 @@ class Requests:
             sample = self._watched.pop(seq, None)
             if sample is not None and sample.streams:
                 self._changed.append(sample)
-            request = self._running.get(seq.request_id)
-            if request is not None and request.is_finished:
+            request = self._running[seq.request_id]
+            request.num_running -= 1
+            if request.num_running == 0:
                 self.finished.append(self._running.pop(request.id))
         if not self._running:
             self._engine.drain()  # a stop string ends a sequence whose next token is on its way

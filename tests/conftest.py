@@ -17,6 +17,7 @@ if not HAS_CUDA:
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
+from nanoinfer.engine.block_manager import BlockManager, Content
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 torch.set_num_threads(2)  # the models are tiny: more threads wait for each other
@@ -128,6 +129,20 @@ def make_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return str(folder)
 
     return make
+
+
+class CollidingContent(Content):
+    """A block's content, with a hash cut to two bits."""
+
+    def __hash__(self) -> int:
+        return tuple.__hash__(self) & 3
+
+
+class CollidingBlockManager(BlockManager):
+    """A BlockManager in which most blocks have the hashes of others."""
+
+    def _content(self, *block: Any) -> Content:
+        return CollidingContent(super()._content(*block))
 
 
 def greedy(max_tokens: int = 32, **settings: Any) -> SamplingParams:

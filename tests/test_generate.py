@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
-from conftest import Oracle, greedy
+from conftest import CollidingBlockManager, Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.engine.block_manager import BlockManager
 
 Tokens = list[list[int]]
 
@@ -45,6 +47,27 @@ def test_preemption(make_llm: Callable[..., LLM], mixed_prompts: Tokens, mixed_e
     llm = make_llm(max_model_len=340, kvcache_block_size=16, num_kvcache_blocks=48)
     assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
     assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_only_equal_prefixes_are_shared_whatever_the_hashes(
+    make_llm: Callable[..., LLM], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of up to three blocks, each one of two, in a cache that is too small for them."""
+    text = oracle.greedy([30, 31], 32, ignore_eos=True)
+    prompts = [[*a, *b, *c, *[5] * 8] for a, b, c in product([[], text[:16], text[16:]], repeat=3)]
+    params = [greedy(12, n=1 + i % 3) for i in range(len(prompts))]
+    expected = [oracle.greedy(prompt, 12) for prompt in prompts]
+    cached = []
+    for kind in (BlockManager, CollidingBlockManager):
+        monkeypatch.setattr("nanoinfer.engine.llm_engine.BlockManager", kind)
+        llm = make_llm(max_model_len=80, kvcache_block_size=16, num_kvcache_blocks=20)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.engine.scheduler.num_preemptions > 0
+        for output, tokens in zip(outputs, expected, strict=True):
+            assert all(sample["token_ids"] == tokens for sample in output["samples"])
+        cached.append([output["num_cached_tokens"] for output in outputs])
+    assert cached[0] == cached[1]
+    assert max(cached[1]) > 16
 
 
 def test_preemption_of_chunked_prompts(
@@ -173,6 +196,12 @@ class TestSampling:
         assert first == second
         assert first[0] != first[1]
         assert token_ids(make_llm(seed=4), [[30], [30]], params) != first
+
+    def test_no_two_samples_have_one_seed(self, make_llm: Callable[..., LLM]) -> None:
+        engine = make_llm().engine
+        seeds = [None, *range(20), *[None] * 20]
+        seqs = [seq for seed in seeds for seq in engine.add_request([30], SamplingParams(seed=seed, n=500))]
+        assert len({seq.seed for seq in seqs}) == len(seqs)
 
     def test_a_preempted_sequence_draws_the_same_tokens(self, make_llm: Callable[..., LLM]) -> None:
         params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from collections.abc import Callable
 
 import pytest
@@ -304,6 +305,19 @@ class TestSamples:
         assert seqs[0].seed == 4
         assert [seq.output_token_ids for seq in seqs] == token_ids(llm, [prompt] * 5, alone)
         assert len({tuple(seq.output_token_ids) for seq in seqs}) > 1
+
+    def test_four_times_the_samples_are_four_times_the_work(self, make_llm: Callable[..., LLM]) -> None:
+        """Counted in calls of functions."""
+        llm = make_llm(kvcache_block_size=16, max_num_seqs=64)
+
+        def work(n: int) -> int:
+            with cProfile.Profile() as profile:
+                (output,) = llm.generate([[30] * 20], SamplingParams(n=n, max_tokens=2), use_tqdm=False)
+            assert len(output["samples"]) == n
+            return sum(entry.callcount for entry in profile.getstats())
+
+        work(64)
+        assert work(1600) < 4.5 * work(400)
 
     def test_the_prompts_logprobs_are_computed_once(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(max_num_seqs=2, kvcache_block_size=16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 import pytest
+from conftest import CollidingBlockManager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +20,14 @@ BLOCK, EOS = 4, 1
 
 
 def scheduler(
-    blocks: int = 64, rows: int = 8, budget: int = 32, window: int | None = None, long_from: int | None = None
+    blocks: int = 64,
+    rows: int = 8,
+    budget: int = 32,
+    window: int | None = None,
+    long_from: int | None = None,
+    kind: type[BlockManager] = BlockManager,
 ) -> Scheduler:
-    return Scheduler(BlockManager(blocks, BLOCK), rows, budget, window, long_from)
+    return Scheduler(kind(blocks, BLOCK), rows, budget, window, long_from)
 
 
 def sequence(prompt_len: int, max_tokens: int = 5, ignore_eos: bool = False, start: int = 10) -> Sequence:
@@ -187,6 +193,20 @@ def test_one_that_is_finished_leaves_from_wherever_it_is() -> None:
     assert sched.block_manager.num_free == 64
     assert sched.postprocess(step, [(running, 5)]) == ([], 1)
     assert running.output_token_ids == []
+
+
+def test_one_that_waits_is_finished_without_a_look_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(Sequence, "__eq__", lambda *pair: compared.append(pair) or pair[0] is pair[1])
+    sched = scheduler(rows=2)
+    seqs = [sequence(3) for _ in range(9)]
+    for seq in seqs:
+        sched.add(seq)
+    sched.schedule(in_flight=False)
+    for seq in reversed(seqs[2:]):
+        sched.finish(seq, "abort")
+    assert not sched.waiting
+    assert not compared
 
 
 def test_abort_all_gives_everything_back() -> None:
@@ -402,7 +422,7 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
     sched.postprocess(step, tokens)
     ends = [chunk.end for chunk in step.chunks] if isinstance(step, PrefillStep) else [len(seq) - 1 for seq in seqs]
     for (released, table), end in zip(tables, ends, strict=True):
-        named = [sched.block_manager.blocks[block].hash is not None for block in table[released:]]
+        named = [sched.block_manager.blocks[block].content is not None for block in table[released:]]
         assert named == [index < end // BLOCK for index in range(released, len(table))]
     if isinstance(step, DecodeStep) and sched.window is not None:
         for seq in seqs:
@@ -414,7 +434,11 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
 @given(
     requests=st.lists(
         st.tuples(
-            st.integers(1, 30), st.integers(1, 20), st.booleans(), st.integers(0, 3), st.sampled_from([1, 1, 2, 5])
+            st.integers(1, 30),
+            st.integers(1, 20),
+            st.booleans(),
+            st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 3)),
+            st.sampled_from([1, 1, 2, 5]),
         ),
         min_size=1,
         max_size=25,
@@ -425,18 +449,19 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
     worth=st.tuples(st.integers(1, 100), st.sampled_from([1 / 16, 1 / 2, 1])),
     window=st.none() | st.integers(1, 20),
     long_from=st.none() | st.integers(1, 38),
+    kind=st.sampled_from([BlockManager, CollidingBlockManager]),
     arrivals=st.randoms(use_true_random=False),
 )
 def test_every_request_ends_with_its_own_tokens(
-    depth, requests, blocks, rows, budget, worth, window, long_from, arrivals
+    depth, requests, blocks, rows, budget, worth, window, long_from, kind, arrivals
 ) -> None:
-    """Random requests, some of several samples, arrive and are aborted at random times; prompts share prefixes; the
-    device sees messages alone.
+    """Random requests, some of several samples, arrive and are aborted at random times; prompts share prefixes, and
+    have equal blocks behind different ones; the device sees messages alone.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("MIN_PREFILL_TOKENS", "MAX_FREE_ROWS"), worth, strict=True):
             patch.setattr(f"nanoinfer.engine.scheduler.{name}", value)
-        sched = scheduler(blocks, rows, budget, window, long_from)
+        sched = scheduler(blocks, rows, budget, window, long_from, kind)
         serve_random_requests(sched, depth, requests, arrivals)
     assert sched.block_manager.num_free == blocks
 
@@ -463,8 +488,8 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
     row_map, device = RowMap(), Device(sched.long_from)
     rows, budget, window = sched.max_num_seqs, sched.max_num_batched_tokens, sched.window or 1000
     pending = deque(
-        samples(n, [start] * length, most, () if ignore else (EOS,), seed=10 * i)
-        for i, (length, most, ignore, start, n) in enumerate(requests)
+        samples(n, ([first] * num_first + [then] * length)[:length], most, () if ignore else (EOS,), seed=10 * i)
+        for i, (length, most, ignore, (first, num_first, then), n) in enumerate(requests)
     )
     seqs, in_flight, idle = [seq for group in pending for seq in group], deque(), 0
     forgotten: set[Sequence] = set()

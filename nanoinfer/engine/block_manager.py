@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
+from itertools import count
 
 from nanoinfer.engine.sequence import Sequence
 
+Content = tuple[int, bytes]  # the serial of the block before it, and the block's own tokens
+
 
 class Block:
-    """One block of the KV cache: how many tables name it, and the content it is known by."""
+    """One block of the KV cache: how many tables name it, and the content it is known by.
 
-    __slots__ = ("hash", "ref_count", "token_ids")
+    serial: stands for all tokens up to the end of a block that has content, and never for any others
+    """
+
+    __slots__ = ("content", "ref_count", "serial")
 
     def __init__(self) -> None:
         self.ref_count = 0
-        self.hash: int | None = None
-        self.token_ids: array[int] | None = None
+        self.content: Content | None = None
+        self.serial = 0
 
 
 class BlockManager:
@@ -30,7 +35,8 @@ class BlockManager:
         self.block_size = block_size
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.cached_blocks: dict[int, int] = {}  # block hash -> the block that holds the content
+        self.cached_blocks: dict[Content, int] = {}  # the block that holds a content; an equal hash is not enough
+        self._serials = count(2)  # 0 and 1 stand before the first block of short and of long sequences
 
     @property
     def num_free(self) -> int:
@@ -57,6 +63,8 @@ class BlockManager:
         for block_id in cached:
             self._acquire(block_id)
         seq.block_table = cached.copy()
+        seq.num_named = len(cached)
+        seq.last_serial = self.blocks[cached[-1]].serial if cached else int(seq.is_long)
         for _ in range(needed):
             self._extend(seq)
         return len(cached) * self.block_size
@@ -77,6 +85,7 @@ class BlockManager:
             self._acquire(block_id)
         other.block_table = seq.block_table[:num_full]
         other.num_released = seq.num_released
+        other.num_named, other.last_serial = seq.num_named, seq.last_serial
         if num_full == len(seq.block_table):
             return None
         self._extend(other)
@@ -90,14 +99,18 @@ class BlockManager:
         """Give the sequence one more block; there must be a free one."""
         self._extend(seq)
 
-    def record(self, seq: Sequence, start: int, end: int) -> None:
-        """Name the blocks that tokens `start` to `end` filled: their keys and values are now in the cache."""
-        for index in range(max(start // self.block_size, seq.num_released), end // self.block_size):
+    def record(self, seq: Sequence, num_tokens: int) -> None:
+        """Name the blocks that the first `num_tokens` tokens fill: their keys and values are now in the cache.
+
+        Blocks of equal content get one serial, so that a lookup finds what follows any of them.
+        """
+        for index in range(seq.num_named, num_tokens // self.block_size):
             block_id = seq.block_table[index]
             block = self.blocks[block_id]
-            block.hash = seq.block_hash(index, self.block_size)
-            block.token_ids = seq.block_tokens(index, self.block_size)
-            self.cached_blocks.setdefault(block.hash, block_id)
+            if block.content is None:  # else another sequence that shares it has named it
+                block.content = self._content(seq, index, seq.last_serial)
+                block.serial = self.blocks[self.cached_blocks.setdefault(block.content, block_id)].serial
+            seq.num_named, seq.last_serial = index + 1, block.serial
 
     def release(self, seq: Sequence, num_tokens: int) -> None:
         """Take back the blocks that the first `num_tokens` tokens fill, all of them named, from one that goes on.
@@ -113,7 +126,7 @@ class BlockManager:
         """Take back the sequence's blocks."""
         self._take_back(seq.block_table[seq.num_released :])
         seq.block_table = []
-        seq.num_released = 0
+        seq.num_released = seq.num_named = 0
 
     def free_all(self) -> None:
         """Take back every block, whatever state an interrupt left it in; what has a name keeps its content."""
@@ -125,13 +138,18 @@ class BlockManager:
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         found: list[int] = []
+        serial = int(seq.is_long)
         for index in range((len(seq) - 1) // self.block_size):
-            block_id = self.cached_blocks.get(seq.block_hash(index, self.block_size))
-            # Two contents may share a hash: only equal tokens are a hit.
-            if block_id is None or self.blocks[block_id].token_ids != seq.block_tokens(index, self.block_size):
+            block_id = self.cached_blocks.get(self._content(seq, index, serial))
+            if block_id is None:
                 break
             found.append(block_id)
+            serial = self.blocks[block_id].serial
         return found
+
+    def _content(self, seq: Sequence, index: int, serial: int) -> Content:
+        """The content of block `index` of a sequence; serial: of the block before it."""
+        return serial, seq.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
 
     def _take_back(self, block_ids: list[int]) -> None:
         """Take back blocks of one sequence, the last first: a prefix outlives what follows it."""
@@ -141,7 +159,7 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_blocks[block_id] = None
-                if block.hash is None:  # nothing to keep: the next to be handed out
+                if block.content is None:  # nothing to keep: the next to be handed out
                     self.free_blocks.move_to_end(block_id, last=False)
 
     def _acquire(self, block_id: int) -> None:
@@ -151,8 +169,8 @@ class BlockManager:
     def _extend(self, seq: Sequence) -> None:
         block_id, _ = self.free_blocks.popitem(last=False)
         block = self.blocks[block_id]
-        if block.hash is not None and self.cached_blocks.get(block.hash) == block_id:
-            del self.cached_blocks[block.hash]
-        block.hash = block.token_ids = None
+        if block.content is not None and self.cached_blocks.get(block.content) == block_id:
+            del self.cached_blocks[block.content]
+        block.content, block.serial = None, next(self._serials)
         block.ref_count = 1
         seq.block_table.append(block_id)

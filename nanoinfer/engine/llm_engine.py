@@ -78,8 +78,8 @@ class LLMEngine:
         """
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
         seed = params.seed
-        if seed is None:
-            seed = self.config.seed * 0x9E3779B97F4A7C15 + request_id * 0xD1B54A32D192ED03
+        if seed is None:  # + 1: the first request's is not 0, which a user may choose
+            seed = self.config.seed * 0x9E3779B97F4A7C15 + (request_id + 1) * 0xD1B54A32D192ED03
         stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_ids |= self.config.eos_token_ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -96,7 +96,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
         self.long_from = long_from
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # one that is aborted leaves from anywhere at once
         self.running: deque[Sequence] = deque()
         self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
         self.full: list[Sequence] = []  # those of `decoding` that need a block for it
@@ -104,7 +104,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind the others."""
-        self.waiting.append(seq)
+        self.waiting[seq] = None
 
     @property
     def is_finished(self) -> bool:
@@ -118,6 +118,11 @@ class Scheduler:
         """
         return (self._prefill_is_due() and self._schedule_prefill()) or self._schedule_decode(in_flight)
 
+    @property
+    def _next(self) -> Sequence:
+        """The first of those that wait."""
+        return next(iter(self.waiting))
+
     def _prefill_is_due(self) -> bool:
         """Whether to prefill before decoding, which waits meanwhile.
 
@@ -128,7 +133,7 @@ class Scheduler:
             return False
         free_rows = self.max_num_seqs - len(self.running)
         many_rows = max(1, int(self.max_num_seqs * MAX_FREE_ROWS))
-        if not self.decoding or self.waiting[0].block_table or free_rows >= min(len(self.waiting), many_rows):
+        if not self.decoding or self._next.block_table or free_rows >= min(len(self.waiting), many_rows):
             return True
         return sum(map(len, islice(self.waiting, free_rows))) >= MIN_PREFILL_TOKENS
 
@@ -137,9 +142,9 @@ class Scheduler:
         forks: list[Fork] = []
         budget = self.max_num_batched_tokens
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
+            seq = self._next
             if not seq.block_table:
-                seq.set_long(self.long_from is not None and len(seq) > self.long_from)
+                seq.is_long = self.long_from is not None and len(seq) > self.long_from
                 num_cached = self.block_manager.allocate(seq)
                 if num_cached is None:
                     break
@@ -152,7 +157,7 @@ class Scheduler:
             seq.num_scheduled = end
             budget -= end - start
             if end == len(seq):
-                self._start(self.waiting.popleft())
+                self._start(seq)
                 forks += self._fork(seq)
         return PrefillStep(chunks, forks) if chunks else None
 
@@ -160,13 +165,13 @@ class Scheduler:
         """Start the further samples of a prompt that has just been scheduled whole, as far as they find room."""
         forks: list[Fork] = []
         while self.waiting and len(self.running) < self.max_num_seqs and self.block_manager.can_fork(seq):
-            other = self.waiting[0]
+            other = self._next
             if other.sample_index == 0 or other.request_id != seq.request_id or not (other.is_fresh and seq.is_fresh):
                 break
-            other.set_long(seq.is_long)
+            other.is_long = seq.is_long
             forks.append(Fork(other, seq, self.block_manager.fork(seq, other)))
             other.num_scheduled = other.num_cached_tokens = len(seq)
-            self._start(self.waiting.popleft())
+            self._start(other)
         return forks
 
     def _schedule_decode(self, in_flight: bool) -> DecodeStep | None:
@@ -191,6 +196,7 @@ class Scheduler:
         return DecodeStep(seqs, grown, due, longest)
 
     def _start(self, seq: Sequence) -> None:
+        del self.waiting[seq]
         seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
         self.decoding.append(seq)
@@ -223,11 +229,14 @@ class Scheduler:
         self._stop(seq)
         seq.num_scheduled = 0
         seq.status = SequenceStatus.WAITING
-        # One that is half done stays the first: its blocks would be held in vain.
-        self.waiting.insert(1 if self.waiting and self.waiting[0].block_table else 0, seq)
+        first = self._next if self.waiting else seq
+        self.waiting[seq] = None
+        self.waiting.move_to_end(seq, last=False)
+        if first.block_table:  # one that is half done stays the first: its blocks would be held in vain
+            self.waiting.move_to_end(first, last=False)
 
     def _stop(self, seq: Sequence) -> None:
-        """Take back a sequence's blocks and its place."""
+        """Take back a running sequence's blocks and its place."""
         self.block_manager.free(seq)
         for seqs in (self.running, self.decoding, self.full):
             if seq in seqs:
@@ -257,13 +266,13 @@ class Scheduler:
         and the next owner's is planned after this. So only the steps to come count, with queries from num_scheduled on.
         """
         if isinstance(step, PrefillStep):
-            filled = [(chunk.seq, chunk.start, chunk.end) for chunk in step.chunks]
-            filled += [(fork.seq, 0, fork.seq.num_prompt_tokens) for fork in step.forks]
+            filled = [(chunk.seq, chunk.end) for chunk in step.chunks]
+            filled += [(fork.seq, fork.seq.num_prompt_tokens) for fork in step.forks]
         else:  # it has computed the last token that is known
-            filled = [(seq, len(seq) - 1, len(seq)) for seq in step.due]
-        for seq, start, end in filled:
+            filled = [(seq, len(seq)) for seq in step.due]
+        for seq, end in filled:
             if not seq.is_finished:
-                self.block_manager.record(seq, start, end)
+                self.block_manager.record(seq, end)
                 if self.window is not None:
                     num_unseen = seq.num_scheduled - self.window + 1
                     self.block_manager.release(seq, min(num_unseen, end))
@@ -287,10 +296,12 @@ class Scheduler:
         """
         assert not seq.is_finished
         if seq.status is SequenceStatus.WAITING:
-            self.waiting.remove(seq)
+            del self.waiting[seq]
+            self.block_manager.free(seq)
+        else:
+            self._stop(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        self._stop(seq)
 
     def abort_all(self) -> None:
         """Forget every sequence, those in flight included, whatever state an interrupt left them in."""

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Literal
 
-import xxhash
-
 from nanoinfer.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -32,16 +30,17 @@ class Sequence:
     """
 
     __slots__ = (
-        "_block_hashes",
         "block_table",
         "check_at",
         "finish_reason",
         "finished_at",
         "first_token_at",
         "is_long",
+        "last_serial",
         "logprobs",
         "max_len",
         "num_cached_tokens",
+        "num_named",
         "num_prompt_tokens",
         "num_released",
         "num_scheduled",
@@ -88,11 +87,13 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_scheduled = 0
         self.check_at = 0  # kept by Scheduler: the num_scheduled that fills the last block, or ends something else
-        self.is_long = False  # kept by Scheduler, told by set_long
-        self.block_table: list[int] = []  # kept by BlockManager
-        self.num_released = 0  # leading blocks of the table that are no longer its own, kept by BlockManager
+        self.is_long = False  # whether it is computed as a long one, whose keys differ; kept by Scheduler
+        # Kept by BlockManager:
+        self.block_table: list[int] = []
+        self.num_released = 0  # leading blocks of the table that are no longer its own
+        self.num_named = 0  # leading blocks of the table that have names
+        self.last_serial = 0  # of the last of them; before the first: 0, or 1 in a long sequence
         self.row = -1  # this sequence's row on the device, kept by RowMap; -1: none
-        self._block_hashes: list[int] = []
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -131,27 +132,3 @@ class Sequence:
     def is_exhausted(self) -> bool:
         """Whether the token that a launched step samples is the last this sequence may have."""
         return self.num_scheduled + 1 >= self.max_len
-
-    def set_long(self, is_long: bool) -> None:
-        """Say whether it is computed as a long one, whose keys differ: its blocks have other names then."""
-        if is_long != self.is_long:
-            self.is_long = is_long
-            self._block_hashes.clear()
-
-    def block_tokens(self, index: int, block_size: int) -> array[int]:
-        """The tokens of the full block `index`."""
-        return self.token_ids[index * block_size : (index + 1) * block_size]
-
-    def block_hash(self, index: int, block_size: int) -> int:
-        """The name of the full block `index`: xxh64 over the previous block's name and its own token ids.
-
-        Before the first block stands 0, or 1 in a long sequence.
-        """
-        while len(self._block_hashes) <= index:
-            previous = self._block_hashes[-1] if self._block_hashes else int(self.is_long)
-            tokens = self.block_tokens(len(self._block_hashes), block_size)
-            assert len(tokens) == block_size, "only a full block has a name"
-            digest = xxhash.xxh64(previous.to_bytes(8, "little"))
-            digest.update(tokens.tobytes())
-            self._block_hashes.append(digest.intdigest())
-        return self._block_hashes[index]

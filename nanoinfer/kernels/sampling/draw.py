@@ -65,15 +65,27 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     seeds, positions and token_ids broadcast against each other; returns float32. u = (bits + 1/2) / 2^32 in float32,
     kept below 1: the noise's upper tail, which decides, is resolved down to probabilities of 2^-33.
     """
-    low, high = seeds & 0xFFFFFFFF, seeds >> 32
-    key = _mix(_mix(_mix(low) ^ high) + positions.long() & 0xFFFFFFFF)
-    factor = _mix(key ^ 0x9E3779B9) | 1
+    key, factor = noise_key(seeds, positions)
     bits = _mix(token_ids * factor + key & 0xFFFFFFFF)
     u = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     # log(1 - u) rounds a small u away: there, its series.
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))
     exponential = torch.where(u < 1 / 16, series, -torch.log(1 - u))
     return -torch.log(exponential)
+
+
+def noise_key(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The key and the odd factor, 32 bits each, from which the noise of all tokens at a position comes.
+
+    seeds and positions broadcast against each other. At one position no two seeds have the same key and factor: in
+    turn, each half of a seed is changed by a hash of the other half, and all of these steps can be undone.
+    """
+    low, high = seeds & 0xFFFFFFFF, seeds >> 32  # 32 and 31 bits
+    high = high ^ _mix(low) >> 1
+    low = low ^ _mix(high + positions.long() & 0xFFFFFFFF)
+    high = high ^ _mix(low) >> 1
+    low = low ^ _mix(high)
+    return low, high << 1 | 1
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -138,8 +150,11 @@ def _log(x, COMPILED: tl.constexpr):
 @triton.jit
 def _gumbel_noise_triton(seed, position, token_ids, COMPILED: tl.constexpr):
     low, high = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
-    key = _mix_triton(_mix_triton(_mix_triton(low) ^ high) + position.to(tl.uint32))
-    factor = _mix_triton(key ^ 0x9E3779B9) | 1
+    high = high ^ (_mix_triton(low) >> 1)
+    low = low ^ _mix_triton(high + position.to(tl.uint32))
+    high = high ^ (_mix_triton(low) >> 1)
+    low = low ^ _mix_triton(high)
+    key, factor = low, (high << 1) | 1
     bits = _mix_triton(token_ids.to(tl.uint32) * factor + key)
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # 2^-32, 1 - 2^-24
     series = u * (1 + u * (0.5 + u * (0.33333334 + u * 0.25)))
