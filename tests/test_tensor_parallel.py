@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing as mp
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -373,6 +375,30 @@ class TestFailures:
         remains.check_gone()
 
 
+SEND_ON_MOUNTS = """
+import os, subprocess, sys, threading
+from nanoinfer.parallel.channel import Receiver, Sender
+
+message = b"x" * 2**20
+for options in sys.argv[1:]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", "/dev/shm"], check=True)
+    try:
+        sender = Sender(num_workers=1)
+    except RuntimeError as error:
+        print(error, os.listdir("/dev/shm"))
+        continue
+    receiver, received = Receiver(sender.memory.name, sender.semaphores, 0), []
+    thread = threading.Thread(target=lambda: received.append(receiver.receive()))
+    thread.start()
+    sender.send(message, lambda: None)
+    thread.join()
+    size = sender.memory.size
+    receiver.semaphore = None  # a worker's goes with its process
+    sender.close()
+    print(f"segment of {size} bytes, whole: {received == [message]},", os.listdir("/dev/shm"))
+"""
+
+
 class TestChannel:
     def test_messages_of_any_size_arrive_whole_and_in_order(self) -> None:
         sender = Sender(num_workers=2, segment_bytes=4096)
@@ -393,6 +419,37 @@ class TestChannel:
             thread.join(10)
         sender.close()
         assert received == [messages, messages]
+
+    def test_little_or_no_shared_memory(self) -> None:
+        """A smaller segment does too; what is too little is explained, and nothing stays behind."""
+        mounts = ["size=64k", "size=8k", "size=4k", "size=1m,nr_inodes=2", "size=1m,ro"]
+        try_it = ["unshare", "--map-root-user", "--mount"]
+        if subprocess.run([*try_it, "mount", "-t", "tmpfs", "none", "/dev/shm"], check=False).returncode:
+            pytest.skip("mounting is not allowed")
+        done = subprocess.run(
+            [*try_it, sys.executable, "-c", SEND_ON_MOUNTS, *mounts], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        enough, least, full, inodes, read_only = done.stdout.splitlines()
+        assert enough == "segment of 32768 bytes, whole: True, []"
+        assert least == "segment of 4096 bytes, whole: True, []"
+        assert re.search(r"/dev/shm, but it is full; .*--shm-size=1g.*free: 0 of 4 KiB, .* \[\]", full)
+        assert re.search(r"it is out of inodes; .*nr_inodes=1m.*free: 1,024 of 1,024 KiB, 1 of 2 inodes\) \[\]", inodes)
+        assert re.search(r"it is read-only; .*remount,rw.*free: 1,024 of 1,024 KiB, .* \[\]", read_only)
+
+    def test_a_segment_takes_what_it_can_reserve(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def allocate(file: int, offset: int, num_bytes: int) -> None:
+            if num_bytes > free:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", allocate)
+        free = 100_000
+        sender = Sender(num_workers=1)
+        assert sender.memory.size == 65536
+        sender.close()
+        free = 0
+        with pytest.raises(RuntimeError, match=r"several ranks need shared memory in /dev/shm, but it is full"):
+            Sender(num_workers=1)
 
     def test_a_full_channel_calls_check_which_may_raise(self) -> None:
         sender = Sender(num_workers=1)
