@@ -78,6 +78,16 @@ class Remains:
             probe.bind(("127.0.0.1", self.port))
 
 
+MAKE_TWO = """
+from nanoinfer import LLM, BUNDLED_MODEL, SamplingParams
+
+if __name__ == "__main__":
+    with LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2, num_kvcache_blocks=16) as llm:
+        outputs = llm.generate([[30]], SamplingParams(max_tokens=3), use_tqdm=False)
+        print([[len(output["token_ids"])] for output in outputs])
+"""
+
+
 class TestTwoRanks:
     """Greedy tokens in float32, on two CPU processes that talk through gloo."""
 
@@ -185,6 +195,45 @@ class TestTwoRanks:
         assert done.returncode != 0
         assert "WorkerError: tensor-parallel rank 1 died" in done.stderr
         assert "__main__" in done.stderr
+
+    def test_a_script_from_stdin_is_refused_at_once(self) -> None:
+        """The ranks' processes cannot import it."""
+        done = subprocess.run(
+            [sys.executable, "-"], input=MAKE_TWO, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert "ValueError: tensor_parallel_size=2: every rank imports the main module, and " in done.stderr
+        assert "<stdin> is no file; save the script as a file" in done.stderr
+        assert done.stderr.count("Traceback") == 1  # no rank was started
+
+    def test_a_command_that_has_no_file_works(self) -> None:
+        """As an interpreter's prompt and a notebook have none."""
+        done = subprocess.run(
+            [sys.executable, "-c", MAKE_TWO], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.stdout == "[[3]]\n", done.stderr
+
+    def test_a_daemonic_process_is_told_that_it_cannot_start_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(mp.current_process()._config, "daemon", True)
+        with pytest.raises(ValueError, match=r"tensor_parallel_size=2: this process is daemonic.*ProcessPoolExecutor"):
+            LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2)
+
+    def test_a_forked_child_is_told_at_once_that_the_ranks_are_its_parents(
+        self, make_llm: Callable[..., LLM], oracle: Oracle
+    ) -> None:
+        llm = make_llm(device="cpu", tensor_parallel_size=2)
+        calls = (lambda: llm.generate([[30]]), lambda: llm.add_request([30]), llm.step)
+        pid = os.fork()
+        if pid == 0:
+            begin, refused = time.monotonic(), 0
+            for call in calls:
+                try:
+                    call()
+                except RuntimeError as error:
+                    refused += f"serve process {os.getppid()}, and not its fork" in str(error)
+            mp.util._exit_function()  # as at a process's end
+            os._exit(0 if refused == len(calls) and time.monotonic() - begin < 1 else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert token_ids(llm, [[30]], greedy(12)) == [oracle.greedy([30], 12)]
 
     def test_workers_do_not_outlive_a_killed_rank_0(self, tmp_path: Path) -> None:
         script = tmp_path / "killed.py"

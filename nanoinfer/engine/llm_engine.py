@@ -52,13 +52,14 @@ class LLMEngine:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._owner = os.getpid()
         self._failure: str | None = None  # what has ended the ranks
         self.workers = Workers(config) if config.tensor_parallel_size > 1 else None
-        self._finalizer = weakref.finalize(self, _close, os.getpid(), self.workers, None)
+        self._finalizer = weakref.finalize(self, _close, self._owner, self.workers, None)
         with self._one_fate():
             self.runner = self._make_runner()
         self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _close, os.getpid(), self.workers, self.runner)
+        self._finalizer = weakref.finalize(self, _close, self._owner, self.workers, self.runner)
         self.scheduler = Scheduler(
             BlockManager(self.runner.memory.blocks, config.kvcache_block_size),
             config.max_num_seqs,
@@ -198,7 +199,12 @@ class LLMEngine:
         self._finalizer()
 
     def check_open(self) -> None:
-        """Raise ValueError when close has been called, WorkerError when the ranks have failed, with the cause."""
+        """Raise ValueError when close has been called, WorkerError when the ranks have failed, with the cause.
+
+        Raise RuntimeError in a fork of the process that made several ranks.
+        """
+        if self.workers is not None and self._owner != os.getpid():
+            raise RuntimeError(f"this LLM's ranks serve process {self._owner}, and not its fork: make another LLM here")
         if self.is_closed and self._failure is not None:
             raise WorkerError(f"this LLM is closed, make another: {self._failure}")
         if self.is_closed:
