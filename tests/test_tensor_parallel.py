@@ -261,8 +261,15 @@ class TestTwoRanks:
         assert wait_until(lambda: not any(Path(name).exists() for name in names))
 
 
-def interrupt_after(seconds: float) -> None:
-    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make_two(make_llm: Callable[..., LLM], device: str) -> Callable[..., LLM]:
+    """LLM(...) on two ranks."""
+    return partial(make_llm, device=device, tensor_parallel_size=2, max_num_seqs=8)
 
 
 class Nap:
@@ -276,17 +283,87 @@ def run_for_long(llm: LLM) -> None:
     llm.generate([[30]] * 500, greedy(1900, ignore_eos=True), use_tqdm=False)
 
 
+def interrupt_after(seconds: float, *pids: int) -> None:
+    for pid in pids:
+        threading.Timer(seconds, os.kill, (pid, signal.SIGINT)).start()
+
+
+Way = Callable[[LLM, list[list[int]], SamplingParams], object]
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
+    llm.generate(prompts, params, use_tqdm=False)
+
+
+def stream(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
+    for _ in llm.stream(prompts, params):
+        pass
+
+
+def step(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
+    try:
+        for prompt in prompts:
+            llm.add_request(prompt, params)
+        while llm.has_unfinished_requests():
+            llm.step()
+    finally:  # an interrupt between two steps drops nothing
+        for request_id in range(llm.engine.num_requests):
+            llm.abort(request_id)
+        llm.step()
+
+
+class TestInterrupts:
+    """As by Ctrl-C, which every process of a terminal gets."""
+
+    @pytest.mark.parametrize(("prompt_len", "max_tokens"), [(1900, 2), (2, 1900)], ids=["prefill", "decode"])
+    @pytest.mark.parametrize("way", [generate, stream, step])
+    def test_interrupted_at_any_moment_the_ranks_go_on(
+        self, way: Way, prompt_len: int, max_tokens: int, make_two: Callable[..., LLM], oracle: Oracle
+    ) -> None:
+        llm = make_two(max_num_batched_tokens=512)
+        pids = [os.getpid(), *Remains.of(llm).pids]
+        prompts, params = [[30 + i] * prompt_len for i in range(300)], greedy(max_tokens, ignore_eos=True)
+        expected = [oracle.greedy([30], 8)]
+
+        def interrupt(seconds: float) -> None:
+            interrupt_after(seconds, *pids)
+            way(llm, prompts, params)
+
+        for seconds in (0.0, 0.02, 0.1, 0.25, 0.5):
+            with pytest.raises(KeyboardInterrupt):
+                interrupt(seconds)
+            assert not llm.has_unfinished_requests()
+            assert token_ids(llm, [[30]], greedy(8)) == expected
+
+    def test_interrupted_while_it_closes_an_llm_closes_whole(self, make_two: Callable[..., LLM]) -> None:
+        llm = make_two()
+        remains = Remains.of(llm)
+        interrupt_after(0.1, os.getpid())
+        with pytest.raises(KeyboardInterrupt):
+            llm.close()
+        remains.check_gone()
+
+    def test_interrupted_while_it_looks_for_what_befell_the_ranks_it_ends_them(
+        self, make_two: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm = make_two()
+        remains = Remains.of(llm)
+
+        def fail(message: object) -> None:
+            interrupt_after(0.5, os.getpid())
+            interrupt_after(1.0, os.getpid())
+            raise RuntimeError("rank 0 has a problem")
+
+        monkeypatch.setattr(llm.engine.runner, "_prefill", fail)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[30]], greedy(8), use_tqdm=False)
+        remains.check_gone()
+        with pytest.raises(WorkerError, match=r"closed.*rank 0 has a problem"):
+            llm.generate([[30]])
+
+
 class TestFailures:
     """Whatever fails, the caller hears of it within seconds, nothing stays behind, and another engine can follow."""
-
-    @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
-    def device(self, request: pytest.FixtureRequest) -> str:
-        return request.param
-
-    @pytest.fixture
-    def make_two(self, make_llm: Callable[..., LLM], device: str) -> Callable[..., LLM]:
-        """LLM(...) on two ranks."""
-        return partial(make_llm, device=device, tensor_parallel_size=2, max_num_seqs=8)
 
     @pytest.fixture(autouse=True)
     def soon_and_another_follows(self, make_two: Callable[..., LLM], oracle: Oracle) -> Iterator[None]:
@@ -402,7 +479,7 @@ class TestFailures:
             init(workers, config)
             started.append(workers)
             names.extend(shared_names(workers))
-            interrupt_after(0.5)
+            interrupt_after(0.5, os.getpid())
 
         names: list[Path] = []
         monkeypatch.setattr(Workers, "__init__", init_and_interrupt)
@@ -411,17 +488,19 @@ class TestFailures:
         assert not any(process.is_alive() for process in started[0].processes)
         assert not any(name.exists() for name in names)
 
-    @pytest.mark.parametrize(("prompt_len", "max_tokens"), [(1900, 2), (2, 1900)], ids=["prefill", "decode"])
-    def test_interrupted_while_running(self, prompt_len: int, max_tokens: int, make_two: Callable[..., LLM]) -> None:
-        llm = make_two(max_num_batched_tokens=512)
+    def test_a_second_interrupt_ends_a_step_that_hangs_and_the_ranks(self, make_two: Callable[..., LLM]) -> None:
+        llm = make_two(worker_timeout=100)
         remains = Remains.of(llm)
-        interrupt_after(1)
+        os.kill(remains.pids[0], signal.SIGSTOP)
+        interrupt_after(0.5, os.getpid())
+        interrupt_after(1.0, os.getpid())
         begin = time.monotonic()
-        prompts, params = [[30 + i] * prompt_len for i in range(1500)], greedy(max_tokens, ignore_eos=True)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(prompts, params, use_tqdm=False)
-        assert time.monotonic() - begin < 11
+        with pytest.raises(KeyboardInterrupt, match="the ranks were interrupted in the middle of their work"):
+            run_for_long(llm)
+        assert time.monotonic() - begin < 10
         remains.check_gone()
+        with pytest.raises(WorkerError, match="this LLM is closed, make another: the ranks were interrupted"):
+            llm.generate([[30]])
 
 
 SEND_ON_MOUNTS = """

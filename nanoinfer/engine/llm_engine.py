@@ -7,11 +7,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.interrupts import delayed_interrupt
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
@@ -109,20 +110,22 @@ class LLMEngine:
     def step(self) -> StepResult:
         """Launch the next step, if one can be planned, and read back the one before it."""
         self.check_open()
-        step = self.scheduler.schedule(in_flight=bool(self.in_flight))
-        if step is not None:
-            message, seqs = self.row_map.describe(step)
-            with self._one_fate():
-                tokens = self.runner.call("run", message)
-            self.in_flight.append(InFlight(step, seqs, tokens))
-        if self.in_flight and (step is None or len(self.in_flight) > 1):
-            return self._read_back(self.in_flight.popleft())
-        return StepResult([])
+        with self._undivided():
+            step = self.scheduler.schedule(in_flight=bool(self.in_flight))
+            if step is not None:
+                message, seqs = self.row_map.describe(step)
+                with self._one_fate():
+                    tokens = self.runner.call("run", message)
+                self.in_flight.append(InFlight(step, seqs, tokens))
+            if self.in_flight and (step is None or len(self.in_flight) > 1):
+                return self._read_back(self.in_flight.popleft())
+            return StepResult([])
 
     def drain(self) -> None:
         """Read back what is in flight."""
-        while self.in_flight:
-            self._read_back(self.in_flight.popleft())
+        with self._undivided():
+            while self.in_flight:
+                self._read_back(self.in_flight.popleft())
 
     def _make_runner(self) -> ModelRunner:
         config, workers = self.config, self.workers
@@ -134,6 +137,10 @@ class LLMEngine:
         workers.end_start()  # they have built their models together with rank 0
         return runner
 
+    def _undivided(self) -> AbstractContextManager[None]:
+        """Around what several ranks do together: an interrupt waits for its end, and a second one ends the ranks."""
+        return nullcontext() if self.workers is None else delayed_interrupt()
+
     @contextmanager
     def _one_fate(self) -> Iterator[None]:
         """Of several ranks, one's failure is the end of all: they would wait for each other forever."""
@@ -142,14 +149,21 @@ class LLMEngine:
         except BaseException as error:
             if self.workers is None:
                 raise
-            cause = self.workers.explain(error)
-            self._failure = str(cause) or type(cause).__name__  # not the error: its traceback keeps what the ranks held
-            if alive := self._finalizer.detach():
-                _, _, (owner, workers, runner), _ = alive
-                _close(owner, workers, runner, failed=True)
+            cause = error
+            try:
+                cause = self.workers.explain(error)
+            finally:  # an interrupt may come in the seconds that this takes
+                self._fail(cause)
             if cause is error:
                 raise
             raise cause from error
+
+    def _fail(self, cause: BaseException) -> None:
+        """End all ranks, and remember why."""
+        self._failure = str(cause) or type(cause).__name__  # not the error: its traceback keeps what the ranks held
+        if alive := self._finalizer.detach():
+            _, _, (owner, workers, runner), _ = alive
+            _close(owner, workers, runner, failed=True)
 
     def _read_back(self, done: InFlight) -> StepResult:
         with self._one_fate():
@@ -196,7 +210,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """End the other ranks and give back all memory; safe to call twice."""
-        self._finalizer()
+        with delayed_interrupt():
+            self._finalizer()
 
     def check_open(self) -> None:
         """Raise ValueError when close has been called, WorkerError when the ranks have failed, with the cause.

@@ -146,6 +146,8 @@ class Workers:
 
     def explain(self, error: BaseException, patience: float = 5.0) -> BaseException:
         """What lies behind an error of rank 0: a dead worker's own error, if one dies within `patience` seconds."""
+        if isinstance(error, KeyboardInterrupt):
+            return KeyboardInterrupt("the ranks were interrupted in the middle of their work, and have ended")
         if isinstance(error, (WorkerError, ValueError)) or not isinstance(error, Exception):
             return error  # it speaks for itself
         sentinels = [process.sentinel for process in self.processes]
