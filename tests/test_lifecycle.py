@@ -6,8 +6,10 @@ import gc
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from conftest import Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.engine.interrupts import delayed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.llm import Rates
 
@@ -199,6 +202,79 @@ def test_what_a_second_interrupt_leaves_is_dropped_by_the_next_call(
         assert llm.engine.is_finished
     (output,) = llm.generate([[30]], greedy(12), use_tqdm=False)
     assert output["token_ids"] == oracle.greedy([30], 12)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+class TestDelayedInterrupt:
+    """A Ctrl-C while ranks do something together."""
+
+    def run(self, *calls: Callable[[], object]) -> None:
+        with delayed_interrupt():
+            for call in calls:
+                call()
+
+    def test_it_comes_at_the_end_of_the_block(self) -> None:
+        done: list[str] = []
+        with pytest.raises(KeyboardInterrupt):
+            self.run(interrupt, lambda: done.append("the rest"))
+        assert done == ["the rest"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_a_second_one_comes_at_once(self) -> None:
+        done: list[str] = []
+        with pytest.raises(KeyboardInterrupt) as caught:
+            self.run(interrupt, lambda: done.append("between"), interrupt, lambda: done.append("the rest"))
+        assert done == ["between"]
+        assert caught.value.__context__ is None  # the first is not told again
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_an_error_of_the_block_is_told_with_it(self) -> None:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            self.run(interrupt, lambda: [].pop())
+        assert isinstance(caught.value.__context__, IndexError)
+
+    def test_the_users_own_handler_gets_every_one(self) -> None:
+        calls: list[tuple[int, FrameType | None]] = []
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            calls.append((number, frame))
+
+        before = signal.signal(signal.SIGINT, handler)
+        try:
+            with delayed_interrupt():
+                interrupt()
+                assert calls == []
+                interrupt()
+                assert len(calls) == 1
+            assert signal.getsignal(signal.SIGINT) is handler
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert [number for number, _ in calls] == [signal.SIGINT] * 2
+        assert all(frame is not None and frame.f_code is interrupt.__code__ for _, frame in calls)
+
+    def test_who_ignores_it_goes_on_ignoring(self) -> None:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with delayed_interrupt():
+                interrupt()
+                assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def test_another_thread_is_let_alone(self) -> None:
+        handlers = []
+
+        def look() -> None:
+            with delayed_interrupt():
+                handlers.append(signal.getsignal(signal.SIGINT))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        assert handlers == [signal.getsignal(signal.SIGINT)]
 
 
 def test_each_steps_time_counts_for_its_own_kind(make_llm: Callable[..., LLM]) -> None:

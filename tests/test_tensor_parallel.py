@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing as mp
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -74,6 +76,16 @@ class Remains:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger do not count
             probe.bind(("127.0.0.1", self.port))
+
+
+MAKE_TWO = """
+from nanoinfer import LLM, BUNDLED_MODEL, SamplingParams
+
+if __name__ == "__main__":
+    with LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2, num_kvcache_blocks=16) as llm:
+        outputs = llm.generate([[30]], SamplingParams(max_tokens=3), use_tqdm=False)
+        print([[len(output["token_ids"])] for output in outputs])
+"""
 
 
 class TestTwoRanks:
@@ -184,6 +196,45 @@ class TestTwoRanks:
         assert "WorkerError: tensor-parallel rank 1 died" in done.stderr
         assert "__main__" in done.stderr
 
+    def test_a_script_from_stdin_is_refused_at_once(self) -> None:
+        """The ranks' processes cannot import it."""
+        done = subprocess.run(
+            [sys.executable, "-"], input=MAKE_TWO, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert "ValueError: tensor_parallel_size=2: every rank imports the main module, and " in done.stderr
+        assert "<stdin> is no file; save the script as a file" in done.stderr
+        assert done.stderr.count("Traceback") == 1  # no rank was started
+
+    def test_a_command_that_has_no_file_works(self) -> None:
+        """As an interpreter's prompt and a notebook have none."""
+        done = subprocess.run(
+            [sys.executable, "-c", MAKE_TWO], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.stdout == "[[3]]\n", done.stderr
+
+    def test_a_daemonic_process_is_told_that_it_cannot_start_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(mp.current_process()._config, "daemon", True)
+        with pytest.raises(ValueError, match=r"tensor_parallel_size=2: this process is daemonic.*ProcessPoolExecutor"):
+            LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2)
+
+    def test_a_forked_child_is_told_at_once_that_the_ranks_are_its_parents(
+        self, make_llm: Callable[..., LLM], oracle: Oracle
+    ) -> None:
+        llm = make_llm(device="cpu", tensor_parallel_size=2)
+        calls = (lambda: llm.generate([[30]]), lambda: llm.add_request([30]), llm.step)
+        pid = os.fork()
+        if pid == 0:
+            begin, refused = time.monotonic(), 0
+            for call in calls:
+                try:
+                    call()
+                except RuntimeError as error:
+                    refused += f"serve process {os.getppid()}, and not its fork" in str(error)
+            mp.util._exit_function()  # as at a process's end
+            os._exit(0 if refused == len(calls) and time.monotonic() - begin < 1 else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert token_ids(llm, [[30]], greedy(12)) == [oracle.greedy([30], 12)]
+
     def test_workers_do_not_outlive_a_killed_rank_0(self, tmp_path: Path) -> None:
         script = tmp_path / "killed.py"
         script.write_text(
@@ -210,8 +261,15 @@ class TestTwoRanks:
         assert wait_until(lambda: not any(Path(name).exists() for name in names))
 
 
-def interrupt_after(seconds: float) -> None:
-    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make_two(make_llm: Callable[..., LLM], device: str) -> Callable[..., LLM]:
+    """LLM(...) on two ranks."""
+    return partial(make_llm, device=device, tensor_parallel_size=2, max_num_seqs=8)
 
 
 class Nap:
@@ -225,17 +283,87 @@ def run_for_long(llm: LLM) -> None:
     llm.generate([[30]] * 500, greedy(1900, ignore_eos=True), use_tqdm=False)
 
 
+def interrupt_after(seconds: float, *pids: int) -> None:
+    for pid in pids:
+        threading.Timer(seconds, os.kill, (pid, signal.SIGINT)).start()
+
+
+Way = Callable[[LLM, list[list[int]], SamplingParams], object]
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
+    llm.generate(prompts, params, use_tqdm=False)
+
+
+def stream(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
+    for _ in llm.stream(prompts, params):
+        pass
+
+
+def step(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
+    try:
+        for prompt in prompts:
+            llm.add_request(prompt, params)
+        while llm.has_unfinished_requests():
+            llm.step()
+    finally:  # an interrupt between two steps drops nothing
+        for request_id in range(llm.engine.num_requests):
+            llm.abort(request_id)
+        llm.step()
+
+
+class TestInterrupts:
+    """As by Ctrl-C, which every process of a terminal gets."""
+
+    @pytest.mark.parametrize(("prompt_len", "max_tokens"), [(1900, 2), (2, 1900)], ids=["prefill", "decode"])
+    @pytest.mark.parametrize("way", [generate, stream, step])
+    def test_interrupted_at_any_moment_the_ranks_go_on(
+        self, way: Way, prompt_len: int, max_tokens: int, make_two: Callable[..., LLM], oracle: Oracle
+    ) -> None:
+        llm = make_two(max_num_batched_tokens=512)
+        pids = [os.getpid(), *Remains.of(llm).pids]
+        prompts, params = [[30 + i] * prompt_len for i in range(300)], greedy(max_tokens, ignore_eos=True)
+        expected = [oracle.greedy([30], 8)]
+
+        def interrupt(seconds: float) -> None:
+            interrupt_after(seconds, *pids)
+            way(llm, prompts, params)
+
+        for seconds in (0.0, 0.02, 0.1, 0.25, 0.5):
+            with pytest.raises(KeyboardInterrupt):
+                interrupt(seconds)
+            assert not llm.has_unfinished_requests()
+            assert token_ids(llm, [[30]], greedy(8)) == expected
+
+    def test_interrupted_while_it_closes_an_llm_closes_whole(self, make_two: Callable[..., LLM]) -> None:
+        llm = make_two()
+        remains = Remains.of(llm)
+        interrupt_after(0.1, os.getpid())
+        with pytest.raises(KeyboardInterrupt):
+            llm.close()
+        remains.check_gone()
+
+    def test_interrupted_while_it_looks_for_what_befell_the_ranks_it_ends_them(
+        self, make_two: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm = make_two()
+        remains = Remains.of(llm)
+
+        def fail(message: object) -> None:
+            interrupt_after(0.5, os.getpid())
+            interrupt_after(1.0, os.getpid())
+            raise RuntimeError("rank 0 has a problem")
+
+        monkeypatch.setattr(llm.engine.runner, "_prefill", fail)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[30]], greedy(8), use_tqdm=False)
+        remains.check_gone()
+        with pytest.raises(WorkerError, match=r"closed.*rank 0 has a problem"):
+            llm.generate([[30]])
+
+
 class TestFailures:
     """Whatever fails, the caller hears of it within seconds, nothing stays behind, and another engine can follow."""
-
-    @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
-    def device(self, request: pytest.FixtureRequest) -> str:
-        return request.param
-
-    @pytest.fixture
-    def make_two(self, make_llm: Callable[..., LLM], device: str) -> Callable[..., LLM]:
-        """LLM(...) on two ranks."""
-        return partial(make_llm, device=device, tensor_parallel_size=2, max_num_seqs=8)
 
     @pytest.fixture(autouse=True)
     def soon_and_another_follows(self, make_two: Callable[..., LLM], oracle: Oracle) -> Iterator[None]:
@@ -351,7 +479,7 @@ class TestFailures:
             init(workers, config)
             started.append(workers)
             names.extend(shared_names(workers))
-            interrupt_after(0.5)
+            interrupt_after(0.5, os.getpid())
 
         names: list[Path] = []
         monkeypatch.setattr(Workers, "__init__", init_and_interrupt)
@@ -360,17 +488,43 @@ class TestFailures:
         assert not any(process.is_alive() for process in started[0].processes)
         assert not any(name.exists() for name in names)
 
-    @pytest.mark.parametrize(("prompt_len", "max_tokens"), [(1900, 2), (2, 1900)], ids=["prefill", "decode"])
-    def test_interrupted_while_running(self, prompt_len: int, max_tokens: int, make_two: Callable[..., LLM]) -> None:
-        llm = make_two(max_num_batched_tokens=512)
+    def test_a_second_interrupt_ends_a_step_that_hangs_and_the_ranks(self, make_two: Callable[..., LLM]) -> None:
+        llm = make_two(worker_timeout=100)
         remains = Remains.of(llm)
-        interrupt_after(1)
+        os.kill(remains.pids[0], signal.SIGSTOP)
+        interrupt_after(0.5, os.getpid())
+        interrupt_after(1.0, os.getpid())
         begin = time.monotonic()
-        prompts, params = [[30 + i] * prompt_len for i in range(1500)], greedy(max_tokens, ignore_eos=True)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(prompts, params, use_tqdm=False)
-        assert time.monotonic() - begin < 11
+        with pytest.raises(KeyboardInterrupt, match="the ranks were interrupted in the middle of their work"):
+            run_for_long(llm)
+        assert time.monotonic() - begin < 10
         remains.check_gone()
+        with pytest.raises(WorkerError, match="this LLM is closed, make another: the ranks were interrupted"):
+            llm.generate([[30]])
+
+
+SEND_ON_MOUNTS = """
+import os, subprocess, sys, threading
+from nanoinfer.parallel.channel import Receiver, Sender
+
+message = b"x" * 2**20
+for options in sys.argv[1:]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", "/dev/shm"], check=True)
+    try:
+        sender = Sender(num_workers=1)
+    except RuntimeError as error:
+        print(error, os.listdir("/dev/shm"))
+        continue
+    receiver, received = Receiver(sender.memory.name, sender.semaphores, 0), []
+    thread = threading.Thread(target=lambda: received.append(receiver.receive()))
+    thread.start()
+    sender.send(message, lambda: None)
+    thread.join()
+    size = sender.memory.size
+    receiver.semaphore = None  # a worker's goes with its process
+    sender.close()
+    print(f"segment of {size} bytes, whole: {received == [message]},", os.listdir("/dev/shm"))
+"""
 
 
 class TestChannel:
@@ -393,6 +547,37 @@ class TestChannel:
             thread.join(10)
         sender.close()
         assert received == [messages, messages]
+
+    def test_little_or_no_shared_memory(self) -> None:
+        """A smaller segment does too; what is too little is explained, and nothing stays behind."""
+        mounts = ["size=64k", "size=8k", "size=4k", "size=1m,nr_inodes=2", "size=1m,ro"]
+        try_it = ["unshare", "--map-root-user", "--mount"]
+        if subprocess.run([*try_it, "mount", "-t", "tmpfs", "none", "/dev/shm"], check=False).returncode:
+            pytest.skip("mounting is not allowed")
+        done = subprocess.run(
+            [*try_it, sys.executable, "-c", SEND_ON_MOUNTS, *mounts], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        enough, least, full, inodes, read_only = done.stdout.splitlines()
+        assert enough == "segment of 32768 bytes, whole: True, []"
+        assert least == "segment of 4096 bytes, whole: True, []"
+        assert re.search(r"/dev/shm, but it is full; .*--shm-size=1g.*free: 0 of 4 KiB, .* \[\]", full)
+        assert re.search(r"it is out of inodes; .*nr_inodes=1m.*free: 1,024 of 1,024 KiB, 1 of 2 inodes\) \[\]", inodes)
+        assert re.search(r"it is read-only; .*remount,rw.*free: 1,024 of 1,024 KiB, .* \[\]", read_only)
+
+    def test_a_segment_takes_what_it_can_reserve(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def allocate(file: int, offset: int, num_bytes: int) -> None:
+            if num_bytes > free:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", allocate)
+        free = 100_000
+        sender = Sender(num_workers=1)
+        assert sender.memory.size == 65536
+        sender.close()
+        free = 0
+        with pytest.raises(RuntimeError, match=r"several ranks need shared memory in /dev/shm, but it is full"):
+            Sender(num_workers=1)
 
     def test_a_full_channel_calls_check_which_may_raise(self) -> None:
         sender = Sender(num_workers=1)

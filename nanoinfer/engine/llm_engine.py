@@ -7,11 +7,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.interrupts import delayed_interrupt
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
@@ -52,13 +53,14 @@ class LLMEngine:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self._owner = os.getpid()
         self._failure: str | None = None  # what has ended the ranks
         self.workers = Workers(config) if config.tensor_parallel_size > 1 else None
-        self._finalizer = weakref.finalize(self, _close, os.getpid(), self.workers, None)
+        self._finalizer = weakref.finalize(self, _close, self._owner, self.workers, None)
         with self._one_fate():
             self.runner = self._make_runner()
         self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _close, os.getpid(), self.workers, self.runner)
+        self._finalizer = weakref.finalize(self, _close, self._owner, self.workers, self.runner)
         self.scheduler = Scheduler(
             BlockManager(self.runner.memory.blocks, config.kvcache_block_size),
             config.max_num_seqs,
@@ -108,20 +110,22 @@ class LLMEngine:
     def step(self) -> StepResult:
         """Launch the next step, if one can be planned, and read back the one before it."""
         self.check_open()
-        step = self.scheduler.schedule(in_flight=bool(self.in_flight))
-        if step is not None:
-            message, seqs = self.row_map.describe(step)
-            with self._one_fate():
-                tokens = self.runner.call("run", message)
-            self.in_flight.append(InFlight(step, seqs, tokens))
-        if self.in_flight and (step is None or len(self.in_flight) > 1):
-            return self._read_back(self.in_flight.popleft())
-        return StepResult([])
+        with self._undivided():
+            step = self.scheduler.schedule(in_flight=bool(self.in_flight))
+            if step is not None:
+                message, seqs = self.row_map.describe(step)
+                with self._one_fate():
+                    tokens = self.runner.call("run", message)
+                self.in_flight.append(InFlight(step, seqs, tokens))
+            if self.in_flight and (step is None or len(self.in_flight) > 1):
+                return self._read_back(self.in_flight.popleft())
+            return StepResult([])
 
     def drain(self) -> None:
         """Read back what is in flight."""
-        while self.in_flight:
-            self._read_back(self.in_flight.popleft())
+        with self._undivided():
+            while self.in_flight:
+                self._read_back(self.in_flight.popleft())
 
     def _make_runner(self) -> ModelRunner:
         config, workers = self.config, self.workers
@@ -133,6 +137,10 @@ class LLMEngine:
         workers.end_start()  # they have built their models together with rank 0
         return runner
 
+    def _undivided(self) -> AbstractContextManager[None]:
+        """Around what several ranks do together: an interrupt waits for its end, and a second one ends the ranks."""
+        return nullcontext() if self.workers is None else delayed_interrupt()
+
     @contextmanager
     def _one_fate(self) -> Iterator[None]:
         """Of several ranks, one's failure is the end of all: they would wait for each other forever."""
@@ -141,14 +149,21 @@ class LLMEngine:
         except BaseException as error:
             if self.workers is None:
                 raise
-            cause = self.workers.explain(error)
-            self._failure = str(cause) or type(cause).__name__  # not the error: its traceback keeps what the ranks held
-            if alive := self._finalizer.detach():
-                _, _, (owner, workers, runner), _ = alive
-                _close(owner, workers, runner, failed=True)
+            cause = error
+            try:
+                cause = self.workers.explain(error)
+            finally:  # an interrupt may come in the seconds that this takes
+                self._fail(cause)
             if cause is error:
                 raise
             raise cause from error
+
+    def _fail(self, cause: BaseException) -> None:
+        """End all ranks, and remember why."""
+        self._failure = str(cause) or type(cause).__name__  # not the error: its traceback keeps what the ranks held
+        if alive := self._finalizer.detach():
+            _, _, (owner, workers, runner), _ = alive
+            _close(owner, workers, runner, failed=True)
 
     def _read_back(self, done: InFlight) -> StepResult:
         with self._one_fate():
@@ -195,10 +210,16 @@ class LLMEngine:
 
     def close(self) -> None:
         """End the other ranks and give back all memory; safe to call twice."""
-        self._finalizer()
+        with delayed_interrupt():
+            self._finalizer()
 
     def check_open(self) -> None:
-        """Raise ValueError when close has been called, WorkerError when the ranks have failed, with the cause."""
+        """Raise ValueError when close has been called, WorkerError when the ranks have failed, with the cause.
+
+        Raise RuntimeError in a fork of the process that made several ranks.
+        """
+        if self.workers is not None and self._owner != os.getpid():
+            raise RuntimeError(f"this LLM's ranks serve process {self._owner}, and not its fork: make another LLM here")
         if self.is_closed and self._failure is not None:
             raise WorkerError(f"this LLM is closed, make another: {self._failure}")
         if self.is_closed:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.spawn import get_preparation_data
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +31,7 @@ class Workers:
 
     def __init__(self, config: Config) -> None:
         ranks = config.tensor_parallel_size
+        _check_spawning(ranks)
         store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
         self.store: dist.TCPStore | None = store
         self.sender = Sender(ranks - 1)
@@ -57,6 +60,7 @@ class Workers:
                     daemon=True,
                 )
                 process.start()
+                mp.process._children.discard(process)  # type: ignore[attr-defined]  # a fork's exit would end it
                 writing.close()
                 self.processes.append(process)
                 self.errors.append(reading)
@@ -142,6 +146,8 @@ class Workers:
 
     def explain(self, error: BaseException, patience: float = 5.0) -> BaseException:
         """What lies behind an error of rank 0: a dead worker's own error, if one dies within `patience` seconds."""
+        if isinstance(error, KeyboardInterrupt):
+            return KeyboardInterrupt("the ranks were interrupted in the middle of their work, and have ended")
         if isinstance(error, (WorkerError, ValueError)) or not isinstance(error, Exception):
             return error  # it speaks for itself
         sentinels = [process.sentinel for process in self.processes]
@@ -205,6 +211,21 @@ class Workers:
             pipe.close()
         self.sender.close()
         self.store = None  # the port goes with the last reference
+
+
+def _check_spawning(ranks: int) -> None:
+    """Raise ValueError if this process cannot start others. Each of them imports its main module first."""
+    if mp.current_process().daemon:
+        raise ValueError(
+            f"tensor_parallel_size={ranks}: this process is daemonic, as those of multiprocessing.Pool are, and may not"
+            " start others; those of concurrent.futures.ProcessPoolExecutor may"
+        )
+    main = get_preparation_data("").get("init_main_from_path")
+    if main is not None and not os.path.isfile(main):
+        raise ValueError(
+            f"tensor_parallel_size={ranks}: every rank imports the main module, and {main} is no file;"
+            " save the script as a file, and run that"
+        )
 
 
 def _hint(process: Any) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing as mp
+import os
 import pickle
 import struct
 import time
@@ -11,7 +13,9 @@ from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.synchronize import Semaphore
 from typing import Any
 
+FOLDER = "/dev/shm"  # where Linux keeps segments and semaphores
 SEGMENT_BYTES = 1 << 20
+LEAST_SEGMENT_BYTES = 1 << 12  # a page
 HEADER = struct.Struct("<QQ?")  # pieces written so far, length of the last piece, whether its message goes on
 COUNT = struct.Struct("<Q")  # each worker has two: pieces read, heartbeats
 BEAT_SECONDS = 0.25
@@ -21,9 +25,19 @@ class Sender:
     """Rank 0's end of the channel. A message is pickled once and passes through the segment in pieces."""
 
     def __init__(self, num_workers: int, segment_bytes: int = SEGMENT_BYTES) -> None:
+        """Raises RuntimeError when /dev/shm has no room, saying why and what would help.
+
+        segment_bytes: as many as are free will do, down to a page
+        """
         context = mp.get_context("spawn")
-        self.semaphores = [context.Semaphore(0) for _ in range(num_workers)]
-        self.memory = SharedMemory(create=True, size=segment_bytes)
+        self.semaphores: list[Semaphore] = []
+        try:
+            self.semaphores += [context.Semaphore(0) for _ in range(num_workers)]
+            self.memory = _make_segment(segment_bytes)
+        except OSError as error:
+            reason = _explain(error)
+            self.semaphores.clear()
+            raise RuntimeError(f"several ranks need shared memory in {FOLDER}, but {reason}") from error
         self._bytes = _view(self.memory)
         self._linked = True
         self._data_at = HEADER.size + 2 * COUNT.size * num_workers
@@ -100,6 +114,50 @@ class Receiver:
         """Show rank 0 that this process is alive."""
         self._beats += 1
         COUNT.pack_into(self._bytes, self._counts_at + COUNT.size, self._beats)
+
+
+def _make_segment(num_bytes: int) -> SharedMemory:
+    """Make a segment and reserve its pages. A write to a page that cannot be had would end the process by SIGBUS."""
+    memory = SharedMemory(create=True, size=num_bytes)
+    try:
+        _reserve(memory)
+    except OSError as error:
+        memory.unlink()
+        memory.close()
+        if error.errno != errno.ENOSPC or num_bytes <= LEAST_SEGMENT_BYTES:
+            raise
+    else:
+        return memory
+    return _make_segment(num_bytes // 2)
+
+
+def _reserve(memory: SharedMemory) -> None:
+    file = os.open(f"{FOLDER}/{memory.name}", os.O_RDWR)
+    try:
+        os.posix_fallocate(file, 0, memory.size)
+    finally:
+        os.close(file)
+
+
+def _explain(error: OSError) -> str:
+    """Say why there is no shared memory, and what would help."""
+    try:
+        state = os.statvfs(FOLDER)
+    except OSError as missing:
+        return f"it cannot be used: {missing.strerror}"
+    if state.f_flag & os.ST_RDONLY:
+        reason = f"it is read-only; try `mount -o remount,rw {FOLDER}`"
+    elif error.errno != errno.ENOSPC:
+        reason = f"it cannot be used: {error.strerror}"
+    elif state.f_files and state.f_favail < 2:  # a semaphore is made under another name first
+        reason = f"it is out of inodes; delete unused files, or try `mount -o remount,nr_inodes=1m {FOLDER}`"
+    else:
+        reason = (
+            f"it is full; delete unused files, or try `mount -o remount,size=1g {FOLDER}`,"
+            " in a container `docker run --shm-size=1g`"
+        )
+    free, size = (blocks * state.f_frsize >> 10 for blocks in (state.f_bavail, state.f_blocks))
+    return f"{reason} (free: {free:,} of {size:,} KiB, {state.f_favail:,} of {state.f_files:,} inodes)"
 
 
 def _view(memory: SharedMemory) -> memoryview:

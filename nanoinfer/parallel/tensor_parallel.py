@@ -20,6 +20,7 @@ from nanoinfer.parallel.inbox import Inbox, can_reach_peers
 TIMEOUT = timedelta(minutes=30)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=30)  # all ranks have said that they are ready
 POLL_SECONDS = 0.01
+SIGNAL_DELAY = timedelta(seconds=0.25)  # for a Ctrl-C while a collective is waited for
 CLOSE_TIMEOUT = timedelta(seconds=5)  # all ranks have been told to end
 
 
@@ -159,7 +160,10 @@ class TensorParallel:
 def _finish(work: Any) -> None:
     try:
         if work is not None:  # None: it is on the stream already
-            work.wait()
+            while not work.is_completed():
+                with suppress(RuntimeError):  # it takes longer: Python looks at the signals that have come
+                    work.wait(SIGNAL_DELAY)
+            work.wait()  # raises its error
     finally:
         del work  # an error's traceback would keep it, it the group, and the group the rendezvous' port
 
