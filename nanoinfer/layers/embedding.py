@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.kernels.linear.dispatch import plain_product
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.shards import Shard
 
@@ -43,10 +42,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """The same matrix as output projection: [rows, hidden_size] to [rows, this rank's token ids], into `out`."""
-        if hidden.is_cuda:
-            return torch.mm(hidden, self.weight.t(), out=out)
-        logits = plain_product(hidden, self.weight)
-        return logits if out is None else out.copy_(logits)
+        return torch.mm(hidden, self.weight.t(), out=out)
 
     def shards(self) -> Iterator[Shard]:
         """This rank's rows."""

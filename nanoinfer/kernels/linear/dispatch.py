@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,15 +30,8 @@ def linear(
         return one_row_linear(x, weight, bias, activation)
     if wave := find_one_wave(x, weight, activation is not None, may_split):
         return one_wave_linear(x, weight, wave, bias, activation)
-    out = plain_product(x, weight, bias)
+    out = F.linear(x, weight, bias)
     return gate_mul(out, activation) if activation else out
-
-
-def plain_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias by cuBLAS, or on the CPU by oneDNN: MKL, which torch takes for float32, is slow on AMD."""
-    if x.is_cuda or x.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
-        return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def norm_linear(
