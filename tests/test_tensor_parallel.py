@@ -351,7 +351,7 @@ class TestInterrupts:
 
         def fail(message: object) -> None:
             interrupt_after(0.5, os.getpid())
-            interrupt_after(1.0, os.getpid())
+            interrupt_after(2.0, os.getpid())
             raise RuntimeError("rank 0 has a problem")
 
         monkeypatch.setattr(llm.engine.runner, "_prefill", fail)
@@ -493,7 +493,7 @@ class TestFailures:
         remains = Remains.of(llm)
         os.kill(remains.pids[0], signal.SIGSTOP)
         interrupt_after(0.5, os.getpid())
-        interrupt_after(1.0, os.getpid())
+        interrupt_after(2.0, os.getpid())
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt, match="the ranks were interrupted in the middle of their work"):
             run_for_long(llm)

@@ -138,7 +138,7 @@ class LLMEngine:
         return runner
 
     def _undivided(self) -> AbstractContextManager[None]:
-        """Around what several ranks do together: an interrupt waits for its end, and a second one ends the ranks."""
+        """Around what several ranks do together: an interrupt waits for its end, but one that comes again ends them."""
         return nullcontext() if self.workers is None else delayed_interrupt()
 
     @contextmanager
