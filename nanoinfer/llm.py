@@ -46,8 +46,9 @@ class LLM:
         its value and what would work; nothing has run yet
     RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not ended
     WorkerError: a tensor-parallel rank died or hangs; the LLM is closed, and later calls raise the error again
-    KeyboardInterrupt: Ctrl-C in generate, chat, stream or step drops every request and leaves the LLM usable; with
-        several ranks it may close the LLM
+    KeyboardInterrupt: Ctrl-C in generate, chat, stream or step drops every request and leaves the LLM usable. With
+        several ranks it takes effect when the step is complete; a second one, a second later, ends the ranks and
+        closes the LLM
     """
 
     def __init__(self, model: str, **options: Any) -> None:
