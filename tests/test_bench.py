@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -248,21 +249,22 @@ def test_a_senseless_command_is_refused_before_the_run(
     assert message in capsys.readouterr().err
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may have more than a thousand bytes."""
+    """No file may have more than a thousand bytes: inside a test alone, as pytest itself may write to a file."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.usefixtures("full_disk")
 def test_a_full_disk_is_noticed_before_the_run(tmp_path: Path) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text("{}")
     for file in (old, new):
-        with pytest.raises(ValueError, match=f"--json {file}: No space left on device"):
+        with full_disk(), pytest.raises(ValueError, match=f"--json {file}: No space left on device"):
             bench.check_writable("json", file)
     assert old.read_text() == "{}"
     assert not new.exists()
