@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from nanoinfer.engine.block_manager import BlockManager, Content
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 torch.set_num_threads(2)  # the models are tiny: more threads wait for each other
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore Ctrl-C
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
