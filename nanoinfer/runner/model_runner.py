@@ -29,14 +29,12 @@ from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, named_memo
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.pending_tokens import PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
-from nanoinfer.runner.threads import choose_threads, num_threads
 from nanoinfer.runner.transfer import upload
 from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
 log = logging.getLogger("nanoinfer")
 
-TIMED_ROWS = 16  # of the step that shows how many threads are worth it
 LONG_CHUNK = 300  # tokens, so many that cuBLAS multiplies
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # between them products are cut into other tiles
 
@@ -88,7 +86,6 @@ class ModelRunner:
     logits_processors: LogitsProcessors
     graphs: DecodeGraphs | None
     memory: MemoryPlan
-    threads: Callable[[], AbstractContextManager[None]]  # around a step
 
     def __init__(
         self, config: Config, tp: TensorParallel, send: Callable[[str, tuple[Any, ...]], None] | None = None
@@ -100,7 +97,6 @@ class ModelRunner:
         self.device = torch.device("cuda", tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.graphs = None
-        self.threads = nullcontext
         if config.device == "cpu" and tp.size > 1:  # ranks that fight for cores spin more than they compute
             torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // tp.size)))
         try:
@@ -108,7 +104,6 @@ class ModelRunner:
                 self._load()
                 self._connect()
                 with torch.inference_mode():
-                    self._choose_threads()
                     self._size(self._measure())
                     self._capture()
         except BaseException:
@@ -139,18 +134,6 @@ class ModelRunner:
         self.tp.connect(self._drop_graphs)
         max_rows = min(config.max_num_seqs, MAX_GRAPH_ROWS)
         self.tp.open_inbox(max_rows, config.description.hidden_size, config.torch_dtype)
-
-    def _choose_threads(self) -> None:
-        """Let one rank on the CPU compute with as many threads as make a decode step faster."""
-        if self.config.device != "cpu" or self.tp.size > 1:
-            return
-        self._make_cache(1)
-
-        def step() -> None:
-            self.batch.positions.zero_()
-            self._decode_rows(min(self.config.max_num_seqs, TIMED_ROWS), 1)
-
-        self.threads = partial(num_threads, choose_threads(step))
 
     def _measure(self) -> int:
         """The bytes that steps work in, found by running the largest, over a cache of one block that every table names.
@@ -240,7 +223,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, message: StepMessage) -> PendingTokens | None:
         """Launch one step; returns its tokens, on rank 0."""
-        with self._current_device(), self.threads():
+        with self._current_device():
             self.batch.update(message)
             self.logits_processors.update(message)
             step = self._prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)

@@ -88,16 +88,13 @@ def norm_rotate_store_reference(
     q, k = _normed(q, q_norm, q_mean), _normed(k, k_norm, k_mean)
     if cos_sin is not None:
         at = positions.clamp(min=0)
-        angles = cos_sin[at]
         q_scales = None if query_scales is None else query_scales[at]
-        q, k = _rotated(q, angles, interleaved, q_scales), _rotated(k, angles, interleaved, None)
+        q, k = _rotated(q, cos_sin[at], interleaved, q_scales), _rotated(k, cos_sin[at], interleaved, None)
 
-    slots = slot_mapping.long()
-    if bool((slots < 0).any()):  # padding tokens
-        written = slots >= 0
-        slots, k, v = slots[written], k[written], v[written]
-    k_cache.flatten(0, 1).index_copy_(0, slots, k)
-    v_cache.flatten(0, 1).index_copy_(0, slots, v)
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    k_cache.flatten(0, 1)[slots] = k[written]
+    v_cache.flatten(0, 1)[slots] = v[written]
     return q
 
 

@@ -10,19 +10,17 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 
 
-def capped_scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """The scores softcap * tanh(scale * product / softcap), float32, [..., queries, keys]; -inf where masked.
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """Attend with scores softcap * tanh(scale * product / softcap), which torch's own attention cannot.
 
-    q: [..., queries, head_dim]; k: [..., keys, head_dim]
+    q: [..., queries, head_dim]; k, v: [..., keys, head_dim]
     mask: True where a query sees a key, of a shape that goes with [..., queries, keys]; None: everywhere
+    Returns q's shape. The scores and their softmax are float32.
     """
     scores = softcap * torch.tanh(q.float() @ k.float().transpose(-1, -2) * (scale / softcap))
-    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
-
-
-def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Attend with capped_scores, which torch's own attention cannot; v: [..., keys, head_dim]; returns q's shape."""
-    return capped_scores(q, k, mask, scale, softcap).softmax(dim=-1).to(v.dtype) @ v
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(dim=-1).to(v.dtype) @ v
 
 
 def in_log2(scale: float, softcap: float | None) -> tuple[float, float]:
