@@ -134,14 +134,14 @@ class TestDetokenizer:
     @given(data=st.data())
     def test_the_pieces_are_the_whole_text_of_any_tokens(self, name: str, data: st.DataObject) -> None:
         """Tokens that straddle characters, bytes that are none, special tokens, ids that no token has, and the same
-        again and again; with stop strings and without."""
+        again and again; with a stop string, longer than the whole text, and without."""
         tokenizer = TOKENIZERS[name]
         some = st.lists(st.integers(0, len(tokenizer) + 2), max_size=8)
         repeated = st.builds(lambda ids, times: ids[:4] * times, some, st.integers(1, 40))
         tokens = list(chain.from_iterable(data.draw(st.lists(some | repeated, max_size=6))))
         skipped = data.draw(st.booleans())
         expected = tokenizer.decode(tokens, skip_special_tokens=skipped, clean_up_tokenization_spaces=False)
-        for stop in (None, "never"):
+        for stop in (None, expected[-3:] + "." * len(expected) + "!"):
             taken, detokenizer = read(tokens, tokenizer, skip_special_tokens=skipped, stop=stop)
             assert "".join(taken) == detokenizer.text == decode(tokenizer, detokenizer.seq) == expected
 
