@@ -1,4 +1,4 @@
-"""Checkpoint: a model's folder, or Hub id, opened and read but for its weights."""
+"""Checkpoint: reads a model from its folder or from the Hugging Face Hub, all but its weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ NEEDED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint's own files say.
+    """The settings that a checkpoint's own files give.
 
-    folder: where they are
+    folder: the folder that holds the files
     hf_config: config.json, as transformers reads it
     eos_token_ids: every end-of-sequence id that config.json or generation_config.json names
     generation_defaults: the settings of generation_config.json, as SamplingParams names them
@@ -38,7 +38,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, model: str) -> Checkpoint:
-        """Read a folder, or what the Hub has under an id. Raises ValueError for what is not there or cannot be read."""
+        """Read a folder, or download a Hub id first. Raises ValueError if a file is missing or cannot be read."""
         folder = _resolve_folder(model)
         hf_config = _read_config(folder)
         generation = _read_generation_config(folder)
@@ -53,7 +53,7 @@ def _resolve_folder(model: str) -> str:
     try:
         folder = Path(model).expanduser()
         is_folder, is_file = folder.is_dir(), folder.is_file()
-    except (OSError, RuntimeError, ValueError):  # too long a name, another user's home, a null character
+    except (OSError, RuntimeError, ValueError):  # the path is too long, has a null character, or is another user's
         is_folder = is_file = False
     if is_folder:
         return str(folder)
@@ -79,7 +79,7 @@ def _read_config(folder: str) -> PretrainedConfig:
         architectures = json.loads(file.read_text()).get("architectures") or []
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot read its config.json: {error}") from error
-    check_architectures(architectures)  # before transformers, which may not know it and cannot say what we support
+    check_architectures(architectures)  # first: transformers may not know it, and cannot say what we support
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
@@ -87,7 +87,7 @@ def _read_config(folder: str) -> PretrainedConfig:
 
 
 def _read_generation_config(folder: str) -> dict[str, Any]:
-    """What the file says and no more: transformers' defaults are not the checkpoint's."""
+    """Read the file itself: transformers would add its own defaults, which are not the checkpoint's."""
     file = Path(folder) / "generation_config.json"
     if not file.is_file():
         return {}
@@ -107,7 +107,7 @@ def _find_generation_defaults(generation: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_eos_token_ids(folder: str, hf_config: PretrainedConfig, generation: dict[str, Any]) -> frozenset[int]:
-    """Without those that are no token's, such as a -1 for none."""
+    """Collect all end-of-sequence ids but those outside the vocabulary, such as a -1 that stands for none."""
     text_config = hf_config.get_text_config()
     ids: set[int] = set()
     for source in (hf_config.to_dict(), text_config.to_dict(), generation):

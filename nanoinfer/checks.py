@@ -1,4 +1,4 @@
-"""Checks of arguments: what counts as an integer, a number, a flag or a list, whichever library it comes from."""
+"""Checks of arguments: integers, numbers, flags and lists, from whichever library they come."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 
 def as_int(value: Any) -> int | None:
-    """An integer of any library as Python's, None for everything else: for booleans, and for arrays of one integer."""
+    """Convert any library's integer to Python's. All else gives None, also a boolean or an array of one integer."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or (not isinstance(value, Integral) and (_is_boolean(value) or _has_axes(value))):
         return None
     try:
         return operator.index(value)
-    except Exception:  # whatever its own conversion raises
+    except Exception:  # its own conversion may raise anything
         return None
 
 
 def as_number(value: Any) -> float | None:
-    """A number of any library as Python's int or float, None for everything else: for booleans, and for strings."""
+    """Convert any library's number to Python's int or float. All else gives None, also a boolean or a string."""
     if type(value) is float:
         return value
     if (integer := as_int(value)) is not None:
@@ -31,14 +31,16 @@ def as_number(value: Any) -> float | None:
         if getattr(value, "ndim", None) == 0:
             value = value.item()
         return None if isinstance(value, int) or not isinstance(value, Real) else float(value)
-    except Exception:  # whatever its own conversion raises
+    except Exception:  # its own conversion may raise anything
         return None
 
 
 def as_list(value: Any, ordered: bool = True) -> list[Any] | None:
-    """The entries of what can be iterated, None for everything else: for strings, and for mappings.
+    """List the entries of an iterable. Everything else gives None, also a string or a mapping.
 
-    ordered: for sets, too; tensors and arrays give lists of Python's numbers, or of such lists
+    ordered: a set gives None too, because it has no order
+
+    A tensor or an array gives a list of Python's numbers, or of such lists.
     """
     if isinstance(value, (str, bytes, bytearray, memoryview)) or hasattr(value, "keys"):
         return None
@@ -46,13 +48,13 @@ def as_list(value: Any, ordered: bool = True) -> list[Any] | None:
         return None
     try:
         entries = value.tolist() if hasattr(value, "tolist") else iter(value)
-    except Exception:  # whatever its own conversion raises
+    except Exception:  # its own conversion may raise anything
         return None
     return list(entries) if isinstance(entries, (list, Iterator)) else None
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None, what: str = "") -> int:
-    """The integer. Raises ValueError when it is none, or not in the range, which `what` may tell better."""
+    """Return the integer. Raises ValueError if it is none or out of range; `what` may describe the range better."""
     integer = as_int(value)
     if integer is None or integer < low or (high is not None and integer > high):
         what = what or (f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}")
@@ -61,7 +63,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None, what: st
 
 
 def check_number(name: str, value: Any, low: float, high: float, what: str) -> float:
-    """The number. Raises ValueError when it is none, or not in the range, which `what` tells."""
+    """Return the number. Raises ValueError if it is none or out of the range that `what` describes."""
     number = as_number(value)
     if number is None or not low <= number <= high:
         raise ValueError(f"{name}={short(value)}: must be a number {what}")
@@ -69,27 +71,27 @@ def check_number(name: str, value: Any, low: float, high: float, what: str) -> f
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """A boolean of any library as Python's. Raises ValueError for everything else."""
+    """Convert any library's boolean to Python's. Raises ValueError for everything else."""
     if isinstance(value, bool):
         return value
     if _is_boolean(value) and not _has_axes(value):
-        with suppress(Exception):  # whatever its own conversion raises
+        with suppress(Exception):  # its own conversion may raise anything
             return bool(value)
     raise ValueError(f"{name}={short(value)}: must be True or False")
 
 
 def check_choice(name: str, value: Any, allowed: list[str]) -> str:
-    """The string. Raises ValueError when it is none of those allowed."""
+    """Return the string. Raises ValueError if it is none of the allowed ones."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}={short(value)}: must be one of {', '.join(map(repr, allowed))}")
     return str(value)
 
 
 def short(value: object, most: int = 500) -> str:
-    """A value as an error shows it."""
+    """Show a value in an error message, with at most `most` characters of it."""
     try:
         text = repr(value)
-    except Exception:  # such as of an integer with thousands of digits
+    except Exception:  # repr refuses an integer with thousands of digits, for one
         return f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[:most]}..."
 
@@ -99,5 +101,5 @@ def _is_boolean(value: Any) -> bool:
 
 
 def _has_axes(value: Any) -> bool:
-    """An array or a tensor of one entry is not that entry."""
+    """Whether a value is an array or a tensor with axes, which is no number even with a single entry."""
     return getattr(value, "ndim", 0) != 0

@@ -18,35 +18,35 @@ from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.weights.sources import FileSource
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MAX_SLOTS = 2**31  # of the KV cache, one a token: their numbers are int32
+MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
 
 @hints_for("LLM")
 @dataclass
 class Config:
-    """The options of LLM, checked, beside what the checkpoint's own files say.
+    """The checked options of LLM, and the settings that the checkpoint's own files give.
 
     model: a folder with config.json and *.safetensors, or a Hugging Face Hub id
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
-    max_num_seqs: at most this many sequences run at once; their rows may take half of the memory that may be in use
+    max_num_seqs: at most this many sequences run at once; their rows may take half of the usable memory
     max_model_len: a sequence has at most this many tokens, prompt and output; the model's own limit may lower it
     gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
         memory counts too
-    tensor_parallel_size: so many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
+    tensor_parallel_size: this many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
     enforce_eager: the host launches a decode step's kernels one by one instead of replaying a CUDA graph
     kvcache_block_size: a KV-cache block holds this many tokens, a multiple of 16 (with flash_attn, of 256)
-    num_kvcache_blocks: the KV cache has this many blocks; None: as many as the memory holds. Times
-        kvcache_block_size it is at most 2^31
+    num_kvcache_blocks: the KV cache has this many blocks, together at most 2^31 tokens; None: as many as the memory
+        holds
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
-    dtype: "float32", "float16" or "bfloat16", or torch's own; "auto" is the checkpoint's on CUDA, float32 on the CPU
-    device: "cuda" or "cpu", or torch's own; "auto" is CUDA if there is a device; CUDA_VISIBLE_DEVICES says which
+    dtype: "float32", "float16" or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on the CPU
+    device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; CUDA_VISIBLE_DEVICES says which
     seed: a request without a seed of its own gets one that is made from this number
-    load_format: "safetensors", or "dummy" for random weights of the config's shapes, which depend on seed and ranks
-    worker_timeout: a rank whose process does not run for this many seconds, stopped or starved, ends the engine; on
-        CUDA so does a step that is not done by then; float("inf") waits for ever
+    load_format: "safetensors", or "dummy" for random weights of the config's shapes, which differ with seed and ranks
+    worker_timeout: the engine ends when a rank's process does not run for this many seconds, because it is stopped or
+        starved; on CUDA it also ends when a step takes that long; float("inf"): it waits for ever
 
-    Integers, numbers and booleans may come from any library; a boolean is never an integer.
-    Raises ValueError, naming the option, its value and what would work.
+    Integers, numbers and booleans may come from any library; a boolean does not count as an integer.
+    Raises a ValueError that names the option, its value and what would work.
     """
 
     model: str
@@ -65,7 +65,7 @@ class Config:
     load_format: str = "safetensors"
     worker_timeout: float = 30.0
 
-    description: Description = field(init=False, repr=False)  # of the model
+    description: Description = field(init=False, repr=False)  # the model's structure
     eos_token_ids: frozenset[int] = field(init=False, repr=False)
     generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
 
@@ -100,13 +100,13 @@ class Config:
         model = describe(hf_config)
         model.check_ranks(self.tensor_parallel_size)
         if model.tied and self.load_format == "safetensors":
-            # Some say that they are tied, and are not; transformers believes the tensors.
+            # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
             own_head = FileSource(self.model, model.is_multimodal).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")
             return replace(model, tied=not own_head)
         return model
 
     def _check_numbers(self) -> None:
-        """Those that need no look at the model, as Python's own."""
+        """Check the numbers that do not depend on the model, and convert them to Python's own types."""
         for name, low, high in (
             ("max_num_batched_tokens", 1, None),
             ("max_num_seqs", 1, None),

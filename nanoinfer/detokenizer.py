@@ -1,4 +1,4 @@
-"""Detokenizer: a sequence's text while its tokens come, and where a stop string ends it."""
+"""Detokenizer: makes a sequence's text while its tokens come, and finds the stop string that ends it."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from transformers import PreTrainedTokenizerBase
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.stop_strings import stop_strings
 
-REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no character
-MAX_WINDOW = 8  # tokens: with more, half of them are left out if they can be
-MAX_STRAYS = 3  # bytes at the window's beginning that belong to a character left out
+REPLACEMENT = "\ufffd"  # a decoder writes this for bytes that are no character
+MAX_WINDOW = 8  # tokens: a longer window drops its older half if it can
+MAX_STRAYS = 3  # bytes at the window's beginning whose character began in a dropped token
 
 
 class TokenWindow:
-    """The newest tokens. Only they are decoded again with another token, so that its cost does not grow with the text.
+    """The newest tokens. Each new token is decoded with these alone, so that its cost does not grow with the text.
 
-    Text is sure when no token to come can change it. Two kinds of text are not yet:
-    - An unfinished character. A decoder makes one replacement character of its bytes, the text's last.
-    - Byte tokens in a row, such as <0xE2>. A decoder with byte fallback reads all of them as UTF-8 or, if one is wrong,
-      makes a replacement character of every one. So their text is sure when another token follows.
+    Text is sure when no later token can change it. Two kinds of text are not sure yet:
+    - An unfinished character. A decoder ends the text with one replacement character for its bytes.
+    - A run of byte tokens, such as <0xE2>. A decoder with byte fallback reads the whole run as UTF-8. If one byte is
+      wrong, it makes a replacement character of every byte. So a run's text is sure when another token follows.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
         self._spell = tokenizer.backend_tokenizer.id_to_token
         self._decode = decoder(tokenizer, skip_special_tokens)
         self._tokens: list[int] = []
-        self._length = 0  # of their text, in characters
-        self._num_sure = 0  # of these
-        self._num_bytes = 0  # byte tokens, the last ones
+        self._length = 0  # characters in the tokens' text
+        self._num_sure = 0  # characters of that text that are sure, from its beginning
+        self._num_bytes = 0  # byte tokens at the end
 
     def push(self, token_id: int) -> tuple[str, bool] | None:
-        """All whole characters behind the sure ones, and whether they are sure now; None if nothing is new."""
+        """Add a token; returns the whole characters behind the sure ones and whether they are sure; None: no news."""
         if self._is_byte(token_id):
             return self._push_byte(token_id)
         text = self._decode([*self._tokens, token_id])
@@ -52,21 +52,21 @@ class TokenWindow:
         self._tokens.append(token_id)
         self._num_bytes += 1
         if self._num_bytes % (self._num_bytes // 64 + 1):
-            return None  # many of them are decoded now and then only, as all of them are, each time
+            return None  # a long run is decoded only now and then, because that decodes all of it
         return self._decode(self._tokens)[self._num_sure :].rstrip(REPLACEMENT), False
 
     def finish(self) -> str:
-        """All behind what was sure, if no token follows."""
+        """Return the text behind the sure characters, when no token follows."""
         rest = self._decode(self._tokens)[self._num_sure :]
         self._tokens, self._num_sure = [], 0
         return rest
 
     def _is_byte(self, token_id: int) -> bool:
-        token = self._spell(token_id) or ""  # an id of no token has none
+        token = self._spell(token_id) or ""  # an id without a token has no spelling
         return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
     def _is_silent(self, token_id: int) -> bool:
-        """Whether it has no text, as a special token. Once is not enough: the text's first space may be stripped."""
+        """Whether a token has no text, as a special one. A decoder may strip the first space: it gets four copies."""
         return not self._decode([token_id] * 4)
 
     def _measure(self, text: str) -> None:
@@ -74,10 +74,10 @@ class TokenWindow:
         self._num_sure = self._length - text.endswith(REPLACEMENT)
 
     def _shrink(self) -> None:
-        """Leave out the older half, if the other's text ends as that of both.
+        """Drop the older half of the window, if the newer half's text then ends as the text of both does.
 
-        The other may begin in the middle of a character, whose bytes then are replacement characters. Behind them a
-        decoder is in step with the whole text.
+        The newer half may begin in the middle of a character, whose bytes then become replacement characters. Behind
+        these, the newer half's text equals the end of the whole text.
         """
         newer = self._tokens[len(self._tokens) // 2 :]
         text = self._decode(newer)
@@ -87,10 +87,10 @@ class TokenWindow:
 
 
 class Detokenizer:
-    """The text of one sequence, token by token, at a cost a token that does not grow with the text.
+    """The text of one sequence, token by token. A token's cost does not grow with the text.
 
-    All of it together is what the tokenizer makes of all tokens at once, up to the stop string. What may become a stop
-    string is held back until it is clear that it does not.
+    The whole text equals what the tokenizer makes of all tokens at once, up to the stop string. `take` holds back
+    characters that may become a stop string, until it is clear that they do not.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seq: Sequence) -> None:
@@ -99,21 +99,21 @@ class Detokenizer:
         self._stops = stop_strings(tuple(seq.params.stop)) if seq.params.stop else None
         self._num_read = 0  # tokens
         self._text = io.StringIO()
-        self._length = 0  # of the text, in characters
-        self._state = 0  # of the search for stop strings, behind the text
-        self._num_sure = 0  # characters that are sure: the window may give the others another text
-        self._sure_state = 0
-        self._num_safe = 0  # sure characters that belong to no stop string, whatever comes
+        self._length = 0  # characters in the text
+        self._state = 0  # the state of the search for stop strings, at the text's end
+        self._num_sure = 0  # characters that are sure: the next token may change the others
+        self._sure_state = 0  # the search's state behind them
+        self._num_safe = 0  # sure characters that belong to no stop string, whichever tokens follow
         self._num_taken = 0
         self._stop_string: str | None = None
 
     @property
     def text(self) -> str:
-        """All of it that is known."""
+        """The whole text so far, sure or not."""
         return self._text.getvalue()
 
     def update(self) -> str | None:
-        """Read the sequence's new tokens; returns the stop string with which the text ends, if it does."""
+        """Read the sequence's new tokens; returns the stop string that ends the text, if one does."""
         for token_id in text_tokens(self.seq, self._num_read):
             if self._stop_string is not None:
                 break
@@ -126,7 +126,7 @@ class Detokenizer:
         return self._stop_string
 
     def take(self) -> str:
-        """The text that is sure to stay and was not taken before."""
+        """Return the text that is sure to stay and was not taken before."""
         text = self._read(self._num_taken)[: self._num_safe - self._num_taken]
         self._num_taken = self._num_safe
         return text
@@ -136,7 +136,7 @@ class Detokenizer:
         return self._text.read()
 
     def _update_tail(self, tail: str, is_sure: bool) -> None:
-        """Let `tail` be the text behind what was sure; one that is not sure, and takes back another, waits."""
+        """Make `tail` the text behind the sure characters. An unsure tail may add characters, but change none."""
         known = self._read(self._num_sure)
         if tail.startswith(known):
             self._add(tail[len(known) :])
@@ -164,7 +164,7 @@ class Detokenizer:
 
 
 def text_tokens(seq: Sequence, start: int = 0) -> list[int]:
-    """The generated tokens from `start` on that belong to the text: a stop token only if it is to end with it."""
+    """Return the generated tokens from `start` on that belong to the text, with the stop token only if it is kept."""
     end = len(seq)
     if seq.ended_by_token and not seq.params.include_stop_str_in_output:
         end -= 1
@@ -172,12 +172,12 @@ def text_tokens(seq: Sequence, start: int = 0) -> list[int]:
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """Makes text of tokens: the tokenizer's own, which no clean_up_tokenization_spaces changes afterwards."""
+    """Return the tokenizer's function from tokens to text, without its clean_up_tokenization_spaces."""
     if tokenizer.is_fast:
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
     return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, seq: Sequence) -> str:
-    """A sequence's whole text at once."""
+    """Decode a sequence's whole text at once."""
     return decoder(tokenizer, seq.params.skip_special_tokens)(text_tokens(seq))

@@ -1,4 +1,4 @@
-"""Hints: an unknown argument's error says how it is written here."""
+"""Hints: the error for an unknown argument says what to write here instead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ELSEWHERE = {
         ("eos_token_id", "stop_token_ids"),
         ("top_logprobs", "logprobs"),
         ("do_sample", "a temperature above 0 samples; SamplingParams(temperature=0) takes the most likely token"),
-        ("max_length min_length", "SamplingParams(max_tokens=..., min_tokens=...) counts what is generated alone"),
+        ("max_length min_length", "SamplingParams(max_tokens=..., min_tokens=...) counts generated tokens alone"),
         ("best_of", "SamplingParams(n=...) gives all samples: choose among them"),
         ("num_beams use_beam_search length_penalty early_stopping", "there is no beam search"),
         ("bad_words bad_words_ids suppress_tokens", "write SamplingParams(logit_bias={token id: -100})"),
@@ -55,17 +55,19 @@ ELSEWHERE = {
     )
     for name in names.split()
 }
-"""What users of transformers, vLLM and their like write: the argument that is meant, or else what to do."""
+"""Maps an argument of transformers, vLLM and their like to our argument, or to a sentence that says what to do."""
 
-SURE, LIKELY = 0.8, 0.6  # how much alike two names are
+SURE, LIKELY = 0.8, 0.6  # how much alike two names are, from 0 to 1, as difflib measures it
 
-_takers: dict[str, list[str]] = {}  # each argument of ours, and the calls that take it
+_takers: dict[str, list[str]] = {}  # our argument -> the calls that take it
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 
 def hints_for(taker: str) -> Callable[[T], T]:
-    """Decorate what users call `taker`, a function or a class, so that it refuses unknown arguments by a ValueError.
+    """Decorate a function or a class, so that it refuses unknown arguments by a ValueError with a hint.
+
+    taker: the name by which users call the function or the class
 
     A function that passes other arguments on refuses only those that are clearly meant for us.
     """
@@ -94,7 +96,7 @@ def hints_for(taker: str) -> Callable[[T], T]:
 
 
 def _hint(name: str, known: list[str], is_open: bool) -> str | None:
-    """How an unknown argument is written here; None for one that may be meant for others."""
+    """Say what to write instead of an unknown argument; None if it may be one to pass on."""
     ours = ELSEWHERE.get(name, name)
     if near := difflib.get_close_matches(ours, known, n=1, cutoff=SURE):
         return f"did you mean {near[0]!r}?"

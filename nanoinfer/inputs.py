@@ -1,4 +1,4 @@
-"""What users hand in, checked before anything runs."""
+"""Inputs: checks prompts, chats and settings before anything runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
 from nanoinfer.sampling_params import SamplingParams
 
-MEDIA = ("image", "video", "audio")  # in the keys of a message, or of a part of its content: image, image_url, images
-MOST_SHOWN = 60  # characters of a prompt
+MEDIA = ("image", "video", "audio")  # in the keys of a message, or of an entry of its content: image, image_url, images
+MOST_SHOWN = 60  # characters of a prompt in an error message
 
 Prompt = str | ListLike[int]
 ChatMessage = Mapping[str, Any]
@@ -22,7 +22,7 @@ Chats = ListLike[ChatMessage] | ListLike[ListLike[ChatMessage]]
 
 
 class Inputs:
-    """Turns prompts, chats and settings into what the engine takes; raises ValueError for what cannot work."""
+    """Turns prompts and chats into token ids, and checks these and settings. Raises ValueError if one cannot work."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.config = config
@@ -34,27 +34,27 @@ class Inputs:
         sampling_params: SamplingParams | ListLike[SamplingParams] | None,
         name: str = "prompts",
     ) -> list[tuple[list[int], SamplingParams]]:
-        """Each prompt's token ids and its settings; name: of the argument that they come from."""
+        """Return each prompt's token ids and its settings; name: the argument that errors name."""
         items = [prompts] if isinstance(prompts, str) else _list(name, prompts, "a string or a list of prompts")
         if items and as_int(items[0]) is not None:
             raise ValueError(
-                f"{name}={short(items, MOST_SHOWN)}: must be a list of prompts; of one prompt's token ids, [[...]]"
+                f"{name}={short(items, MOST_SHOWN)}: must be a list of prompts; pass one prompt's ids as [[...]]"
             )
         params = self._check_params(len(items), sampling_params)
         return [(self._check_prompt(f"{name}[{i}]", item), params[i]) for i, item in enumerate(items)]
 
     def check_one(self, prompt: Prompt, sampling_params: SamplingParams | None) -> tuple[list[int], SamplingParams]:
-        """One prompt's token ids and its settings."""
+        """Return one prompt's token ids and its settings."""
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise ValueError(
-                f"sampling_params={short(sampling_params, MOST_SHOWN)}: must be a SamplingParams, of one prompt;"
+                f"sampling_params={short(sampling_params, MOST_SHOWN)}: must be a SamplingParams, for one prompt;"
                 " generate and stream take lists"
             )
         (params,) = self._check_params(1, sampling_params)
         return self._check_prompt("prompt", prompt), params
 
     def render(self, messages: Chats, **template: Any) -> list[list[int]]:
-        """Each chat as a prompt, by the tokenizer's own template."""
+        """Return each chat's token ids, by the tokenizer's own template."""
         if self.tokenizer is None or not (self.tokenizer.chat_template or template.get("chat_template") is not None):
             raise ValueError(f"{self.config.model!r} has no chat template: use generate with prompts of your own")
         chats = _list("messages", messages, "a list of messages, or of such lists")
@@ -77,7 +77,7 @@ class Inputs:
             )
         except Exception as error:
             raise ValueError(f"{name}: the chat template does not take it: {error}") from error
-        return self._encode(name, text, add_special_tokens=False)  # they are in the template
+        return self._encode(name, text, add_special_tokens=False)  # the template has written them
 
     def _check_params(
         self, count: int, sampling_params: SamplingParams | ListLike[SamplingParams] | None
@@ -97,7 +97,7 @@ class Inputs:
         return [_copy(entry) for entry in params]
 
     def _check_setting(self, name: str, params: SamplingParams) -> None:
-        """What SamplingParams cannot know: the model's vocabulary and tokenizer."""
+        """Check settings by the model's vocabulary and tokenizer, which SamplingParams does not know."""
         vocab_size = self.config.description.vocab_size
         for field in ("logit_bias", "stop_token_ids"):
             for token_id in getattr(params, field) or ():
@@ -113,7 +113,7 @@ class Inputs:
             self.check_detokenizer(f"{name}.stop={params.stop!r}")
 
     def check_detokenizer(self, name: str) -> None:
-        """Whether text can be made token by token, which `name` needs."""
+        """Raise ValueError if the tokenizer cannot make text token by token, which `name` needs."""
         if self.tokenizer is None:
             raise ValueError(f"{name} needs text, but {self.config.model!r} has no tokenizer")
         if not self.tokenizer.is_fast:
@@ -141,7 +141,7 @@ class Inputs:
             raise ValueError(f"{name} is text, but {self.config.model!r} has no tokenizer: pass a list of token ids")
         try:
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        except TypeError:  # such as half a surrogate pair
+        except TypeError:  # the text has half a surrogate pair, for one
             raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: the tokenizer does not take it") from None
 
 
@@ -156,7 +156,7 @@ def _token_ids(name: str, prompt: Any) -> list[int]:
     entries, what = as_list(prompt), "must be a string or a list of token ids"
     if entries is None:
         raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: {what}")
-    if set(map(type, entries)) <= {int}:  # most are, and may be many
+    if set(map(type, entries)) <= {int}:  # most prompts are, and a long one should not cost more
         return entries
     token_ids = []
     for entry in entries:
@@ -167,7 +167,7 @@ def _token_ids(name: str, prompt: Any) -> list[int]:
 
 
 def _copy(params: SamplingParams) -> SamplingParams:
-    """One that no change reaches from outside, and that other ranks know, of whatever subclass it is."""
+    """Copy the fields into a plain SamplingParams: users may change theirs, and ranks may not know its subclass."""
     return SamplingParams(**{field.name: getattr(params, field.name) for field in fields(SamplingParams)})
 
 
@@ -178,7 +178,7 @@ def _is_message(entry: Any) -> bool:
 
 
 def _other_content(entry: Any) -> str | None:
-    """What a message has that is no text, by the type that says so, or without one by its key."""
+    """Return the type of a message's content that is no text, or the key that names it; None if all is text."""
     if not isinstance(entry, Mapping):
         return None
     content = entry.get("content")
@@ -191,5 +191,5 @@ def _other_content(entry: Any) -> str | None:
 
 
 def _is_given(value: Any) -> bool:
-    """Not by its truth, which an array does not have."""
+    """Whether a value is neither None, False nor empty; the truth of an array would raise an error."""
     return value is not None and value is not False and not (isinstance(value, (str, list, tuple)) and not value)

@@ -1,4 +1,4 @@
-"""LLM: the facade. Text in, text out, and every mistake found before the first token is spent."""
+"""LLM: the facade. It takes text, returns text, and refuses bad input before it computes a token."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ class LLM:
 
     An LLM has these attributes:
 
-    config: the options as they came out; max_model_len, for one, may have been lowered to the model's own limit
-    memory: how the device's memory is divided, a MemoryPlan; print(llm.memory) tells, and so does the logger
-        "nanoinfer", once, at level INFO
-    tokenizer: the checkpoint's own; None if it has none: then prompts are token ids, and texts are empty
+    config: the options in effect; the model's own limit may have lowered max_model_len, for one
+    memory: a MemoryPlan, how the device's memory is divided; print(llm.memory) shows it, and the logger "nanoinfer"
+        logs it once, at level INFO
+    tokenizer: the checkpoint's own; None if it has none: then prompts must be token ids, and texts are empty
 
-    It holds its device memory and processes until close(), the end of its `with` block, or its deletion. One thread at
-    a time can use it.
+    An LLM holds its device memory and processes until close(), the end of its `with` block, or its deletion. One thread
+    at a time can use it.
 
-    Its methods raise these errors:
+    The methods of an LLM raise these errors:
 
     ValueError: an option, an argument or a setting cannot work, or the LLM is closed; the message names the argument,
         its value and what would work; nothing has run yet
     RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not ended
     WorkerError: a tensor-parallel rank died or hangs; the LLM is closed, and later calls raise the error again
     KeyboardInterrupt: Ctrl-C in generate, chat, stream or step drops every request and leaves the LLM usable. With
-        several ranks it takes effect when the step is complete; a second one, a second later, ends the ranks and
-        closes the LLM
+        several ranks it takes effect when the step is complete. A second Ctrl-C, more than a second later, ends the
+        ranks and closes the LLM
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -108,13 +108,13 @@ class LLM:
         prompts: Prompt | ListLike[Prompt],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
     ) -> Stream:
-        """Generate for every prompt; yields the news of each sample as they come. A sample's last has a finish_reason.
+        """Generate for every prompt; yields each sample's new text as it comes, the last with a finish_reason.
 
         prompts: strings, or lists of token ids; a lone string counts as a list of one
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
 
-        Leaving the loop, by whatever way, aborts the samples that have not ended. While a stream that you keep in a
-        variable is open, no other call can use the LLM: exhaust it, close it (stream.close()), or delete it.
+        Leaving the loop in any way aborts the samples that have not ended. While a stream that you keep in a
+        variable is open, no other call can use the LLM. Exhaust the stream, close it (stream.close()), or delete it.
         Raises ValueError, before anything runs, as generate does.
         """
         self.engine.check_open()
@@ -140,11 +140,11 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one step of all queued requests; returns the outputs of the requests that ended with it.
 
-        If the step raises, or Ctrl-C interrupts it, every request is dropped; has_unfinished_requests() says so.
+        If the step raises, or Ctrl-C interrupts it, every request is dropped; has_unfinished_requests() is False then.
         """
         self.engine.check_open()
         with self._turn(), self._requests:
-            if not self._requests.finished:  # some may have been aborted
+            if not self._requests.finished:  # abort may have ended some
                 self._requests.step()
             return [request.output() for request in self._requests.take_finished()]
 
@@ -158,7 +158,7 @@ class LLM:
     def abort(self, request_id: int) -> None:
         """End a request now, from the thread that runs the loop over `step` or over a stream.
 
-        request_id: the number that add_request returned, or that a stream's news have
+        request_id: the number that add_request returned, or that a stream's outputs have
 
         The request's output has the tokens so far, and finish_reason "abort". An ended request stays as it is.
         Raises ValueError for a number that no request has had.
@@ -168,9 +168,9 @@ class LLM:
             self._requests.abort(request)
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the settings of the checkpoint's generation_config.json; the others have our defaults.
+        """Return SamplingParams with the checkpoint's generation_config.json; other settings have our defaults.
 
-        Raises ValueError for a setting there that is out of SamplingParams' range.
+        Raises ValueError if that file has a setting out of SamplingParams' range.
         """
         try:
             return SamplingParams(**self.config.generation_defaults)
@@ -189,10 +189,11 @@ class LLM:
         self.close()
 
     def _turn(self, alone: bool = False) -> threading.Lock:
-        """What is to be held while the engine runs. Only a lock's own `with` gives it back wherever an interrupt falls.
+        """Return the lock that a caller holds while the engine runs. Raises RuntimeError if it is taken.
 
-        alone: no requests of others may be in it
-        Raises RuntimeError when it is not to be had.
+        alone: raise it too while requests of add_request have not ended
+
+        The caller writes `with` itself: only a lock's own `with` releases it wherever an interrupt falls.
         """
         if self._busy.locked():
             raise RuntimeError(
@@ -215,7 +216,7 @@ class LLM:
             requests = [self._requests.add(*entry, streams=True) for entry in checked]
             indices = {sample: index for index, request in enumerate(requests) for sample in request.samples}
             while indices:
-                changed = self._requests.take_changed()  # some may have been aborted
+                changed = self._requests.take_changed()  # abort may have ended some
                 if not changed:
                     self.engine.check_open()
                     if not self._requests.num_running:
@@ -223,7 +224,7 @@ class LLM:
                     self._requests.step()
                 for sample in changed or self._requests.take_changed():
                     if sample not in indices:
-                        continue  # it was aborted in the loop's body, and this was told
+                        continue  # the loop's body aborted it, and its end was yielded already
                     new = sample.take_new(indices[sample])
                     if new["finish_reason"] is not None:
                         del indices[sample]
@@ -244,14 +245,14 @@ class LLM:
 
 
 class Stream(Iterator[StreamOutput]):
-    """The outputs of a call of `stream`. Once it has raised an error, it raises whenever it is asked for more.
+    """The outputs of one call of LLM.stream. After an error, each further `next` raises RuntimeError with its reason.
 
-    `close`, or its deletion, aborts what has not ended.
+    `close`, or the stream's deletion, aborts the samples that have not ended.
     """
 
     def __init__(self, outputs: Generator[StreamOutput, None, None]) -> None:
         self._outputs = outputs
-        self._failure: str | None = None  # not the error: its traceback keeps what the engine holds
+        self._failure: str | None = None  # not the error itself: its traceback keeps what the engine holds
 
     def __next__(self) -> StreamOutput:
         if self._failure is not None:
@@ -261,12 +262,12 @@ class Stream(Iterator[StreamOutput]):
         except StopIteration:
             raise
         except BaseException as error:
-            self.close()  # an interrupt may have come when the output was made
+            self.close()  # an interrupt may come after the generator has yielded, which leaves it open
             self._failure = str(error) or type(error).__name__
             raise
 
     def close(self) -> None:
-        """Abort what has not ended."""
+        """Abort the samples that have not ended."""
         self._outputs.close()
 
 
@@ -279,7 +280,7 @@ class Rates:
         self._decode = [0, 0.0]
 
     def update(self, result: StepResult) -> bool:
-        """Count one step, over the time since the one before it; returns whether it was a prefill step."""
+        """Count one step, over the time since the step before it; returns whether it was a prefill step."""
         if result.ready_at is None:
             return False
         counter = self._prefill if result.num_prefill_tokens else self._decode

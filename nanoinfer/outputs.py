@@ -11,9 +11,9 @@ from nanoinfer.engine.sequence import FinishReason
 class SampleOutput(TypedDict):
     """One sample of a prompt.
 
-    text: the generated text, without special tokens and without a stop string, unless SamplingParams keeps them; as
-        the tokens spell it, whatever clean_up_tokenization_spaces a checkpoint sets; empty without a tokenizer, and
-        with detokenize=False
+    text: the generated text, without special tokens and without a stop string, unless SamplingParams keeps them; a
+        checkpoint's clean_up_tokenization_spaces does not change it; empty without a tokenizer, and with
+        detokenize=False
     token_ids: all generated tokens; the last may be an end-of-sequence token or a stop token
     finish_reason: "stop" for a stop string, a stop token or an end of sequence; "length"; "abort"; "error" when the
         text could not be made, which ends this sample alone
@@ -43,12 +43,12 @@ class Timings(TypedDict):
 
 
 class RequestOutput(SampleOutput):
-    """One prompt's result: all fields of SampleOutput, which tell of the first sample, and these.
+    """One prompt's result: all fields of SampleOutput, for the first sample, and these.
 
-    request_id: the number that add_request returned; generate, chat and stream count with it too
+    request_id: the number that add_request returned; generate, chat and stream number their requests too
     prompt_logprobs: like logprobs, for each token of the prompt; None for the first token, which nothing precedes;
         None as a whole if SamplingParams did not ask
-    num_cached_tokens: so many tokens of the prompt were in the KV cache already
+    num_cached_tokens: this many tokens of the prompt were in the KV cache already
     timings: when the request was queued, had its first token, and ended
     samples: all n samples, the first included
     """
@@ -61,17 +61,17 @@ class RequestOutput(SampleOutput):
 
 
 class StreamOutput(TypedDict):
-    """The news of one sample, as a stream yields them.
+    """One sample's new text and tokens, as a stream yields them.
 
     request_id: the request's number, for abort
     index: the prompt's place in the list that was passed to stream
     sample: the sample's number among its prompt's, from 0 to n - 1
     text: the new text: whole characters only, and nothing that may turn out to be the beginning of a stop string
     token_ids: the new tokens
-    finish_reason: as in SampleOutput, in the sample's last news; None before
-    stop_reason: as in SampleOutput, in the sample's last news; None before
+    finish_reason: as in SampleOutput, in the sample's last output; None before
+    stop_reason: as in SampleOutput, in the sample's last output; None before
     logprobs: as in SampleOutput, for the new tokens
-    prompt_logprobs: as in RequestOutput, in the first news of a prompt's first sample; None otherwise
+    prompt_logprobs: as in RequestOutput, in the first output of a prompt's first sample; None otherwise
     """
 
     request_id: int

@@ -15,15 +15,15 @@ from nanoinfer.sampling_params import SamplingParams
 
 
 class Sample:
-    """One sequence and its text, which is made at its end, or token by token where it is needed sooner.
+    """One sequence and its text. The text is made when the sequence ends, or token by token if it is needed sooner.
 
-    Whatever goes wrong with the text ends this sequence alone.
+    An error while the text is made ends this sequence alone.
     """
 
     def __init__(
         self, seq: Sequence, engine: LLMEngine, tokenizer: PreTrainedTokenizerBase | None, streams: bool
     ) -> None:
-        """streams: take_new will be asked for what is new"""
+        """streams: the caller takes new text and tokens as they come, by take_new."""
         self.seq = seq
         self.streams = streams
         self._engine = engine
@@ -31,15 +31,15 @@ class Sample:
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and (streams or seq.params.stop):
             self._detokenizer = Detokenizer(tokenizer, seq)
-        self._num_taken = 0  # tokens
+        self._num_taken = 0  # tokens that take_new has returned
 
     @property
     def is_watched(self) -> bool:
-        """Whether `update` wants to be called after each of its steps."""
+        """Whether `update` must be called after each step that computed a token of the sequence."""
         return self.streams or self._detokenizer is not None
 
     def update(self) -> None:
-        """Read the text of the newest token, which may end the sequence."""
+        """Add the newest token's text. A stop string in it ends the sequence."""
         if self._detokenizer is None:
             return
         try:
@@ -51,7 +51,7 @@ class Sample:
                 self._engine.finish(self.seq, "stop", stop)
 
     def take_new(self, index: int) -> StreamOutput:
-        """What came since the last time; index: the prompt's, among those of the call."""
+        """Return the text and tokens since the last call; index: the prompt's place in the list given to LLM.stream."""
         seq, start = self.seq, self._num_taken
         self._num_taken = seq.num_output_tokens
         return StreamOutput(
@@ -68,12 +68,12 @@ class Sample:
 
     @property
     def prompt_logprobs(self) -> list[Mapping[int, float] | None] | None:
-        """Those of the prompt, with its first sample, if they are asked for."""
+        """The prompt's log-probabilities, if they are asked for and this is the first sample; otherwise None."""
         asked = self.seq.params.prompt_logprobs is not None and self.seq.sample_index == 0
         return [None, *self.seq.prompt_logprobs] if asked else None
 
     def output(self) -> SampleOutput:
-        """The result of a sequence that has ended."""
+        """Return the result of the sequence, which has ended."""
         seq = self.seq
         text = self._text()
         return SampleOutput(
@@ -110,15 +110,15 @@ class Request:
         tokenizer: PreTrainedTokenizerBase | None,
         streams: bool = False,
     ) -> None:
-        """streams: what is new of it will be taken as it comes"""
+        """streams: the caller takes each sample's new text and tokens as they come."""
         if not params.detokenize:
             tokenizer = None
         self.samples = [Sample(seq, engine, tokenizer, streams) for seq in engine.add_request(prompt, params)]
-        self.num_running = len(self.samples)  # that have not ended, kept by Requests
+        self.num_running = len(self.samples)  # samples that have not ended, kept by Requests
         self.id = self.samples[0].seq.request_id
 
     def output(self) -> RequestOutput:
-        """The result, once all samples have ended."""
+        """Return the result, once all samples have ended."""
         first = self.samples[0].seq
         samples = [sample.output() for sample in self.samples]
         return RequestOutput(
@@ -136,12 +136,12 @@ class Request:
 
 
 class Requests:
-    """The requests whose outputs have not been given out.
+    """The requests whose outputs have not been returned yet.
 
-    Requests change only inside a `with` of this object. An error or an interrupt inside it drops all of them, as it may
-    have left some half changed. If even the dropping is interrupted, the next `with` completes it.
+    Change requests only inside `with requests:`. If the block is left by an exception (Ctrl-C too), every request is
+    dropped, because one may be half-updated. If Ctrl-C interrupts even that, the next `with` completes it.
 
-    finished: those whose samples have all ended, in the order of their ends
+    finished: the requests whose samples have all ended, in the order in which they ended
     """
 
     def __init__(self, engine: LLMEngine, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -149,9 +149,9 @@ class Requests:
         self._engine = engine
         self._tokenizer = tokenizer
         self._running: dict[int, Request] = {}  # by id
-        self._watched: dict[Sequence, Sample] = {}  # those of theirs that are looked at after each of their steps
-        self._changed: list[Sample] = []  # of those that stream, since they were last asked for
-        self._is_settled = True
+        self._watched: dict[Sequence, Sample] = {}  # the samples to update after each of their steps
+        self._changed: list[Sample] = []  # streaming samples, since the last take_changed
+        self._is_settled = True  # no request is half-updated
 
     def __enter__(self) -> None:
         self.settle()
@@ -164,13 +164,13 @@ class Requests:
             self.abort_all()
 
     def settle(self) -> None:
-        """Drop what an interrupt has left."""
+        """Drop every request if an interrupt has left one half-updated."""
         if not self._is_settled:
             self.abort_all()
 
     @property
     def num_running(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._running)
 
     def add(self, prompt: list[int], params: SamplingParams, streams: bool = False) -> Request:
@@ -181,7 +181,7 @@ class Requests:
         return request
 
     def step(self) -> StepResult:
-        """One step of the engine, and what it means for the texts."""
+        """Run one step of the engine, and update the texts of the samples that it advanced."""
         result = self._engine.step()
         ended = result.finished
         if self._watched:
@@ -195,16 +195,16 @@ class Requests:
         return result
 
     def find(self, request_id: int) -> Request | None:
-        """The request, unless it has ended. Raises ValueError for an id that was never given."""
+        """Return the request, or None if it has ended. Raises ValueError for an id that no request has had."""
         known = as_int(request_id)
         if known is None or known not in range(self._engine.num_requests):
             raise ValueError(
-                f"request_id={short(request_id)}: no request has it; add_request returns those that have one"
+                f"request_id={short(request_id)}: no request has it; pass a number that add_request returned"
             )
         return self._running.get(known)
 
     def abort(self, request: Request) -> None:
-        """End what has not ended of a request; also in the midst of a `with`."""
+        """End the samples of a request that have not ended, outside or in the middle of `with requests:`."""
         was_settled, self._is_settled = self._is_settled, False
         try:
             seqs = [sample.seq for sample in request.samples if not sample.seq.is_finished]
@@ -219,7 +219,7 @@ class Requests:
         self._is_settled = was_settled
 
     def abort_all(self) -> None:
-        """Forget everything."""
+        """Drop every request, ended ones included."""
         self._is_settled = False
         self._engine.abort_all()
         self._running.clear()
@@ -229,12 +229,12 @@ class Requests:
         self._is_settled = True
 
     def take_finished(self) -> list[Request]:
-        """Those that have ended since the last time."""
+        """Return the requests that have ended since the last call."""
         finished, self.finished = self.finished, []
         return finished
 
     def take_changed(self) -> list[Sample]:
-        """The streaming samples that have something new since the last time, or have ended; some perhaps twice."""
+        """Return the streaming samples that have new tokens or ended since the last call; one may be there twice."""
         changed, self._changed = self._changed, []
         return changed
 
@@ -248,4 +248,4 @@ class Requests:
             if request.num_running == 0:
                 self.finished.append(self._running.pop(request.id))
         if not self._running:
-            self._engine.drain()  # a stop string ends a sequence whose next token is on its way
+            self._engine.drain()  # a stop string ends a sequence whose next token is still in flight

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen and when it ends."""
+"""SamplingParams: how the tokens of one request are chosen, and when the request ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from nanoinfer.checks import as_int, as_list, as_number, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
 
-MIN_TEMPERATURE = 1e-6  # what is below is greedy: logits divided by it would overflow
-LARGEST = 1e30  # of any number: the device computes in float32
+MIN_TEMPERATURE = 1e-6  # a lower one is greedy: logits divided by it would overflow
+LARGEST = 1e30  # no setting may be larger: the device computes in float32
 OPTIONAL = ("seed", "logprobs", "prompt_logprobs")  # may be None
 MOST_SAMPLES = 10**6  # each is a sequence of its own
 
@@ -43,13 +43,13 @@ class SamplingParams:
         before the token, its token_ids with the token
     include_stop_str_in_output: the text ends with the stop string or stop token instead of before it
     min_tokens: before this many generated tokens, no end-of-sequence token, stop token or stop string ends a sample
-    logprobs: the output has the log-probability of each generated token, and those of the k most likely tokens; 0:
-        of the generated token alone; the model's own logits count, before any setting changes them
-    prompt_logprobs: the output has the same for each token of the prompt; the engine takes no prefix from the KV cache
+    logprobs: the output has the log-probability of each generated token, and those of this many most likely tokens;
+        0: of the generated token alone; they come from the model's own logits, before any setting changes them
+    prompt_logprobs: as logprobs, for each token of the prompt; the engine then takes no prefix from the KV cache
     skip_special_tokens: the text leaves out special tokens
-    detokenize: the output has text; without it token ids alone are returned, a little sooner
+    detokenize: the output has text; False: it has token ids alone, a little sooner
 
-    Raises ValueError for a setting out of its range, naming the setting, its value and the range.
+    Raises a ValueError that names the setting, its value and the range, if a setting is out of its range.
     """
 
     temperature: float = 1.0
@@ -82,7 +82,7 @@ class SamplingParams:
         self._check_stops()
 
     def _set(self, name: str, value: Any) -> None:
-        """What was given, as Python's own."""
+        """Set a field of this frozen dataclass to its checked value, of Python's own types."""
         object.__setattr__(self, name, value)
 
     def _check_integers(self) -> None:
@@ -138,27 +138,27 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens so far count for the next one."""
+        """Whether a penalty makes the next token depend on the tokens so far."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is left to chance."""
+        """Whether the sampler always takes the most likely token."""
         return self.temperature < MIN_TEMPERATURE
 
     @property
     def has_filters(self) -> bool:
-        """Whether unlikely tokens are left out of the draw."""
+        """Whether the sampler leaves unlikely tokens out of the draw."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def is_plain(self) -> bool:
-        """Whether a draw needs no more than logits, temperature and seed, once min_tokens have been generated."""
+        """Whether a draw needs only logits, temperature and seed, once min_tokens have been generated."""
         return not (self.has_penalties or self.has_filters or self.logit_bias) and self.logprobs is None
 
 
 def _check_entries(name: str, value: Any, kind: str, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """The converted entries of a list, which may be None. Raises ValueError for one of which `convert` makes None."""
+    """Convert a list's entries; None counts as empty. Raises ValueError for an entry that `convert` turns into None."""
     entries = [] if value is None else as_list(value, ordered=False)
     if entries is None:
         raise ValueError(f"{name}={short(value)}: must be a list of {kind}")

@@ -84,7 +84,7 @@ class TestPrompts:
 
     def test_one_prompt_of_token_ids_is_not_taken_for_many(self, llm: LLM) -> None:
         for prompts in ([5, 6], np.array([5, 6])):
-            with pytest.raises(ValueError, match=r"must be a list of prompts; of one prompt's token ids, \[\[...\]\]"):
+            with pytest.raises(ValueError, match=r"must be a list of prompts; pass one prompt's ids as \[\[...\]\]"):
                 llm.generate(prompts, greedy(1))
 
     def test_add_request_takes_one(self, llm: LLM) -> None:
@@ -335,7 +335,7 @@ class TestNames:
             ({"stop_strings": "a"}, "did you mean 'stop'"),
             ({"num_return_sequences": 2}, "did you mean 'n'"),
             ({"tempreature": 1}, "did you mean 'temperature'"),
-            ({"max_length": 5}, r"SamplingParams\(max_tokens=..., min_tokens=...\) counts what is generated alone"),
+            ({"max_length": 5}, r"SamplingParams\(max_tokens=..., min_tokens=...\) counts generated tokens alone"),
             ({"num_beams": 4}, "there is no beam search"),
             ({"max_num_seqs": 4}, r"write LLM\(max_num_seqs=...\)"),
             ({"colour": 4}, "known: temperature, .*, detokenize$"),
