@@ -1,4 +1,4 @@
-"""BlockManager: which KV-cache blocks are whose, and which still hold content worth reusing."""
+"""BlockManager: which sequences hold which KV-cache blocks, and which free blocks hold content worth reusing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from itertools import count
 
 from nanoinfer.engine.sequence import Sequence
 
-Content = tuple[int, bytes]  # the serial of the block before it, and the block's own tokens
+Content = tuple[int, bytes]  # the serial of the block before, and the block's own tokens
 
 
 class Block:
-    """One block of the KV cache: how many tables name it, and the content it is known by.
+    """One block of the KV cache.
 
-    serial: stands for all tokens up to the end of a block that has content, and never for any others
+    ref_count: this many sequences hold the block
+    content: the block's name, by which BlockManager finds it; None: it has none yet
+    serial: in a named block, it stands for all tokens up to the end of this block, and never for any others
     """
 
     __slots__ = ("content", "ref_count", "serial")
@@ -27,16 +29,16 @@ class Block:
 class BlockManager:
     """Hands blocks to sequences, shares full ones between equal prefixes, and takes them back.
 
-    A full block that nobody names any more is free, but keeps its content until it is handed out again. A later
-    sequence with the same prefix can have it back. The least recently freed block is handed out first.
+    A full block that no sequence holds any more is free, but keeps its content until it is handed out again. A later
+    sequence with the same prefix can take it back. The least recently freed block is handed out first.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.cached_blocks: dict[Content, int] = {}  # the block that holds a content; an equal hash is not enough
-        self._serials = count(2)  # 0 and 1 stand before the first block of short and of long sequences
+        self.cached_blocks: dict[Content, int] = {}  # content -> the block that holds it; an equal hash is not enough
+        self._serials = count(2)  # 0 and 1 stand before the first block of short and long sequences
 
     @property
     def num_free(self) -> int:
@@ -51,8 +53,8 @@ class BlockManager:
     def allocate(self, seq: Sequence) -> int | None:
         """Give a sequence that holds no blocks all that its tokens need, cached prefix first.
 
-        Returns the number of leading tokens whose keys and values are already there, always fewer than the sequence
-        has (the last token's logits are needed); None, and nothing changes, when there are too few free blocks.
+        Returns how many leading tokens have their keys and values in the cache already. That is never all of them,
+        because the last token's logits are needed. With too few free blocks, returns None and changes nothing.
         A sequence that wants the logits of its whole prompt gets no cached prefix.
         """
         assert not seq.block_table
@@ -70,14 +72,14 @@ class BlockManager:
         return len(cached) * self.block_size
 
     def can_fork(self, seq: Sequence) -> bool:
-        """Whether there is a free block for another sequence's copy of the last one, if that is not full."""
+        """Whether `fork` finds the block that it needs: one for a copy of the last block, or none if that is full."""
         return self.num_free > 0 or len(seq) % self.block_size == 0
 
     def fork(self, seq: Sequence, other: Sequence) -> tuple[int, int] | None:
-        """Give another sequence of the same tokens all blocks of the first, and its own copy of one that is not full.
+        """Let another sequence of the same tokens share the full blocks of `seq` that `seq` has not released.
 
-        What the first has released, the other does not get either.
-        Returns that block and the one it is to be copied to.
+        If the last block is not full, `other` gets a block of its own for a copy.
+        Returns (block to copy, its copy), or None if the last block is full.
         """
         assert not other.block_table
         num_full = len(seq) // self.block_size
@@ -102,20 +104,20 @@ class BlockManager:
     def record(self, seq: Sequence, num_tokens: int) -> None:
         """Name the blocks that the first `num_tokens` tokens fill: their keys and values are now in the cache.
 
-        Blocks of equal content get one serial, so that a lookup finds what follows any of them.
+        Blocks of equal content get one serial, so that a lookup finds the blocks that follow any of them.
         """
         for index in range(seq.num_named, num_tokens // self.block_size):
             block_id = seq.block_table[index]
             block = self.blocks[block_id]
-            if block.content is None:  # else another sequence that shares it has named it
+            if block.content is None:  # otherwise another sequence that shares the block has named it
                 block.content = self._content(seq, index, seq.last_serial)
                 block.serial = self.blocks[self.cached_blocks.setdefault(block.content, block_id)].serial
             seq.num_named, seq.last_serial = index + 1, block.serial
 
     def release(self, seq: Sequence, num_tokens: int) -> None:
-        """Take back the blocks that the first `num_tokens` tokens fill, all of them named, from one that goes on.
+        """Take back, from a sequence that goes on, the blocks that its first `num_tokens` tokens fill; all have names.
 
-        Their numbers stay in its table, where nobody reads them any more.
+        The numbers of these blocks stay in the block table, where nobody reads them any more.
         """
         num_released = num_tokens // self.block_size
         if num_released > seq.num_released:
@@ -123,13 +125,13 @@ class BlockManager:
             seq.num_released = num_released
 
     def free(self, seq: Sequence) -> None:
-        """Take back the sequence's blocks."""
+        """Take back all blocks of a sequence."""
         self._take_back(seq.block_table[seq.num_released :])
         seq.block_table = []
         seq.num_released = seq.num_named = 0
 
     def free_all(self) -> None:
-        """Take back every block, whatever state an interrupt left it in; what has a name keeps its content."""
+        """Take back every block, whatever state an interrupt left it in; a block with a name keeps its content."""
         for block in self.blocks:
             block.ref_count = 0
         named = set(self.cached_blocks.values())
@@ -148,18 +150,18 @@ class BlockManager:
         return found
 
     def _content(self, seq: Sequence, index: int, serial: int) -> Content:
-        """The content of block `index` of a sequence; serial: of the block before it."""
+        """Return the content of block `index` of a sequence; serial: that of the block before."""
         return serial, seq.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
 
     def _take_back(self, block_ids: list[int]) -> None:
-        """Take back blocks of one sequence, the last first: a prefix outlives what follows it."""
+        """Take back blocks of one sequence, the last first, so that a cached prefix outlives the blocks behind it."""
         for block_id in reversed(block_ids):
             block = self.blocks[block_id]
             assert block.ref_count > 0
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_blocks[block_id] = None
-                if block.content is None:  # nothing to keep: the next to be handed out
+                if block.content is None:  # it holds nothing to keep, and is handed out next
                     self.free_blocks.move_to_end(block_id, last=False)
 
     def _acquire(self, block_id: int) -> None:

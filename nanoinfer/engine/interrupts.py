@@ -1,4 +1,4 @@
-"""Ctrl-C, where it must not come in the middle."""
+"""delayed_interrupt: holds a Ctrl-C back while it must not come."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-AGAIN_SECONDS = 1.0  # what comes sooner is the same key press: some launchers pass on what the terminal has sent too
+AGAIN_SECONDS = 1.0  # a SIGINT that comes sooner is the same key press: some launchers repeat the terminal's
 
 
 @contextmanager
 def delayed_interrupt() -> Iterator[None]:
-    """Let a SIGINT that comes inside the block take effect at its end; one that comes again takes effect at once.
+    """Let a SIGINT that comes inside the block take effect at the block's end; a second one takes effect at once.
 
-    Whatever handler the process has gets it. Python calls it on the main thread: on others this block does nothing.
+    The process's own handler gets the signal. Python calls it on the main thread: on others this block does nothing.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    delayed: list[tuple[float, FrameType | None]] = []  # one at most: when and where it came
+    delayed: list[tuple[float, FrameType | None]] = []  # at most one: its time, and the frame that it interrupted
 
     def delay(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

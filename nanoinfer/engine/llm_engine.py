@@ -25,7 +25,7 @@ from nanoinfer.sampling_params import SamplingParams
 
 @dataclass
 class InFlight:
-    """A launched step whose tokens have not been read."""
+    """A launched step whose tokens have not been read back."""
 
     step: Step
     seqs: list[Sequence]  # in the order of the tokens
@@ -34,27 +34,27 @@ class InFlight:
 
 @dataclass
 class StepResult:
-    """What one call of LLMEngine.step read back: one step at most.
+    """The step that one call of LLMEngine.step read back; without one, all is empty or 0.
 
-    num_running and blocks_used are as the step found them, before the sequences that ended with it left.
+    num_running and blocks_used still count the sequences that ended with the step.
     """
 
     finished: list[Sequence]
-    advanced: list[Sequence] = field(default_factory=list)  # those that it computed a token for, the finished included
+    advanced: list[Sequence] = field(default_factory=list)  # those that the step computed a token for
     num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0  # without those that came after an end-of-sequence token
+    num_decode_tokens: int = 0  # a token after an end-of-sequence token does not count
     ready_at: float | None = None  # when the device was done with the step, on time.perf_counter's clock
-    num_running: int = 0  # sequences whose prompts are scheduled whole and whose last token is not read yet
+    num_running: int = 0  # sequences whose prompts are scheduled whole and whose last token is not read back yet
     blocks_used: float = 0.0  # the share of the KV cache's blocks that sequences hold
 
 
 class LLMEngine:
-    """Owns the scheduler, the rows' map and the ranks. One step is always in flight while the next is planned."""
+    """Owns the scheduler, the RowMap and the ranks. It plans the next step while one is in flight."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self._owner = os.getpid()
-        self._failure: str | None = None  # what has ended the ranks
+        self._failure: str | None = None  # why the ranks have ended
         self.workers = Workers(config) if config.tensor_parallel_size > 1 else None
         self._finalizer = weakref.finalize(self, _close, self._owner, self.workers, None)
         with self._one_fate():
@@ -70,17 +70,17 @@ class LLMEngine:
         )
         self.row_map = RowMap()
         self.in_flight: deque[InFlight] = deque()
-        self.on_step: Callable[[StepResult], None] | None = None  # told of each step read back
-        self.num_requests = 0  # that were ever added
+        self.on_step: Callable[[StepResult], None] | None = None  # called with each step that is read back
+        self.num_requests = 0  # that have been added so far, ended ones included
 
     def add_request(self, prompt: list[int], params: SamplingParams) -> list[Sequence]:
         """Queue a request; returns its params.n sequences, which hold their tokens once steps have finished them.
 
-        Their request_id counts the requests, from 0.
+        The sequences' request_id counts the requests, from 0.
         """
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
         seed = params.seed
-        if seed is None:  # + 1: the first request's is not 0, which a user may choose
+        if seed is None:  # + 1: the first request's seed is not 0, which a user may choose
             seed = self.config.seed * 0x9E3779B97F4A7C15 + (request_id + 1) * 0xD1B54A32D192ED03
         stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
@@ -95,7 +95,7 @@ class LLMEngine:
         return seqs
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a sequence now, or give one that has ended another reason."""
+        """End a sequence now, or change the reason of one that has ended."""
         if seq.is_finished:
             seq.finish_reason, seq.stop_reason = reason, stop_reason
         else:
@@ -122,7 +122,7 @@ class LLMEngine:
             return StepResult([])
 
     def drain(self) -> None:
-        """Read back what is in flight."""
+        """Read back every step in flight."""
         with self._undivided():
             while self.in_flight:
                 self._read_back(self.in_flight.popleft())
@@ -134,16 +134,16 @@ class LLMEngine:
         tp = TensorParallel(0, config.tensor_parallel_size, workers.store, config.device, workers.check)
         workers.watch(tp.abort)
         runner = ModelRunner(config, tp, workers.send)
-        workers.end_start()  # they have built their models together with rank 0
+        workers.end_start()  # by now every rank has built its model
         return runner
 
     def _undivided(self) -> AbstractContextManager[None]:
-        """Around what several ranks do together: an interrupt waits for its end, but one that comes again ends them."""
+        """Return a context in which a Ctrl-C waits until several ranks are done together; a second one ends them."""
         return nullcontext() if self.workers is None else delayed_interrupt()
 
     @contextmanager
     def _one_fate(self) -> Iterator[None]:
-        """Of several ranks, one's failure is the end of all: they would wait for each other forever."""
+        """End all of several ranks if the block raises: otherwise those that are left would wait forever."""
         try:
             yield
         except BaseException as error:
@@ -152,7 +152,7 @@ class LLMEngine:
             cause = error
             try:
                 cause = self.workers.explain(error)
-            finally:  # an interrupt may come in the seconds that this takes
+            finally:  # explain takes seconds, in which an interrupt may come
                 self._fail(cause)
             if cause is error:
                 raise
@@ -192,7 +192,7 @@ class LLMEngine:
         return result
 
     def _record_logprobs(self, done: InFlight) -> None:
-        """Give the sequences what was computed for the tokens that they are about to get, and for their prompts."""
+        """Give the sequences the log-probabilities of the tokens that they are about to get, and of their prompts."""
         for logprobs in done.tokens.logprobs:
             for place, entry in logprobs.entries():
                 if not done.seqs[place].is_finished:
@@ -203,7 +203,7 @@ class LLMEngine:
                     done.step.chunks[chunk].seq.prompt_logprobs.append(entry)
 
     def abort_all(self) -> None:
-        """Drop every request, those in flight included; the engine is ready for others."""
+        """Drop every request, those in flight included; the engine is then ready for new ones."""
         self.in_flight.clear()
         self.scheduler.abort_all()
         self.row_map.clear()
@@ -214,9 +214,9 @@ class LLMEngine:
             self._finalizer()
 
     def check_open(self) -> None:
-        """Raise ValueError when close has been called, WorkerError when the ranks have failed, with the cause.
+        """Raise ValueError if close has been called, or WorkerError with the cause if the ranks have failed.
 
-        Raise RuntimeError in a fork of the process that made several ranks.
+        With several ranks, raise RuntimeError in a fork of the process that made them.
         """
         if self.workers is not None and self._owner != os.getpid():
             raise RuntimeError(f"this LLM's ranks serve process {self._owner}, and not its fork: make another LLM here")
@@ -232,9 +232,9 @@ class LLMEngine:
 
 
 def _close(owner: int, workers: Workers | None, runner: ModelRunner | None, failed: bool = False) -> None:
-    """End all ranks; after a failure, without expecting the others to listen."""
+    """End all ranks; after a failure, kill the other ranks, because they may not listen."""
     if owner != os.getpid():
-        return  # a fork of the process that owns them, going its own way
+        return  # this is a fork: the ranks belong to the process that made them
     if workers is not None:
         failed = not workers.stop(failed)
     if runner is not None:

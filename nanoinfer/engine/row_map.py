@@ -1,4 +1,4 @@
-"""RowMap: a scheduled step told as the message that makes the ranks run it."""
+"""RowMap: turns a scheduled step into the message that makes the ranks run it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nanoinfer.runner.message import (
 
 
 class RowMap:
-    """Which sequence is in which row of the device. Rows stay packed.
+    """The host's list of the sequence in each row on the device. Rows stay packed.
 
-    The invariant: the sequences here, the rows of InputBatch and those of LogitsProcessors apply the same moves in the
-    same order. So a row's number means the same sequence to the host and to every rank, and neither asks the other.
+    The invariant: RowMap, InputBatch and LogitsProcessors apply the same moves in the same order. So a row's number
+    means the same sequence to the host and to every rank, and neither asks the other.
 
-    seqs: row i holds the i-th
+    seqs: row i holds seqs[i]
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class RowMap:
         """
         if isinstance(step, DecodeStep):
             return self._describe_decode(step)
-        joins = _describe_joins(step)  # one that starts again may not have left yet
+        joins = _describe_joins(step)  # a sequence that starts again may still be in its old row
         moves = self._pack([seq for seq in self.seqs if seq.status is SequenceStatus.RUNNING and seq not in joins])
         num_rows = len(self.seqs)
         for seq in joins:
@@ -54,7 +54,7 @@ class RowMap:
         return DecodeMessage(moves, len(self.seqs), grown, step.max_context_len), self.seqs.copy()
 
     def _pack(self, staying: list[Sequence]) -> list[tuple[int, int]]:
-        """Let all but `staying` leave, and move the last rows into the holes; returns (source, destination) rows."""
+        """Remove all but `staying`, and move the last rows into the holes; returns (source, destination) rows."""
         num_rows = len(staying)
         if num_rows == len(self.seqs):
             return []
@@ -81,7 +81,7 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
 
 
 def _describe_joins(step: PrefillStep) -> dict[Sequence, JoinMessage]:
-    """The sequences that get their first token from a step, in the order of their rows."""
+    """Describe the sequences that get their first token from a step, in the order of their rows."""
     chunks = {chunk.seq: index for index, chunk in enumerate(step.chunks) if chunk.is_last}
     joins = {seq: _describe_join(seq, index) for seq, index in chunks.items()}
     for fork in step.forks:
@@ -98,7 +98,7 @@ def _describe_join(seq: Sequence, chunk: int) -> JoinMessage:
 
 
 def describe_logits(seq: Sequence) -> LogitsMessage:
-    """What the ranks must know of a sequence that wants more than a temperature, from its next token on."""
+    """Describe a sequence that wants more than a temperature to the ranks, from its next token on."""
     params = seq.params
     num_suppressed = max(0, params.min_tokens - seq.num_output_tokens)
     return LogitsMessage(

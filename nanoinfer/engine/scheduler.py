@@ -1,4 +1,4 @@
-"""Scheduler: which sequences run in the next step."""
+"""Scheduler: decides which sequences run in the next step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from itertools import islice
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
 
-# While sequences decode, prompts gather until they are worth a step of their own: on an H200 a step of a thousand
-# tokens of a small model takes its launches longer than the device.
+# While sequences decode, prompts gather until they are worth a step of their own. On an H200, the host needs longer to
+# launch a step of a thousand tokens of a small model than the device needs to run it.
 MIN_PREFILL_TOKENS = 4096
-MAX_FREE_ROWS = 1 / 16  # of max_num_seqs
+MAX_FREE_ROWS = 1 / 16  # of max_num_seqs; with so many free, prompts wait no longer
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Fork:
 
     seq: Sequence
     source: Sequence
-    copied_block: tuple[int, int] | None  # the last block, and the one it is to be copied to, if it is not full
+    copied_block: tuple[int, int] | None  # (last block, its copy), if the last block is not full
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class DecodeStep:
     """A step that gives every sequence in it one more token."""
 
     seqs: list[Sequence]
-    grown: list[Sequence]  # those whose block table got a block for this step
-    due: list[Sequence]  # those that this step takes to their check_at
+    grown: list[Sequence]  # sequences whose block table got a block for this step
+    due: list[Sequence]  # sequences that this step takes to their check_at
     max_context_len: int
 
     @property
@@ -70,13 +70,13 @@ class Scheduler:
     """First come, first served: gathered prompts before running sequences, the newest preempted first.
 
     `schedule` plans a step from lengths alone, so it may be called again before the tokens of the last step are
-    known; `postprocess` takes each step's tokens, in the order of the steps.
+    known. `postprocess` takes each step's tokens, in the order of the steps.
 
-    A decode step costs little more than one short loop over its rows in each of the two: what a row needs but seldom,
-    a block or to leave, is looked into only when its num_scheduled comes to its check_at.
+    In a decode step, `schedule` and `postprocess` each do little more than one short loop over the rows. A row seldom
+    needs a block or has to leave: `schedule` looks into that only when the row's num_scheduled comes to its check_at.
 
-    A model's keys may depend on how long a sequence is (longrope rotates all positions of a long one otherwise). So a
-    sequence is computed as long or as short, never as both: one that outgrows `long_from` tokens starts again.
+    A model's keys may depend on how long a sequence is: longrope rotates all positions of a long sequence by other
+    angles. So a sequence is computed either as long or as short. A short one that outgrows `long_from` starts again.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class Scheduler:
         window: int | None = None,
         long_from: int | None = None,
     ) -> None:
-        """window: the tokens that the layers that look back farthest see, a query's own included; None: all.
+        """window: in no layer does a query see more tokens than this, its own included; None: it may see all.
 
-        long_from: the most tokens of a context that is computed as a short one; None: any number
+        long_from: a sequence of more tokens is computed as a long one; None: all are short
         """
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
         self.long_from = long_from
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # one that is aborted leaves from anywhere at once
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # an aborted one leaves at once, wherever it waits
         self.running: deque[Sequence] = deque()
         self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
-        self.full: list[Sequence] = []  # those of `decoding` that need a block for it
+        self.full: list[Sequence] = []  # those of `decoding` that need a block for that step
         self.num_preemptions = 0
 
     def add(self, seq: Sequence) -> None:
@@ -112,7 +112,7 @@ class Scheduler:
         return not (self.waiting or self.running)
 
     def schedule(self, in_flight: bool) -> Step | None:
-        """Plan the next step; None when nothing can run before what is in flight has been postprocessed.
+        """Plan the next step; None when nothing can run before the steps in flight have been postprocessed.
 
         in_flight: whether there are scheduled steps whose tokens are not known yet
         """
@@ -120,14 +120,14 @@ class Scheduler:
 
     @property
     def _next(self) -> Sequence:
-        """The first of those that wait."""
+        """The first of the waiting sequences."""
         return next(iter(self.waiting))
 
     def _prefill_is_due(self) -> bool:
-        """Whether to prefill before decoding, which waits meanwhile.
+        """Whether the next step is to prefill, while decoding waits.
 
-        It is time when nothing else can run, a prompt is half done, there are no more prompts to gather, or those that
-        may start are many: by their tokens, or by the rows that they leave empty.
+        A prefill is due when nothing can decode, a prompt is half done, or there are free rows for all waiting prompts.
+        It is also due when many rows are free, or the prompts that can start have many tokens.
         """
         if not self.waiting:
             return False
@@ -162,7 +162,7 @@ class Scheduler:
         return PrefillStep(chunks, forks) if chunks else None
 
     def _fork(self, seq: Sequence) -> list[Fork]:
-        """Start the further samples of a prompt that has just been scheduled whole, as far as they find room."""
+        """Start the further samples of a prompt that has just been scheduled whole, while rows and blocks are free."""
         forks: list[Fork] = []
         while self.waiting and len(self.running) < self.max_num_seqs and self.block_manager.can_fork(seq):
             other = self._next
@@ -177,7 +177,7 @@ class Scheduler:
     def _schedule_decode(self, in_flight: bool) -> DecodeStep | None:
         while len(self.full) > self.block_manager.num_free:
             if in_flight:
-                return None  # a preempted sequence starts again from its tokens: they must be known
+                return None  # a preempted sequence starts again from its tokens, which must be known
             self._preempt(self.decoding[-1])
         if not self.decoding:
             return None
@@ -203,12 +203,12 @@ class Scheduler:
         self._check(seq)
 
     def _check(self, seq: Sequence) -> None:
-        """See whether a sequence takes part in the next decode step, whether with a block, and when to look again."""
+        """Decide whether a sequence is in the next decode step, whether it needs a block, and when to look again."""
         if seq.is_exhausted:
             seq.status = SequenceStatus.ENDING
             self.decoding.remove(seq)
             return
-        if seq.num_scheduled == self.long_from:  # a long one has more from its first step on
+        if seq.num_scheduled == self.long_from:  # only a short one: long ones have more from their first step on
             seq.status = SequenceStatus.OUTGROWN
             self.decoding.remove(seq)
             return
@@ -225,34 +225,34 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _requeue(self, seq: Sequence) -> None:
-        """Let a sequence whose tokens are all known start again from them, before the others that wait."""
+        """Let a sequence start again from its tokens, which are all known, before the others that wait."""
         self._stop(seq)
         seq.num_scheduled = 0
         seq.status = SequenceStatus.WAITING
         first = self._next if self.waiting else seq
         self.waiting[seq] = None
         self.waiting.move_to_end(seq, last=False)
-        if first.block_table:  # one that is half done stays the first: its blocks would be held in vain
+        if first.block_table:  # a half-done prompt stays first: otherwise it would hold its blocks for nothing
             self.waiting.move_to_end(first, last=False)
 
     def _stop(self, seq: Sequence) -> None:
-        """Take back a running sequence's blocks and its place."""
+        """Take back a running sequence's blocks, and its place among those that run."""
         self.block_manager.free(seq)
         for seqs in (self.running, self.decoding, self.full):
             if seq in seqs:
                 seqs.remove(seq)
 
     def postprocess(self, step: Step, tokens: Iterable[tuple[Sequence, int]]) -> tuple[list[Sequence], int]:
-        """Take what the oldest step in flight sampled, in any order.
+        """Take the tokens that the oldest step in flight sampled, in any order.
 
-        Returns the sequences that ended with it, and how many of the tokens were dropped, as their sequence had ended.
+        Returns the sequences that ended with that step, and how many tokens were dropped because theirs had ended.
         """
         self._record(step)
         ended, num_dropped = [], 0
         running = SequenceStatus.RUNNING
         for seq, token_id in tokens:
             if seq.status is running and token_id not in seq.stop_ids:
-                seq.token_ids.append(token_id)  # nearly always
+                seq.token_ids.append(token_id)  # the usual case
             elif seq.is_finished:
                 num_dropped += 1
             elif self._append(seq, token_id):
@@ -260,15 +260,18 @@ class Scheduler:
         return ended, num_dropped
 
     def _record(self, step: Step) -> None:
-        """Name the blocks that a step has filled, and take back those behind the window; a sequence is due for both.
+        """Name the blocks that a step has filled, and take back those that the window has left behind.
 
-        Steps in flight may still read what is taken back here. They do so before it is written: steps run in order,
-        and the next owner's is planned after this. So only the steps to come count, with queries from num_scheduled on.
+        In a decode step, only the sequences in `due` can have such blocks.
+
+        Steps in flight may still read the blocks that are taken back here. They do so before the next owner writes:
+        steps run in order, and the next owner's step is planned later. So only later steps count when a block is judged
+        to be out of sight, and their queries begin at num_scheduled.
         """
         if isinstance(step, PrefillStep):
             filled = [(chunk.seq, chunk.end) for chunk in step.chunks]
             filled += [(fork.seq, fork.seq.num_prompt_tokens) for fork in step.forks]
-        else:  # it has computed the last token that is known
+        else:  # it has computed the keys and values of the last known token
             filled = [(seq, len(seq)) for seq in step.due]
         for seq, end in filled:
             if not seq.is_finished:
@@ -278,7 +281,7 @@ class Scheduler:
                     self.block_manager.release(seq, min(num_unseen, end))
 
     def _append(self, seq: Sequence, token_id: int) -> bool:
-        """Append a token that may be the last, or the last as a short sequence; returns whether it is the last."""
+        """Append a token that may end the sequence, or end it as a short one; returns whether it has ended."""
         seq.token_ids.append(token_id)
         if token_id in seq.stop_ids:
             self.finish(seq, "stop", token_id if token_id in (seq.params.stop_token_ids or ()) else None)
@@ -289,10 +292,10 @@ class Scheduler:
         return seq.is_finished
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a sequence wherever it is, and take back its blocks and its place.
+        """End a sequence that waits or runs, and take back its blocks and its place.
 
-        A step in flight may still compute its next token. That write lands before those of the blocks' next owners,
-        whose steps are launched later.
+        A step in flight may still compute the sequence's next token. Its keys and values are written before those of
+        the blocks' next owners, whose steps are launched later.
         """
         assert not seq.is_finished
         if seq.status is SequenceStatus.WAITING:
@@ -304,7 +307,7 @@ class Scheduler:
         seq.finish_reason, seq.stop_reason = reason, stop_reason
 
     def abort_all(self) -> None:
-        """Forget every sequence, those in flight included, whatever state an interrupt left them in."""
+        """Drop every sequence, those in flight included, whatever state an interrupt left them in."""
         for seqs in (self.waiting, self.running, self.decoding, self.full):
             seqs.clear()
         self.block_manager.free_all()

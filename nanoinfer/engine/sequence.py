@@ -1,4 +1,4 @@
-"""Sequence: one request's tokens, block table and status."""
+"""Sequence: the tokens, block table and status of one sample of a request."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life."""
+    """How far a sequence has come."""
 
     WAITING = auto()
     RUNNING = auto()
-    ENDING = auto()  # runs, and its last token is on its way
-    OUTGROWN = auto()  # runs, and starts again as a long one when its newest token is known
+    ENDING = auto()  # runs, and a step in flight computes its last token
+    OUTGROWN = auto()  # runs, and starts again as a long sequence (see Scheduler) when its newest token is known
     FINISHED = auto()
 
 
 class Sequence:
-    """One request, from its prompt to its last token.
+    """One sample of a request, from its prompt to its last token.
 
     The host runs ahead of the device, so lengths come in two kinds. `num_scheduled` counts the tokens whose keys
     and values a launched step computes. Only tokens that have been read back are in `token_ids`.
@@ -68,7 +68,7 @@ class Sequence:
         request_id: int = 0,
         sample_index: int = 0,
     ) -> None:
-        """stop_ids: tokens that end it; sample_index: which of the samples of its request, from 0."""
+        """stop_ids: tokens that end the sequence; sample_index: its number among the request's samples, from 0."""
         self.token_ids = array("i", prompt)
         self.num_prompt_tokens = len(prompt)
         self.params = params
@@ -77,22 +77,22 @@ class Sequence:
         self.seed = seed
         self.request_id = request_id
         self.sample_index = sample_index
-        self.num_cached_tokens = 0  # of the prompt, when it was first scheduled
+        self.num_cached_tokens = 0  # of the prompt's tokens, when it was first scheduled
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None  # the stop token or string, or what the error says
-        self.logprobs: list[Mapping[int, float]] = []  # of the tokens generated, if they are asked for
-        self.prompt_logprobs: list[Mapping[int, float]] = []  # of its tokens but the first
+        self.stop_reason: int | str | None = None  # the stop token, the stop string, or the error's message
+        self.logprobs: list[Mapping[int, float]] = []  # of the generated tokens, if asked for
+        self.prompt_logprobs: list[Mapping[int, float]] = []  # of the prompt's tokens but the first, if asked for
         self.queued_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.max_len = min(len(prompt) + params.max_tokens, max_model_len)
         self.status = SequenceStatus.WAITING
         self.num_scheduled = 0
-        self.check_at = 0  # kept by Scheduler: the num_scheduled that fills the last block, or ends something else
-        self.is_long = False  # whether it is computed as a long one, whose keys differ; kept by Scheduler
+        self.check_at = 0  # kept by Scheduler, which looks at the sequence again at this num_scheduled
+        self.is_long = False  # kept by Scheduler: whether it is computed as a long sequence, whose keys differ
         # Kept by BlockManager:
         self.block_table: list[int] = []
-        self.num_released = 0  # leading blocks of the table that are no longer its own
+        self.num_released = 0  # leading blocks of the table that the sequence no longer holds
         self.num_named = 0  # leading blocks of the table that have names
-        self.last_serial = 0  # of the last of them; before the first: 0, or 1 in a long sequence
+        self.last_serial = 0  # of the last named block; before the first: 0, or 1 in a long sequence
         self.row = -1  # this sequence's row on the device, kept by RowMap; -1: none
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """How many there are."""
+        """How many tokens have been generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -120,15 +120,15 @@ class Sequence:
 
     @property
     def ended_by_token(self) -> bool:
-        """Whether the last token is an end-of-sequence or stop token that ended it."""
+        """Whether an end-of-sequence or stop token, the last token, ended the sequence."""
         return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the log-probabilities of its prompt are still to be computed."""
+        """Whether the prompt's log-probabilities are still to be computed."""
         return self.params.prompt_logprobs is not None and self.sample_index == 0 and self.is_fresh
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the token that a launched step samples is the last this sequence may have."""
+        """Whether the newest launched step samples the last token that this sequence may have."""
         return self.num_scheduled + 1 >= self.max_len

@@ -1,4 +1,4 @@
-"""Workers: the processes of the ranks beside rank 0, and who watches them."""
+"""Workers: the processes of the ranks beside rank 0, and the thread that watches them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from nanoinfer.config import Config
 from nanoinfer.parallel.channel import BEAT_SECONDS, Sender
 from nanoinfer.runner.worker import run_worker
 
-VERDICT_SECONDS = 4 * BEAT_SECONDS  # a step waits for this much longer: the watcher knows better what ails a rank
-START_SECONDS = 120.0  # the least patience while the ranks start: imports and drivers may hold the GIL for long
+VERDICT_SECONDS = 4 * BEAT_SECONDS  # a step is waited for this much longer: the watcher's error says more
+START_SECONDS = 120.0  # at least, while the ranks start: imports and drivers may hold the GIL for long
 CLOSE_SECONDS = 5.0
 
 
@@ -38,7 +38,7 @@ class Workers:
         self.timeout = config.worker_timeout
         self.processes: list[Any] = []
         self.errors: list[Connection] = []
-        self._reasons: dict[int, str] = {}  # what befell the ranks that are lost
+        self._reasons: dict[int, str] = {}  # rank -> why it is lost
         self._starting = True
         self._stopping = False
         self._watcher: threading.Thread | None = None
@@ -60,7 +60,7 @@ class Workers:
                     daemon=True,
                 )
                 process.start()
-                mp.process._children.discard(process)  # type: ignore[attr-defined]  # a fork's exit would end it
+                mp.process._children.discard(process)  # type: ignore[attr-defined]  # or a fork would end it at exit
                 writing.close()
                 self.processes.append(process)
                 self.errors.append(reading)
@@ -81,14 +81,14 @@ class Workers:
                 raise self._error(rank)
 
     def patience(self) -> Callable[[], None]:
-        """A check to call again and again while one step is waited for; it raises WorkerError in time, too."""
+        """Return a check to repeat while waiting for one step. It raises WorkerError also if that takes too long."""
         waited, last = 0.0, time.monotonic()
 
         def check() -> None:
             nonlocal waited, last
             self.check()
             now = time.monotonic()
-            waited += min(now - last, BEAT_SECONDS)  # what is longer was a Ctrl-Z, not a wait
+            waited += min(now - last, BEAT_SECONDS)  # a longer gap was a Ctrl-Z, not a wait
             last = now
             if waited > self.timeout + VERDICT_SECONDS:
                 raise self._stuck()
@@ -109,13 +109,13 @@ class Workers:
     def watch(self, on_loss: Callable[[], None]) -> None:
         """Call on_loss, on another thread, when a worker dies: rank 0 may be waiting for it inside a collective.
 
-        A worker whose heart stops is killed.
+        The watching thread kills a worker that gives no sign of life.
         """
 
         def watch_until_loss() -> None:
             try:
                 self._wait_for_loss()
-            except (ValueError, OSError):  # collected on this very thread: what it looks at is closed
+            except (ValueError, OSError):  # the engine was collected on this thread, which closed the pipes
                 if not self._stopping:
                     raise
             if not self._stopping:
@@ -127,7 +127,7 @@ class Workers:
     def _wait_for_loss(self) -> None:
         ends = [*(process.sentinel for process in self.processes), *self.errors]
         beats, silence = [0] * len(self.processes), [0.0] * len(self.processes)
-        # Waits are counted, not the clock: this process too may have been stopped, as all are by a Ctrl-Z.
+        # Count waits, not the time that has passed: a Ctrl-Z stops this process, too.
         while not wait(ends, timeout=BEAT_SECONDS):
             for worker, process in enumerate(self.processes):
                 before, beats[worker] = beats[worker], self.sender.heartbeats(worker)
@@ -140,16 +140,16 @@ class Workers:
                     process.kill()
 
     def end_start(self) -> None:
-        """All ranks have built their models: nobody needs the segment's name any more, nor a start's patience."""
+        """End the start, when all ranks have built their models: remove the segment's name, and be less patient."""
         self._starting = False
         self.sender.unlink()
 
     def explain(self, error: BaseException, patience: float = 5.0) -> BaseException:
-        """What lies behind an error of rank 0: a dead worker's own error, if one dies within `patience` seconds."""
+        """Return the cause of an error of rank 0: a dead worker's own error, if one dies within `patience` seconds."""
         if isinstance(error, KeyboardInterrupt):
             return KeyboardInterrupt("the ranks were interrupted in the middle of their work, and have ended")
         if isinstance(error, (WorkerError, ValueError)) or not isinstance(error, Exception):
-            return error  # it speaks for itself
+            return error  # it names its cause itself
         sentinels = [process.sentinel for process in self.processes]
         if wait([*sentinels, *self.errors], timeout=patience):
             for rank in range(1, len(self.processes) + 1):
@@ -173,7 +173,7 @@ class Workers:
         return f"died: it ended with exit code {process.exitcode} and left no traceback{_hint(process)}"
 
     def stop(self, failed: bool = False) -> bool:
-        """Tell every worker to end; kill them when they have failed, or do not listen.
+        """Tell every worker to end; kill all of them if one has failed, or does not listen.
 
         Returns whether they end by themselves, together with rank 0.
         """
@@ -194,27 +194,27 @@ class Workers:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join(CLOSE_SECONDS)  # rank 0 frees memory that they have open
+            process.join(CLOSE_SECONDS)  # before rank 0 frees memory that they have open
         return False
 
     def join(self) -> None:
-        """Wait for every worker to end, by force if it does not end by itself, and give the segment back."""
+        """Wait for every worker to end, kill one that does not, and give the segment back."""
         deadline = time.monotonic() + CLOSE_SECONDS
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0))
             if process.is_alive():
                 process.kill()
                 process.join()
-        if self._watcher not in (None, threading.current_thread()):  # a collected engine is closed on any thread
+        if self._watcher not in (None, threading.current_thread()):  # the collector may close an engine on any thread
             self._watcher.join()
         for pipe in self.errors:
             pipe.close()
         self.sender.close()
-        self.store = None  # the port goes with the last reference
+        self.store = None  # the last reference keeps the port
 
 
 def _check_spawning(ranks: int) -> None:
-    """Raise ValueError if this process cannot start others. Each of them imports its main module first."""
+    """Raise ValueError if this process cannot start others, each of which imports the main module first."""
     if mp.current_process().daemon:
         raise ValueError(
             f"tensor_parallel_size={ranks}: this process is daemonic, as those of multiprocessing.Pool are, and may not"
