@@ -1,1 +1,1 @@
-"""What the ranks share: the channel from rank 0, the collectives, memory that peers write to."""
+"""Between ranks: the channel from rank 0, the collectives, memory that peers write to."""

@@ -16,18 +16,18 @@ from typing import Any
 FOLDER = "/dev/shm"  # where Linux keeps segments and semaphores
 SEGMENT_BYTES = 1 << 20
 LEAST_SEGMENT_BYTES = 1 << 12  # a page
-HEADER = struct.Struct("<QQ?")  # pieces written so far, length of the last piece, whether its message goes on
-COUNT = struct.Struct("<Q")  # each worker has two: pieces read, heartbeats
+HEADER = struct.Struct("<QQ?")  # packets written so far, length of the last packet, whether its message goes on
+COUNT = struct.Struct("<Q")  # each worker has two: packets read, heartbeats
 BEAT_SECONDS = 0.25
 
 
 class Sender:
-    """Rank 0's end of the channel. A message is pickled once and passes through the segment in pieces."""
+    """Rank 0's end of the channel. A message is pickled once, and passes through the segment in packets that fit it."""
 
     def __init__(self, num_workers: int, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Raises RuntimeError when /dev/shm has no room, saying why and what would help.
 
-        segment_bytes: as many as are free will do, down to a page
+        segment_bytes: the segment's size, which is halved until /dev/shm has room, down to a page
         """
         context = mp.get_context("spawn")
         self.semaphores: list[Semaphore] = []
@@ -45,7 +45,7 @@ class Sender:
         self._written = 0
 
     def send(self, message: object, check: Callable[[], None]) -> None:
-        """Write a message for every worker; `check` is called while one is behind, and may raise."""
+        """Write a message for every worker; calls `check`, which may raise, while a worker is behind."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         capacity = len(self._bytes) - self._data_at
         for start in range(0, len(data), capacity):
@@ -64,7 +64,7 @@ class Sender:
                 time.sleep(20e-6)
 
     def has_read(self, worker: int) -> bool:
-        """Whether the worker has taken all that was written."""
+        """Whether the worker has read everything that was written."""
         return self._count(2 * worker) == self._written
 
     def heartbeats(self, worker: int) -> int:
@@ -89,7 +89,7 @@ class Sender:
 
 
 class Receiver:
-    """A worker's end of the channel, which goes with its process: the heart beats until then."""
+    """A worker's end of the channel. Nobody closes it: the heart beats until the worker's process ends."""
 
     def __init__(self, name: str, semaphores: list[Semaphore], worker: int) -> None:
         self.memory = SharedMemory(name)
@@ -100,7 +100,7 @@ class Receiver:
         self._beats = 0
 
     def receive(self) -> Any:
-        """Wait for the next message."""
+        """Wait for the next message, and return it."""
         data = bytearray()
         goes_on = True
         while goes_on:
@@ -117,7 +117,7 @@ class Receiver:
 
 
 def _make_segment(num_bytes: int) -> SharedMemory:
-    """Make a segment and reserve its pages. A write to a page that cannot be had would end the process by SIGBUS."""
+    """Make a segment and reserve its pages. A write to a page that is not there would end the process by SIGBUS."""
     memory = SharedMemory(create=True, size=num_bytes)
     try:
         _reserve(memory)

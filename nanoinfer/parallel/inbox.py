@@ -1,7 +1,8 @@
 """Inboxes: device memory of each rank that the others write to directly, over NVLink or PCIe.
 
-By CUDA's interprocess memory handles (CUDA Driver API, "Unified Addressing" and "Memory Management"), called through
-ctypes: PyTorch shares memory too, but keeps what it shares, and the store it used, until the process ends.
+Ranks open each other's memory by CUDA's interprocess memory handles (CUDA Driver API, "Unified Addressing" and "Memory
+Management"), called through ctypes. PyTorch shares memory too, but keeps the shared memory, and the store that it used,
+until the process ends.
 """
 
 from __future__ import annotations
@@ -12,28 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GRANULARITY = 2 << 20  # CUDA shares whole pages: nobody else's memory is to lie in ours
+GRANULARITY = 2 << 20  # CUDA shares whole pages, and ours must hold nobody else's memory
 LAZY_ENABLE_PEER_ACCESS = 1
 SUM_LANES = 3  # two for the layers' sums, one for the embedding's
 
 
 class Inbox:
-    """This rank's inbox, and the addresses of all once they are open.
+    """This rank's inbox, and the addresses of all inboxes once they are open.
 
-    A message is a row of numbers. Where none has come, each is the negative zero, which no sender sends; the receiver
-    makes the place empty again. So a message needs no flag beside it. An inbox has several lanes, and of two calls in
-    a row each takes another: a rank that is a call ahead does not disturb one that still reads.
+    A message is a vector of numbers. An empty place holds negative zeros, which no sender sends, and the receiver makes
+    its place empty again. So a message needs no flag beside it. An inbox has several lanes, and two successive calls
+    take different ones. So a rank that is a call ahead does not disturb one that still reads.
     """
 
     def __init__(self, rank: int, size: int, max_rows: int, features: int, dtype: torch.dtype) -> None:
-        """On the current device, and outside inference mode, because any thread may write to `stop`.
+        """Make an inbox on the current device, outside inference mode, because any thread may write to `stop`.
 
-        max_rows, features: of the largest matrix that a call may sum
+        max_rows, features: the shape of the largest matrix that a call may sum
         """
         assert not torch.is_inference_mode_enabled()
         self.rank = rank
         self.max_rows, self.features, self.dtype = max_rows, features, dtype
-        self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # not 0: whoever waits for a message gives up
+        self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # if not 0, kernels stop waiting for messages
         self._sum_bytes = -(-size * max_rows * features * dtype.itemsize // 16) * 16
         candidate_bytes = size * max_rows * 2 * 4
         self._memory = _allocate(SUM_LANES * self._sum_bytes + candidate_bytes)
@@ -45,50 +46,50 @@ class Inbox:
 
     @property
     def handle(self) -> Tensor:
-        """What the other ranks need to open this one's, [64] uint8."""
+        """The handle by which other ranks open this inbox, [64] uint8."""
         handle = _Handle()
         _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._memory))
         return torch.tensor(list(handle.reserved), dtype=torch.uint8)
 
     def open(self, handles: Tensor) -> None:
-        """Open the other ranks', whose handles are [ranks, 64] uint8; raises RuntimeError if the driver refuses."""
+        """Open all ranks' inboxes by the handles, [ranks, 64] uint8; raises RuntimeError if the driver refuses."""
         addresses = [self._memory if rank == self.rank else self._open(handle) for rank, handle in enumerate(handles)]
         self._lanes = self._find_lanes(addresses).cuda()
 
     def _find_lanes(self, addresses: list[int]) -> Tensor:
-        """[lanes, ranks] int64, those for sums before that for candidates."""
+        """Return the address of each lane on each rank, [lanes, ranks] int64; the lane for candidates comes last."""
         return torch.arange(SUM_LANES + 1).unsqueeze(1) * self._sum_bytes + torch.tensor(addresses)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x is of the kind that can be summed."""
+        """Whether this inbox can sum x, by its shape and type."""
         return x.dim() == 2 and len(x) <= self.max_rows and x.shape[1] == self.features and x.dtype == self.dtype
 
     def layer_lane(self) -> Tensor:
-        """For the next sum in a layer: the addresses of every rank's lane, [ranks] int64. Two take turns."""
+        """Return the lane of the next sum in a layer: its address on each rank, [ranks] int64. Two take turns."""
         self._layer = 1 - self._layer
         return self._lanes[self._layer]
 
     @property
     def embedding_lane(self) -> Tensor:
-        """For the sum before the first layer."""
+        """The lane for the embedding's sum, before the first layer."""
         return self._lanes[SUM_LANES - 1]
 
     @property
     def candidates_lane(self) -> Tensor:
-        """For kernels.ranks.best_of_ranks, after the last layer."""
+        """The lane for kernels.ranks.best_of_ranks, after the last layer."""
         return self._lanes[SUM_LANES]
 
     def give_up(self) -> None:
-        """Let no kernel wait any longer for messages that will not come; from any thread."""
+        """Make kernels stop waiting for messages that will not come. Any thread may call this."""
         self.stop.fill_(1)
 
     def close_others(self) -> None:
-        """Let go of the other ranks' memory, before they free it."""
+        """Close the other ranks' inboxes, before those ranks free them."""
         while self._opened:
             _call("cuIpcCloseMemHandle", ctypes.c_uint64(self._opened.pop()))
 
     def free(self) -> None:
-        """Free this rank's, once nobody has it open."""
+        """Free this rank's inbox, once no other rank has it open."""
         _call("cuMemFree_v2", ctypes.c_uint64(self._memory))
 
     def _open(self, handle: Tensor) -> int:

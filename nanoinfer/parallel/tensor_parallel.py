@@ -18,14 +18,14 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 from nanoinfer.parallel.inbox import Inbox, can_reach_peers
 
 TIMEOUT = timedelta(minutes=30)
-RENDEZVOUS_TIMEOUT = timedelta(seconds=30)  # all ranks have said that they are ready
+RENDEZVOUS_TIMEOUT = timedelta(seconds=30)  # short: it begins when all ranks have said that they are ready
 POLL_SECONDS = 0.01
-SIGNAL_DELAY = timedelta(seconds=0.25)  # for a Ctrl-C while a collective is waited for
-CLOSE_TIMEOUT = timedelta(seconds=5)  # all ranks have been told to end
+SIGNAL_DELAY = timedelta(seconds=0.25)  # until Python sees a Ctrl-C, while it waits for a collective
+CLOSE_TIMEOUT = timedelta(seconds=5)  # short: all ranks have been told to end
 
 
 class TensorParallel:
-    """This process's rank among `size`, and the collectives between them. A group of one needs no process group.
+    """This process's rank among `size` ranks, and the collectives between them. A rank alone needs no process group.
 
     The group is an object of its own, not torch.distributed's default group, so that one process can hold several
     engines.
@@ -39,25 +39,25 @@ class TensorParallel:
         device: str = "cpu",
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """check: called while this rank waits for the others to come up; raises when one of them cannot."""
+        """check: called while this rank waits for the others to start; it raises if one of them cannot."""
         self.rank = rank
         self.size = size
         self._store = store
         self._device = device
         self._check = check
-        self.inbox: Inbox | None = None  # for small sums on CUDA, kernels.ranks
+        self.inbox: Inbox | None = None  # for small sums on CUDA, by kernels.ranks
         self._drop_graphs: Callable[[], None] = lambda: None
         self._group: Any = None  # torch's stubs leave out the collectives
-        self._lock = threading.RLock()  # around the group's end, which comes from any thread, the collector's too
+        self._lock = threading.RLock()  # held at the group's end, which any thread may cause, and the collector
         self._aborted = False
         # On CUDA a collective runs on the stream of the kernels around it, and the host does not wait.
         self._reduce_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
         self._reduce_options.asyncOp = self._gather_options.asyncOp = device != "cuda"
 
     def connect(self, drop_graphs: Callable[[], None] = lambda: None) -> None:
-        """Form the group, once every rank has come this far. A rank that failed before is found by `check`.
+        """Form the group, once every rank has come this far. If a rank has failed before, `check` finds it.
 
-        drop_graphs: lets go of the CUDA graphs that hold collectives, from any thread
+        drop_graphs: drops the CUDA graphs that hold collectives; any thread may call it
         """
         self._drop_graphs = drop_graphs
         if self.size == 1:
@@ -95,7 +95,7 @@ class TensorParallel:
             self._close_inbox()
 
     def _announce(self, what: str) -> list[str]:
-        """Tell the other ranks; returns what the store holds when all have done so."""
+        """Tell the other ranks through the store; returns the names that it holds when all ranks have done so."""
         assert self._store is not None
         names = [f"rank {rank} {what}" for rank in range(self.size)]
         self._store.set(names[self.rank], "")
@@ -108,7 +108,7 @@ class TensorParallel:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[n, ...] on each rank to [size, n, ...] on every rank, in rank order."""
+        """Gather [n, ...] of each rank into [size, n, ...] on every rank, in rank order."""
         if self._group is None:
             return x.unsqueeze(0)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -116,24 +116,24 @@ class TensorParallel:
         return out.unflatten(0, (self.size, -1))
 
     def min(self, value: int, device: torch.device) -> int:
-        """The smallest of the ranks' values."""
+        """Return the smallest of the ranks' values."""
         return int(self.all_gather(torch.tensor([value], device=device)).min())
 
     def abort(self) -> None:
-        """End the sums and collectives that wait for a rank which will not come; from any thread."""
+        """End the sums and collectives that wait for a rank which will not come. Any thread may call this."""
         with self._lock:
             self._aborted = True
             if self.inbox is not None:
                 self.inbox.give_up()
             if self._group is not None:
-                # Its kernels end at once, but it returns only when no graph holds its communicator any more.
+                # The group's kernels end at once, but abort returns only when no graph holds the communicator any more.
                 aborting = threading.Thread(target=self._group.abort, name="nanoinfer-abort", daemon=True)
                 aborting.start()
                 self._drop_graphs()
                 aborting.join()
 
     def close(self, failed: bool = False) -> None:
-        """Leave the group; if another rank failed, without waiting for it."""
+        """Leave the group, without waiting for the other ranks if one has failed."""
         if failed:
             self.abort()
         if self.inbox is not None:
@@ -145,7 +145,7 @@ class TensorParallel:
             group.shutdown()
 
     def _close_inbox(self, failed: bool = False) -> None:
-        """Free it, once nobody still has it open; after a failure the other ranks have ended, or are about to."""
+        """Free the inbox when no other rank has it open; after failure the other ranks have ended, or are about to."""
         with self._lock:
             inbox, self.inbox = self.inbox, None
         assert inbox is not None
@@ -159,13 +159,13 @@ class TensorParallel:
 
 def _finish(work: Any) -> None:
     try:
-        if work is not None:  # None: it is on the stream already
+        if work is not None:  # None: the collective is on the stream already
             while not work.is_completed():
-                with suppress(RuntimeError):  # it takes longer: Python looks at the signals that have come
+                with suppress(RuntimeError):  # at this timeout Python handles the signals that have come
                     work.wait(SIGNAL_DELAY)
-            work.wait()  # raises its error
+            work.wait()  # raises the collective's error
     finally:
-        del work  # an error's traceback would keep it, it the group, and the group the rendezvous' port
+        del work  # or an error's traceback would keep it, and by it the group and the rendezvous' port
 
 
 def _gloo_group(store: dist.Store, rank: int, size: int) -> Any:

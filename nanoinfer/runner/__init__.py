@@ -1,1 +1,1 @@
-"""One rank's device: it does what messages say."""
+"""One rank: it runs on its device the steps that the host's messages describe."""

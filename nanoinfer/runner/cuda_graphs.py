@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step, one a batch size."""
+"""CUDA graphs of the decode step, one for each batch size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """The captured decode step for each of several row counts.
 
-    A batch replays the one of its size or the next larger one: the rows above it are empty.
+    A batch replays the graph of its size or the next larger one, whose further rows are empty.
     """
 
     def __init__(self, sizes: list[int], decode: Callable[[int], object]) -> None:
@@ -28,7 +28,7 @@ class DecodeGraphs:
         self.sizes = sorted(sizes)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
-        # A stream of its own: cuBLAS keeps a workspace for each stream, and the first capture's pool owns it.
+        # Capture on a new stream: cuBLAS keeps a workspace for each stream, and the first capture's pool owns it.
         stream = torch.cuda.Stream()
         for size in reversed(self.sizes):
             decode(size)  # compiles kernels and creates handles, which a capture must not

@@ -14,10 +14,10 @@ from nanoinfer.runner.transfer import upload, upload_all
 
 
 class InputBatch:
-    """One row a running sequence, packed from row 0.
+    """One row for each running sequence, packed from row 0.
 
     last_tokens: [rows] int32, the token whose keys and values the next decode step computes
-    positions: [rows] int32, its position in its sequence; -1 in an empty row
+    positions: [rows] int32, that token's position in its sequence; -1 in an empty row
     block_tables: [rows, max blocks] int32
     temperatures: [rows] float32; seeds: [rows] int64
     """
@@ -33,7 +33,7 @@ class InputBatch:
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
     def update(self, message: PrefillMessage | DecodeMessage) -> None:
-        """Bring the rows to where the host has them before the message's step."""
+        """Move rows and add blocks, as the message says, before its step runs."""
         if message.moves:
             flat = array("i", [row for move in message.moves for row in move])
             source, destination = upload(flat, self.device).view(-1, 2).T
@@ -54,9 +54,9 @@ class InputBatch:
         self.block_tables.view(-1).index_copy_(0, where, blocks.int())
 
     def join(self, prompts: PrefillInputs, token_ids: Tensor) -> None:
-        """Append a row for each prompt of a prefill step that is complete, with the token sampled for it."""
+        """Append a row for each prompt that a prefill step completes, with the token sampled for it."""
         joining = slice(self.num_rows, self.num_rows + len(token_ids))
-        self.num_rows = joining.stop  # first: an interrupt from here on must not leave a row that is not counted
+        self.num_rows = joining.stop  # first: an interrupt from here on must not leave an uncounted row
         self.last_tokens[joining] = token_ids
         self.positions[joining] = prompts.sample_positions
         self.block_tables[joining] = prompts.join_tables
@@ -64,7 +64,7 @@ class InputBatch:
         self.seeds[joining] = prompts.seeds
 
     def decode_context(self, num_rows: int, kv_cache: Tensor, max_context_len: int) -> Context:
-        """The context of a decode step over the first rows, computed from the rows on the device."""
+        """Return the context of a decode step over the first `num_rows` rows, computed on the device."""
         positions = self.positions[:num_rows]
         block_tables = self.block_tables[:num_rows]
         slots, context_lens = locate_rows(positions, block_tables, self.block_size)
@@ -80,11 +80,11 @@ class PrefillInputs:
     """A prefill step's tokens on the device, packed one sequence after another.
 
     token_ids: [tokens] int32
-    context: as the layers want it
-    last_rows: [joins] int64, the last token of each complete prompt among the step's
+    context: the tokens' positions, slots and block tables, for the layers
+    last_rows: [joins] int64, where the last token of each complete prompt stands in token_ids
     sample_positions: [joins] int32, the positions of the tokens to be sampled
     join_tables: [joins, max blocks] int32; temperatures: [joins] float32; seeds: [joins] int64
-    copied_blocks: [2, copies] int64, those to be copied, and to where
+    copied_blocks: [2, copies] int64, the blocks to copy, and their copies
     """
 
     def __init__(self, chunks: list[ChunkMessage], joins: list[JoinMessage], kv_cache: Tensor, max_blocks: int) -> None:
@@ -140,7 +140,7 @@ def _padded(block_table: list[int], max_blocks: int) -> list[int]:
 
 
 def _slots(block_table: list[int], start: int, end: int, block_size: int) -> array[int]:
-    """The cache slots of tokens `start` to `end`."""
+    """Return the cache slots of tokens `start` to `end`."""
     slots = array("i")
     while start < end:
         block, offset = block_table[start // block_size], start % block_size

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BLOCKS_AT_ONCE = 4  # that are copied
+BLOCKS_AT_ONCE = 4  # in a copy
 
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """One rank's share of the cache, but for the number of blocks."""
+    """The shape of one rank's KV cache, but for the number of blocks."""
 
     layers: int
     block_size: int
@@ -27,7 +27,7 @@ class KVCacheSpec:
         return 2 * self.layers * self.block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> Tensor:
-        """A cache of zeros, [2, layers, blocks, block_size, kv_heads, head_dim], keys before values.
+        """Allocate a cache of zeros, [2, layers, blocks, block_size, kv_heads, head_dim], keys before values.
 
         Zeros, because a masked key has weight 0, and 0 times an uninitialised NaN is NaN.
         Raises ValueError when the memory does not hold it.
@@ -47,9 +47,9 @@ class KVCacheSpec:
 
 
 def copy_blocks(kv_cache: Tensor, copies: Tensor) -> None:
-    """Copy some blocks of every layer, a few at a time: on their way they take as much memory again.
+    """Copy some blocks of every layer, a few at a time: a copy under way takes as much memory again.
 
-    copies: [2, blocks] int64, those to be copied, and to where
+    copies: [2, blocks] int64, the blocks to copy, and their copies
     """
     if copies.numel():
         for source, destination in copies.split(BLOCKS_AT_ONCE, dim=1):

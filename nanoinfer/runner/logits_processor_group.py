@@ -1,4 +1,4 @@
-"""LogitsProcessorGroup: what some rows' requests want of their logits, side by side on the device."""
+"""LogitsProcessorGroup: some rows' settings that need logits, side by side on the device."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from nanoinfer.runner.transfer import upload
 from nanoinfer.sampling_params import SamplingParams
 
 MINUS_INFINITY = float("-inf")
-ALL = 2**31 - 1  # tokens
-LEAST = 1e-30  # probability: in float32, less may be nothing
+ALL = 2**31 - 1  # as top_k: all tokens
+LEAST = 1e-30  # as top_p: in float32, less may be 0
 NO_FILTERS = SamplingParams()
 
 
 class LogitsProcessorGroup:
     """Rows that are drawn together.
 
-    row_numbers: [rows] int64; is_shaped: whether any of them needs logits that it may change
+    row_numbers: [rows] int64, these rows in the batch
+    is_shaped: whether any of these rows needs its logits in float32, to change them or for log-probabilities
     """
 
     def __init__(self, wanted: dict[int, LogitsMessage], device: torch.device) -> None:
@@ -41,17 +42,17 @@ class LogitsProcessorGroup:
         self._filters = self._find_filters() if any(params.has_filters for params in self._params) else None
 
     def select(self, x: Tensor, first_row: int) -> Tensor:
-        """These rows of x, which begins with first_row; a view if they follow each other."""
+        """Return the group's rows of x, which begins with row first_row; a view if these rows follow each other."""
         start = self._numbers[0]
         if self._numbers == list(range(start, start + len(self._numbers))):
             return x[start - first_row : start - first_row + len(self._numbers)]
         return x[self.row_numbers - first_row]
 
     def shape(self, logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
-        """The logits to draw from: biased, penalized, without ends that come too early.
+        """Return the logits to draw from: biased, penalized, and without tokens that would end a sequence too early.
 
-        logits: [rows, vocabulary] float32, as is what returns; positions: [rows], of the tokens to be drawn
-        tokens: [rows, max_model_len] int32, those so far, if they count for any row
+        logits: [rows, vocabulary] float32, like the result; positions: [rows], of the tokens to be drawn
+        tokens: [rows, max_model_len] int32, the tokens so far; None if no row has penalties
         """
         if self._bias is not None:
             rows, ids, values = self._bias
@@ -63,13 +64,13 @@ class LogitsProcessorGroup:
         return logits
 
     def find_cutoff(self, logits: Tensor, temperatures: Tensor) -> Cutoff | None:
-        """See kernels.sampling.cutoff; None when all tokens may be drawn. temperatures: [rows], 0 for greedy."""
+        """Return the Cutoff (kernels.sampling), None if all tokens may be drawn. temperatures: [rows], 0 for greedy."""
         if self._filters is None:
             return None
         return find_cutoff(logits, temperatures.where(temperatures > 0, 1), *self._filters)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, first_row: int) -> list[LogProbs]:
-        """Those that are asked for, by row from first_row on; logits: [rows, vocabulary] float32."""
+        """Return the log-probabilities asked for, by row from first_row on; logits: [rows, vocabulary] float32."""
         if not self._asked:
             return []
         counts = [self._params[i].logprobs or 0 for i in self._asked]
@@ -86,7 +87,7 @@ class LogitsProcessorGroup:
         return self._ints(rows).long(), self._ints(ids).long(), self._floats(values)
 
     def _find_suppressed(self) -> tuple[Tensor, Tensor] | None:
-        """Rows and tokens that may not be drawn."""
+        """Return the rows and the token ids that must not be drawn in them; None if there are none."""
         entries = [(row, token_id) for row, message in enumerate(self._messages) for token_id in message.suppressed]
         if not entries:
             return None

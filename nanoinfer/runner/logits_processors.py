@@ -1,7 +1,7 @@
-"""LogitsProcessors: top-k, top-p, min-p, penalties, biases, log-probabilities: all that asks for logits.
+"""LogitsProcessors: top-k, top-p, min-p, penalties, biases, log-probabilities: every setting that needs the logits.
 
-The captured step draws for every row by its temperature alone. For a row that wants more the draw is done again behind
-it, from logits that are changed as the request wants; the other rows do not notice.
+The captured step draws for every row by its temperature alone. A row that wants more is drawn again behind that step,
+from logits that are changed as its request wants. The other rows do not notice.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from nanoinfer.runner.logprobs import LogProbs
 from nanoinfer.runner.message import DecodeMessage, LogitsMessage, PrefillMessage
 from nanoinfer.runner.transfer import upload
 
-ROWS_AT_ONCE = 64  # whose logits are needed in float32
-COPIES = 8  # of them, and of the tokens that count, while they are penalized
+ROWS_AT_ONCE = 64  # with logits in float32
+COPIES = 8  # of these logits and of their rows' tokens, while penalties are computed
 
 
 class LogitsProcessors:
-    """The rows that want more than a temperature, and the tokens so far of those for which they count.
+    """The rows that want more than a temperature, and the tokens so far of those that have penalties.
 
-    wanted: row -> what its request wants. It applies the same moves as RowMap and InputBatch, in the same order.
+    wanted: row -> its request's settings; `update` applies the same moves as RowMap and InputBatch, in the same order
     """
 
     def __init__(
@@ -34,18 +34,18 @@ class LogitsProcessors:
         self.vocab_size = vocab_size
         self.device = device
         self.tp = tp
-        self._groups: list[LogitsProcessorGroup] = []  # of all rows, kept while they are the same
+        self._groups: list[LogitsProcessorGroup] = []  # of all wanted rows, kept while these are the same
         self._history_shape = (max_num_seqs, max_model_len)
         self._history: Tensor | None = None  # [rows, max_model_len] int32, made when the first row needs it
 
     @property
     def working_bytes(self) -> int:
-        """The device memory that the tokens so far may take, and a redraw while it runs."""
+        """The device memory, in bytes, that the tokens so far and a running redraw may take."""
         rows, longest = self._history_shape
         return (COPIES * ROWS_AT_ONCE * (self.vocab_size + longest) + rows * longest) * torch.float32.itemsize
 
     def update(self, message: PrefillMessage | DecodeMessage) -> None:
-        """Follow the rows to where the host has them."""
+        """Apply the message's moves, and forget the rows that have left."""
         if not self.wanted:
             return
         for source, destination in message.moves:
@@ -60,7 +60,7 @@ class LogitsProcessors:
             del self.wanted[row]
 
     def join(self, row: int, message: LogitsMessage) -> None:
-        """Take in a row."""
+        """Add a row that wants more than a temperature."""
         self._groups = []
         self.wanted[row] = message
         if message.params.has_penalties:
@@ -71,11 +71,11 @@ class LogitsProcessors:
     def redraw(
         self, first_row: int, logits: Tensor, token_ids: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
     ) -> list[LogProbs]:
-        """Draw again for the wanted ones of the rows from first_row on.
+        """Draw again for the rows of `wanted`, from first_row on.
 
-        logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], see kernels.sampling.draw
-        token_ids: [rows] int32, what was drawn for all, which is replaced for these
-        Returns the log-probabilities that were asked for, by place among these rows.
+        logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], as for kernels.sampling.draw
+        token_ids: [rows] int32, the tokens drawn for all rows from first_row on; the new draws replace theirs
+        Returns the log-probabilities asked for, by row from first_row on.
         """
         if first_row > 0:
             groups = self._divide([row for row in self.wanted if row >= first_row])
@@ -103,7 +103,7 @@ class LogitsProcessors:
         return logprobs
 
     def _count_draw(self, first_row: int) -> None:
-        """Let rows that have their least lengths end, and leave if they want nothing else."""
+        """Count down min_tokens. A row that comes to 0 may end, and leaves `wanted` if it wants nothing else."""
         for row in [row for row, message in self.wanted.items() if row >= first_row and message.num_suppressed]:
             message = self.wanted[row]
             message.num_suppressed -= 1
@@ -114,7 +114,7 @@ class LogitsProcessors:
                     del self.wanted[row]
 
     def gather(self, logits: Tensor) -> Tensor:
-        """[rows, this rank's token ids] to [rows, vocabulary] on every rank."""
+        """Gather [n, this rank's token ids] of each rank into [n, vocabulary] on every rank."""
         if self.tp.size == 1:
             return logits
         share = -(-self.vocab_size // self.tp.size)  # see VocabParallelEmbedding: the last rank may have fewer
@@ -122,7 +122,7 @@ class LogitsProcessors:
         return self.tp.all_gather(padded).transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
     def _divide(self, rows: list[int]) -> list[LogitsProcessorGroup]:
-        """Rows whose logits stay as they are in one group, the others in groups that fit the memory."""
+        """Put rows whose logits stay as they are in one group, the others in groups that fit the memory."""
         shaped = [row for row in rows if self.wanted[row].is_shaped]
         groups = [sorted(set(rows).difference(shaped))] if len(shaped) < len(rows) else []
         groups += [shaped[start : start + ROWS_AT_ONCE] for start in range(0, len(shaped), ROWS_AT_ONCE)]

@@ -1,4 +1,4 @@
-"""LogProbs: how likely tokens were, and what was likelier."""
+"""LogProbs: the log-probabilities of tokens, and of the likeliest tokens in their places."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nanoinfer.runner.transfer import to_host
 
 @dataclass
 class LogProbs:
-    """The log-probabilities of some tokens, each with the most likely ones of its place.
+    """The log-probabilities of some tokens, each with those of the most likely tokens in its place.
 
     token_ids: [tokens, 1 + most] int32, the token itself first; values: [tokens, 1 + most] float32
-    counts: how many of the most likely ones each is to be told with
-    keys: whose each is
+    counts: for each token, how many of the most likely ones its entry has
+    keys: for each token, the number of its row or chunk in the step
     """
 
     token_ids: Tensor
@@ -27,7 +27,7 @@ class LogProbs:
 
     @staticmethod
     def of(logits: Tensor, token_ids: Tensor, counts: list[int], keys: list[int]) -> LogProbs:
-        """logits: [tokens, vocabulary] float32; token_ids: [tokens]."""
+        """Compute LogProbs from logits: [tokens, vocabulary] float32, for token_ids: [tokens]."""
         values = logits.log_softmax(dim=1)
         top_values, top_ids = values.topk(max(counts), dim=1)
         ids = token_ids[:, None].long()
@@ -39,11 +39,11 @@ class LogProbs:
         )
 
     def to_host(self) -> LogProbs:
-        """The same in host memory, where it arrives with the stream's next event."""
+        """Copy to host memory; from a CUDA device the copy is complete with the stream's next event."""
         return LogProbs(to_host(self.token_ids), to_host(self.values), self.counts, self.keys)
 
     def entries(self) -> Iterator[tuple[int, dict[int, float]]]:
-        """Each one's key, and its log-probabilities by token id."""
+        """Yield each token's key, and its entry: token id -> log-probability."""
         told = zip(self.keys, self.counts, self.token_ids.tolist(), self.values.tolist(), strict=True)
         for key, count, ids, values in told:
             yield key, dict(zip(ids[: count + 1], values[: count + 1], strict=True))

@@ -14,7 +14,7 @@ from nanoinfer.config import MAX_SLOTS, Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.kv_cache import KVCacheSpec
 
-CPU_BUDGET = 4 << 30  # for the KV cache, of which only what is written costs memory
+CPU_BUDGET = 4 << 30  # for the KV cache, whose pages cost memory only once they are written
 MAX_ROWS_SHARE = 0.5  # of the limit: steps and the KV cache need the rest
 BYTES_PER_GRAPH = 8 << 20  # a captured step of 28 or 36 layers took 6 to 8 MiB on an H200
 
@@ -57,9 +57,9 @@ class MemoryPlan:
 
 @contextmanager
 def named_memory_errors(config: Config, device: torch.device) -> Iterator[None]:
-    """Around all that an engine allocates before its first request.
+    """Enclose everything that an engine allocates before its first request.
 
-    Raises ValueError, naming the options that decide it, for what the device cannot hold.
+    Raises a ValueError that names the options to change, if the device's memory does not hold it.
     """
     _check_rows(config, _limit(device, config.gpu_memory_utilization)[1])
     try:
@@ -72,7 +72,7 @@ def named_memory_errors(config: Config, device: torch.device) -> Iterator[None]:
 
 
 def _check_rows(config: Config, limit: int) -> None:
-    """Each row has logits, a block table, and room for the tokens so far, which may count."""
+    """Refuse too many rows: each has logits, a block table, and room for the tokens so far, which penalties need."""
     vocab_size = -(-config.description.vocab_size // config.tensor_parallel_size)
     blocks = -(-config.max_model_len // config.kvcache_block_size)
     row_bytes = vocab_size * config.torch_dtype.itemsize + 4 * (blocks + config.max_model_len)
@@ -85,7 +85,7 @@ def _check_rows(config: Config, limit: int) -> None:
 
 
 def _limit(device: torch.device, share: float) -> tuple[int, int]:
-    """The device's memory, and what of it may be in use, in bytes."""
+    """Return the device's memory, and how much of it may be in use, in bytes."""
     if device.type == "cpu":
         return CPU_BUDGET, CPU_BUDGET
     total = torch.cuda.mem_get_info(device)[1]
@@ -97,7 +97,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the device's memory: blocks = (total * gpu_memory_utilization - used - steps - graphs) / block_bytes.
 
-    `used` counts every process. The poorest rank decides for all.
+    `used` counts the memory of every process. The rank with the least left decides for all.
     Raises ValueError, on every rank, when not even one sequence of max_model_len fits.
     """
     total, limit = _limit(device, config.gpu_memory_utilization)

@@ -1,4 +1,4 @@
-"""What the host tells the ranks before each step: small, plain, and all that they need."""
+"""The messages by which the host tells the ranks, before each step, all that the step needs: small, plain data."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ class ChunkMessage:
     """One chunk of a prompt."""
 
     token_ids: array[int]
-    start: int  # position of the first of them
-    block_table: list[int]  # with numbers that mean nothing where all layers' windows have left a block behind
-    num_logprobs: int | None = None  # of the tokens that follow each of these in the prompt
-    next_token: int | None = None  # the prompt's token after the last of these, if it goes on
-    is_long: bool = False  # whether its sequence has the rotary frequencies of long ones
+    start: int  # position of the first token
+    block_table: list[int]  # a block that all layers' windows have left behind has a meaningless number
+    num_logprobs: int | None = None  # prompt_logprobs, for the token that follows each of these in the prompt
+    next_token: int | None = None  # for prompt_logprobs: the prompt's token behind this chunk, if it goes on
+    is_long: bool = False  # whether the sequence has the rotary frequencies of long ones
 
 
 @dataclass(slots=True)
 class LogitsMessage:
-    """What a row needs to know whose request asks for more than a temperature."""
+    """The settings of a row whose request asks for more than a temperature."""
 
     params: SamplingParams
-    token_ids: array[int]  # all so far, if they count for the next one
+    token_ids: array[int]  # all tokens so far if the row has penalties, else none
     num_prompt_tokens: int
-    suppressed: tuple[int, ...]  # the tokens that would end it
-    num_suppressed: int  # for so many steps
+    suppressed: tuple[int, ...]  # tokens that would end the sequence too early
+    num_suppressed: int  # for this many steps
 
     @property
     def is_shaped(self) -> bool:
-        """Whether it needs its logits in float32, to be changed or told about."""
+        """Whether the row needs its logits in float32, to change them or for log-probabilities."""
         params = self.params
         return bool(params.has_penalties or params.logit_bias or self.suppressed) or params.logprobs is not None
 
@@ -41,12 +41,12 @@ class LogitsMessage:
 class JoinMessage:
     """A sequence whose prompt is complete: its first token is sampled, and it joins the rows."""
 
-    chunk: int  # the last of its prompt, among the step's
+    chunk: int  # the number, among the step's chunks, of the prompt's last
     block_table: list[int]
     temperature: float
     seed: int
     logits: LogitsMessage | None = None
-    copied_block: tuple[int, int] | None = None  # (from, to), before anything is written to it
+    copied_block: tuple[int, int] | None = None  # (last block, its copy), copied before the sequence writes to it
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class PrefillMessage:
 
 @dataclass(slots=True)
 class DecodeMessage:
-    """A decode step over rows 0 to `num_rows`, told as what changed since the last step."""
+    """A decode step over the first `num_rows` rows, told as the changes since the last step."""
 
     moves: list[tuple[int, int]]  # (source row, destination row): the last rows fill the holes that others left
     num_rows: int  # rows from here on are empty

@@ -35,16 +35,16 @@ from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
 log = logging.getLogger("nanoinfer")
 
-LONG_CHUNK = 300  # tokens, so many that cuBLAS multiplies
-COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # between them products are cut into other tiles
+LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies
+COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
-StepOutput = tuple[Tensor, list[LogProbs], list[LogProbs]]  # what PendingTokens brings to the host
+StepOutput = tuple[Tensor, list[LogProbs], list[LogProbs]]  # the arguments of PendingTokens
 
 
 class CausalLM(Protocol):
-    """What the runner reads of a model: this rank's part of it.
+    """The interface of a model that the runner uses: this rank's share of the model.
 
-    num_kv_heads: that this rank holds
+    num_kv_heads: the KV heads that this rank holds
     """
 
     num_layers: int
@@ -53,27 +53,27 @@ class CausalLM(Protocol):
 
     @property
     def first_id(self) -> int:
-        """The first of the token ids whose logits it computes."""
+        """The first of the token ids whose logits this rank computes."""
         ...
 
     @property
     def num_ids(self) -> int:
-        """How many they are."""
+        """How many token ids this rank computes logits of."""
         ...
 
     def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
-        """[tokens] int32 to hidden states, [tokens, hidden_size]."""
+        """Run the model: [tokens] int32 to hidden states, [tokens, hidden_size]."""
         ...
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[rows, hidden_size] to [rows, num_ids], into `out` if given."""
+        """Compute logits: [n, hidden_size] to [n, num_ids], into `out` if given."""
         ...
 
 
 class ModelRunner:
     """One rank: model, KV cache, rows and graphs. Rank 0's `call` makes the other ranks do the same.
 
-    logits: where a decode step leaves them, [rows, this rank's token ids]
+    logits: [rows, this rank's token ids], written by each decode step
     memory: how the device's memory is divided
     """
 
@@ -90,7 +90,7 @@ class ModelRunner:
     def __init__(
         self, config: Config, tp: TensorParallel, send: Callable[[str, tuple[Any, ...]], None] | None = None
     ) -> None:
-        """send: passes a method's name and arguments to the other ranks, on rank 0 of several."""
+        """send: on rank 0 of several, passes a method's name and arguments to the other ranks."""
         self.config = config
         self.tp = tp
         self.send = send
@@ -136,9 +136,9 @@ class ModelRunner:
         self.tp.open_inbox(max_rows, config.description.hidden_size, config.torch_dtype)
 
     def _measure(self) -> int:
-        """The bytes that steps work in, found by running the largest, over a cache of one block that every table names.
+        """Run the largest steps, over a cache of one block for all tables; returns the bytes that steps work in.
 
-        On the CPU they come out of the memory that nobody counts.
+        Returns 0 on the CPU, where nobody counts this memory.
         """
         if self.config.device == "cpu":
             return 0
@@ -146,14 +146,14 @@ class ModelRunner:
         self._compile()
         prefill = self._peak_bytes(self._run_largest_prefill)
         decode = self._peak_bytes(lambda: self._decode_rows(self.config.max_num_seqs, self.config.max_model_len))
-        # What a captured decode step works in is kept beside what a prefill step does.
+        # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
         steps = prefill + decode if self._graph_sizes else max(prefill, decode)
         return steps + self.logits_processors.working_bytes + BLOCKS_AT_ONCE * self._cache_spec.block_bytes
 
     def _compile(self) -> None:
-        """Compile the kernels of the steps that are to be captured, and of a long prompt.
+        """Compile the kernels of the steps that are to be captured, and of a long prompt, side by side.
 
-        Several ranks would have to take their sums in one order: they compile when they come to it.
+        Several ranks compile each kernel when they come to it, because all must launch their sums in the same order.
         """
         sizes, max_len = self._graph_sizes, self.config.max_model_len
         if self.tp.size > 1 or not sizes:
@@ -163,7 +163,7 @@ class ModelRunner:
         draw = partial(self._draw, self.logits, self.batch.positions)
         decode = [partial(self._decode_rows, size, max_len) for size in sizes[:-1] if size in COMPILED_ROWS]
         largest = partial(self._decode_rows, sizes[-1], max_len)
-        # The first have few kernels in common.
+        # The steps that run first have few kernels in common.
         run_side_by_side([prefill, draw, largest, *decode[:1]], decode[1:], self.device)
 
     def _size(self, step_bytes: int) -> None:
@@ -207,7 +207,7 @@ class ModelRunner:
         self.run(PrefillMessage([], 0, chunks, [JoinMessage(chunk, table, 1.0, 0) for chunk in range(prompts)]))
 
     def _peak_bytes(self, step: Callable[[], object]) -> int:
-        """The device memory that a step takes while it runs."""
+        """Return the device memory, in bytes, that a step takes while it runs."""
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
@@ -222,7 +222,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, message: StepMessage) -> PendingTokens | None:
-        """Launch one step; returns its tokens, on rank 0."""
+        """Launch one step; returns its tokens on rank 0, None on the others."""
         with self._current_device():
             self.batch.update(message)
             self.logits_processors.update(message)
@@ -247,7 +247,7 @@ class ModelRunner:
         return token_ids, logprobs, prompt_logprobs
 
     def _prompt_logprobs(self, chunks: list[ChunkMessage], hidden: Tensor) -> list[LogProbs]:
-        """Those of the prompts' tokens, each but the first by the logits of the one before it; by chunk."""
+        """Return log-probabilities of the prompts' tokens but the first, by the logits of the one before; by chunk."""
         logprobs, end = [], 0
         for index, chunk in enumerate(chunks):
             start, end = end, end + len(chunk.token_ids)
@@ -271,13 +271,13 @@ class ModelRunner:
             graphs.replay(num_rows)
         token_ids = batch.last_tokens[:num_rows]
         logprobs: list[LogProbs] = []
-        if self.logits_processors.wanted:  # the rows are already advanced: to the positions of the tokens drawn
+        if self.logits_processors.wanted:  # the rows have advanced: batch.positions are the drawn tokens'
             how = batch.temperatures, batch.seeds, batch.positions
             logprobs = self.logits_processors.redraw(0, self.logits[:num_rows], token_ids, *how)
         return token_ids, logprobs, []
 
     def _decode_rows(self, num_rows: int, max_context_len: int) -> None:
-        """One decode step over the first rows, all of it on the device."""
+        """Run one decode step over the first rows, all of it on the device."""
         batch = self.batch
         context = batch.decode_context(num_rows, self.kv_cache, max_context_len)
         self.backend.prepare_decode(context)
@@ -286,12 +286,12 @@ class ModelRunner:
         self._draw(logits, context.context_lens)
 
     def _draw(self, logits: Tensor, positions: Tensor) -> None:
-        """Give each of the first rows a token."""
+        """Draw a token for each of the first rows, and advance these."""
         batch, num_rows = self.batch, len(logits)
         batch.advance(self.sampler(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], positions))
 
     def close(self, failed: bool = False) -> None:
-        """Give back the device memory and leave the group; after another rank's failure, without waiting for it."""
+        """Give back the device memory and leave the group, without waiting for the other ranks if one has failed."""
         with self._current_device():
             if not failed:
                 self._drop_graphs()
@@ -305,7 +305,7 @@ class ModelRunner:
                 torch.cuda.empty_cache()
 
     def _drop_graphs(self) -> None:
-        """NCCL does not end a communicator that a graph holds."""
+        """Drop the CUDA graphs: NCCL does not end a communicator that a graph holds."""
         self.graphs = None
 
     def _current_device(self) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""PendingTokens: what a launched step brings to the host."""
+"""PendingTokens: the results of a launched step, on their way to the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PendingTokens:
     def __init__(self, token_ids: Tensor, logprobs: list[LogProbs], prompt_logprobs: list[LogProbs]) -> None:
         """token_ids: [rows] int32, empty when the step samples none.
 
-        logprobs: those that were asked for, by place among the tokens; prompt_logprobs: by chunk
+        logprobs: the log-probabilities asked for, by place in token_ids; prompt_logprobs: the prompts', by chunk
         """
         self._host = to_host(token_ids)
         self.logprobs = [entry.to_host() for entry in logprobs]  # to be read after `wait`
@@ -34,7 +34,7 @@ class PendingTokens:
     def wait(self, check: Callable[[], None] | None = None) -> list[int]:
         """Wait for the step, and return its tokens in the order of its rows.
 
-        check: called again and again meanwhile; it may raise, when what is waited for can no longer come
+        check: called repeatedly meanwhile; it raises when the step can no longer complete
         """
         if self._event is not None:
             while check is not None and not self._event.query():

@@ -1,4 +1,4 @@
-"""Steps run side by side, so that their kernels are compiled at the same time: a first start is mostly that."""
+"""Runs steps side by side, so that their kernels compile at the same time: compiling is most of a first start."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PATIENCE = 60.0  # seconds until every thread has its cuBLAS handle
 
 
 def run_side_by_side(first: Sequence[Step], then: Sequence[Step], device: torch.device) -> None:
-    """Run the steps of `first`, a thread each, and then the others on the same threads. What they compute is lost.
+    """Run the steps of `first`, each on its own thread, then those of `then` on the same threads. Results are lost.
 
-    Each thread takes a cuBLAS handle, whose memory PyTorch keeps for the next. All take theirs before a step begins: so
-    every engine of a process needs as many. Raises what a step raises.
+    Each thread takes a cuBLAS handle, whose memory PyTorch keeps for later threads. All take theirs before a step
+    begins, so that every engine of a process needs the same number. Raises the error of a step that fails.
     """
     together = Barrier(len(first))
 

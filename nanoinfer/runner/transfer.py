@@ -1,4 +1,4 @@
-"""Between the host's memory and the device's, without waiting for either."""
+"""Copies between the host's memory and the device's, without waiting for either."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TORCH_TYPES = {"i": torch.int32, "q": torch.int64, "f": torch.float32}
 
 
 def upload(values: array[int] | array[float], device: torch.device) -> Tensor:
-    """A host array as a device tensor of its own type, without waiting for the device."""
+    """Return a host array as a device tensor of the array's type, without waiting for the device."""
     if not values:
         return torch.empty(0, dtype=_TORCH_TYPES[values.typecode], device=device)
     host = torch.frombuffer(values, dtype=_TORCH_TYPES[values.typecode])
@@ -19,7 +19,7 @@ def upload(values: array[int] | array[float], device: torch.device) -> Tensor:
 
 
 def upload_all(parts: list[array[int]], device: torch.device) -> list[Tensor]:
-    """Several int32 arrays in one copy. Each begins at a multiple of 16 bytes, or kernels would compile anew for it."""
+    """Upload several int32 arrays in one copy. Each begins at a multiple of 16 bytes, or Triton would compile anew."""
     packed, starts = array("i"), []
     for part in parts:
         starts.append(len(packed))
@@ -30,7 +30,7 @@ def upload_all(parts: list[array[int]], device: torch.device) -> list[Tensor]:
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A copy in host memory; from a CUDA device it has come with the stream's next event."""
+    """Copy to host memory; from a CUDA device the copy is complete with the stream's next event."""
     if not x.is_cuda:
         return x.clone()
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

@@ -21,7 +21,7 @@ from nanoinfer.runner.model_runner import ModelRunner
 def run_worker(
     config: Config, rank: int, port: int, segment: str, semaphores: list[Semaphore], errors: Connection
 ) -> None:
-    """The life of a rank: build a ModelRunner in step with rank 0, then do what the channel says until "close"."""
+    """Live as one rank: build a ModelRunner together with rank 0, then call the methods that arrive until "close"."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets the Ctrl-C and ends the others
     try:
         receiver = Receiver(segment, semaphores, rank - 1)
@@ -33,13 +33,13 @@ def run_worker(
             method, args = receiver.receive()
             runner.call(method, *args)
     except BaseException:
-        traceback.print_exc()  # for the case that rank 0 cannot say it
+        traceback.print_exc()  # rank 0 may be unable to show it
         errors.send(traceback.format_exc())
         raise SystemExit(1) from None
 
 
 def _live_with_parent(receiver: Receiver) -> None:
-    """Show that this process lives. If rank 0 is gone, however it went, nobody will tell it to stop."""
+    """Show rank 0 that this process lives, and end it when rank 0 is gone: nobody else would tell it to stop."""
     parent = mp.parent_process()
     assert parent is not None
     receiver.beat()
