@@ -1,4 +1,4 @@
-"""How fast is it here, and how far from what the machine allows?
+"""How fast is nanoinfer on this machine, and how far from the most that the machine allows?
 
     python bench.py                             # the bundled model
     python bench.py --model PATH                # any supported checkpoint
@@ -35,7 +35,7 @@ from nanoinfer.engine.llm_engine import StepResult
 
 SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p")
-OUTPUT_BYTES = 1 << 18  # more than a file of --json or --plot takes
+OUTPUT_BYTES = 1 << 18  # more than a file of --json or --plot needs
 
 
 @dataclass
@@ -73,7 +73,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
         count = args.repeats or (3 if config.device == "cuda" else 1)
         repeats = [time_repeat(llm, work, index, args.sampling) for index in range(count)]
-        # Beside the engine: on an H200, what is allocated from memory that it has given back copies a tenth slower.
+        # Measure beside the engine: on an H200, memory that the engine has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
     floor = Floor.of(work, config.description, config.max_num_seqs, config.torch_dtype.itemsize)
     floor_seconds = floor.seconds(bandwidth, flops, args.tp)
@@ -155,7 +155,7 @@ def binned_rate(times: list[float], tokens: list[int], bins: int = 100) -> tuple
 
 
 def run_transformers(args: argparse.Namespace, folder: str, result: dict[str, Any]) -> dict[str, Any]:
-    """The same prompts as one left-padded batch through transformers' generate."""
+    """Run the same prompts as one left-padded batch through transformers' generate."""
     device = "cpu" if result["device"] == "cpu" else "cuda"
     if args.config:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -177,14 +177,14 @@ def run_transformers(args: argparse.Namespace, folder: str, result: dict[str, An
 
 
 def transformers_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """The same settings as transformers' generate takes them."""
+    """Return the same settings as transformers' generate takes them."""
     if sampling.is_greedy:
         return {"do_sample": False}
     return {"do_sample": True, **{name: getattr(sampling, name) for name in SAMPLING_OPTIONS}}
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package, None if it is not there."""
+    """Return the version of a package, None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -192,7 +192,7 @@ def installed_version(package: str) -> str | None:
 
 
 def report(result: dict[str, Any]) -> None:
-    """Print what a person wants to know of nanoinfer's run."""
+    """Print the figures of nanoinfer's run, for a person to read."""
     print(f"{result['config']} on {result['device']}: ready after {result['startup_seconds']:.1f} s")
     runs = ", ".join(f"{seconds:.2f}" for seconds in result["repeats"])
     print(
@@ -216,7 +216,7 @@ def report_transformers(other: dict[str, Any]) -> None:
 
 
 def write_outputs(args: argparse.Namespace, result: dict[str, Any], last: Repeat) -> None:
-    """Write the files of --json and --plot. Exits with an error, after what can be done, when one cannot be written."""
+    """Write the files of --json and --plot. If one cannot be written, write the other, and exit with an error."""
     errors = []
     if args.json:
         figures = json.dumps(result, indent=2) + "\n"
@@ -235,7 +235,7 @@ def write_outputs(args: argparse.Namespace, result: dict[str, Any], last: Repeat
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", default=BUNDLED_MODEL, help="folder or Hub id (default: the bundled model)")
@@ -270,7 +270,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def choose_recipe(args: argparse.Namespace) -> Recipe:
-    """The workload's recipe with what the command line overrides. Raises ValueError for what makes no sense."""
+    """Return the workload's recipe with the command line's values. Raises ValueError for values that make no sense."""
     for name in ("num_seqs", "min_len", "max_len", "max_num_seqs", "max_model_len", "repeats"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -288,7 +288,7 @@ def choose_recipe(args: argparse.Namespace) -> Recipe:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Raises ValueError for a --json or --plot file that cannot be written."""
+    """Raise ValueError for a --json or --plot file that cannot be written."""
     if args.plot:
         check_plot(args.plot)
     for option, file in (("json", args.json), ("plot", args.plot)):
@@ -297,11 +297,11 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def check_writable(option: str, file: Path) -> None:
-    """Raises ValueError when it is not, or the disk is full; leaves no file where none was."""
+    """Raise ValueError if the file cannot be written or the disk is full; leave no file where none was."""
     try:
         existed = file.exists()
         with file.open("ab", buffering=0) as opened:
-            if file.is_file():  # what is written to a terminal or a pipe cannot be taken back
+            if file.is_file():  # a terminal or a pipe cannot take back the test's bytes
                 size = opened.tell()
                 try:
                     if opened.write(bytes(OUTPUT_BYTES)) < OUTPUT_BYTES:
@@ -315,7 +315,7 @@ def check_writable(option: str, file: Path) -> None:
 
 
 def check_plot(file: str) -> None:
-    """Raises ValueError when matplotlib is missing, or does not write files of this suffix."""
+    """Raise ValueError if matplotlib is missing, or does not write files of this suffix."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -15,7 +15,7 @@ QUESTIONS = ["introduce yourself", "list all prime numbers within 100"]
 
 
 def main() -> None:
-    """Print each prompt and what the model makes of it."""
+    """Print each prompt and the text that the model generates."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=BUNDLED_MODEL, help="folder or Hub id (default: the bundled model)")
     parser.add_argument("--max-tokens", type=int, default=256)

@@ -1,1 +1,1 @@
-"""What bench.py measures, and what it measures against."""
+"""For bench.py: workloads, the floor to compare a run with, and the figures of docs/speed.md."""

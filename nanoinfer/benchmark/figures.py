@@ -3,7 +3,7 @@
     python -m nanoinfer.benchmark.figures
 
 A run's "arguments" are those of `python bench.py --config`. Its "setup" names the system, commit, date, machine and
-versions. Runs of nanoinfer have figures of `bench.py --json` under their names there; other systems' have only a rate.
+versions. Runs of nanoinfer have figures of `bench.py --json`, under the same names; other systems' have only a rate.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Figures:
         return cls(json.loads((DOCS / "figures.json").read_text()))
 
     def setup(self, entry: dict[str, Any]) -> dict[str, str]:
-        """The system, commit, date, machine and versions of a run or another figure."""
+        """Return the system, commit, date, machine and versions of a run or another figure."""
         return self.setups[entry["setup"]]
 
     def by_system(self, arguments: str) -> dict[str, dict[str, Any]]:
-        """The systems' runs of one workload."""
+        """Return the systems' runs with these arguments, by system."""
         return {self.setup(run)["system"]: run for run in self.runs if run["arguments"] == arguments}
 
     def tables(self) -> dict[str, str]:
-        """Every table of docs/speed.md, by the name that its markers have."""
+        """Make every table of docs/speed.md, by the name that its markers have."""
         ours = [run for run in self.runs if self.setup(run)["system"] == OURS]
         compared = [run["arguments"] for run in ours if len(self.by_system(run["arguments"])) > 1]
         titles = "`python bench.py --config ...`", "tok/s", "seconds", "floor", "of the floor", "runs", "GPUs", "commit"
@@ -111,7 +111,7 @@ class Figures:
 
 
 def fill(page: str, tables: dict[str, str]) -> str:
-    """The page with each table between its markers, <!-- figures: NAME --> and <!-- end -->."""
+    """Put each table between its markers, <!-- figures: NAME --> and <!-- end -->; returns the new page."""
     for name, table in tables.items():
         begin, end = f"<!-- figures: {name} -->", "<!-- end -->"
         if page.count(begin) != 1:
@@ -131,7 +131,7 @@ def _code(text: str | None) -> str:
 
 
 def main() -> None:
-    """Write both."""
+    """Write docs/speed.md and docs/speed.svg."""
     figures = Figures.read()
     page = DOCS / "speed.md"
     page.write_text(fill(page.read_text(), figures.tables()))

@@ -1,4 +1,4 @@
-"""The least time that a machine needs for a workload, from what its memory and its matrix units are measured to do."""
+"""Floor: the least time that a machine needs for a workload, from its measured memory bandwidth and matrix rate."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Floor:
 
     @classmethod
     def of(cls, work: Workload, model: Description, max_num_seqs: int, itemsize: int) -> Floor:
-        """KV of every decode step and the weights once a step; the prompts' matrix products.
+        """Count each decode step's weights, keys and values, and the prompts' matrix products.
 
-        A shared prefix is read once a step, whatever the rows, and computed once; what layers with a window read of it
-        is left out.
+        A shared prefix counts once a step, for however many rows, and is computed once. The count leaves out reads of
+        it by layers with a window.
         """
         q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         layer = model.hidden_size * (2 * q_size + 2 * kv_size + 3 * model.intermediate_size)
@@ -35,7 +35,7 @@ class Floor:
         own = [len(prompt) - prefix for prompt in work.prompts]
         decoded = [out - 1 for out in work.output_lens]  # prefill samples each sequence's first token
         steps = max(max(decoded), math.ceil(sum(decoded) / max_num_seqs))
-        keys, pairs = 0, 0.0  # read by decode; a prompt's token with one that it sees
+        keys, pairs = 0, 0.0  # keys that decode reads; pairs of a prompt's token and one that it sees
         for window in model.windows:
             keys += sum(_seen(n + 1, out, window) for n, out in zip(own, decoded, strict=True))
             keys += 0 if window else steps * prefix
@@ -47,19 +47,19 @@ class Floor:
         )
 
     def seconds(self, bandwidth: float, flops: float, devices: int) -> float:
-        """On `devices` of this bandwidth, in bytes per second, and matrix rate, in operations per second."""
+        """Return the least time on `devices` of this bandwidth, in bytes a second, and rate, in operations a second."""
         return (self.decode_bytes / bandwidth + self.prefill_flops / flops) / devices
 
 
 def _seen(first: int, count: int, window: int | None) -> int:
-    """Keys that queries see which stand at lengths first, first + 1, ...: the sum of min(length, window)."""
+    """Count the keys that `count` queries see, at lengths first, first + 1, ...: the sum of min(length, window)."""
     last = first + count - 1
-    whole = min(last, window or last)  # up to this length all are seen
+    whole = min(last, window or last)  # up to this length a query sees all keys
     return max(whole - first + 1, 0) * (first + whole) // 2 + min(last - whole, count) * (window or 0)
 
 
 def _area(tokens: int, window: int | None) -> float:
-    """What a causal mask leaves of tokens x tokens, within a band if there is a window."""
+    """Return the area that a causal mask leaves of tokens x tokens, within a band if there is a window."""
     width = min(tokens, window or tokens)
     return width * (tokens - width / 2)
 

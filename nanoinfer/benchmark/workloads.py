@@ -1,4 +1,4 @@
-"""What bench.py runs: requests of random tokens, and models of published shapes with random weights."""
+"""Workloads of bench.py: requests of random tokens, and models of published shapes with random weights."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
     "phi4-14b": ((5120, 17920, 40, 40, 10, 128, False, 100352), PHI),
     "gemma3-12b": ((3840, 15360, 48, 16, 8, 256, True, 262208), GEMMA),
     "olmo2-7b": ((4096, 11008, 32, 32, 32, 128, False, 100352), OLMO),
-}  # published ones, but for the first
+}  # published shapes, but for the first
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
 }  # fmt: skip
-MAX_TOKEN = 10000  # of the prompts' random tokens, in a vocabulary that has it
+MAX_TOKEN = 10000  # the largest random token id in prompts, if the vocabulary has it
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a workload consists of, and the engine's limits that suit it; lengths are (least, most) tokens."""
+    """The recipe of a workload, and the engine's limits that suit it; lengths are (least, most) tokens."""
 
     num_seqs: int = 256
     prompt_lens: tuple[int, int] = (100, 1024)
@@ -69,7 +69,7 @@ class Recipe:
     max_model_len: int = 4096
 
     def draw(self, vocab_size: int) -> Workload:
-        """Prompts and output lengths from seed 0, in nano-vLLM's order; the shared prefix last."""
+        """Draw prompts and output lengths from seed 0, in nano-vLLM's order; the shared prefix is drawn last."""
         rand = random.Random(0).randint
         top = min(MAX_TOKEN, vocab_size - 1)
         prompts = [[rand(0, top) for _ in range(rand(*self.prompt_lens))] for _ in range(self.num_seqs)]
@@ -85,7 +85,7 @@ class Recipe:
 
 WORKLOADS = {
     "nano": Recipe(),  # nano-vLLM's own
-    "refill": Recipe(num_seqs=1024, max_num_seqs=256),  # rows that end are filled again
+    "refill": Recipe(num_seqs=1024, max_num_seqs=256),  # waiting requests fill the rows of those that end
     "stream": Recipe(num_seqs=1, prompt_lens=(128, 128), output_lens=(512, 512)),
     "prefix": Recipe(prefix_len=1024),
     "window": Recipe(num_seqs=16, prompt_lens=(16384, 16384), output_lens=(256, 256), max_model_len=16640),
@@ -102,7 +102,7 @@ class Workload:
     prefix_len: int = 0
 
     def repeat(self, index: int, vocab_size: int) -> list[list[int]]:
-        """The prompts with other tokens in each repeat, so that none finds the last one's prefixes cached."""
+        """Return the prompts with other tokens in each repeat, so that none finds the last one's prefixes cached."""
         top = min(MAX_TOKEN, vocab_size - 1) + 1
         return [[(token + index) % top for token in prompt] for prompt in self.prompts]
 
