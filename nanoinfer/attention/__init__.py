@@ -14,21 +14,21 @@ from nanoinfer.checks import check_choice
 
 
 class AttentionBackend(Protocol):
-    """What layers/attention.py asks of a backend, once the new keys and values are in the cache.
+    """The interface of a backend. layers/attention.py calls it once the new keys and values are in the cache.
 
-    Shapes are those of kernels/attention/paged_prefill.py and paged_decode.py.
+    The tensors have the shapes that kernels/attention/paged_prefill.py and paged_decode.py describe.
     """
 
     def prepare_decode(self, context: Context) -> None:
-        """Work out what all layers of a decode step need; called before the first of them."""
+        """Compute what all layers of a decode step need. The runner calls this before the first layer."""
         ...
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
-        """Attend from packed queries, causally, over what each sees of its sequence's context."""
+        """Attend from packed queries, each to the keys that it sees (Scoring.window) in its sequence's context."""
         ...
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
-        """Attend from one query a sequence over what it sees of its context."""
+        """Attend from one query per sequence, to the keys that it sees (Scoring.window) in its context."""
         ...
 
 
@@ -36,9 +36,9 @@ BACKENDS = ("flash_attn", "triton", "torch")
 
 
 def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int, head_dim: int) -> str:
-    """The backend that `name` stands for; "auto" is torch on the CPU and triton, the fastest here, on CUDA.
+    """Return the backend that `name` stands for. "auto" is torch on the CPU, and on CUDA triton, the fastest.
 
-    Raises ValueError when the named one cannot run, with the reason.
+    Raises ValueError, with the reason, if the named backend cannot run.
     """
     name = check_choice("attention_backend", name, ["auto", *BACKENDS])
     if name == "auto":
@@ -54,9 +54,9 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int, 
 
 
 def make_backend(name: str, windows: Iterable[int | None]) -> AttentionBackend:
-    """The backend of one of the names in BACKENDS; imports only what that one needs.
+    """Create the backend of one of the names in BACKENDS; imports only what that backend needs.
 
-    windows: those of the model's layers, as in Scoring
+    windows: each layer's window, as in Scoring
     """
     if name == "flash_attn":
         from nanoinfer.attention.flash_attn_backend import FlashAttnBackend

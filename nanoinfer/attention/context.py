@@ -12,7 +12,7 @@ from torch import Tensor
 class Scoring:
     """How an attention layer scores a key."""
 
-    scale: float  # of a query's product with it
+    scale: float  # factor of a query's product with the key
     window: int | None = None  # query i sees key j if i - window < j <= i; None: if j <= i
     softcap: float | None = None  # a scaled score becomes softcap * tanh(score / softcap), as in Gemma 2
 
@@ -25,7 +25,7 @@ class PackedQueries:
     context_lens: list[int]  # the new tokens included
     cu_query_lens: Tensor  # [seqs + 1] int32
     cu_context_lens: Tensor  # [seqs + 1] int32
-    is_long: list[bool]  # a sequence, whether its rotary frequencies are those of long ones
+    is_long: list[bool]  # for each sequence, whether it is rotated by Rope.long_frequencies
 
 
 @dataclass(slots=True)
@@ -34,14 +34,14 @@ class Context:
 
     kv_cache: Tensor  # [2, layers, blocks, block_size, kv_heads, head_dim], keys before values
     positions: Tensor  # [tokens] int32; -1: a padding token
-    slot_mapping: Tensor  # [tokens] int32, block * block_size + offset; -1: written nowhere
+    slot_mapping: Tensor  # [tokens] int32, block * block_size + offset; -1: the layers write nothing
     block_tables: Tensor  # [seqs, max blocks] int32
     context_lens: Tensor  # [seqs] int32
-    max_context_len: int  # no context is longer
+    max_context_len: int  # at least the longest context
     prefill: PackedQueries | None = None  # None: a decode step
-    # What the attention backend worked out for all layers of a decode step, by their window.
+    # The attention backend's plans for a decode step: layers with the same window share one.
     decode_plans: dict[int | None, Any] = field(default_factory=dict)
-    rotary_rows: Tensor = field(init=False)  # [tokens] int32, of the rotary tables: positions, unless told otherwise
+    rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables: `positions`, or set later
 
     def __post_init__(self) -> None:
         self.rotary_rows = self.positions

@@ -9,10 +9,10 @@ from nanoinfer.attention.context import Context, Scoring
 
 
 class FlashAttnBackend:
-    """See AttentionBackend."""
+    """The AttentionBackend that calls the flash-attn package."""
 
     def prepare_decode(self, context: Context) -> None:
-        """Nothing."""
+        """Do nothing: flash-attn makes no plan ahead."""
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from packed queries."""
@@ -34,7 +34,7 @@ class FlashAttnBackend:
         )
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
-        """Attend from one query a sequence."""
+        """Attend from one query per sequence."""
         out = flash_attn_with_kvcache(
             q.unsqueeze(1),
             k_cache,
@@ -50,5 +50,5 @@ class FlashAttnBackend:
 
 
 def _window_size(scoring: Scoring) -> tuple[int, int]:
-    """How many keys a query sees before and after its own, as flash-attn counts them; -1: all."""
+    """Return how many keys a query sees before and after its own, as flash-attn counts them; -1: all."""
     return (-1, -1) if scoring.window is None else (scoring.window - 1, 0)

@@ -12,13 +12,13 @@ from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 
 
 class TritonBackend:
-    """See AttentionBackend."""
+    """The AttentionBackend that runs our Triton kernels. windows: each layer's window, as in Scoring"""
 
     def __init__(self, windows: Iterable[int | None]) -> None:
         self.windows = tuple(dict.fromkeys(windows))
 
     def prepare_decode(self, context: Context) -> None:
-        """Deal out the keys, once for each of the model's windows."""
+        """Divide the keys among the kernel's programs, once for each of the model's windows."""
         context.decode_plans = {
             window: plan_decode(context.context_lens, context.kv_cache[0, 0], window=window) for window in self.windows
         }
@@ -41,7 +41,7 @@ class TritonBackend:
         )
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
-        """Attend from one query a sequence."""
+        """Attend from one query per sequence."""
         return paged_decode_triton(
             q,
             k_cache,

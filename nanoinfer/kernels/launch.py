@@ -1,14 +1,15 @@
-"""How kernels are launched: for how many multiprocessors, and how early.
+"""How to launch kernels: for how many multiprocessors, and early, while the kernel before still runs.
 
-Programmatic dependent launch (CUDA Programming Guide) starts a kernel while the one before it still runs.
-It waits for that one before it touches what others write. What it may do before, such as reading weights or just being
-launched, costs no time. Whoever launches with these options must call `wait_for_predecessor` in every program, before
-any store and before any load of what another kernel writes: all kernels before the predecessor are complete then, too.
-Weights may be loaded before: between their writing and a kernel that is launched early there must be one that is not,
-as torch's all are.
+Programmatic dependent launch (CUDA Programming Guide) starts a kernel before its predecessor has ended. So the launch
+itself costs no time, nor do the weights that the kernel reads meanwhile. Every program of such a kernel must call
+`wait_for_predecessor` before it stores anything, and before it loads anything that another kernel writes. After that
+call the predecessor is complete, and so are all kernels before it.
 
-A kernel lets its successor start only once it has itself stopped waiting. Else a whole row of kernels would stand
-ready at once, and those behind would hold the shared memory that the next one needs.
+A program may load weights before that call. So between the kernel that writes weights and the first early one, there
+must be a kernel without these options, as all of torch's are.
+
+A kernel lets its successor start only after its own wait has ended. Otherwise many kernels would be resident at once,
+and the later ones would hold the shared memory that the next one needs.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ MULTIPROCESSORS_WHEN_INTERPRETED = 4
 
 
 def early_launch(x: Tensor) -> dict[str, bool]:
-    """The options that launch a kernel early on x's device, if it can."""
+    """Return the options for a kernel on x's device; they launch it early if the device can do that."""
     return {"EARLY": True, "launch_pdl": True} if can_launch_early(x.device) else {"EARLY": False}
 
 
 @functools.cache
 def can_launch_early(device: torch.device) -> bool:
-    """Whether a kernel can start while the one before it runs: from sm_90 on."""
+    """Return whether a kernel can start while the one before it runs: from sm_90 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of the device; interpreted kernels get a few, so that their programs share the work as they do there."""
+    """Return the device's number of multiprocessors; a few for interpreted kernels, so that programs share work too."""
     if device.type != "cuda":
         return MULTIPROCESSORS_WHEN_INTERPRETED
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -44,7 +45,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def wait_for_predecessor(EARLY: tl.constexpr, START_SUCCESSOR: tl.constexpr = True):
-    """Wait until the kernel before has ended and its stores are seen; then let the next one start."""
+    """Wait until the kernel before has ended and its stores are visible; then let the next kernel start."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         if START_SUCCESSOR:
@@ -53,6 +54,6 @@ def wait_for_predecessor(EARLY: tl.constexpr, START_SUCCESSOR: tl.constexpr = Tr
 
 @triton.jit
 def start_successor(EARLY: tl.constexpr):
-    """Let the next kernel start; for one that is long enough for its successor to be in the way until now."""
+    """Let the next kernel start; for a long kernel, whose successor would only take up room if it started earlier."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
-BLOCK = 256  # rows, however few there are: each size would be compiled by itself
+BLOCK = 256  # rows per program, however few there are, because Triton compiles a kernel for each size
 
 
 def locate_rows(positions: Tensor, block_tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Where each row's next token goes, and how much context it sees.
+    """Find the KV cache slot of each row's next token, and the length of the context that this token sees.
 
     positions: [rows] int32, -1 in an empty row; block_tables: [rows, max blocks] int32
     Returns slots ([rows] int32, block * block_size + offset, -1 for an empty row) and context lengths ([rows] int32).

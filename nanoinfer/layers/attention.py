@@ -14,7 +14,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 
 class Attention(nn.Module):
-    """One layer's attention: norms and rotates, writes the new keys and values to the cache, and attends."""
+    """One layer's attention: it normalises and rotates the heads, writes keys and values to the cache, and attends."""
 
     def __init__(
         self,
@@ -26,7 +26,14 @@ class Attention(nn.Module):
         norms: tuple[RMSNorm, RMSNorm] | None = None,
         full_norms: FullWidth | None = None,
     ) -> None:
-        """query_scales: see kernels.attention.qkv; norms: of queries, of keys; full_norms: they are over all heads."""
+        """Store the layer's settings.
+
+        layer: this layer's index in the KV cache
+        rotary: None: the layer does not rotate its queries and keys
+        query_scales: [positions] float32, factors of the rotated queries (kernels.attention.qkv); None: no factors
+        norms: the norm of the queries and that of the keys; None: the model has neither
+        full_norms: given if each norm goes over all heads of a token at once
+        """
         super().__init__()
         self.layer = layer
         self.scoring = scoring
@@ -39,7 +46,10 @@ class Attention(nn.Module):
         self.k_norm = None if norms is None else norms[1].norm
 
     def forward(self, qkv: Tensor, context: Context) -> Tensor:
-        """qkv: [tokens, heads + 2 * kv_heads, head_dim]; returns [tokens, heads, head_dim]."""
+        """Attend from a step's tokens.
+
+        qkv: [tokens, heads + 2 * kv_heads, head_dim]; returns [tokens, heads, head_dim]
+        """
         k_cache, v_cache = context.kv_cache[:, self.layer]
         rotary = self.rotary
         q = norm_rotate_store(
@@ -60,14 +70,17 @@ class Attention(nn.Module):
 
 
 class FullWidth:
-    """The statistics of norms over all heads of a token, of which a rank has only some."""
+    """The statistics of norms that go over all heads of a token, although a rank holds only some of the heads."""
 
     def __init__(self, q_size: int, k_size: int, copies: int, tp: TensorParallel) -> None:
-        """q_size, k_size: numbers of a token's queries and keys, over all ranks; copies: ranks that hold each key"""
+        """q_size, k_size: numbers in a token's queries and keys, over all ranks; copies: ranks that hold one KV head"""
         self.tp = tp
         self.shares = torch.tensor([1 / q_size, 1 / (k_size * copies)], dtype=torch.float32)
 
     def mean_squares(self, qkv: Tensor, kv_heads: int) -> Tensor:
-        """Of this rank's [tokens, heads + 2 * kv_heads, head_dim], and the others': [tokens, 2] float32."""
+        """Return the mean squares of each token's queries and of its keys over all ranks, [tokens, 2] float32.
+
+        qkv: this rank's, [tokens, heads + 2 * kv_heads, head_dim]; the ranks call this together
+        """
         squares = sum_squares(qkv, qkv.shape[1] - 2 * kv_heads, kv_heads)
         return self.tp.all_reduce(squares) * self.shares

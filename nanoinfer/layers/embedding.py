@@ -13,15 +13,15 @@ from nanoinfer.weights.shards import Shard
 
 
 class VocabParallelEmbedding(nn.Module):
-    """One vector a token; each rank holds those of a range of ids from `first_id`, the last rank's perhaps shorter.
+    """One vector for each token id. Each rank holds a range of ids from `first_id` on; the last rank's may be shorter.
 
-    A model's output projection is one too, often the same one.
+    A model's output projection is such a matrix too, often the very same one.
     """
 
     def __init__(
         self, name: str, vocab_size: int, hidden_size: int, tp: TensorParallel, other_name: str | None = None
     ) -> None:
-        """name: of the tensor, without ".weight"; other_name: under which a checkpoint may store it once more"""
+        """name: the tensor's name without ".weight"; other_name: a second name that a checkpoint may store it under"""
         super().__init__()
         self.name, self.other_name = name, other_name
         self.tp = tp
@@ -32,7 +32,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, hidden_size), requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[tokens] int32 to this rank's part of their sum, [tokens, hidden_size]: zeros where the id is not its own."""
+        """Look up [tokens] int32 ids; returns this rank's part, [tokens, hidden_size], zeros for other ranks' ids."""
         if self.tp.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.first_id
@@ -41,11 +41,11 @@ class VocabParallelEmbedding(nn.Module):
         return rows * ours.unsqueeze(1)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The same matrix as output projection: [rows, hidden_size] to [rows, this rank's token ids], into `out`."""
+        """Use the matrix as output projection: [rows, hidden_size] to [rows, this rank's token ids], into `out`."""
         return torch.mm(hidden, self.weight.t(), out=out)
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's rows."""
+        """Yield this rank's rows of the matrix, once for each name that they may have."""
         shape = self.vocab_size, self.weight.shape[1]
         yield Shard(f"{self.name}.weight", self.weight, shape, self.first_id)
         if self.other_name is not None:

@@ -11,19 +11,19 @@ from nanoinfer.weights.plain_matrix import Piece, PlainMatrix
 
 
 def share_of_heads(heads: int, ranks: int) -> int:
-    """How many of the heads, or other units, a rank holds: an equal share, or one that others hold too."""
+    """Return how many of the heads, or other units, a rank holds: an equal share, or one that several ranks hold."""
     assert heads % ranks == 0 or ranks % heads == 0
     return max(heads // ranks, 1)
 
 
 class ColumnParallelLinear(nn.Module):
-    """Several projections of one input as one matrix product; each rank holds a share of every one's outputs.
+    """Several projections of one input as one matrix product; each rank holds a share of each projection's outputs.
 
-    names: of the projections in the checkpoint; one name if it has them in one tensor, one after another
-    sizes: of their outputs over all ranks, in units of head_dim
-    head_dim: the unit that is not divided: a head, or a single feature; where there are fewer than ranks, several ranks
-        hold the same one
-    activation: of two projections, a gate and what it gates; see kernels.linear.activation
+    names: the projections' names in the checkpoint; one name if one tensor holds them, one after another
+    sizes: the outputs of each projection over all ranks, in units of head_dim
+    head_dim: the outputs that stay together on a rank: a head's, or a single one. If a projection has fewer such units
+        than there are ranks, several ranks hold the same unit
+    activation: applied to two projections, gate and up: the output is act(gate) * up (kernels.linear.activation)
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class ColumnParallelLinear(nn.Module):
         self.matrix = PlainMatrix(pieces, in_features, bias)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Tensor, Tensor]:
-        """Project what the joint makes of x and residual, see there.
+        """Let the joint add x to residual and normalise the sum; then project. x, residual: as for Joint.forward.
 
-        Returns this rank's share of every projection, side by side in [tokens, share], and the residual stream. With an
-        activation the share is of one projection.
+        Returns this rank's share of each projection, side by side in [tokens, share], and the residual stream. With an
+        activation, the share is that of act(gate) * up alone.
         """
         if self.tp.size == 1:
             x = joint.scaled(x)
@@ -62,9 +62,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A projection whose input is split over the ranks, each of which is left with its part of a sum.
+    """A projection whose input is split over the ranks. Each rank computes its part: the parts add up to the output.
 
-    The joint behind it adds it up. The first rank's part has the bias.
+    The next joint adds them. The first rank's part includes the bias.
     """
 
     def __init__(self, name: str, in_features: int, out_features: int, tp: TensorParallel, bias: bool = False) -> None:
@@ -76,8 +76,8 @@ class RowParallelLinear(nn.Module):
         self.matrix = PlainMatrix([piece], share, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, this rank's share of in_features] to its part of the sum, [tokens, out_features].
+        """Multiply [tokens, this rank's share of in_features]: returns this rank's part, [tokens, out_features].
 
-        Alone, a rank may leave that in pieces: [pieces, tokens, out_features] float32.
+        A single rank may return pieces, [pieces, tokens, out_features] float32, which the next joint adds.
         """
         return self.matrix.product(x, may_split=self.tp.size == 1, with_bias=self.tp.rank == 0)

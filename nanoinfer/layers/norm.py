@@ -13,11 +13,11 @@ from nanoinfer.parallel.inbox import Inbox
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.shards import Fill, Shard
 
-ONE_OWNER_TOKENS = 48  # from here on, and among more than two ranks, traffic counts for more than latency
+ONE_OWNER_TOKENS = 48  # from here on one_owner is faster for more than two ranks: less traffic, but one more trip
 
 
 class RMSNorm(nn.Module):
-    """The weight of a root-mean-square norm: of `size` numbers, of which this rank has some from `start` on."""
+    """The parameters of an RMSNorm over `size` numbers; this rank holds `share` of its weights, from `start` on."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
         start: int = 0,
         share: int | None = None,
     ) -> None:
-        """share: how many this rank has; None: all."""
+        """share: how many of the weights this rank holds; None: all."""
         super().__init__()
         self.name = name
         self.size = size
@@ -37,26 +37,32 @@ class RMSNorm(nn.Module):
         self.norm = Norm(self.weight, eps, plus_one)
 
     def shards(self) -> Iterator[Shard]:
-        """The weight."""
+        """Yield the weight's shard."""
         fill: Fill = "zeros" if self.norm.plus_one else "ones"
         yield Shard(f"{self.name}.weight", self.weight, (self.size,), self.start, random=fill)
 
 
 class Joint(nn.Module):
-    """Where a branch's result is added to the residual stream, and the next branch's input is taken from it.
+    """Adds a branch's result to the residual stream, and normalises the sum as the next branch's input.
 
         residual ---------------------------------> + -----> residual
                                                     |  '---> pre norm ---> the next branch
         the branch's result --> scale --> post norm '
 
-    The sum over the ranks comes first. Either norm may be absent. Before the first branch there is no residual: the
-    embeddings begin it.
+    With several ranks, the joint first adds up their parts. Either norm may be absent. The model's first joint has no
+    residual yet: its x, the embeddings, becomes the residual stream.
     """
 
     def __init__(
         self, post: RMSNorm | None, pre: RMSNorm | None, tp: TensorParallel, scale: float = 1.0, whole: bool = False
     ) -> None:
-        """scale: of the branch's result; whole: every rank needs all rows of the residual stream"""
+        """Store the norms; None: the model has no norm in that place.
+
+        post: the norm of the branch's result
+        pre: the norm of the next branch's input
+        scale: factor of the branch's result
+        whole: every rank needs the residual stream of all tokens (see one_owner in kernels.ranks.all_reduce_norm)
+        """
         super().__init__()
         self.tp = tp
         self.post, self.pre = post, pre
@@ -74,13 +80,15 @@ class Joint(nn.Module):
         return None if self.pre is None else self.pre.norm
 
     def scaled(self, x: Tensor) -> Tensor:
-        """The branch's result as it is added."""
+        """Multiply the branch's result by the joint's scale."""
         return x if self.scale == 1 else x * self.scale
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the next branch's input, and the residual stream; all [tokens, size].
+        """Add x to residual and normalise the sum.
 
-        x: what RowParallelLinear or VocabParallelEmbedding leaves: this rank's part, or pieces (kernels.norm.rms_norm)
+        x: this rank's part, [tokens, size], or pieces (kernels.norm.rms_norm), from RowParallelLinear or the embedding
+        residual: [tokens, size]; None at the model's first joint
+        Returns the next branch's input and the residual stream, both [tokens, size].
         """
         x, post, pre = self.scaled(x), self.post_norm, self.pre_norm
         inbox = self.tp.inbox
@@ -95,7 +103,7 @@ class Joint(nn.Module):
         return add_rms_norm(x, residual, pre) if post is None else norm_add_rms_norm(x, residual, post, pre)
 
     def _through_inbox(self, inbox: Inbox, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The first norm comes in the launch that sums."""
+        """Add and normalise as forward does; one launch adds up the parts in the inboxes and applies the first norm."""
         post, pre = self.post_norm, self.pre_norm
         lane = inbox.embedding_lane if residual is None else inbox.layer_lane()
         one_owner = not self.whole and self.tp.size > 2 and len(x) >= ONE_OWNER_TOKENS

@@ -1,4 +1,4 @@
-"""Rotary position embedding: what it is, and the table of its angles, which layers/attention.py applies."""
+"""Rotary position embedding: its settings, and the cosines and sines that layers/attention.py rotates by."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from nanoinfer.attention.context import Context
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding (Su et al., 2021).
+    """The settings of a rotary embedding (Su et al., 2021).
 
-    frequencies: radians a position, one a rotated pair of a head's numbers; the numbers beyond them are not rotated
-    factor: cosines and sines are multiplied by it
-    interleaved: a pair is two neighbours; else a number and the one half of the rotated numbers further
-    long_frequencies: those of sequences of more than long_from tokens, at all of their positions
+    frequencies: radians per position, one for each rotated pair of a head's numbers; the numbers after these pairs stay
+        as they are
+    factor: multiplies all cosines and sines
+    interleaved: pairs are (0, 1), (2, 3) and so on; otherwise i and i + n / 2 are a pair, of n rotated numbers
+    long_frequencies: replace `frequencies`, at all positions of a sequence that has more than long_from tokens
     """
 
     frequencies: tuple[float, ...]
@@ -28,10 +29,10 @@ class Rope:
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of every position.
+    """The cosines and sines of every position.
 
-    cos_sin: [positions, rotated numbers] float32, the cosines in the first half; where long sequences have frequencies
-        of their own, their positions follow
+    cos_sin: [max_position, rotated numbers] float32, the cosines in the first half. With long_frequencies, as many rows
+        follow for long sequences
     """
 
     cos_sin: Tensor
@@ -47,7 +48,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin", torch.cat(tables), persistent=False)
 
     def rows(self, context: Context) -> Tensor:
-        """The row of cos_sin for each token of a step, [tokens] int32, where long sequences have rows of their own."""
+        """Return the row of cos_sin for each token of a step, [tokens] int32; only for a rope with long_frequencies."""
         packed = context.prefill
         assert self.long_from is not None
         if packed is None:
@@ -63,5 +64,5 @@ def _table(frequencies: tuple[float, ...], factor: float, max_position: int) -> 
 
 
 def query_scales(beta: float, length: int, max_position: int) -> Tensor:
-    """1 + beta * log(1 + floor(position / length)) of every position, [max_position] float32, as in Ministral 3."""
+    """Return 1 + beta * log(1 + floor(position / length)) for every position, [max_position] float32 (Ministral 3)."""
     return 1 + beta * torch.log1p(torch.arange(max_position, dtype=torch.float32).div(length, rounding_mode="floor"))

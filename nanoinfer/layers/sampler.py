@@ -19,9 +19,9 @@ class Sampler(nn.Module):
         self.tp = tp
 
     def forward(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """Draw a token a row.
+        """Draw one token for each row.
 
-        logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], see kernels.sampling.draw
+        logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], as in kernels.sampling.draw
         Returns [rows] int32, equal on every rank.
         """
         best, ids = draw(logits, temperatures, seeds, positions, self.first_id)
@@ -30,7 +30,7 @@ class Sampler(nn.Module):
         inbox = self.tp.inbox
         if inbox is not None and len(ids) <= inbox.max_rows:
             return best_of_ranks(best, ids, inbox.candidates_lane, inbox.rank, inbox.stop)
-        # A token id is exact in float64, as is a float32 score.
+        # float64 holds both a token id and a float32 score exactly.
         candidates = self.tp.all_gather(torch.stack([best.double(), ids.double()], dim=-1))
         winner = candidates[..., 0].argmax(dim=0, keepdim=True)
         return candidates[..., 1].gather(0, winner).squeeze(0).int()

@@ -1,4 +1,4 @@
-"""What runs: a line for each class that a config.json may name. docs/add-a-model.md says how to add one."""
+"""The supported models, by the class that a config.json names. docs/add-a-model.md says how to add one."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3.describe",
     "Qwen3VLForConditionalGeneration": "multimodal.describe_qwen3_vl",
     "SmolLM3ForCausalLM": "smollm3.describe",
-}  # the file in families/ and its function that reads such a config
+}  # each class with the file in families/ and the function in it that reads the config
 
 
 def check_architectures(names: list[str]) -> None:
-    """Raise ValueError when the architectures that a config.json names are not here."""
+    """Raise ValueError unless `names`, a config.json's architectures, is a list that begins with a supported class."""
     if not isinstance(names, list):
         raise ValueError(f"model: architectures={names!r} in its config.json: must be a list of names")
     if not names or names[0] not in FAMILIES:
@@ -40,7 +40,7 @@ def check_architectures(names: list[str]) -> None:
 
 
 def describe(config: PretrainedConfig) -> Description:
-    """What the model of this config is. Raises ValueError when it asks for what is not here, naming it."""
+    """Describe a config's model. Raises ValueError, naming the setting, if nanoinfer does not support one."""
     names = config.architectures or []
     check_architectures(names)
     check_sizes(config.get_text_config())

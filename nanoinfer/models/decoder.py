@@ -2,8 +2,8 @@
 
     tokens --> embedding --> [ joint --> attention --> joint --> MLP ] x layers --> joint --> logits
 
-A joint (layers/norm.py) adds a branch's result to the residual stream and norms the next branch's input. Which norms,
-biases, windows and scales there are, a Description says; it is resolved here, once, so that no forward pass asks.
+A joint (layers/norm.py) adds a branch's result to the residual stream and normalises the next branch's input. A
+Description says which norms, biases, windows and scales the model has. Only constructors read it, no forward pass does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention: of the joint's output, and projected back."""
+    """Grouped-query attention: projects the joint's output to queries, keys and values, attends, and projects back."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
-        """Returns the branch's result, and the residual stream that it is to be added to."""
+        """Return the branch's result, and the residual stream; the next joint adds the two."""
         qkv, residual = self.qkv_proj(x, residual, joint)
         heads = self.attention(qkv.unflatten(-1, (-1, self.head_dim)), context)
         return self.o_proj(heads.flatten(1)), residual
 
 
 class MLP(nn.Module):
-    """activation(gate) * up, and projected back (Shazeer, 2020)."""
+    """The gated MLP (Shazeer, 2020): computes activation(gate) * up and projects back."""
 
     def __init__(self, model: Description, layer: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -80,13 +80,13 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(f"{prefix}mlp.down_proj", size, model.hidden_size, tp, model.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
-        """Returns the branch's result, and the residual stream that it is to be added to."""
+        """Return the branch's result, and the residual stream; the next joint adds the two."""
         gated, residual = self.gate_up_proj(x, residual, joint)
         return self.down_proj(gated), residual
 
 
 class Block(nn.Module):
-    """One layer: two branches, each behind a joint. What the last branch gives is added by the next layer's joint."""
+    """One layer: two branches, each after a joint. The next layer's first joint adds the second branch's result."""
 
     def __init__(self, attention_joint: Joint, attention: SelfAttention, mlp_joint: Joint, mlp: MLP) -> None:
         super().__init__()
@@ -94,13 +94,18 @@ class Block(nn.Module):
         self.mlp_joint, self.mlp = mlp_joint, mlp
 
     def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
-        """x: the last block's result, not yet added to residual; both [tokens, hidden_size], see Joint."""
+        """Run both branches; returns the second one's result, not yet added, and the residual stream.
+
+        x: the previous branch's result, not yet added to residual: the joint adds both and normalises the sum
+        residual: None in the first layer, where x is the embeddings
+        All are [tokens, hidden_size], but for pieces: see Joint.forward.
+        """
         x, residual = self.attention(x, residual, self.attention_joint, context)
         return self.mlp(x, residual, self.mlp_joint)
 
 
 class Decoder(nn.Module):
-    """A whole model. See runner.model_runner.CausalLM for what the runner reads of it."""
+    """A whole model. The runner uses the members that runner.model_runner.CausalLM declares."""
 
     def __init__(self, model: Description, max_model_len: int, backend: AttentionBackend, tp: TensorParallel) -> None:
         super().__init__()
@@ -110,7 +115,7 @@ class Decoder(nn.Module):
         self.embedding = VocabParallelEmbedding(
             EMBEDDING, model.vocab_size, model.hidden_size, tp, HEAD if model.tied else None
         )
-        # transformers rounds it to the embeddings' dtype
+        # transformers rounds the scale to the embeddings' dtype
         self.embedding_scale = torch.tensor(model.embedding_scale, dtype=self.embedding.weight.dtype).item()
         rotaries = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(model.ropes) if rope is not None}
         self.long_rotary = next((rotary for rotary in rotaries.values() if rotary.long_from is not None), None)
@@ -135,11 +140,11 @@ class Decoder(nn.Module):
 
     @property
     def num_ids(self) -> int:
-        """How many token ids this rank has."""
+        """How many token ids this rank holds."""
         return len(self.lm_head.weight)
 
     def forward(self, token_ids: Tensor, context: Context) -> Tensor:
-        """[tokens] int32 to hidden states, [tokens, hidden_size]."""
+        """Compute hidden states, [tokens, hidden_size], from token ids, [tokens] int32."""
         if self.long_rotary is not None:
             context.rotary_rows = self.long_rotary.rows(context)
         x, residual = self.embedding(token_ids), None
@@ -150,7 +155,7 @@ class Decoder(nn.Module):
         return self.joint(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[rows, hidden_size] to [rows, this rank's token ids], into `out` if given."""
+        """Compute logits, [rows, this rank's token ids], from [rows, hidden_size], into `out` if given."""
         logits = self.lm_head.logits(hidden, out)
         if self.logit_scale != 1:
             logits *= self.logit_scale
@@ -160,7 +165,7 @@ class Decoder(nn.Module):
 
 
 def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
-    """The joints in their order: two a layer, and the last."""
+    """Yield the joints in order: two for each layer, and one after the last layer."""
     names = model.names
     whole = names.attention_post_norm is not None or names.mlp_post_norm is not None
 

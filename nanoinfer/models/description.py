@@ -1,4 +1,4 @@
-"""Description: what a model is, said once. The decoder is built from it, and nothing asks for a family's name."""
+"""Description: a model's structure as data. The decoder is built from it, and no code asks for a family's name."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.layers.rotary import Rope
 
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # what all checkpoints call the two
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
 
-Width = Literal["head", "full"]  # of a query or key norm: each head by itself, or all heads of a token at once
+Width = Literal["head", "full"]  # the norm of queries and keys goes over each head by itself, or over all heads at once
 
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """A rotated query of position p is multiplied by 1 + beta * log(1 + floor(p / length)), as in Ministral 3."""
+    """The factor of a rotated query at position p: 1 + beta * log(1 + floor(p / length)), as in Ministral 3."""
 
     beta: float
     length: int
@@ -23,10 +23,11 @@ class QueryScaling:
 
 @dataclass(frozen=True)
 class Names:
-    """What a checkpoint calls the parts of a layer; a norm without a name is not there.
+    """The names that a checkpoint gives to a layer's modules. If a norm's name is None, the model has no such norm.
 
-    attention_norm, mlp_norm: before a branch; attention_post_norm, mlp_post_norm: of its result, before that is added
-    qkv, gate_up: one tensor each, or one in which they stand one after another
+    attention_norm, mlp_norm: the norm of a branch's input
+    attention_post_norm, mlp_post_norm: the norm of a branch's result, before the joint adds it
+    qkv, gate_up: one name for each projection, or a single name if one tensor holds them, one after another
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -39,18 +40,20 @@ class Names:
 
 @dataclass(frozen=True)
 class Description:
-    """A decoder-only transformer whose parts are here.
+    """A decoder-only transformer. Fields without a line below have names that explain them.
 
-    max_position: the most tokens of a sequence
-    tied: the embedding is the output projection too
-    norm_plus_one: norm weights are stored less one
-    qk_norm: of queries and keys, before they are rotated
-    activation: of the gated MLP, see kernels.linear.activation
-    attention_scale: of a query's product with a key; score_cap: c, for c * tanh(score / c); logit_cap likewise
-    residual_scale: of a branch's result, before it is added
-    windows: a layer, how many tokens a query sees, its own the last; None: all
-    ropes: a layer; None: its queries and keys are not rotated
-    is_multimodal: the checkpoint has other parts, which are not read
+    max_position: the most tokens that a sequence may have
+    tied: the output projection is the embedding's matrix
+    norm_plus_one: checkpoints store norm weights less one
+    qk_norm: the norm of queries and keys before they are rotated; None: the model has none
+    activation: the function of the MLP's gate, see kernels.linear.activation
+    attention_scale: factor of a query's product with a key
+    score_cap, logit_cap: a cap c turns a scaled score, or a logit, into c * tanh(it / c); None: no cap
+    embedding_scale, logit_scale: factor of the embeddings, and of the logits
+    residual_scale: factor of a branch's result, before the joint adds it
+    windows: for each layer, how many tokens a query sees, its own the last; None: all
+    ropes: for each layer, how it rotates queries and keys; None: not at all
+    is_multimodal: the checkpoint holds other models beside this one; nanoinfer does not read those
     """
 
     vocab_size: int
@@ -83,16 +86,16 @@ class Description:
 
     @property
     def window(self) -> int | None:
-        """The largest window, if every layer has one: what lies behind it is never read again."""
+        """The largest window, if every layer has one, else None. No layer reads a key that is further back."""
         return max(window or 0 for window in self.windows) if all(self.windows) else None
 
     @property
     def long_from(self) -> int | None:
-        """Sequences of more tokens are rotated by other frequencies."""
+        """Sequences of more tokens than this are rotated by other frequencies; None: the model has no such length."""
         return next((rope.long_from for rope in self.ropes if rope is not None and rope.long_from), None)
 
     def within(self, max_len: int) -> Description:
-        """The same model where no sequence has more than so many tokens: without what only longer ones would see."""
+        """Return this model without the windows and long_frequencies that only sequences of over max_len tokens use."""
 
         def shortened(rope: Rope | None) -> Rope | None:
             if rope is None or rope.long_from is None or rope.long_from < max_len:
@@ -103,7 +106,7 @@ class Description:
         return replace(self, windows=windows, ropes=tuple(map(shortened, self.ropes)))
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError when so many ranks cannot share the model."""
+        """Raise ValueError if the model cannot be split over this many ranks."""
         for name, size in (("num_attention_heads", self.num_heads), ("intermediate_size", self.intermediate_size)):
             if size % ranks:
                 raise ValueError(f"tensor_parallel_size={ranks}: {name}={size} is not divisible by it; use a divisor")

@@ -1,4 +1,4 @@
-"""What families read from a config.json alike."""
+"""Reads the settings of a config.json that several families share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from nanoinfer.models.description import Description
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none, refuse
 
-ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by their names in configs
+ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config's name: ours
 
 
 def describe_common(config: PretrainedConfig, activation_field: str = "hidden_act", **own: Any) -> Description:
-    """A Description of the fields that all families share, and a family's own, which come first.
+    """Build a Description from the settings that all families share; `own`, the family's fields, override these.
 
-    Where a family says nothing of ropes or windows, all layers are rotated alike, and none has a window.
-    Raises ValueError, naming the setting, for what no family of ours implements.
+    If `own` has no ropes, all layers have the same one; if it has no windows, no layer has one.
+    activation_field: the setting that names the activation
+    Raises ValueError, naming the setting, for a setting that no family here implements.
     """
     refuse(config, quantization_config=None, is_causal=True)
     activation = getattr(config, activation_field)
@@ -48,17 +49,20 @@ def describe_common(config: PretrainedConfig, activation_field: str = "hidden_ac
 
 
 def same_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """One window for all layers, if any."""
+    """Return each layer's window: sliding_window for all layers, or None if the config has none."""
     return (positive_or_none("sliding_window", config.sliding_window),) * config.num_hidden_layers
 
 
 def refuse_windows(config: PretrainedConfig) -> None:
-    """Raise ValueError when layers have windows, in a family that has none."""
+    """Raise ValueError if layer_types gives a layer a window; for families that implement none."""
     read_windows(config, None)
 
 
 def read_windows(config: PretrainedConfig, window: int | None) -> tuple[int | None, ...]:
-    """A window a layer, by its layer_types. Raises ValueError for a type that is not here."""
+    """Return each layer's window: `window` where layer_types says "sliding_attention", else None.
+
+    Raises ValueError for a type other than "full_attention" and, if `window` is set, "sliding_attention".
+    """
     has_kinds = getattr(config, "layer_types", None) is not None
     kinds = of_layers(config, "layer_types") if has_kinds else ["full_attention"] * config.num_hidden_layers
     positive_or_none("sliding_window", window)

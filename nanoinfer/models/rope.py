@@ -1,6 +1,6 @@
-"""Rotary settings of a config.json as frequencies. A type that is not here is refused by its name.
+"""Reads the rotary settings of a config.json. A rope_type that is not implemented here raises ValueError.
 
-The arithmetic is transformers' own, in float32, so that angles agree to the last bit.
+The arithmetic is that of transformers, in float32, so that angles agree to the last bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nanoinfer.models.settings import above_one, head_dim_of, positive
 
 Parameters = Mapping[str, Any]
 ANY_LENGTH = ("default", "linear", "llama3", "yarn")
-STRETCHED = ("llama3", "yarn", "longrope")  # from an original length
+STRETCHED = ("llama3", "yarn", "longrope")  # types that stretch the rotation beyond the original length
 
 
 def read_rope(
@@ -28,18 +28,19 @@ def read_rope(
     types: tuple[str, ...] = ANY_LENGTH,
     interleaved: bool = False,
 ) -> Rope:
-    """The rotary embedding of a config, over the first `dim` numbers of a head.
+    """Read a config's rotary embedding, over the first `dim` numbers of a head.
 
-    kind: of layer, where each has settings of its own
-    types: those that the family may have
-    Raises ValueError for another type.
+    kind: the layer's type, as in layer_types, if the types differ in their rotary settings
+    types: the rope_types that the family supports
+    interleaved: as in Rope
+    Raises ValueError for another type, and for a setting that no model can have.
     """
     outer: Parameters = config.rope_parameters
     parameters = outer
     if kind is not None and kind in outer:
         parameters = outer[kind]
     elif kind is not None and "rope_theta" in outer:
-        # The first releases of transformers 5 keep one mapping, whose scaling is not for layers with a window.
+        # The first releases of transformers 5 keep one mapping. Layers with a window do not use its scaling.
         parameters = outer if kind == "full_attention" else {"rope_theta": outer["rope_theta"]}
     elif kind is not None:
         raise ValueError(f"model: layer_types={kind!r} in its config: rope_parameters has only {', '.join(outer)}")
@@ -48,7 +49,7 @@ def read_rope(
         raise ValueError(
             f"model: rope_type={rope_type!r} in its config is not supported; supported: {', '.join(types)}"
         )
-    if rope_type != "default":  # which takes no notice, in transformers too
+    if rope_type != "default":  # the default type ignores a partial_rotary_factor, in transformers too
         _check_share(config, dim, parameters)
     theta = float(_number(parameters, "rope_theta"))
     plain = 1 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -68,7 +69,7 @@ def read_rope(
 
 
 def read_rotary_dim(config: PretrainedConfig) -> int:
-    """How many of a head's numbers are rotated, where that is a share of them."""
+    """Return how many of a head's numbers are rotated: all, or the share that partial_rotary_factor says."""
     share = _number(config.rope_parameters, "partial_rotary_factor", 1.0)
     dim = int(head_dim_of(config) * share)
     if share > 1 or dim < 1:
@@ -83,9 +84,10 @@ def _check_share(config: PretrainedConfig, dim: int, parameters: Parameters) -> 
 
 
 def read_original_length(config: PretrainedConfig, parameters: Parameters) -> int:
-    """The length that the model was trained on before it was stretched.
+    """Return the length that the model was trained on, before its rotation was stretched.
 
-    One that stands beside the rotary settings goes before one among them, if all layers have the same ones.
+    If the type is a stretched one and all layers share their rotary settings, the config's own
+    original_max_position_embeddings overrides the one in these settings.
     """
     name = "original_max_position_embeddings"
     is_stretched = parameters.get("rope_type") in STRETCHED
@@ -98,7 +100,7 @@ def _number(parameters: Parameters, name: str, default: float | None = None) -> 
 
 
 def _llama3(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -> tuple[float, ...]:
-    """Llama 3.1's: long waves are stretched, short ones stay, those between are mixed (Llama Team, 2024)."""
+    """Llama 3.1 (Llama Team, 2024): stretches long waves, keeps short ones, and mixes both for those in between."""
     factor, low, high = (_number(parameters, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     original = read_original_length(config, parameters)
     if low >= high:
@@ -112,7 +114,7 @@ def _llama3(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -> 
 
 
 def _yarn(config: PretrainedConfig, plain: Tensor, parameters: Parameters, truncate: bool, interleaved: bool) -> Rope:
-    """YaRN (Peng et al., 2023): waves that turn often in the original length stay, the others are stretched."""
+    """YaRN (Peng et al., 2023): keeps waves that turn often within the original length, and stretches the others."""
     dim, theta = 2 * len(plain), above_one("rope_theta", parameters["rope_theta"])
     original = read_original_length(config, parameters)
     factor = _stretch(config, parameters, original)
@@ -146,7 +148,7 @@ def _yarn_factor(factor: float, parameters: Parameters) -> float:
 
 
 def _longrope(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -> Rope:
-    """LongRoPE (Ding et al., 2024): a divisor a pair, others for sequences beyond the original length."""
+    """LongRoPE (Ding et al., 2024): a divisor for each pair, and another in sequences beyond the original length."""
     original = read_original_length(config, parameters)
     stretch = _stretch(config, parameters, original)
     factor = parameters.get("attention_factor")

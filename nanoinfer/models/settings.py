@@ -1,4 +1,4 @@
-"""Single settings of a config.json, and what is said of those that no model can have."""
+"""Reads single settings of a config.json, and raises ValueError for values that no model can have."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
 )  # fmt: skip
-OWN_SIZES = ("num_key_value_heads", "head_dim")  # a config need not have them
+OWN_SIZES = ("num_key_value_heads", "head_dim")  # a config may leave these out
 
 
 def check_sizes(config: PretrainedConfig) -> None:
-    """Raise ValueError when a size that all families read cannot be a model's."""
+    """Raise ValueError if one of the sizes that all families read is impossible."""
     for name in (*SIZES, *OWN_SIZES):
         size = getattr(config, name, None)
         if size is None and name in OWN_SIZES:
@@ -32,26 +32,26 @@ def check_sizes(config: PretrainedConfig) -> None:
 
 
 def positive(name: str, value: Any) -> Any:
-    """The value of a config's setting. Raises ValueError when it is no number above 0."""
+    """Return `value`; raises ValueError unless it is a finite number above 0. name: the setting in the config"""
     if as_number(value) is None or not 0 < value < math.inf:
         raise ValueError(f"model: {name}={value!r} in its config: must be a number above 0")
     return value
 
 
 def positive_or_none(name: str, value: Any) -> Any:
-    """Likewise, where None turns the setting off."""
+    """Return `value` as `positive` does, but allow None, which turns the setting off."""
     return None if value is None else positive(name, value)
 
 
 def above_one(name: str, value: Any) -> Any:
-    """For what a logarithm divides by."""
+    """Return `value`; raises ValueError unless it is above 1, so that one can divide by its logarithm."""
     if positive(name, value) <= 1:
         raise ValueError(f"model: {name}={value!r} in its config: must be above 1")
     return value
 
 
 def of_layers(config: PretrainedConfig, name: str) -> list[Any]:
-    """The setting's entries, one a layer. Raises ValueError when it has fewer or more."""
+    """Return the entries of a list setting, one for each layer; raises ValueError if it has fewer or more."""
     entries, layers = getattr(config, name), config.num_hidden_layers
     if len(entries) != layers:
         raise ValueError(
@@ -61,12 +61,12 @@ def of_layers(config: PretrainedConfig, name: str) -> list[Any]:
 
 
 def head_dim_of(config: PretrainedConfig) -> int:
-    """The size of a head: as the config has it, or what the hidden size leaves each."""
+    """Return the size of a head: head_dim if the config has it, else hidden_size / num_attention_heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def refuse(config: PretrainedConfig, **supported: Any) -> None:
-    """Raise ValueError when the config has one of these settings, and another value than the supported one."""
+    """Raise ValueError if a setting in the config has a value other than the supported one, given here, or None."""
     for name, allowed in supported.items():
         value = getattr(config, name, allowed)
         if value not in (None, allowed):

@@ -1,1 +1,1 @@
-"""How parameters are named, read, sliced and filled."""
+"""Reads a checkpoint's tensors, and slices them to fill the parameters of a rank."""

@@ -1,7 +1,7 @@
 """PlainMatrix: the format of most checkpoints, a matrix of numbers of the model's dtype.
 
-A format is one class. It says which tensors of a checkpoint it stores, how a rank's part of them is cut, and how a
-product uses them; the linear layers say only whose rows and columns it holds.
+A format is one class. It says which tensors of a checkpoint it stores, how a rank slices them, and how a product uses
+them. The linear layers only tell it which rows and columns of which projections this rank holds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from nanoinfer.weights.shards import Shard
 
 @dataclass(frozen=True)
 class Piece:
-    """The rows of a matrix that are filled from one tensor of a checkpoint, or from a part of it.
+    """Neighbouring rows of a matrix that one tensor of a checkpoint, or a slice of it, fills.
 
-    name: the tensor's, without ".weight"
-    rows: how many, one piece's after another's
+    name: the tensor's name without ".weight"
+    rows: how many rows of the matrix they are; the rows of the next Piece follow
     shape: [out_features, in_features] of the whole tensor
-    start: the piece begins here, among the tensor's rows, or if dim is 1, its columns
+    start: the first of the tensor's rows that is used, or if dim is 1, the first of its columns
     """
 
     name: str
@@ -36,7 +36,7 @@ class Piece:
 
 
 class PlainMatrix(nn.Module):
-    """[out_features, in_features], and if wanted a bias of [out_features]."""
+    """A weight, [out_features, in_features], and if wanted a bias, [out_features]. pieces: in the order of the rows"""
 
     bias: Tensor | None
 
@@ -50,17 +50,17 @@ class PlainMatrix(nn.Module):
     def product(
         self, x: Tensor, activation: Activation | None = None, may_split: bool = False, with_bias: bool = True
     ) -> Tensor:
-        """See kernels.linear.dispatch.linear; the bias is added unless another rank does that."""
+        """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
         return linear(x, self.weight, self.bias if with_bias else None, activation, may_split)
 
     def norm_product(
         self, x: Tensor, residual: Tensor | None, pre: Norm | None, post: Norm | None, activation: Activation | None
     ) -> tuple[Tensor, Tensor]:
-        """See kernels.linear.dispatch.norm_linear."""
+        """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
         return norm_linear(x, residual, pre, self.weight, self.bias, activation, post)
 
     def shards(self) -> Iterator[Shard]:
-        """The tensors NAME.weight, and NAME.bias, of every piece."""
+        """Yield the shards of NAME.weight, and of NAME.bias if there is a bias, for each of the pieces."""
         first = 0
         for piece in self.pieces:
             rows = slice(first, first + piece.rows)

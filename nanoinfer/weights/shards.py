@@ -13,13 +13,15 @@ Fill = Literal["noise", "ones", "zeros"]
 
 @dataclass(slots=True)
 class Shard:
-    """What one tensor of a checkpoint, or a part of it, fills on this rank. Where two have one target, either will do.
+    """A tensor of a checkpoint, or a slice of it, and the parameter, or slice of it, that it fills on this rank.
 
-    name: the tensor's, in the checkpoint
-    target: the parameter, or the part of it, that is filled
-    shape: the whole tensor's
-    start: what fills the target begins here along `dim`, and is as long as the target there
-    random: what the target is filled with when there is no checkpoint
+    Two shards may have one target: then the checkpoint must store at least one of the two tensors.
+
+    name: the tensor's name in the checkpoint
+    target: the parameter to fill, or a slice of it
+    shape: the whole tensor's shape
+    start: the slice of the tensor begins here along `dim`, and is as long there as the target
+    random: the numbers that fill the target if there is no checkpoint
     """
 
     name: str
@@ -31,7 +33,7 @@ class Shard:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Where in the whole tensor it lies."""
+        """The index that slices the whole tensor."""
         index = [slice(None)] * len(self.shape)
         index[self.dim] = slice(self.start, self.start + self.target.shape[self.dim])
         return tuple(index)
@@ -45,12 +47,12 @@ class HasShards(Protocol):
     """A module with weights of its own."""
 
     def shards(self) -> Iterator[Shard]:
-        """The checkpoint tensors that fill this module's parameters."""
+        """Yield the shards that fill this module's parameters."""
         ...
 
 
 def table_of(model: nn.Module) -> Table:
-    """Every tensor that a model takes from a checkpoint, with what it fills."""
+    """Collect all shards of a model, by the name of the tensor in the checkpoint."""
     table: Table = {}
     for module in model.modules():
         if isinstance(module, HasShards):

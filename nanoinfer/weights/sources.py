@@ -15,7 +15,7 @@ from nanoinfer.weights.shards import Shard, Table
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 COMPUTED = ("rotary_emb.inv_freq",)  # tensors that some checkpoints store and no model reads
-LANGUAGE_MODEL = "language_model."  # somewhere in the names of a multimodal checkpoint's language model
+LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
 
 
@@ -23,18 +23,18 @@ class Source(Protocol):
     """Gives the tensors that a table names."""
 
     def fill(self, table: Table) -> None:
-        """Fill every target of the table; raises ValueError, naming them, when tensors are missing or do not fit."""
+        """Fill every target of the table; raises ValueError, naming them, if tensors are missing or do not fit."""
         ...
 
 
 class RandomSource:
-    """Normal noise of deviation 0.02, or the ones and zeros that a layer asks for, drawn where the targets are."""
+    """Normal noise of standard deviation 0.02, drawn on the targets' device, or ones or zeros where a shard says so."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
     def fill(self, table: Table) -> None:
-        """See Source."""
+        """Fill every target of the table, always alike for the same seed."""
         shards = [shard for entries in table.values() for shard in entries]
         generator = torch.Generator(shards[0].target.device).manual_seed(self.seed)
         for shard in shards:
@@ -48,13 +48,13 @@ class FileSource:
     """The safetensors files of a folder, chosen as transformers chooses them."""
 
     def __init__(self, folder: str, is_multimodal: bool = False) -> None:
-        """is_multimodal: names have a prefix, and other parts stand beside the language model."""
+        """is_multimodal: tensor names have a prefix, and tensors of other models stand beside the language model's."""
         self.folder = folder
         self.is_multimodal = is_multimodal
         self.files = _choose_files(Path(folder))
 
     def fill(self, table: Table) -> None:
-        """See Source. A tensor is read straight from the mapped file into its places."""
+        """Fill every target of the table, straight from the mapped files; raises ValueError as Source.fill says."""
         unknown: list[str] = []
         filled: list[tuple[str, Tensor]] = []
         for name, tensor, file in self._tensors():
@@ -75,12 +75,12 @@ class FileSource:
         _check_finite(self.folder, filled)
 
     def has_own_head(self, head: str, embedding: str) -> bool:
-        """Whether an output projection is stored that is not the embedding; both are tensors' names."""
+        """Return whether the files hold an output projection unlike the embedding. Arguments: the two tensors' names"""
         found = {name: tensor for name, tensor, _ in self._tensors() if name in (head, embedding)}
         return len(found) == 2 and not torch.equal(found[head][:], found[embedding][:])
 
     def _tensors(self) -> Iterator[tuple[str, Any, Path]]:
-        """Each tensor's name in the language model, the tensor to be sliced, and its file."""
+        """Yield each tensor's name in the language model, a slice object that reads it lazily, and its file."""
         for file in self.files:
             with _open(file) as reader:
                 for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
@@ -113,7 +113,7 @@ def _choose_files(folder: Path) -> list[Path]:
 
 
 def _read_index(index: Path) -> list[str]:
-    """The files that an index names, all of which lie in its folder."""
+    """Return the files that an index names; raises ValueError for a path out of its folder."""
     try:
         content = json.loads(index.read_text())
     except (ValueError, OSError) as error:
@@ -148,7 +148,7 @@ def _copy(shard: Shard, tensor: Any, file: Path) -> None:
 
 
 def _check_finite(folder: str, targets: list[tuple[str, Tensor]]) -> None:
-    """A sum is finite unless a number is not, or it overflows; only then is each number looked at."""
+    """Raise ValueError if a target holds NaN or infinity. It looks at each number only if their sum is not finite."""
     if not targets:
         return
     sums = torch.stack([target.sum(dtype=torch.float32) for _, target in targets])

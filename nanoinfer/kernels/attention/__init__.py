@@ -1,1 +1,1 @@
-"""From the q/k/v projection through the paged KV cache."""
+"""Kernels between the q/k/v projection and the output projection, through the paged KV cache."""

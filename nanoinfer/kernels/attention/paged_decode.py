@@ -1,4 +1,4 @@
-"""Attention of one new token a sequence over the paged cache, the keys dealt out evenly to the device's programs."""
+"""Attention of one new token per sequence over the paged cache; all programs get equal shares of the keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanoinfer.kernels.launch import early_launch, num_multiprocessors, start_su
 
 MAX_TILE = 128  # keys
 TILE_BYTES = 32 << 10  # of keys in shared memory, and as many of values
-FEW_ROWS = 64  # up to here, half a tile at a time, but one tile further ahead, is faster (measured on an H200)
+FEW_ROWS = 64  # up to here, half tiles, loaded one whole tile further ahead, are faster (measured on an H200)
 MANY_ROWS = 512
 PROGRAMS_PER_SM = 2
 
@@ -38,7 +38,7 @@ def paged_decode_reference(
     k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written
     block_tables: [rows, max blocks] int32
     context_lens: [rows] int32, none above max_context_len; the output of a row with no context is not defined
-    window: how many tokens the query sees, the last of its context; those before are not read
+    window: how many tokens the query sees, the last of its context; the others are not read. None: all
     softcap: see capped_attention
     Returns [rows, heads, head_dim].
     """
@@ -48,13 +48,13 @@ def paged_decode_reference(
     positions = (context_lens - keys).clamp(min=0)[:, None] + torch.arange(keys, device=q.device)
     lens = context_lens[:, None].clamp(min=1)
     mask = (positions < lens)[:, None, None]
-    positions = positions.minimum(lens - 1)  # not beyond the context: what is there may be no number
+    positions = positions.minimum(lens - 1)  # not beyond the context, where the cache may hold NaN
     blocks = block_tables.gather(1, positions // block_size)
 
     def gather(cache: Tensor) -> Tensor:  # [rows, kv_heads, keys, head_dim]
         return cache[blocks, positions % block_size].transpose(1, 2)
 
-    # The query heads of one KV head stand as its queries: no key is copied for them.
+    # The query heads of one KV head become several queries of one head, so that no key is copied for them.
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
     if softcap is None:
         bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
@@ -66,16 +66,16 @@ def paged_decode_reference(
 
 @dataclass(slots=True)
 class DecodePlan:
-    """Who reads what in a decode step, the same for every KV head and layer of one window; made before the first layer.
+    """The keys that each worker reads in a decode step. Every KV head, and every layer with this window, uses one plan.
 
-    The rows' contexts are cut into tiles, laid end to end, and dealt to the workers in equal shares. So all workers end
-    together, whatever the lengths. A row's tiles begin with the first that the window reaches. A row whose
-    tiles went to several workers is put together by the last of them to finish (the "stream-K" way of Osama et al.,
-    2023).
+    A worker is a program of the kernel. plan_decode cuts the rows' contexts into tiles, lays them end to end, and gives
+    each worker an equal share. So all workers end together, whatever the lengths. A row's tiles begin with the first
+    that the window reaches. If several workers share a row's tiles, the last of them to finish combines their results
+    ("stream-K", Osama et al., 2023).
 
     shares: [workers, 4] int32: first row, last row, first tile in the first row, number of tiles
-    share_tiles: [1] int32, tiles of a full share
-    arrivals: [rows * kv_heads] int32, how many workers of a split row have finished; zero between layers
+    share_tiles: [1] int32, how many tiles a full share has
+    arrivals: [rows * kv_heads] int32, how many of a divided row's workers have finished; zero between layers
     """
 
     shares: Tensor
@@ -83,16 +83,16 @@ class DecodePlan:
     arrivals: Tensor
     window: int | None
     tile: int  # keys
-    stages: int  # of the loop over the tiles: where the table is read, the keys are on their way, and are in use
+    stages: int  # of the loop over the tiles: read the block table, load the keys, use them
 
 
 def plan_decode(
     context_lens: Tensor, k_cache: Tensor, workers: int | None = None, window: int | None = None
 ) -> DecodePlan:
-    """Deal out the contexts of a decode step, as one launch.
+    """Divide the contexts of a decode step among workers, in one launch.
 
     context_lens: [rows] int32; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's
-    workers: programs for each KV head; None chooses enough to fill the device
+    workers: programs for each KV head; None: enough to fill the device
     window: how many tokens a query sees, the last of its context; None: all
     """
     rows, device = len(context_lens), context_lens.device
@@ -109,7 +109,7 @@ def plan_decode(
         tile=math.gcd(block_size, tile // 2 if few else tile),  # so that a tile lies in one block
         stages=5 if few else 3,
     )
-    # One or two sizes for all numbers of rows: each would be compiled by itself.
+    # One or two sizes for all numbers of rows, because Triton compiles the kernel for each size.
     block_r, block_w = FEW_ROWS if few else max(MANY_ROWS, triton.next_power_of_2(rows)), 8
     programs = triton.cdiv(workers, block_w)
     _plan_kernel[(programs,)](
@@ -158,7 +158,7 @@ def _plan_kernel(
 
     w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     first = tl.minimum(w * share, total)
-    last = tl.minimum(first + share, total) - 1  # below first where nothing is left
+    last = tl.minimum(first + share, total) - 1  # below `first` if no tile is left for this worker
     before_first = (ends[None, :] <= first[:, None]) & (r < rows)[None, :]
     before_last = (ends[None, :] <= last[:, None]) & (r < rows)[None, :]
     first_row = tl.sum(before_first.to(tl.int32), axis=1)
@@ -184,13 +184,13 @@ def paged_decode_triton(
     plan: DecodePlan,
     softcap: float | None = None,
 ) -> Tensor:
-    """paged_decode_reference as one launch, with the plan's window; plan: plan_decode of the same context_lens."""
+    """paged_decode_reference as one launch, with the plan's window. plan: from plan_decode of the same context_lens"""
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     group, workers = heads // kv_heads, plan.shares.shape[0]
     factor, cap = in_log2(scale, softcap)
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
-    # What a worker has of a row that it shares with others: of its first row, and of its last.
+    # Partial results of rows that several workers share. A worker has room for two: its first row's and its last row's.
     partial = torch.empty((kv_heads, workers, 2, group, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((kv_heads, workers, 2, group), dtype=torch.float32, device=q.device)
     _paged_decode_kernel[(workers, kv_heads)](
@@ -259,7 +259,7 @@ def _paged_decode_kernel(
     num_tiles = tl.load(shares_ptr + worker * 4 + 3)
     share = tl.load(share_tiles_ptr)
 
-    # One program serves all query heads of a KV head: each key is read once.
+    # One program serves all query heads of a KV head, so that each key is read once.
     g = tl.arange(0, BLOCK_G)
     n = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
@@ -270,7 +270,7 @@ def _paged_decode_kernel(
     for row in range(first_row, last_row + 1):
         context_len = tl.load(context_lens_ptr + row)
         row_tiles = tl.cdiv(context_len, TILE)
-        skipped = 0  # tiles before the window: the others are counted from there
+        skipped = 0  # tiles before the window; `tile` and `end_tile` count from the next one
         if WINDOW > 0:
             first_key = tl.maximum(context_len - WINDOW, 0)
             skipped = first_key // TILE
@@ -306,7 +306,7 @@ def _paged_decode_kernel(
             target = out_ptr + row * (KV_HEADS * GROUP * HEAD_DIM) + head[:, None] * HEAD_DIM + d[None, :]
             tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
         else:
-            # The worker's first row is its piece 0 if another has the row's beginning, else piece 1.
+            # The partial result of this row has place 0 if another worker begins the row, else place 1.
             piece = (kv_head * tl.num_programs(0) + worker) * 2 + (tile == 0)
             part = partial_ptr + piece * (GROUP * HEAD_DIM) + g[:, None] * HEAD_DIM + d[None, :]
             tl.store(part, acc, mask=q_mask)
@@ -329,12 +329,12 @@ def _paged_decode_kernel(
                 )
         left -= end_tile - tile
         tile = 0
-    start_successor(EARLY)  # not before: it would be in the way
+    start_successor(EARLY)  # not earlier: the successor would only take up room
 
 
 @triton.jit
 def _combine_pieces(partial_ptr, lse_ptr, out_ptr, first_worker, pieces, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Weigh a row's pieces by their sums of exponents: piece 1 of the first worker, piece 0 of those after it."""
+    """Weigh a row's partial results by their sums of exponentials: place 1 of the first worker, 0 of the others."""
     SIZE: tl.constexpr = GROUP * HEAD_DIM
     BLOCK_S: tl.constexpr = triton.next_power_of_2(SIZE)
     BLOCK_P: tl.constexpr = max(4096 // BLOCK_S, 1)
@@ -347,7 +347,7 @@ def _combine_pieces(partial_ptr, lse_ptr, out_ptr, first_worker, pieces, GROUP: 
         i = start + p
         piece = ((first_worker + i) * 2 + (i == 0).to(tl.int32))[:, None]
         mask = (i < pieces)[:, None] & (s < SIZE)[None, :]
-        # Past the L1 cache, which may hold what an earlier layer left there.
+        # ".cg" reads past the L1 cache, which may hold an earlier layer's numbers.
         lse = tl.load(lse_ptr + piece * GROUP + s[None, :] // HEAD_DIM, mask=mask, other=-1e30, cache_modifier=".cg")
         part = tl.load(partial_ptr + piece * SIZE + s[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         new_top = tl.maximum(top, tl.max(lse, axis=0))

@@ -24,7 +24,7 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
-    """[tokens, 2 * size], gate before up, to [tokens, size]: act(gate) * up.
+    """Compute act(gate) * up: [tokens, 2 * size], gate before up, to [tokens, size].
 
     activation: "silu", gate / (1 + exp(-gate)); or "gelu_tanh", the approximation of GELU by tanh (Hendrycks and
         Gimpel, 2016): gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3)))
@@ -60,12 +60,12 @@ def _gate_mul_kernel(gate_up_ptr, out_ptr, size, ACTIVATION: tl.constexpr, BLOCK
 
 @triton.jit
 def gate_mul_block(gate, up, ACTIVATION: tl.constexpr):
-    """gate_mul inside a kernel, of blocks in the model's dtype; act(gate) is rounded to it, as transformers does."""
+    """Compute gate_mul inside a kernel, of blocks in the model's dtype; round act(gate) to it, as transformers does."""
     wide = gate.to(tl.float32)
     if ACTIVATION == "silu":
         act = wide * tl.sigmoid(wide)
     else:
         tl.static_assert(ACTIVATION == "gelu_tanh")
-        # (1 + tanh(u)) / 2 is sigmoid(2 * u): no exp that overflows becomes more than a 0.
+        # (1 + tanh(u)) / 2 is sigmoid(2 * u), in which an exp that overflows gives a 0 and no NaN.
         act = wide * tl.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide))
     return act.to(gate.dtype) * up

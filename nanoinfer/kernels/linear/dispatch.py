@@ -18,13 +18,13 @@ def linear(
     activation: Activation | None = None,
     may_split: bool = False,
 ) -> Tensor:
-    """x @ weight.T + bias: [tokens, in_features] and [out_features, in_features] to [tokens, out_features].
+    """Compute x @ weight.T + bias: [tokens, in_features] and [out_features, in_features] to [tokens, out_features].
 
     bias: [out_features]
-    activation: the weight has gates in its first half, and so has the bias; act(gate) * up is returned, see
-        activation.py, [tokens, out_features // 2]
-    may_split: it may also be [pieces, tokens, out_features] float32, which add up to the product: who adds something
-        to it anyhow, as kernels.norm does, can add those as well
+    activation: the weight and the bias have gates in their first half and ups in the second. The result is
+        act(gate) * up, [tokens, out_features // 2], see activation.py
+    may_split: the result may also be pieces, [pieces, tokens, out_features] float32, which add up to the product. The
+        kernels in kernels.norm, which add a residual anyway, add them too
     """
     if _is_one_row(x, weight):
         return one_row_linear(x, weight, bias, activation)
@@ -43,11 +43,12 @@ def norm_linear(
     activation: Activation | None = None,
     post: Norm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns linear(rms_norm(total, norm), weight, bias, activation) and total = x + residual.
+    """Return linear(rms_norm(total, norm), weight, bias, activation) and total = x + residual.
 
-    x: [tokens, in_features], or with a residual pieces that add up to it; residual: [tokens, in_features]
-    norm: None where the product is of the total itself
-    post: the total is rms_norm(x, post) + residual; only with a residual
+    x: [tokens, in_features], or with a residual also pieces that add up to it
+    residual: [tokens, in_features]; None: the total is x
+    norm: None: the total itself is multiplied
+    post: if given, the total is rms_norm(x, post) + residual; needs a residual
     """
     assert post is None or residual is not None
     if _is_one_row(x, weight):
@@ -57,7 +58,7 @@ def norm_linear(
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, post: Norm | None) -> tuple[Tensor, Tensor]:
-    """What norm_linear multiplies, and the total; one launch at most."""
+    """Return the input of norm_linear's product, and the total; makes one launch at most."""
     if residual is None:
         return x if norm is None else rms_norm(x, norm), x
     if norm is None:

@@ -1,7 +1,7 @@
-"""One row times a matrix, with what makes the row, as one launch: as fast as the weight can be read.
+"""The product of a single token's vector and a weight, with the norm before it, as fast as the weight can be read.
 
-A launch of its own for the norm before a single row's product costs as much as a small product. So each program makes
-the whole input row for itself, while the first of its share of the weight is on the way.
+A separate launch for the norm of one token costs as much as a small product. So each program here adds and normalises
+the whole input for itself, while its first loads of the weight are on their way.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block
 
-MAX_IN_FEATURES = 16384  # what one program's registers hold of the input, beside two tiles of the weight
-MIN_TILE = 8192  # weights that a program loads at once; two rows of it at least, or the reductions cost more
-WEIGHTS_PER_SM = 4 * MIN_TILE  # on their way at a time
+MAX_IN_FEATURES = 16384  # the longest input that one program's registers hold beside two tiles of the weight
+MIN_TILE = 8192  # numbers of the weight per load of a program; at least two of its rows, or reductions cost more
+WEIGHTS_PER_SM = 4 * MIN_TILE  # numbers of the weight that are on their way at a time
 
 
 def one_row_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:
-    """See kernels.linear.dispatch.linear."""
+    """Compute kernels.linear.dispatch.linear for x of [1, in_features], in one launch."""
     return _launch(x, weight, bias, activation)
 
 
@@ -36,7 +36,7 @@ def one_row_norm_linear(
     activation: Activation | None = None,
     post: Norm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.linear.dispatch.norm_linear; x is in one piece."""
+    """Compute kernels.linear.dispatch.norm_linear for x of [1, in_features], not pieces, in one launch."""
     total = x if residual is None else torch.empty_like(x)
     return _launch(x, weight, bias, activation, residual, total, norm, post), total
 
@@ -116,7 +116,7 @@ def _one_row_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK_K)
     inside = k < in_features
-    # Weights were written long before: the first of them need not wait.
+    # The predecessor writes no weights, so the first loads of them need not wait for it.
     tile = _load_tile(weight_ptr, program, k, in_features, rows, BLOCK_N, GATED)
     if BIAS:
         bias = _load_bias(bias_ptr, program, rows, BLOCK_N, GATED)
@@ -155,7 +155,7 @@ def _one_row_kernel(
 
 @triton.jit
 def _load_tile(weight_ptr, tile, k, in_features, rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """BLOCK_N rows of the weight; a gate's row and then its up's, and so on, where the weight has all gates first."""
+    """Load BLOCK_N rows of the weight. If GATED, each gate's row precedes its up's; the weight has all gates first."""
     n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (n < rows)[:, None] & (k < in_features)[None, :]
     if GATED:
@@ -165,7 +165,7 @@ def _load_tile(weight_ptr, tile, k, in_features, rows, BLOCK_N: tl.constexpr, GA
 
 @triton.jit
 def _load_bias(bias_ptr, tile, rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """The biases of a tile's rows, in the same order, as float32."""
+    """Load the biases of a tile's rows, in the tile's order, as float32."""
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = n < rows
     if GATED:

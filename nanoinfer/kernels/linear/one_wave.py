@@ -1,8 +1,8 @@
-"""Matrix products so small that all of their tiles are in work at once, one on each multiprocessor.
+"""Matrix products so small that the device computes all of their tiles at once, one on each multiprocessor.
 
-Such a product takes no longer than a launch and the way to memory and back. cuBLAS waits for the kernel before it has
-ended, then launches, and where one row of tiles would leave multiprocessors idle it adds up pieces in a launch of its
-own. This one is launched early, applies the activation, and leaves its pieces to the next kernel, which adds anyhow.
+Such a product takes no longer than a launch and one access to memory. cuBLAS launches only after the kernel before has
+ended. If the tiles are too few for the multiprocessors, cuBLAS computes pieces and adds them up in another launch. The
+kernel here is launched early and applies the activation. It leaves its pieces to the next kernel, which adds anyway.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from nanoinfer.kernels.launch import can_launch_early, early_launch, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
 
-MAX_TOKENS = 256  # as far as it was measured against cuBLAS
-LARGE = 8 << 20  # numbers of a weight; the limits beyond it were measured for 3,584 to 5,120 outputs on an H200
-MIN_BUSY = 0.7  # of the multiprocessors
+MAX_TOKENS = 256  # more were not measured against cuBLAS
+LARGE = 8 << 20  # numbers of a weight; the limits for larger ones were measured with 3,584 to 5,120 outputs on an H200
+MIN_BUSY = 0.7  # the share of the multiprocessors that must have a tile
 MAX_PIECES = 8
 MAX_STAGES = 5
 BLOCK_K = 128
@@ -29,20 +29,20 @@ BLOCK_K = 128
 
 @dataclass(frozen=True)
 class Wave:
-    """How a product is cut: tiles of tokens by outputs, and each of them by inputs into pieces."""
+    """How a product is cut: into tiles of tokens by outputs, and each tile into pieces by its inputs."""
 
     block_m: int  # tokens
-    block_n: int  # outputs; of a gated product, as many gates and as many ups
+    block_n: int  # outputs; in a gated product, as many gates and as many ups
     grid: tuple[int, int, int]  # tiles of outputs, tiles of tokens, pieces
 
     @property
     def pieces(self) -> int:
-        """Of the inputs."""
+        """The number of pieces; each is computed from an equal share of the inputs."""
         return self.grid[2]
 
 
 def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: bool = False) -> Wave | None:
-    """The wave for x and weight as in dispatch.py, or None: where cuBLAS does better, and where only it can."""
+    """Return the cut for x and weight as in dispatch.linear; None if cuBLAS is faster, or only cuBLAS can do it."""
     in_features = weight.shape[1]
     if len(x) > MAX_TOKENS or not can_launch_early(x.device) or x.itemsize != 2 or in_features % BLOCK_K:
         return None
@@ -53,14 +53,14 @@ def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: boo
     if not multiprocessors // 3 <= tiles <= multiprocessors:
         return None
     if weight.numel() > LARGE and len(x) > 16:
-        # Now the weight's own time counts for more than a launch: cuBLAS leaves fewer multiprocessors idle.
+        # Reading such a weight takes longer than a launch, and cuBLAS leaves fewer multiprocessors idle.
         is_idle = tiles < MIN_BUSY * multiprocessors
         return None if is_idle or (len(x) > 64 and wave.pieces == 1) else wave
     return wave
 
 
 def cut(tokens: int, out_features: int, in_features: int, multiprocessors: int, may_split: bool) -> Wave:
-    """Cut a product into tiles; if they are few, into smaller ones, or into pieces if it may be split."""
+    """Cut a product into tiles. If these are few, cut smaller tiles, or pieces if the product may be split."""
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     rows, block_n = triton.cdiv(tokens, block_m), 64
     if block_m == 64 and not may_split and 2 * rows * triton.cdiv(out_features, 64) <= multiprocessors:
@@ -73,7 +73,7 @@ def cut(tokens: int, out_features: int, in_features: int, multiprocessors: int, 
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program can have; an interpreted one takes no notice."""
+    """Return the bytes of shared memory that a program can have; the interpreter has no limit."""
     if device.type != "cuda":
         return 1 << 20
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
@@ -82,14 +82,14 @@ def _shared_memory(device: torch.device) -> int:
 def one_wave_linear(
     x: Tensor, weight: Tensor, wave: Wave, bias: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:
-    """The product as one launch.
+    """Compute the product in one launch, cut as `wave` says.
 
-    x: [tokens, in_features]; weight: [out_features, in_features], bias: [out_features]; with an activation twice as
-    many of both, gates before ups
-    Returns [tokens, out_features], or in several pieces [pieces, tokens, out_features] float32, the bias in the first.
+    x: [tokens, in_features]; weight: [out_features, in_features]; bias: [out_features]
+    activation: if given, weight and bias have twice as many rows, gates before ups
+    Returns [tokens, out_features], or several pieces, [pieces, tokens, out_features] float32; the first has the bias.
     """
     gated = activation is not None
-    assert wave.pieces == 1 or not gated  # the activation is of the sum
+    assert wave.pieces == 1 or not gated  # the activation needs the whole sum
     (tokens, in_features), out_features = x.shape, weight.shape[0] // 2 if gated else weight.shape[0]
     assert x.is_contiguous()
     assert weight.is_contiguous()
@@ -141,13 +141,13 @@ def _one_wave_kernel(
     k = tl.program_id(2) * share + tl.arange(0, BLOCK_K)
     has_token, has_output = (m < tokens)[:, None], (n < out_features)[:, None]
     if BIAS:
-        biased = tl.where(tl.program_id(2) == 0, out_features, 0)  # only the first piece has it
+        biased = tl.where(tl.program_id(2) == 0, out_features, 0)  # only the first piece has the bias
         bias = tl.load(bias_ptr + n, mask=n < biased, other=0.0).to(tl.float32)
         if GATED:
             up_bias = tl.load(bias_ptr + out_features + n, mask=n < out_features, other=0.0).to(tl.float32)
     wait_for_predecessor(EARLY)
 
-    # The tensor cores take at least 64 rows on the left: of few tokens, that is the weight's side.
+    # Tensor cores need at least 64 rows in the left matrix: with fewer tokens, the weight is the left one.
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
     acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
     up_acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)

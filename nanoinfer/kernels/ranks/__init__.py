@@ -1,1 +1,1 @@
-"""Kernels that exchange with other ranks."""
+"""Kernels that exchange data with the other ranks."""

@@ -1,4 +1,4 @@
-"""The sum over the ranks, the residual and RMSNorm in one launch, the ranks' parts passing through inboxes."""
+"""The sum over the ranks, the residual and RMSNorm in one launch; the ranks write their parts to inboxes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ def all_reduce_add_rms_norm(
     stop: Tensor,
     one_owner: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """kernels.norm.rms_norm.add_rms_norm of the sum of every rank's x, which is added in float32 and rounded once.
+    """Add up every rank's x, in float32 and rounded once; then compute kernels.norm.rms_norm.add_rms_norm of the sum.
 
-    x: [tokens, size]; residual: [tokens, size], or None for nothing
-    inboxes: [ranks] int64, the addresses of room for [ranks, tokens, size] of x's dtype, all negative zeros
-    stop: [1] int32 that the host may set to 1, so that kernels end with wrong results instead of waiting forever
-    one_owner: each row is added and normed by one rank only, which passes the result on. That is less traffic for many
-        ranks, but one more way over the wire; of x + residual a rank then has only its own rows, which are the same in
-        the next such call of as many tokens, and the others are undefined
+    x: this rank's part, [tokens, size]; residual: [tokens, size], or None: nothing is added
+    inboxes: [ranks] int64, each the address of room for [ranks, tokens, size] of x's dtype, all negative zeros
+    stop: [1] int32; the host may set it to 1, and then kernels end with wrong results instead of waiting forever
+    one_owner: one rank alone adds and normalises a token's vector, and sends the result to the others. With many ranks
+        this is less traffic, but one more trip over the wire. Each rank then has x + residual for its own tokens only,
+        and undefined numbers for the others. In the next such call with as many tokens, it owns the same ones.
+    Returns (rms_norm(total), total) for total = the sum + residual, both [tokens, size].
     """
     tokens, size = x.shape
     ranks = len(inboxes)
     out, total = torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(size)
-    # Programs that take several rows send them all before they wait; each of them has rows of one owner only.
+    # A program sends all its tokens before it waits. One rank owns them all: programs is a multiple of ranks.
     programs = num_multiprocessors(x.device) // ranks * ranks
     _all_reduce_norm_kernel[(min(tokens, programs),)](
         x,
@@ -86,7 +87,7 @@ def _all_reduce_norm_kernel(
     mask = offsets < size
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
     inbox = inbox_of(inboxes_ptr, RANK, x_ptr.dtype)
-    matrix = tokens * size  # an inbox has one from each rank
+    matrix = tokens * size  # the numbers of one rank's part; an inbox has room for one from each rank
     wait_for_predecessor(EARLY)
 
     owner = program % RANKS if ONE_OWNER else RANK
@@ -126,7 +127,7 @@ def _sum(
     RANKS: tl.constexpr,
     RANKS_BLOCK: tl.constexpr,
 ):
-    """The ranks' parts, waited for together and added in the same order by all ranks."""
+    """Wait for the ranks' parts, all at once, and add them in an order that is the same on all ranks."""
     ranks = tl.arange(0, RANKS_BLOCK)[:, None]
     from_peers = (ranks < RANKS) & (ranks != RANK) & mask[None, :]
     parts = receive(inbox_ptrs[None, :] + ranks * matrix, from_peers, stop_ptr)

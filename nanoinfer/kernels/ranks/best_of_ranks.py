@@ -1,4 +1,4 @@
-"""The last step of sampling over a vocabulary that is split over the ranks: of one candidate of each, the best."""
+"""The last step of sampling over a vocabulary that is split over the ranks: choose the best of their candidates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from nanoinfer.kernels.ranks.send_receive import inbox_of, receive, send_to_all
 
 
 def best_of_ranks(scores: Tensor, ids: Tensor, inboxes: Tensor, rank: int, stop: Tensor) -> Tensor:
-    """Each row's id with the highest score of all ranks', [rows] int32; of equal scores, the lowest rank's.
+    """Return each row's id with the highest score over all ranks, [rows] int32; among equals, the lowest rank's.
 
-    scores, ids: [rows] float32 and int32, this rank's; ids are below 2^24, which float32 holds exactly
-    inboxes: [ranks] int64, the addresses of room for [ranks, 2, rows] float32 negative zeros
-    stop: see kernels.ranks.all_reduce_norm
+    scores, ids: [rows] float32 and int32, this rank's; ids must be below 2^24, so that float32 holds them exactly
+    inboxes: [ranks] int64, each the address of room for [ranks, 2, rows] float32, all negative zeros
+    stop: as in kernels.ranks.all_reduce_norm
     """
     rows = len(scores)
     out = torch.empty_like(ids)

@@ -1,7 +1,7 @@
 """Messages between ranks inside a kernel, through the inboxes of parallel.inbox.
 
-A sender writes a message where the receiver waits for it, in the receiver's own memory: it costs one way over the wire.
-A place without a message holds negative zeros, which are never sent.
+A sender writes a message straight into the receiver's memory, so that it crosses the wire only once. A place without a
+message holds negative zeros, which no sender sends.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NEGATIVE_ZERO = tl.constexpr(-(2**31))  # float32's, as an int32; Triton 3.6 takes -0.0 for 0.0
-LOOKS = tl.constexpr(1024)  # at the inbox, before one at the host's word that it is in vain
+NEGATIVE_ZERO = tl.constexpr(-(2**31))  # float32's, as an int32; Triton 3.6 treats -0.0 as 0.0
+LOOKS = tl.constexpr(1024)  # at the inbox, before one look at `stop`
 
 
 @triton.jit
 def inbox_of(inboxes_ptr, rank, dtype: tl.constexpr):
-    """A rank's inbox, given the addresses of all; dtype: of the pointer."""
+    """Return a rank's inbox as a pointer of type `dtype`. inboxes_ptr: the addresses of all ranks' inboxes"""
     return tl.multiple_of(tl.load(inboxes_ptr + rank).to(dtype), 16)
 
 
 @triton.jit
 def send(inboxes_ptr, rank, place, x, mask):
-    """Write x to the places of a rank's inbox."""
+    """Write x to `place`, offsets in a rank's inbox; replace negative zeros by zeros."""
     inbox = inbox_of(inboxes_ptr, rank, tl.pointer_type(x.dtype))
     tl.store(inbox + place, tl.where(_is_empty(x), 0.0, x), mask=mask)
 
 
 @triton.jit
 def send_to_all(inboxes_ptr, place, x, mask, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Write x to the same places of every other rank's inbox."""
+    """Write x to `place`, the same offsets in every other rank's inbox."""
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             send(inboxes_ptr, rank, place, x, mask)
@@ -36,9 +36,9 @@ def send_to_all(inboxes_ptr, place, x, mask, RANK: tl.constexpr, RANKS: tl.const
 
 @triton.jit
 def receive(ptrs, mask, stop_ptr):
-    """Wait for what another rank sends to ptrs, take it, and leave the place empty.
+    """Wait until another rank's message is at ptrs; return it, and leave the place empty.
 
-    stop_ptr: int32, not 0 once nothing more will come; what is returned then is undefined
+    stop_ptr: int32; not 0 means that no message will come: the wait ends, and the result is undefined
     """
     x = tl.load(ptrs, mask=mask, other=0.0, volatile=True)
     waiting = tl.max(_is_empty(x).to(tl.int32))

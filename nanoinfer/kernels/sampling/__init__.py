@@ -1,1 +1,1 @@
-"""From logits to a token."""
+"""Kernels that choose a token by its logit."""

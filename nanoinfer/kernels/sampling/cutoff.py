@@ -1,8 +1,8 @@
-"""Which tokens are likely enough to be drawn: top-k, then top-p, then min-p, as transformers has them.
+"""The cutoff below which tokens are not drawn: by top-k, then top-p, then min-p, as in transformers.
 
-The tokens of a row that stay are those above a cutoff: a logit, and, as some of the tokens that have just this one may
-be left out, the smallest id that stays of them. To find it nothing is sorted: each look at the row tells for a few
-possible cutoffs how much is above them, and the next look is at what lies between two of these.
+A cutoff is a logit and a token id. Tokens with a larger logit stay; of those with exactly this logit, the tokens from
+this id on stay. The kernel finds the cutoff without sorting. Each pass over a row's logits tries a few pivots (possible
+cutoffs), and measures how much lies above each: tokens, or probability. The next pass searches between two of them.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-PIVOTS = 4  # cutoffs that one look tries; more take more registers than they save looks
+PIVOTS = 4  # per pass; more pivots would cost more in registers than they save in passes
 NUM_WARPS = 32
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 Cutoff = tuple[
     Tensor, Tensor
-]  # [rows] float32 and [rows] int32: the lowest logit, and of those that have it the first id
+]  # [rows] float32 and [rows] int32: the lowest logit that stays, and the first id that stays with this logit
 
 
 def find_cutoff(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Cutoff:
-    """The least likely token of each row that may be drawn.
+    """Find the least likely token of each row that may be drawn.
 
     logits: [rows, vocabulary]; temperatures: [rows] float32, all positive
     top_k: [rows] int32, at least 1: the k most likely tokens stay, and all that are as likely as the k-th
-    top_p: [rows] float32; of these stay the most likely whose probabilities first add up to p; of equals the larger
-        ids stay. 1 keeps all
-    min_p: [rows] float32; what is less likely than this times the most likely token goes
+    top_p: [rows] float32; of these, the fewest most likely tokens stay whose probabilities add up to p. Among equally
+        likely tokens, those with the larger ids stay. 1 keeps all
+    min_p: [rows] float32; tokens go whose probability is less than this times that of the most likely token
     """
     function = find_cutoff_triton if logits.is_cuda else find_cutoff_reference
     return function(logits, temperatures, top_k, top_p, min_p)
@@ -45,7 +45,7 @@ def find_cutoff_reference(logits: Tensor, temperatures: Tensor, top_k: Tensor, t
     stays = (probabilities.cumsum(dim=1) > 1 - top_p[:, None]) | (top_p[:, None] == 1)
     stays[:, -1] = True
     stays &= (ascending >= kth) & (probabilities >= min_p[:, None] * probabilities[:, -1:])
-    first = stays.int().argmax(dim=1, keepdim=True)  # it and all behind it stay
+    first = stays.int().argmax(dim=1, keepdim=True)  # this token and all after it stay
     return ascending.gather(1, first).squeeze(1), ids.gather(1, first).squeeze(1).int()
 
 
@@ -91,14 +91,14 @@ def _find_cutoff_kernel(
     top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
 
     bottom, top = _range(source, vocabulary, BLOCK)
-    above = top + tl.maximum(tl.abs(top) * 1e-6, 1e-30)  # the next larger numbers
+    above = top + tl.maximum(tl.abs(top) * 1e-6, 1e-30)  # just above the largest logit
     lowest, first_id = bottom, 0
     if top_k < vocabulary:
         lowest = _kth(source, vocabulary, top_k, bottom, above, BLOCK, PIVOTS)
     if top_p < 1:
         scale = LOG2_E / temperature
         lowest, share = _crossing(source, vocabulary, top_p, top, scale, lowest, above, BLOCK, PIVOTS)
-        share = tl.where(share < vocabulary, share, vocabulary)  # also when the weight of one is too small to divide by
+        share = tl.where(share < vocabulary, share, vocabulary)  # also for NaN: one token's weight may be 0
         first_id = _nth_last(source, vocabulary, lowest, tl.maximum(tl.ceil(share).to(tl.int32), 1), BLOCK)
     least = tl.where(min_p > 0, top + temperature * tl.log(tl.maximum(min_p, 1e-30)), float("-inf"))
     tl.store(lowest_ptr + row, tl.maximum(lowest, least))
@@ -107,7 +107,7 @@ def _find_cutoff_kernel(
 
 @triton.jit
 def _load(source, start, vocabulary, BLOCK: tl.constexpr):
-    """[BLOCK, 1] logits in float32; -inf beyond the vocabulary and for NaN."""
+    """Load [BLOCK, 1] logits as float32; -inf beyond the vocabulary and for NaN."""
     column = start + tl.arange(0, BLOCK)[:, None]
     x = tl.load(source + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
     return tl.where(x == x, x, float("-inf"))
@@ -115,7 +115,7 @@ def _load(source, start, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _range(source, vocabulary, BLOCK: tl.constexpr):
-    """The smallest and the largest finite logit."""
+    """Return the smallest and the largest finite logit."""
     smallest = tl.full((BLOCK, 1), float("inf"), tl.float32)
     largest = tl.full((BLOCK, 1), float("-inf"), tl.float32)
     for start in range(0, vocabulary, BLOCK):
@@ -127,14 +127,14 @@ def _range(source, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pivots(low, high, PIVOTS: tl.constexpr):
-    """[1, PIVOTS] numbers that divide the way from low to high evenly."""
+    """Return [1, PIVOTS] numbers that divide the range from low to high evenly."""
     part = (tl.arange(0, PIVOTS)[None, :] + 1).to(tl.float32) / (PIVOTS + 1)
     return low * (1 - part) + high * part
 
 
 @triton.jit
 def _extremes(x, low, high, smallest, largest):
-    """`smallest` and `largest`, with what of x lies from `low` up to below `high`."""
+    """Update `smallest` and `largest` by those numbers of x that are at least `low` and below `high`."""
     between = (x >= low) & (x < high)
     smallest = tl.minimum(smallest, tl.where(between, x, float("inf")))
     return smallest, tl.maximum(largest, tl.where(between, x, float("-inf")))
@@ -142,10 +142,12 @@ def _extremes(x, low, high, smallest, largest):
 
 @triton.jit
 def _narrow(low, high, nearest, pivots, enough):
-    """What is searched from `low` up to below `high` lies between two pivots: from the last that is enough on.
+    """Narrow a search from `low` up to below `high` to the range between two pivots.
 
-    nearest: the smallest number there. Returns low, high, and whether they stayed as they were: as numbers are rounded,
-    no pivot may fall between two neighbours. Then the larger one of them must be the next.
+    nearest: the smallest logit in the range
+    enough: [1, PIVOTS], whether enough lies at or above each pivot; the new range begins at the last such pivot
+    Returns low, high, and whether both are unchanged. Numbers are rounded, so it may be that no pivot falls between two
+    neighbouring logits. Then the next pivot must be the larger of the two.
     """
     next_low = tl.maximum(nearest, tl.max(tl.where(enough, pivots, low)))
     next_high = tl.min(tl.where(enough, high, pivots))
@@ -154,9 +156,9 @@ def _narrow(low, high, nearest, pivots, enough):
 
 @triton.jit
 def _kth(source, vocabulary, k, low, high, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
-    """A number that the k largest logits, and those equal to the k-th, reach, and no others.
+    """Return a lower bound of the k largest logits, and of those equal to the k-th, that is above all other logits.
 
-    low, high: at least k reach low, if there are so many; fewer than k reach high
+    low: at least k logits are >= low, if there are k; high: fewer than k are >= high
     """
     searching = True
     farthest = high
@@ -181,9 +183,10 @@ def _kth(source, vocabulary, k, low, high, BLOCK: tl.constexpr, PIVOTS: tl.const
 
 @triton.jit
 def _crossing(source, vocabulary, p, top, scale, low, high, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
-    """The logit at which the probabilities of the larger ones, from high down to low, first add up to p of the whole.
+    """Find the logit at which the probabilities, added from the largest logit down, first reach p of their sum.
 
-    Returns it, and how many of the tokens that have it are needed for that, as a fraction.
+    low: smaller logits count as probability 0; high: above all logits
+    Returns the logit, and how many of the tokens with just this logit it takes to reach p, not rounded to an integer.
     """
     cutoff = low
     mass_above = 0.0
@@ -218,7 +221,7 @@ def _crossing(source, vocabulary, p, top, scale, low, high, BLOCK: tl.constexpr,
 
 @triton.jit
 def _nth_last(source, vocabulary, value, n, BLOCK: tl.constexpr):
-    """The id of the n-th token from the end whose logit is `value`; 0 if there are fewer."""
+    """Return the id of the n-th token, from the end, whose logit is `value`; 0 if there are fewer."""
     found = 0
     start = (tl.cdiv(vocabulary, BLOCK) - 1) * BLOCK
     while start >= 0:

@@ -1,4 +1,4 @@
-"""Penalties for tokens that occurred before. Few requests ask for them: this is plain torch on every device."""
+"""Penalties for tokens that occurred before. Few requests ask for them, so this is plain torch on every device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ def penalize(
     presence: Tensor,
     frequency: Tensor,
 ) -> Tensor:
-    """Make tokens that occurred less likely, or more.
+    """Make tokens that have occurred less likely, or more likely; returns the new logits, [rows, vocabulary].
 
     logits: [rows, vocabulary] float32
     tokens: [rows, longest] int64, each row's prompt and output, of which the first `lengths` are valid
     lengths, prompt_lengths: [rows] int32
-    repetition: [rows], of all of them: divides a positive logit and multiplies a negative one (Keskar et al., 2019)
-    presence, frequency: [rows], of the output: taken from the logit once, and as often as the token occurs
+    repetition: [rows], for tokens of prompt and output: divides a positive logit and multiplies a negative one (Keskar
+        et al., 2019)
+    presence: [rows], for tokens of the output: subtracted from the logit once
+    frequency: [rows], for tokens of the output: subtracted from the logit once for each time that the token occurs
     """
     at = torch.arange(tokens.shape[1], device=tokens.device)
     is_valid = at < lengths[:, None]

@@ -1,1 +1,1 @@
-"""One short file a family: each reads a config.json and says what the model is."""
+"""One short file for each family: its functions read a config.json and return a Description of the model."""

@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3 (Gemma Team, 2024 and 2025): norms around each branch, scaled embeddings, windows."""
+"""Gemma 2 and Gemma 3 (Gemma Team, 2024 and 2025): norms before and after branches, scaled embeddings, windows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = Names(
 
 
 def describe_gemma2(config: PretrainedConfig) -> Description:
-    """Soft caps of scores and logits."""
+    """Describe a Gemma 2 model: its scores and its logits have soft caps."""
     return _describe(
         config,
         score_cap=positive_or_none("attn_logit_softcapping", config.attn_logit_softcapping),
@@ -29,7 +29,7 @@ def describe_gemma2(config: PretrainedConfig) -> Description:
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:
-    """A norm on every query and key head, and a rotary base for layers with a window and one for those without."""
+    """Describe a Gemma 3 model: it has q/k norms by head, and other rotary settings in layers with a window."""
     ropes = {kind: read_rope(config, head_dim_of(config), kind) for kind in set(config.layer_types)}
     return _describe(
         config,

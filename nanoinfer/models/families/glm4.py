@@ -1,4 +1,4 @@
-"""GLM-4 (Z.ai, 2025): norms around each branch, half of each head rotated, in pairs of neighbours."""
+"""GLM-4 (Z.ai, 2025): norms before and after branches; half of each head is rotated, in pairs of neighbours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = Names(
 
 
 def describe(config: PretrainedConfig) -> Description:
-    """Biases of queries, keys and values if the config has them."""
+    """Describe a GLM-4 model: queries, keys and values have biases if the config says so."""
     refuse_windows(config)
     rope = read_rope(config, read_rotary_dim(config), interleaved=True)
     return describe_common(

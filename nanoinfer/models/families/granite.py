@@ -1,4 +1,4 @@
-"""Granite (IBM, 2024): Llama with four multipliers."""
+"""Granite (IBM, 2024): Llama with multipliers of the embeddings, the scores, the branches' results and the logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoinfer.models.settings import positive
 
 
 def describe(config: PretrainedConfig) -> Description:
-    """Of the embeddings, the scores, what branches add, and the logits."""
+    """Describe a Granite model: four multipliers, and biases if the config has them."""
     refuse_windows(config)
     return describe_common(
         config,

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al., 2023; Llama Team, 2024), and the many models that borrow its class."""
+"""Llama (Touvron et al., 2023; Llama Team, 2024), and the many models that use its class."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanoinfer.models.reading import describe_common, refuse_windows
 
 
 def describe(config: PretrainedConfig) -> Description:
-    """Norms before the branches, biases if the config has them."""
+    """Describe a Llama model: norms before the branches, and biases if the config has them."""
     refuse_windows(config)
     return describe_common(
         config,

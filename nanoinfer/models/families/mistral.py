@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., 2023) and Ministral 3: Llama with a window, and with queries that grow with the position."""
+"""Mistral (Jiang et al., 2023): Llama with a window. Ministral 3: its queries also grow with the position."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from nanoinfer.models.settings import positive
 
 
 def describe_mistral(config: PretrainedConfig) -> Description:
-    """One window, if any, for all layers, or where there are layer_types, for those that they name.
+    """Describe a Mistral model: all layers have the window, if any, or only those that layer_types names.
 
-    transformers calls the latter "ministral", whatever config.json does.
+    If the config has layer_types, transformers sets its model_type to "ministral", whatever config.json says.
     """
     is_ministral = config.model_type == "ministral"
     return describe_common(
@@ -23,7 +23,7 @@ def describe_mistral(config: PretrainedConfig) -> Description:
 
 
 def describe_ministral3(config: PretrainedConfig) -> Description:
-    """Likewise, and a scale for the queries of positions beyond the original length."""
+    """Describe a Ministral 3 model: a window, if any, on all layers, and larger queries beyond the original length."""
     beta = config.rope_parameters.get("llama_4_scaling_beta")
     scaling = None
     if beta != 0:

@@ -1,4 +1,4 @@
-"""The language models of multimodal checkpoints: what else is in them is not read."""
+"""The language models of multimodal checkpoints; nanoinfer reads nothing else from them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from nanoinfer.models.settings import refuse
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:
-    """Gemma 3 from 4b on; its logits have no cap."""
+    """Describe a Gemma 3 model of 4B or more parameters: its logits have no cap."""
     return replace(_describe_text(config, gemma.describe_gemma3), logit_cap=None)
 
 
 def describe_mistral3(config: PretrainedConfig) -> Description:
-    """Mistral Small 3.1 and Ministral 3."""
+    """Describe a Mistral Small 3.1 or Ministral 3 model."""
     is_ministral = config.get_text_config().model_type == "ministral3"
     return _describe_text(config, mistral.describe_ministral3 if is_ministral else mistral.describe_mistral)
 
 
 def describe_qwen2_5_vl(config: PretrainedConfig) -> Description:
-    """Positions in three dimensions, which are equal for text: the ordinary ones."""
+    """Describe a Qwen2.5-VL model: its positions have three dimensions, but for text these equal ordinary positions."""
     return _describe_text(config, qwen2.describe)
 
 
 def describe_qwen3_vl(config: PretrainedConfig) -> Description:
-    """Likewise, and no windows, whatever layer_types says."""
+    """Describe a Qwen3-VL model: positions as in Qwen2.5-VL. The model has no windows; layer_types may name none."""
     refuse_windows(config.get_text_config())
     return _describe_text(config, qwen3.describe)
 

@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3 (OLMo Team, 2025): a branch's result is normed, not its input; q/k norm over all heads at once."""
+"""OLMo 2 and OLMo 3 (OLMo Team, 2025): norms on branches' results, not inputs; a q/k norm over all heads at once."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NAMES = Names(
 
 
 def describe_olmo2(config: PretrainedConfig) -> Description:
-    """No windows."""
+    """Describe an OLMo 2 model: no layer has a window."""
     refuse_windows(config)
     return _describe(config)
 
 
 def describe_olmo3(config: PretrainedConfig) -> Description:
-    """Windows on most layers, and rotary settings for each kind."""
+    """Describe an OLMo 3 model: most layers have a window, and layers with one have other rotary settings."""
     ropes = {kind: read_rope(config, head_dim_of(config), kind) for kind in set(config.layer_types)}
     return _describe(
         config,

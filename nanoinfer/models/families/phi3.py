@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (Abdin et al., 2024): fused tensors, a share of each head rotated, LongRoPE."""
+"""Phi-3 and Phi-4 (Abdin et al., 2024): fused tensors, LongRoPE; a share of each head is rotated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoinfer.models.rope import read_rope, read_rotary_dim
 
 
 def describe(config: PretrainedConfig) -> Description:
-    """One window for all layers, if any."""
+    """Describe a Phi-3 or Phi-4 model: all layers have the window, if any."""
     rope = read_rope(config, read_rotary_dim(config), types=("default", "longrope"))
     return describe_common(
         config,

@@ -9,7 +9,7 @@ from nanoinfer.models.reading import describe_common, read_windows
 
 
 def describe(config: PretrainedConfig) -> Description:
-    """Windows on the layers that layer_types names, if use_sliding_window."""
+    """Describe a Qwen2 model: with use_sliding_window, the layers that layer_types names have a window."""
     return describe_common(
         config,
         windows=read_windows(config, config.sliding_window),

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, 2025): Llama with layers that do not rotate."""
+"""SmolLM3 (Hugging Face, 2025): Llama, but some layers do not rotate queries and keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoinfer.models.settings import head_dim_of, of_layers
 
 
 def describe(config: PretrainedConfig) -> Description:
-    """no_rope_layers has a 0 for each layer that does not rotate."""
+    """Describe a SmolLM3 model: no_rope_layers has a 0 for each layer that does not rotate."""
     rope = read_rope(config, head_dim_of(config))
     return describe_common(
         config,
