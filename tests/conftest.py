@@ -13,7 +13,7 @@ import torch
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is defined: without a GPU they are interpreted
+    os.environ["TRITON_INTERPRET"] = "1"  # set before the first kernel is defined: without a GPU Triton interprets them
 
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -84,7 +84,7 @@ def mixed_expected(oracle: Oracle, mixed_prompts: list[list[int]]) -> list[list[
 
 @pytest.fixture
 def make_llm() -> Iterator[Callable[..., LLM]]:
-    """LLM(...) in float32 with a small cache, so that several fit one device; closed at the end of the test."""
+    """Make LLM(...) in float32 with a small cache, so that several fit one device; closes them after the test."""
     made: list[LLM] = []
 
     def make(model: str = BUNDLED_MODEL, **options: object) -> LLM:
@@ -141,7 +141,7 @@ class CollidingContent(Content):
 
 
 class CollidingBlockManager(BlockManager):
-    """A BlockManager in which most blocks have the hashes of others."""
+    """A BlockManager in which many blocks have the same hash."""
 
     def _content(self, *block: Any) -> Content:
         return CollidingContent(super()._content(*block))
@@ -153,7 +153,7 @@ def greedy(max_tokens: int = 32, **settings: Any) -> SamplingParams:
 
 
 def different_settings(count: int) -> list[SamplingParams]:
-    """Each request another mixture."""
+    """Return `count` SamplingParams, each with another mixture of settings."""
     generator = torch.Generator().manual_seed(3)
 
     def pick(values: list) -> object:
@@ -185,7 +185,7 @@ def different_settings(count: int) -> list[SamplingParams]:
 
 
 def assert_equal(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
-    """Their log-probabilities but for rounding."""
+    """Check that outputs are equal; log-probabilities may differ by rounding."""
     for output, wanted in zip(outputs, expected, strict=True):
         assert_close(output["prompt_logprobs"], wanted["prompt_logprobs"])
         for sample, wanted_sample in zip(output["samples"], wanted["samples"], strict=True):

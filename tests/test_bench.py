@@ -71,7 +71,7 @@ def test_every_repeat_has_other_tokens(name: str) -> None:
 
 @pytest.fixture
 def tiny(tmp_path: Path, make_llm: Callable[..., LLM]) -> LLM:
-    """An engine of one row: the second request starts when the first one's blocks are in the cache."""
+    """An engine with a single row, so that a request starts only once the previous request's blocks are cached."""
     bench.write_config("tiny", str(tmp_path))
     return make_llm(str(tmp_path), device="cpu", load_format="dummy", max_num_seqs=1)
 
@@ -109,7 +109,7 @@ LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
 
 
 def test_the_floor_counts_what_must_be_read_and_computed() -> None:
-    """One prompt of 3 tokens and 3 tokens out: two decode steps, over contexts of 4 and 5 tokens."""
+    """A prompt of 3 tokens gets 3 output tokens: there are two decode steps, over contexts of 4 and 5 tokens."""
     floor = bench.Floor.of(bench.Workload([[1, 2, 3]], [3]), Shape, max_num_seqs=8, itemsize=2)
     assert floor.decode_bytes == 2 * (2 * LAYER + 800) * 2 + (4 + 5) * (2 * 2 * 8 * 2)
     assert floor.prefill_flops == 2 * 2 * LAYER * 3 + 2 * 800 + 2 * 2 * 16 * 9
@@ -123,7 +123,10 @@ def test_too_few_rows_cost_more_steps() -> None:
 
 
 def test_a_shared_prefix_is_read_once_a_step_and_computed_once() -> None:
-    """Two tokens before 1 and 2 of their own, 3 and 2 out: decode over 2 and 3, and over 3, tokens of their own."""
+    """Two prompts share 2 tokens, have 1 and 2 more tokens of their own, and get 3 and 2 output tokens.
+
+    So decode reads 2 and then 3 tokens that the first alone has, and 3 that the second alone has.
+    """
     work = bench.Workload([[1, 2, 3], [1, 2, 4, 5]], [3, 2], prefix_len=2)
     weights, kv_token = (2 * LAYER + 800) * 2, 2 * 2 * 8 * 2
     floor = bench.Floor.of(work, Shape, max_num_seqs=8, itemsize=2)
@@ -140,14 +143,14 @@ def test_a_prefix_that_nobody_shares_saves_nothing() -> None:
 
 
 def test_a_window_bounds_what_a_layer_reads_and_computes() -> None:
-    """One of two layers sees 3 tokens. A prompt of 4 and 3 out: decode over contexts of 5 and 6."""
+    """One of two layers sees 3 tokens. A prompt of 4 tokens gets 3: decode has contexts of 5 and 6 tokens."""
 
     class Windowed(Shape):
         windows = (None, 3)
 
     floor = bench.Floor.of(bench.Workload([[1, 2, 3, 4]], [3]), Windowed, max_num_seqs=8, itemsize=2)
     assert floor.decode_bytes == 2 * (2 * LAYER + 800) * 2 + (5 + 6 + 3 + 3) * (2 * 8 * 2)
-    # The band of a window is a triangle of 3 and a row of 3 more.
+    # Within the window, the first 3 queries see a triangle of keys, and the fourth sees 3.
     assert floor.prefill_flops == 2 * 2 * LAYER * 4 + 2 * 800 + 4 * 16 * (4 * 4 / 2 + 3 * 3 / 2 + 3)
 
 
@@ -251,7 +254,7 @@ def test_a_senseless_command_is_refused_before_the_run(
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may have more than a thousand bytes: inside a test alone, as pytest itself may write to a file."""
+    """Limit every file to a thousand bytes, but only inside a test, because pytest itself may write to a file."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:

@@ -65,7 +65,7 @@ def test_a_freed_block_keeps_its_content_until_it_is_handed_out_least_recently_f
     manager.free(old)
     manager.free(new)
     assert manager.num_free == 4
-    other = sequence(list(range(20, 29)))  # takes the two blocks that are not full, then the full one of `old`
+    other = sequence(list(range(20, 29)))  # takes the two blocks that are not full, then `old`'s full one
     assert manager.allocate(other) == 0
     assert len(manager.cached_blocks) == 1
     manager.free(other)
@@ -151,10 +151,10 @@ def test_what_a_window_has_left_behind_is_free_and_still_cached() -> None:
     assert (seq.num_released, manager.num_free) == (1, 1)
     manager.release(seq, 7)
     assert manager.num_free == 1
-    assert manager.allocate(short) is None  # the block is hit, but there is none for the fifth token
+    assert manager.allocate(short) is None  # the first block is cached, but none is free for the fifth token
     manager.release(seq, 8)
     assert manager.allocate(short) == 4
-    assert short.block_table == seq.block_table[:2]  # a hit, and a block that was handed out anew
+    assert short.block_table == seq.block_table[:2]  # a cached block, and one that was handed out again
     assert manager.allocate(long) is None
     manager.free(seq)
     assert (seq.num_released, manager.num_free) == (0, 2)
@@ -189,7 +189,7 @@ def test_long_and_short_sequences_share_nothing() -> None:
 
 
 class RandomOperations(RuleBasedStateMachine):
-    """Sequences over two token ids, so that prefixes collide often, in a cache that is always too small."""
+    """Random sequences of two token ids, so that many prefixes are equal, in a cache that is always too small."""
 
     kind = BlockManager
 
@@ -197,9 +197,9 @@ class RandomOperations(RuleBasedStateMachine):
         super().__init__()
         self.manager = self.kind(12, BLOCK)
         self.live: list[Sequence] = []
-        # What a write would have left in each block: the whole prefix, and whether of a long sequence.
+        # For each block, the prefix whose keys and values it would hold, and whether they are those of a long sequence.
         self.content: dict[int, tuple[bool, tuple[int, ...]]] = {}
-        self.prefixes: dict[int, tuple[bool, tuple[int, ...]]] = {}  # by serial, of all times
+        self.prefixes: dict[int, tuple[bool, tuple[int, ...]]] = {}  # by Block.serial, never deleted
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30), is_long=st.booleans())
     def add(self, tokens: list[int], is_long: bool) -> None:
@@ -293,7 +293,7 @@ class RandomOperations(RuleBasedStateMachine):
 
 
 class CollidingRandomOperations(RandomOperations):
-    """The same, most hashes being equal."""
+    """RandomOperations where most hashes are equal."""
 
     kind = CollidingBlockManager
 

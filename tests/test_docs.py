@@ -1,4 +1,4 @@
-"""The pages: each agrees with the code that it speaks of."""
+"""The pages agree with the code that they describe."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_linked_heading_is_there(page: Path) -> None:
 
 
 def names_in(file: Path) -> set[str]:
-    """What a file defines: NAME, or CLASS.NAME for methods and attributes."""
+    """Return the names that a file defines: NAME, or CLASS.NAME for methods and attributes."""
     names: set[str] = set()
     for node in ast.parse(file.read_text()).body:
         names |= defined(node)
@@ -96,7 +96,7 @@ def count_lines(files: Iterable[Path]) -> int:
 
 
 def test_the_afternoon_is_as_long_as_the_tour_says() -> None:
-    """Rounded, so that a commit may add some lines: each file to a tenth, or 20 lines; the sums to a twentieth."""
+    """A count may be off by a tenth or 20 lines, a sum by a twentieth, so that a commit may add some lines."""
     page = (DOCS / "tour.md").read_text()
     rows = re.findall(r"^\| \[[\w/.]+\]\((\S+)\) \| (\d+) \|", page, flags=re.MULTILINE)
     files = [DOCS / target for target, _ in rows]
@@ -122,7 +122,7 @@ def test_a_page_without_a_place_for_a_table_is_refused() -> None:
 
 
 def test_the_picture_shows_what_the_figures_say(tmp_path: Path) -> None:
-    """Its text, which has every drawn figure: another matplotlib may draw the same a little otherwise."""
+    """Compare only the picture's text, which has every drawn figure: matplotlib versions draw a little differently."""
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
 
     def text_of(file: Path) -> list[str]:
@@ -181,7 +181,7 @@ def test_the_readme_has_translations() -> None:
     assert len(TRANSLATIONS) >= 14
 
 
-# One closes the LLM: it comes last.
+# One statement closes the LLM, so it comes last.
 @pytest.mark.parametrize("statement", sorted(TRANSLATIONS, key="llm.close()".__eq__))
 def test_what_the_readme_tells_to_write_works(statement: str, namespace: dict[str, object]) -> None:
     exec(statement, namespace)

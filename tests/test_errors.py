@@ -1,4 +1,4 @@
-"""What a user can get wrong: a ValueError that names the argument and what would work, before anything runs."""
+"""Every mistake of a user raises a ValueError that names the argument and what would work, before anything runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def llm() -> Iterator[LLM]:
 
 
 def copy_of(model: str, folder: Path, **changes: object) -> str:
-    """A copy of a model with some of its config.json changed."""
+    """Copy a model, with some settings of its config.json changed."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
@@ -142,7 +142,7 @@ class TestPrompts:
                 llm.abort(wrong)
         llm.abort(np.int64(number))
         assert [output["finish_reason"] for output in llm.step()] == ["abort"]
-        llm.abort(torch.tensor(number))  # it has ended
+        llm.abort(torch.tensor(number))  # the request has ended
 
     def test_a_bar_is_shown_or_not(self, llm: LLM) -> None:
         for call in (llm.generate, llm.chat):
@@ -307,7 +307,7 @@ class TestSamplingParams:
 
 
 class TestNames:
-    """Of arguments that nobody takes: the error says what to write."""
+    """If an argument does not exist, the error says what to write instead."""
 
     @pytest.mark.parametrize(
         ("wrong", "hint"),
@@ -685,7 +685,7 @@ ANYTHING = [
 
 
 class TestAnything:
-    """Whatever is passed, it works, or a ValueError names it."""
+    """Every value that a user passes works, or a ValueError names it."""
 
     @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
     def test_in_sampling_params(self, name: str) -> None:
@@ -748,7 +748,7 @@ def named_errors(name: str) -> Iterator[None]:
 
 
 def test_two_threads_at_once(make_llm: Callable[..., LLM]) -> None:
-    """The second is refused, and the first gets its tokens."""
+    """The second thread's call is refused, and the first thread gets its tokens."""
     llm, outputs = make_llm(), []
     first = threading.Thread(target=lambda: outputs.extend(llm.generate([[5]], greedy(200, ignore_eos=True))))
     first.start()

@@ -19,7 +19,7 @@ def token_ids(llm: LLM, prompts: Tokens, params: SamplingParams | list[SamplingP
 
 
 def prefilled(llm: LLM, prompts: Tokens, params: SamplingParams) -> tuple[Tokens, int]:
-    """The prompts' tokens, and how many prompt tokens went through the model for them."""
+    """Return the outputs' tokens, and how many prompt tokens the model had to compute for them."""
     seqs = [seq for prompt in prompts for seq in llm.engine.add_request(prompt, params)]
     count = 0
     while not llm.engine.is_finished:
@@ -52,7 +52,7 @@ def test_preemption(make_llm: Callable[..., LLM], mixed_prompts: Tokens, mixed_e
 def test_only_equal_prefixes_are_shared_whatever_the_hashes(
     make_llm: Callable[..., LLM], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of up to three blocks, each one of two, in a cache that is too small for them."""
+    """Prompts of up to three blocks, of which two kinds exist, in a cache that is too small for them."""
     text = oracle.greedy([30, 31], 32, ignore_eos=True)
     prompts = [[*a, *b, *c, *[5] * 8] for a, b, c in product([[], text[:16], text[16:]], repeat=3)]
     params = [greedy(12, n=1 + i % 3) for i in range(len(prompts))]
@@ -85,7 +85,7 @@ def test_more_prompts_than_rows(make_llm: Callable[..., LLM], mixed_prompts: Tok
 def test_rows_that_leave_at_different_times(
     make_llm: Callable[..., LLM], mixed_prompts: Tokens, oracle: Oracle
 ) -> None:
-    """Every output length from 1 to 12, so that holes open all over the batch."""
+    """Output lengths are 1 to 12, so that sequences leave rows all over the batch."""
     params = [greedy(1 + index % 12) for index in range(len(mixed_prompts))]
     expected = [oracle.greedy(p, s.max_tokens) for p, s in zip(mixed_prompts, params, strict=True)]
     assert token_ids(make_llm(max_num_seqs=8), mixed_prompts, params) == expected
@@ -119,7 +119,7 @@ def test_random_qwen3(shape: dict, make_llm: Callable[..., LLM], make_qwen3: Cal
 
 
 class TestEdges:
-    """What nano-vLLM's users ran into."""
+    """Cases in which users of nano-vLLM met errors."""
 
     def test_a_prompt_of_whole_blocks_that_is_all_cached(self, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
         llm = make_llm(kvcache_block_size=16)
@@ -127,7 +127,7 @@ class TestEdges:
         assert len(prompt) % 16 == 0
         expected = [oracle.greedy(prompt, 20)]
         assert prefilled(llm, [prompt], greedy(20)) == (expected, 48)
-        assert prefilled(llm, [prompt], greedy(20)) == (expected, 16)  # its last token's logits are needed
+        assert prefilled(llm, [prompt], greedy(20)) == (expected, 16)  # for the last token's logits
 
     def test_two_identical_prompts_in_one_batch(self, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
         prompt = oracle.greedy([30, 31], 40)

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: graphs, bfloat16, large caches, memory given back."""
+"""Tests that only a CUDA device can run: graphs, bfloat16, large caches, memory that is given back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[l
 def test_graph_equals_eager(
     backend: str, temperature: float, make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]
 ) -> None:
-    """The same kernels on the same rows: token for token, in bfloat16. 20 rows, so that a graph is padded."""
+    """Both run the same kernels, so bfloat16 tokens are equal. 20 rows make a graph pad its batch."""
     params = SamplingParams(temperature=temperature, max_tokens=48, ignore_eos=True)
     options = {"dtype": "bfloat16", "attention_backend": available(backend), "max_num_seqs": 32}
     graph = make_llm(**options)
@@ -72,7 +72,7 @@ def test_float32_graphs_equal_transformers(
 def test_bfloat16_logits_agree_with_float32(
     backend: str, make_llm: Callable[..., LLM], oracle: Oracle, mixed_prompts: list[list[int]]
 ) -> None:
-    """Prompts in two chunks, so that the second attends to the cache. Transformers' own bfloat16 errs as much."""
+    """Prompts come in two chunks, so that the second attends to the cache. transformers' own bfloat16 errs as much."""
     llm = make_llm(dtype="bfloat16", attention_backend=available(backend))
     prompt = mixed_prompts[8]
     assert len(prompt) == 300
@@ -81,7 +81,7 @@ def test_bfloat16_logits_agree_with_float32(
 
 
 def logits_of(llm: LLM, prompt: list[int], first: int) -> torch.Tensor:
-    """After each token of a prompt of up to 512, in two chunks."""
+    """Return the logits after each token of a prompt of up to 512 tokens, computed in two chunks."""
     runner, found = llm.engine.runner, []
     for start, end in ((0, first), (first, len(prompt))):
         chunk = ChunkMessage(array("i", prompt[start:end]), start, [3, 1])
@@ -113,7 +113,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[st
 
 
 class TestFamilies:
-    """One of each kind, with heads of a size that all backends take."""
+    """One model of each kind, with heads of a size that all backends support."""
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("name", KINDS)
@@ -203,7 +203,7 @@ def test_all_device_memory_is_given_back(mixed_prompts: list[list[int]]) -> None
         llm.generate(mixed_prompts, greedy(4), use_tqdm=False)
         return llm
 
-    serve().close()  # the first loads modules, which stay
+    serve().close()  # the first engine loads CUDA modules, which stay loaded
     before, free_before = used(), torch.cuda.mem_get_info()[0]
     for _ in range(5):
         serve().close()
@@ -221,7 +221,7 @@ def test_two_engines_share_a_device(make_llm: Callable[..., LLM], mixed_prompts:
 
 
 def test_an_engine_outlives_another(make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]) -> None:
-    """What one engine's graphs work in must not be given back with another's."""
+    """An engine that closes must not give back memory that another engine's graphs work in."""
     first, second = make_llm(), make_llm()
     params = greedy(16, ignore_eos=True)
     before = tokens(second, mixed_prompts[:8], params)

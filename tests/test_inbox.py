@@ -1,7 +1,7 @@
-"""Two ranks on the CPU that exchange through inboxes: the kernels are interpreted, and shared files are the memory.
+"""Two ranks on the CPU exchange data through inboxes: the kernels are interpreted, and the memory is shared files.
 
-On GPUs test_tensor_parallel.py shows the same with the driver's memory; here every machine can see the order of the
-messages, their lanes and what becomes of the tokens.
+So every machine can test the order of the messages, their lanes and the tokens. test_tensor_parallel.py tests the same
+on GPUs, with the driver's memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 pytestmark = pytest.mark.skipif(HAS_CUDA, reason="needs interpreted kernels, which a CUDA device rules out")
 RANKS = 2
 FOLDER = "NANOINFER_TEST_INBOXES"  # environment: where the ranks' files are
-ONE_OWNER = "NANOINFER_TEST_ONE_OWNER"  # environment: from how many rows on
+ONE_OWNER = "NANOINFER_TEST_ONE_OWNER"  # environment: the least number of rows for one_owner
 run_worker = workers.run_worker
 
 
@@ -86,7 +86,7 @@ def test_tokens_are_those_of_one_rank(
         (TensorParallel, "_close_inbox"),
         (norm, "all_reduce_add_rms_norm"),
     ]:
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # so that pytest restores it
     monkeypatch.setattr(workers, "run_worker", run_worker_with_file_inboxes)
     use_file_inboxes()
     prompts = [[30], [31, 32, 33], [5, 6, 7, 8, 9], [100], [200, 30]]

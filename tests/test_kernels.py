@@ -1,6 +1,6 @@
-"""Every Triton kernel against its torch reference: interpreted on the CPU, compiled and in bfloat16 on a GPU.
+"""Compares every Triton kernel with its torch reference: interpreted on the CPU, compiled and in bfloat16 on a GPU.
 
-The references are given float32 copies of the inputs, so a kernel may be off by its dtype's rounding and no more.
+The references get float32 copies of the inputs, so a kernel may differ by its dtype's rounding and no more.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
-    """Relative error of the whole tensor; NaN never passes."""
+    """Check the relative error of the whole tensor; NaN never passes."""
     assert out.shape == expected.shape
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error <= TOLERANCE[out.dtype], f"relative error {error:.2e}"
@@ -85,21 +85,21 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
 
 
 def normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-    """By torch's own, in float32; without a norm, x."""
+    """Apply torch's own norm in float32, or none."""
     if norm is None:
         return x.float()
     return F.rms_norm(x.float(), x.shape[-1:], norm.weight.float() + norm.plus_one, norm.eps)
 
 
 def norms(size: int, dtype: torch.dtype) -> list[Norm]:
-    """One of each kind; eps is large enough to count."""
+    """Return a norm of each kind; their eps are large enough to count."""
     return [Norm(randn(size, dtype=dtype), 0.1), Norm(randn(size, dtype=dtype), 0.2, plus_one=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_norms_before_and_after_a_branch(pieces: int, dtype: torch.dtype) -> None:
-    """The kernels and their references against torch's norm."""
+    """Both the kernels and their references agree with torch's norm."""
     parts = randn(pieces, 5, 96)
     x, residual = (parts, randn(5, 96, dtype=dtype)) if pieces > 1 else (parts[0].to(dtype), randn(5, 96, dtype=dtype))
     whole = parts.sum(dim=0)
@@ -160,7 +160,7 @@ def test_gates_of_every_size(activation: Activation) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("in_features", "out_features"), [(64, 32), (96, 9), (2500, 50), (12288, 15)])
 def test_one_row_linear(in_features: int, out_features: int, dtype: torch.dtype) -> None:
-    """The last two shapes have more tiles than programs, when interpreted."""
+    """When interpreted, the last two shapes have more tiles than programs."""
     weight = randn(out_features, in_features, dtype=dtype)
     x, residual = (randn(1, in_features, dtype=dtype) for _ in range(2))
     norm_weight = randn(in_features, dtype=dtype)
@@ -231,7 +231,7 @@ def test_linear(tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [2, 17, 64, 100])
 @pytest.mark.parametrize(("out_features", "in_features"), [(64, 128), (100, 512), (128, 1152)])
 def test_one_wave_linear(tokens: int, out_features: int, in_features: int) -> None:
-    """Whole and in pieces, with and without gates; the last tile of tokens and of outputs may be cut short."""
+    """Products are whole or in pieces, with or without gates; the last tile of tokens and of outputs may be partial."""
     dtype = SHORT
     x, weight = randn(tokens, in_features, dtype=dtype), randn(2 * out_features, in_features, dtype=dtype)
     in_pieces = cut(tokens, out_features, in_features, 8, may_split=True)
@@ -248,7 +248,7 @@ def test_one_wave_linear(tokens: int, out_features: int, in_features: int) -> No
 @pytest.mark.parametrize("tokens", [2, 17, 64])
 @pytest.mark.parametrize(("out_features", "in_features"), [(100, 512), (128, 1152)])
 def test_one_wave_linear_with_a_bias(tokens: int, out_features: int, in_features: int) -> None:
-    """Of several pieces, the first has it."""
+    """Of several pieces, the first has the bias."""
     x, bias = randn(tokens, in_features, dtype=SHORT), randn(2 * out_features, dtype=SHORT)
     weight = (randn(2 * out_features, in_features) / in_features**0.5).to(SHORT)
     expected = F.linear(x.float(), weight.float(), bias.float())
@@ -278,7 +278,7 @@ def is_empty(inbox: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
 def test_all_reduce_add_rms_norm(dtype: torch.dtype, ranks: int, one_owner: bool) -> None:
-    """One rank after the other, each with its inbox as the others would have filled it."""
+    """Ranks run one after another, each with the messages in its inbox that the other ranks would have sent."""
     tokens, size = 6, 96
     parts, residual, weight = randn(ranks, tokens, size, dtype=dtype), randn(tokens, size), randn(size, dtype=dtype)
     parts[:, :, ::7], parts[:, :, 1::7], residual = -0.0, 0.0, residual.to(dtype)  # a zero is a message as well
@@ -319,14 +319,14 @@ def test_all_reduce_add_rms_norm(dtype: torch.dtype, ranks: int, one_owner: bool
 @pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize("one_owner", [False, True])
 def test_all_reduce_and_norm_without_a_residual(one_owner: bool, plus_one: bool) -> None:
-    """A rank's x is all zeros for a row that is another's, as the embedding leaves it."""
+    """As after the embedding, a rank's x is zero for tokens whose ids another rank holds."""
     x, norm = randn(6, 96), Norm(randn(96), 1e-6, plus_one)
     x[1::2] = 0.0
     expected = normed(x, norm)
     inboxes = empty_inbox(2, 2, 6, 96, dtype=torch.float32)
     inboxes[0, 1] = expected + 0.0 if one_owner else 0.0
     if one_owner:
-        inboxes[0, 1, ::2] = 0.0  # the other rank's part of our rows
+        inboxes[0, 1, ::2] = 0.0  # the other rank's part of the tokens that we own
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE)
     stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     out, total = all_reduce_add_rms_norm(x, None, norm, addresses, 0, stop, one_owner)
@@ -337,7 +337,7 @@ def test_all_reduce_and_norm_without_a_residual(one_owner: bool, plus_one: bool)
 @pytest.mark.parametrize("rows", [1, 5, 300])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_best_of_ranks(ranks: int, rows: int) -> None:
-    """Scores of a few values only, so that there are ties: the lowest rank wins them, whoever asks."""
+    """Scores have only a few values, so that there are ties: on every rank, the lowest rank wins them."""
     scores = torch.randint(-1, 2, (ranks, rows), device=DEVICE).float() * -0.5  # -0.0 among them
     ids = torch.randint(0, 200_000, (ranks, rows), device=DEVICE, dtype=torch.int32)
     ids[0, 0] = 0
@@ -359,9 +359,9 @@ def test_best_of_ranks(ranks: int, rows: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 20, 300])
 def test_messages_that_come_late(rows: int) -> None:
-    """However the moment falls between the looks of a kernel's threads, all of them see the message.
+    """All of a kernel's threads see a message, even if it comes between their looks.
 
-    They look at the same moments until they have asked the host whether to stop, which they do after about 1 ms.
+    The threads look in step until they have first read `stop`, after about 1 ms. So the messages come later.
     """
     inboxes = empty_inbox(2, 2, 2, rows, dtype=torch.float32)
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE)
@@ -430,7 +430,7 @@ def test_norm_rotate_store(heads: int, kv_heads: int, head_dim: int, dtype: torc
 def dense_norm_rotate(
     x: torch.Tensor, norm: Norm | None, full: bool, matrices: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """One kind of heads in float64. x: [tokens, heads, head_dim]; matrices: [tokens, head_dim, head_dim]."""
+    """Normalise and rotate in float64. x: [tokens, heads, head_dim]; matrices: [tokens, head_dim, head_dim]"""
     x = x.double()
     if norm is not None:
         size = tuple(x.shape[1:] if full else x.shape[2:])
@@ -440,7 +440,7 @@ def dense_norm_rotate(
 
 
 def rotation_matrices(angles: torch.Tensor, interleaved: bool, head_dim: int) -> torch.Tensor:
-    """angles: [tokens, pairs]; returns [tokens, head_dim, head_dim], the identity beyond the pairs."""
+    """Return [tokens, head_dim, head_dim] from angles, [tokens, pairs]; numbers beyond the pairs stay as they are."""
     tokens, pairs = angles.shape
     out = torch.eye(head_dim, dtype=torch.float64, device=DEVICE).repeat(tokens, 1, 1)
     for i in range(pairs):
@@ -513,7 +513,7 @@ def test_variants_of_norm_rotate_store(
 
 @pytest.mark.parametrize("plus_one", [False, True])
 def test_norm_rotate_store_rounds_as_the_checkpoints_of_its_norm_expect(plus_one: bool) -> None:
-    """To the dtype before the weight, or once, behind a weight that is stored less one."""
+    """It rounds to the dtype before it applies the weight; with plus_one it rounds once, after the weight."""
     qkv, weight = randn(4, 4, 32, dtype=SHORT), randn(32, dtype=SHORT)
     caches = [torch.zeros(1, 4, 1, 32, dtype=SHORT, device=DEVICE) for _ in range(2)]
     norm, rows = Norm(weight, 1e-6, plus_one), torch.arange(4, dtype=torch.int32, device=DEVICE)
@@ -537,7 +537,7 @@ def test_sum_squares(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtyp
 
 
 def test_two_ranks_share_a_norm_over_all_heads() -> None:
-    """Each has half the heads and the weights of those, and the sums of squares of both."""
+    """Each rank has half the heads, their weights, and the sums of squares over both ranks."""
     whole, rows = randn(3, 8, 16), torch.arange(3, dtype=torch.int32, device=DEVICE)
     norms = [Norm(randn(64), 1e-6), Norm(randn(32), 1e-6)]
 
@@ -576,7 +576,7 @@ def test_rows_advance() -> None:
 def paged(
     context_lens: list[int], heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Caches and block tables for the contexts, blocks in random order; what no context covers is NaN."""
+    """Make caches and block tables for the contexts, blocks in random order; NaN where no context has a token."""
     blocks = [-(-length // block_size) for length in context_lens]
     order = torch.randperm(sum(blocks), device=DEVICE).int()
     tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32, device=DEVICE)
@@ -612,7 +612,7 @@ def test_paged_prefill(shape: tuple[int, int, int, int], dtype: torch.dtype) -> 
 @pytest.mark.parametrize("workers", [1, 3, 8, None])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_paged_decode(shape: tuple[int, int, int, int], workers: int | None, dtype: torch.dtype) -> None:
-    """Rows that one worker has, that several share, and that begin or end within a worker's share; one is empty."""
+    """Some rows have one worker, some several; some begin or end inside a worker's share; one has no context."""
     heads, _, head_dim, _ = shape
     context_lens = [1, 16, 100, 300, 64, 0]
     k_cache, v_cache, tables = paged(context_lens, *shape, dtype)
@@ -621,7 +621,7 @@ def test_paged_decode(shape: tuple[int, int, int, int], workers: int | None, dty
     plan = plan_decode(lens, k_cache, workers)
     k, v = (cache.float().nan_to_num() for cache in (k_cache, v_cache))
     expected = paged_decode_reference(q.float(), k, v, tables, lens, 300, head_dim**-0.5)
-    for _ in range(2):  # two layers: the first leaves the plan as it was
+    for _ in range(2):  # two layers: the first must leave the plan unchanged
         out = paged_decode_triton(q, k_cache, v_cache, tables, lens, head_dim**-0.5, plan)
         assert_close(out[:5], expected[:5])
         assert plan.arrivals.eq(0).all()
@@ -629,7 +629,7 @@ def test_paged_decode(shape: tuple[int, int, int, int], workers: int | None, dty
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_paged_decode_of_many_rows(dtype: torch.dtype) -> None:
-    """Beyond FEW_ROWS the tiles are larger, and the loop over them shorter."""
+    """Beyond FEW_ROWS the tiles are larger, and the loop over them has fewer stages."""
     context_lens = [1 + 37 * row % 400 for row in range(FEW_ROWS + 8)]
     shape = (4, 2, 128, 256)
     k_cache, v_cache, tables = paged(context_lens, *shape, dtype)
@@ -643,7 +643,10 @@ def test_paged_decode_of_many_rows(dtype: torch.dtype) -> None:
 def forget(
     k_cache: torch.Tensor, v_cache: torch.Tensor, tables: torch.Tensor, starts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copies in which all before each sequence's start is NaN, and in a block of other tokens where a block allows."""
+    """Return copies in which each sequence's tokens before its start are NaN.
+
+    The tables name another block, all NaN, instead of each block that lies wholly before the start.
+    """
     block_size, tables = k_cache.shape[1], tables.clone()
     caches = [torch.cat([cache, torch.full_like(cache[:1], float("nan"))]) for cache in (k_cache, v_cache)]
     for table, start in zip(tables, starts, strict=True):
@@ -664,7 +667,7 @@ def attend_densely(
     context_lens: list[int],
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Every score of every sequence, in float64; zeros for a sequence of no context."""
+    """Attend in float64 with all scores of every sequence; a sequence without context gets zeros."""
     group, outs = q.shape[1] // k_cache.shape[2], []
     for some, table, length in zip(q.double().split(query_lens), tables.long(), context_lens, strict=True):
         k, v = (
@@ -694,7 +697,7 @@ def test_paged_prefill_of_windows_and_soft_caps(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What no query sees is neither read nor where it was; windows begin at a tile's border and within one."""
+    """Kernels ignore tokens that no query sees, here NaN. Windows begin at a tile's border and inside one."""
     monkeypatch.setattr("nanoinfer.kernels.attention.paged_prefill.QUERIES_AT_ONCE", 60)
     heads, _, head_dim, _ = shape
     query_lens, context_lens = [1, 16, 70, 3, 130, 1], [1, 16, 100, 66, 130, 112]
@@ -727,7 +730,7 @@ def test_paged_prefill_of_windows_and_soft_caps(
 def test_paged_decode_of_windows_and_soft_caps(
     shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
-    """As test_paged_decode; what is before a window is neither read nor where it was."""
+    """Rows are as in test_paged_decode. Kernels ignore tokens before a window, here NaN."""
     heads, _, head_dim, _ = shape
     context_lens = [1, 16, 100, 300, 64, 0, 112]
     rows = [row for row, length in enumerate(context_lens) if length]
@@ -781,7 +784,7 @@ def _capped_kernel(x_ptr, out_ptr, factor, CAP: tl.constexpr, BLOCK: tl.constexp
     tl.store(out_ptr + i, scores_in_log2(tl.load(x_ptr + i), factor, CAP))
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's exp2 goes to infinity, as it should
+@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's exp2 overflows to infinity, as it should
 def test_soft_caps_are_exact_near_zero_and_far_from_it() -> None:
     x = torch.cat([torch.linspace(-300, 300, 1024), torch.logspace(-9, 30, 512), -torch.logspace(-9, 30, 512)])
     x = x.to(DEVICE)
@@ -830,7 +833,7 @@ def test_sample(vocabulary: int) -> None:
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("top_k", [1, 50, 4097, 2**31 - 1])
 def test_find_cutoff(top_k: int, ties: bool) -> None:
-    """Over several blocks of a vocabulary; -0.0, NaN and -inf among the logits."""
+    """The vocabulary has several blocks; the logits include -0.0, NaN and -inf."""
     rows = 4
     logits = randn(rows, 9001) * 3
     logits = (logits * 4).round() / 4 if ties else logits
@@ -847,7 +850,7 @@ def test_find_cutoff(top_k: int, ties: bool) -> None:
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(7, 1.0), (2**31 - 1, 0.51)])
 def test_find_cutoff_among_neighbours(top_k: int, top_p: float) -> None:
-    """No number lies between these logits, nor always a pivot: each is the next of another in float32."""
+    """The logits are neighbouring float32 numbers, so that pivots may fall between none of them."""
     rows = 30
     neighbours = [-torch.rand(rows, 1, device=DEVICE) * 16]
     for _ in range(6):
@@ -859,7 +862,7 @@ def test_find_cutoff_among_neighbours(top_k: int, top_p: float) -> None:
 
 
 def above(cutoff: Cutoff, logits: torch.Tensor) -> torch.Tensor:
-    """Which tokens stay."""
+    """Return which tokens stay."""
     lowest, first_ids = (column[:, None] for column in cutoff)
     ids = torch.arange(logits.shape[1], device=logits.device)
     return (logits > lowest) | ((logits == lowest) & (ids >= first_ids))
@@ -910,7 +913,7 @@ def test_gumbel_noise_has_the_gumbel_distribution_and_no_memory_of_its_neighbour
 @pytest.mark.parametrize("step", [1, 2**20, 2**43, 0x1E3779B97F4A7C15], ids=hex)
 @pytest.mark.parametrize("position", [0, 1, 4095, 2**31 - 1])
 def test_no_two_of_a_million_seeds_share_their_noise(position: int, step: int) -> None:
-    """They differ in their lowest bits, in those in the middle, in the highest of the 63, or in all of them."""
+    """The seeds differ in their lowest bits, in their middle bits, in the highest of the 63, or in all."""
     seeds = torch.arange(1_000_000) * step & 2**63 - 1
     key, factor = noise_key(seeds, torch.tensor(position, dtype=torch.int32))
     assert (factor % 2 == 1).all()
@@ -923,7 +926,7 @@ def test_no_two_of_a_million_seeds_share_their_noise(position: int, step: int) -
 def test_noise_is_independent_of_that_of_the_next_seed_position_or_token(
     first_seed: int, shape: tuple[int, int, int]
 ) -> None:
-    """Chi-squared of neighbours over 16 by 16 equal shares; the 99.9999th percentile of 255 degrees is 377."""
+    """Chi-squared of pairs of neighbours, in 16 by 16 equal shares; the 99.9999th percentile of 255 degrees is 377."""
     seeds, positions, ids = (torch.arange(size) for size in shape)
     noise = gumbel_noise(first_seed + seeds[:, None, None], positions[:, None], ids).double()
     share = (torch.exp(-torch.exp(-noise)) * 16).long()

@@ -1,4 +1,4 @@
-"""Engines come and go: closed, deleted, interrupted, several at once; nothing is left behind."""
+"""Engines that are closed, deleted, interrupted, or live beside others leave nothing behind."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ HOST_FILES = ("llm.py", "request.py", "llm_engine.py", "scheduler.py", "block_ma
 
 
 class Interrupt:
-    """A trace function that counts the lines of the host's code, and interrupts it at one of them."""
+    """A trace function that counts the lines that the host executes, and raises KeyboardInterrupt at one of them."""
 
     def __init__(self, line: int | None = None) -> None:
         self.line = line
@@ -148,7 +148,7 @@ class Interrupt:
 
 
 def test_an_interrupt_at_any_line_leaves_the_engine_usable(make_llm: Callable[..., LLM]) -> None:
-    """Of samples, stop strings, chunks and preemptions; every 193rd line is tried."""
+    """The requests have samples, stop strings, chunks and preemptions. The test interrupts at every 193rd line."""
     llm = make_llm(
         device="cpu", kvcache_block_size=16, num_kvcache_blocks=7, max_model_len=100, max_num_batched_tokens=20
     )
@@ -169,7 +169,7 @@ def test_an_interrupt_at_any_line_leaves_the_engine_usable(make_llm: Callable[..
 
     expected = generate(Interrupt())
     assert llm.engine.scheduler.num_preemptions > 0
-    whole = Interrupt()  # with what is cached now
+    whole = Interrupt()  # counts the lines of a run that finds its prefixes cached
     assert generate(whole) == expected
     manager = llm.engine.scheduler.block_manager
     for line in range(1, whole.count * 9 // 10, 193):
@@ -211,7 +211,7 @@ def interrupt() -> None:
 
 
 class TestDelayedInterrupt:
-    """A Ctrl-C while ranks do something together."""
+    """Ctrl-C waits while all ranks do something together; a second Ctrl-C does not wait."""
 
     def run(self, *calls: Callable[[], object]) -> None:
         with delayed_interrupt():
@@ -231,7 +231,7 @@ class TestDelayedInterrupt:
         with pytest.raises(KeyboardInterrupt) as caught:
             self.run(interrupt, lambda: time.sleep(0.1), interrupt, lambda: done.append("the rest"))
         assert done == []
-        assert caught.value.__context__ is None  # the first is not told again
+        assert caught.value.__context__ is None  # the error does not repeat the first one
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def test_two_of_one_key_press_are_one(self) -> None:
@@ -285,7 +285,7 @@ class TestDelayedInterrupt:
 
 
 def test_each_steps_time_counts_for_its_own_kind(make_llm: Callable[..., LLM]) -> None:
-    """A long prompt is prefilled many times faster, in tokens per second, than its few tokens are decoded."""
+    """The engine prefills a long prompt at many times the tokens per second at which it decodes a few tokens."""
     llm, rates = make_llm(), Rates()
     llm.engine.add_request([30] * 1500, greedy(30, ignore_eos=True))
     while not llm.engine.is_finished:

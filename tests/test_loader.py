@@ -1,4 +1,4 @@
-"""Weights and configs as they come: sharded, tied or not, by any transformers version; each rank reads its slice."""
+"""Loads all kinds of checkpoints: sharded, tied or not, by any transformers version; each rank reads its slice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rank(index: int, size: int) -> TensorParallel:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_ranks_slices_make_up_the_whole(size: int, tmp_path: Path) -> None:
-    """Of two KV heads, each of four ranks has the one that its query heads see."""
+    """There are two KV heads, and each of four ranks has the one that its query heads attend to."""
     weights = {
         "block.q_proj.weight": torch.randn(16, 8),
         "block.k_proj.weight": torch.randn(8, 8),
@@ -66,7 +66,7 @@ def test_the_ranks_slices_make_up_the_whole(size: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_ranks_slices_of_a_fused_tensor_make_up_the_whole(size: int, tmp_path: Path) -> None:
-    """Four query heads, two key heads and two value heads of two numbers, one after another, and their biases."""
+    """The tensor holds four query heads, two key heads and two value heads, of two numbers each; the bias too."""
     weight, bias = torch.randn(16, 8), torch.randn(16)
     save_file({"qkv.weight": weight, "qkv.bias": bias}, tmp_path / "model.safetensors")
     parts: list[list[torch.Tensor]] = [[], [], []]
@@ -76,7 +76,7 @@ def test_the_ranks_slices_of_a_fused_tensor_make_up_the_whole(size: int, tmp_pat
         whole = torch.cat([layer.matrix.weight, layer.matrix.bias[:, None]], dim=1)
         shares = whole.split([8 // size, max(4 // size, 2), max(4 // size, 2)])
         for part, share in zip(parts, shares, strict=True):
-            if part is parts[0] or index % max(size // 2, 1) == 0:  # of four ranks, two have the same KV head
+            if part is parts[0] or index % max(size // 2, 1) == 0:  # of four ranks, two hold the same KV head
                 part.append(share)
     expected = torch.cat([weight, bias[:, None]], dim=1)
     assert torch.equal(torch.cat([share for part in parts for share in part]), expected)

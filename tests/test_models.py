@@ -1,4 +1,4 @@
-"""Every family against transformers: random weights, float32, log-probabilities at every position and greedy tokens."""
+"""Compares every family with transformers: random float32 weights, greedy tokens and log-probabilities everywhere."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "n
 
 @dataclass
 class Case:
-    """A class that config.json may name, the model_type beside it, and the settings that are tried."""
+    """A class that config.json may name, with the model_type and the settings to try."""
 
     architecture: str
     model_type: str
@@ -243,11 +243,11 @@ CASES = {
 
 
 def build(case: Case, folder: Path) -> PreTrainedModel:
-    """Save a checkpoint of random weights, no norm's ones and no bias's zeros; returns transformers' model of it."""
+    """Save a checkpoint of random weights, norms and biases included; returns transformers' model of it."""
     torch.manual_seed(0)
     settings = {**SHAPE, **case.settings}
     if case.architecture == "Qwen2_5_VLForConditionalGeneration":
-        settings.pop("head_dim")  # it is what the hidden size leaves each
+        settings.pop("head_dim")  # transformers computes it from the hidden size
     if case.vision is not None:
         tied = {"tie_word_embeddings": settings.pop("tie_word_embeddings")} if "tie_word_embeddings" in settings else {}
         settings = {"text_config": settings, "vision_config": case.vision, **tied}
@@ -257,7 +257,7 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
     assert type(model).__name__ == case.architecture
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
-            low, high = (0.5, 1.5) if parameter.min() == 1 else (-0.3, 0.3)  # a norm's weight; Gemma's, or a bias
+            low, high = (0.5, 1.5) if parameter.min() == 1 else (-0.3, 0.3)  # a norm; else Gemma's norm, or a bias
             torch.nn.init.uniform_(parameter, low, high)
         elif "visual" not in name and "vision" not in name:
             torch.nn.init.normal_(parameter, std=1.4 / parameter.shape[1] ** 0.5)
@@ -267,19 +267,19 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
 
 @torch.inference_mode()
 def logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """After each token, [tokens, vocabulary]."""
+    """Return log-probabilities after each token, [tokens, vocabulary]."""
     return model(input_ids=torch.tensor([tokens])).logits[0].float().log_softmax(dim=-1)
 
 
 def check(output: RequestOutput, prompt: list[int], model: PreTrainedModel, length_matters: bool) -> None:
-    """Every token is the likeliest after those before it, and each log-probability is transformers'."""
+    """Check that each token is the likeliest after the tokens before it, and log-probabilities equal transformers'."""
     tokens = output["token_ids"]
     assert len(tokens) == MAX_TOKENS
     if output["prompt_logprobs"] is not None:
         ours = [entry[token] for entry, token in zip(output["prompt_logprobs"][1:], prompt[1:], strict=True)]
         theirs = logprobs(model, prompt)[range(len(prompt) - 1), prompt[1:]].tolist()
         assert ours == pytest.approx(theirs, abs=1e-4)
-    if length_matters:  # a longer sequence is another function of the same tokens
+    if length_matters:  # a longer sequence has other frequencies, and so other logits at all positions
         rows = torch.stack([logprobs(model, prompt + tokens[:i])[-1] for i in range(MAX_TOKENS)])
     else:
         rows = logprobs(model, prompt + tokens[:-1])[len(prompt) - 1 :]
@@ -295,7 +295,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, PreTrainedModel]]:
-    """A case's folder and transformers' model, made once."""
+    """Return a function that makes a case's folder and transformers' model, once each."""
 
     @functools.cache
     def make(name: str) -> tuple[str, PreTrainedModel]:
@@ -317,7 +317,7 @@ def run(llm: LLM, model: PreTrainedModel, prompt_logprobs: int | None = None) ->
 def test_a_family_equals_transformers(
     name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
 ) -> None:
-    """Fresh, prefix-cached, and in chunks by a cache so small that sequences are preempted."""
+    """Prompts are fresh, then prefix-cached, then in chunks in a cache so small that sequences are preempted."""
     folder, model = family(name)
     llm = make_llm(folder, kvcache_block_size=16, max_model_len=320)
     run(llm, model, prompt_logprobs=0)
@@ -347,13 +347,13 @@ def test_two_ranks(
 def test_two_gpus(
     name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
 ) -> None:
-    """Norms after branches and biases go another way through the ranks' sums than norms before them."""
+    """Models with norms after branches, or biases, take another way through the sums over ranks."""
     folder, model = family(name)
     run(make_llm(folder, tensor_parallel_size=2, kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
 
 
 def test_more_ranks_than_kv_heads(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
-    """Both ranks have the one key head, whose numbers the norm over all of them counts once."""
+    """Both ranks hold the only key head, and the norm over all heads must count its numbers once."""
     model = build(Case("Olmo2ForCausalLM", "olmo2", {"num_key_value_heads": 1}), tmp_path)
     llm = make_llm(str(tmp_path), device="cpu", tensor_parallel_size=2, kvcache_block_size=16, max_model_len=320)
     run(llm, model, prompt_logprobs=0)
@@ -363,7 +363,7 @@ def test_more_ranks_than_kv_heads(make_llm: Callable[..., LLM], tmp_path: Path) 
 def test_the_other_order_of_a_multimodal_checkpoints_names(
     name: str, make_llm: Callable[..., LLM], tmp_path: Path
 ) -> None:
-    """ "language_model.model." in older ones and "model.language_model." in newer; Qwen2.5-VL began without."""
+    """Older names have "language_model.model.", newer "model.language_model."; Qwen2.5-VL's first had neither."""
     model = build(CASES[name], tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
@@ -383,7 +383,7 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
 
 
 def test_a_mistral_with_layer_types_has_windows_on_those_alone(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
-    """As Ministral 8B has; transformers then calls the model another type than its config.json does."""
+    """Ministral 8B has layer_types. transformers gives the model another model_type than its config.json."""
     kinds = ["sliding_attention", "full_attention"] * 2
     model = build(Case("MinistralForCausalLM", "ministral", {"sliding_window": 24, "layer_types": kinds}), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -412,7 +412,7 @@ def test_a_multimodal_checkpoint_says_that_it_is_run_as_text_only(
 def test_what_only_longer_sequences_would_see_costs_nothing(
     family: Callable[[str], tuple[str, PreTrainedModel]],
 ) -> None:
-    """A window of 50 tokens, and frequencies for sequences of more than 42."""
+    """One model has a window of 50 tokens, the other has long_frequencies beyond 42 tokens."""
     for name, longest in (("ministral3 window", 50), ("phi3 longrope", 42)):
         folder = family(name)[0]
         short, long = (Config(folder, max_model_len=length).description for length in (longest, longest + 1))
@@ -471,7 +471,7 @@ def test_every_class_has_a_case() -> None:
 def test_the_page_that_says_how_to_add_a_model(
     tmp_path: Path, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its example, as a file of its own, runs the class that it describes."""
+    """The page's example, saved as a file, runs the class that it describes."""
     page = (Path(__file__).parent.parent / "docs" / "add-a-model.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (line,) = re.findall(r'`"(\w+)": "(acme\.describe)"`', page)

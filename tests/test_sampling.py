@@ -1,4 +1,4 @@
-"""Every setting of SamplingParams: what it does to the draw, alone and beside others. transformers is the oracle."""
+"""Every setting of SamplingParams changes the draw as it should, alone and with others. transformers is the oracle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[
 def kept(
     logits: torch.Tensor, top_k: int, top_p: float, min_p: float, find_cutoff: Callable = find_cutoff_reference
 ) -> torch.Tensor:
-    """Which tokens stay; one setting for all rows."""
+    """Return which tokens stay; all rows have the same settings."""
     rows = len(logits)
     on_device = logits.to(DEVICE) if find_cutoff is find_cutoff_triton else logits
     settings = [torch.full((rows,), value, device=on_device.device) for value in (1.0, top_k, top_p, min_p)]
@@ -47,7 +47,7 @@ def kept(
 
 
 def reference_support(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """What may be drawn, from the definitions, in float64."""
+    """Return the tokens that may be drawn, computed in float64 from the definitions."""
     scores = torch.tensor(logits, dtype=torch.float64)
     kth = scores.sort(descending=True).values[top_k - 1]
     probabilities = scores.masked_fill(scores < kth, MINUS_INFINITY).softmax(0)
@@ -85,7 +85,7 @@ class TestFilters:
                     expected = scores
                     for warper in (TopKLogitsWarper(top_k), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)):
                         expected = warper(None, expected)
-                    # Of tokens that are equally likely it keeps as many, but which ones its sort leaves open.
+                    # Of equally likely tokens, transformers keeps as many as we do, but any of them.
                     ours = scores.masked_fill(~kept(scores, top_k, top_p, min_p), MINUS_INFINITY)
                     assert torch.equal(ours.sort(dim=1).values, expected.sort(dim=1).values)
                     if not ties:
@@ -129,7 +129,7 @@ class TestPenalties:
 
 
 def wants(params: SamplingParams, tokens: list[int]) -> LogitsMessage:
-    """The first two tokens are the prompt."""
+    """Describe a row whose first two tokens are the prompt."""
     seq = Sequence(tokens[:2], params, 0, 100, frozenset(params.stop_token_ids or ()))
     seq.token_ids.extend(tokens[2:])
     return describe_logits(seq)
@@ -171,7 +171,7 @@ def test_tokens_are_drawn_as_often_as_they_should(params: SamplingParams) -> Non
 
 
 def definition(logits: torch.Tensor, params: SamplingParams, tokens: list[int]) -> torch.Tensor:
-    """Each token's probability, in float64; the first two tokens are the prompt."""
+    """Return each token's probability, in float64; the first two of `tokens` are the prompt."""
     logits = logits.clone()
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
@@ -188,7 +188,7 @@ def definition(logits: torch.Tensor, params: SamplingParams, tokens: list[int]) 
 
 
 class TestAgainstTransformers:
-    """Greedy generation with penalties and least lengths, token for token."""
+    """Greedy generation with penalties and least lengths gives transformers' tokens."""
 
     @pytest.mark.parametrize(
         ("ours", "theirs"),
@@ -221,7 +221,7 @@ class TestAgainstTransformers:
         self.check(output["logprobs"], output["token_ids"], expected[len(prompt) - 1 :], 3)
         assert output["prompt_logprobs"][0] is None
         self.check(output["prompt_logprobs"][1:], prompt[1:], expected, 2)
-        assert output["num_cached_tokens"] == 0  # their logits are needed
+        assert output["num_cached_tokens"] == 0  # the cached tokens' logits are needed
 
     def test_logprobs_of_prompts_whose_last_chunk_is_one_token(
         self, make_llm: Callable[..., LLM], oracle: Oracle
@@ -278,13 +278,13 @@ def test_one_that_starts_again_as_a_long_one_keeps_its_settings(
     num_prefilled = []
     llm.engine.on_step = lambda result: num_prefilled.append(result.num_prefill_tokens)
     assert_equal(llm.generate(prompts, params, use_tqdm=False), expected)
-    assert sum(num_prefilled) > sum(map(len, prompts))  # some did
+    assert sum(num_prefilled) > sum(map(len, prompts))  # some sequences did
     assert llm.engine.scheduler.num_preemptions == 0
 
 
 class TestSamples:
     def test_the_prompt_is_held_once(self, make_llm: Callable[..., LLM]) -> None:
-        """1,000 tokens are three blocks of 256 and a part of a fourth, of which each sample has its own."""
+        """1,000 tokens fill three blocks of 256, which samples share, and begin a fourth, which each sample has."""
         llm = make_llm()
         held = []
         llm.engine.on_step = lambda result: held.append(round(result.blocks_used * llm.memory.blocks))
@@ -307,7 +307,7 @@ class TestSamples:
         assert len({tuple(seq.output_token_ids) for seq in seqs}) > 1
 
     def test_four_times_the_samples_are_four_times_the_work(self, make_llm: Callable[..., LLM]) -> None:
-        """Counted in calls of functions."""
+        """Work is counted in function calls."""
         llm = make_llm(kvcache_block_size=16, max_num_seqs=64)
 
         def work(n: int) -> int:
@@ -325,14 +325,14 @@ class TestSamples:
         llm.engine.on_step = lambda result: prefilled.append(result.num_prefill_tokens)
         (output,) = llm.generate([[30] * 33], greedy(4, n=5, prompt_logprobs=0, ignore_eos=True), use_tqdm=False)
         assert len(output["prompt_logprobs"]) == 33
-        assert sum(prefilled) <= 33 + 3  # what came when a row was free found two blocks in the cache
+        assert sum(prefilled) <= 33 + 3  # samples that came when a row was free found two blocks in the cache
 
 
 def test_a_row_is_drawn_again_until_its_least_length_only(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
     llm.add_request([30], greedy(30, min_tokens=5, ignore_eos=True))
     llm.add_request([31], greedy(30, min_tokens=9, ignore_eos=True, top_k=5))
-    llm.add_request([32], SamplingParams(max_tokens=30, min_tokens=12, ignore_eos=True, top_k=5))  # wants more
+    llm.add_request([32], SamplingParams(max_tokens=30, min_tokens=12, ignore_eos=True, top_k=5))  # top_k matters here
     num_wanted = []
     while llm.has_unfinished_requests():
         llm.step()

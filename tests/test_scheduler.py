@@ -1,4 +1,4 @@
-"""Scheduler and RowMap: the order of things by example, and every request's end under random loads."""
+"""Scheduler and RowMap: examples test the order of steps; random loads test that every request ends correctly."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def decode(step: Step | None) -> list[Sequence]:
 
 
 def run(sched: Scheduler) -> list[Sequence]:
-    """A step whose tokens are read at once; returns its sequences."""
+    """Run a step and read its tokens at once; returns its sequences."""
     step = sched.schedule(in_flight=False)
     seqs = step.seqs if isinstance(step, DecodeStep) else [seq for seq, _, _ in prefill(step)]
     sched.postprocess(step, [(seq, 0) for seq in seqs])
@@ -94,7 +94,7 @@ def test_no_more_sequences_run_than_there_are_rows() -> None:
 
 
 def test_prompts_gather_while_others_decode() -> None:
-    """Until a sixteenth of the rows is free."""
+    """Prompts gather until a sixteenth of the rows is free."""
     sched = scheduler(blocks=2000, rows=64, budget=16384)
     for max_tokens in [2, 3, 4, 5, *[30] * 66]:
         sched.add(sequence(10, max_tokens))
@@ -129,7 +129,7 @@ def test_the_newest_is_preempted_once_nothing_is_in_flight_and_comes_back_first(
         sched.add(seq)
     steps = deque([sched.schedule(in_flight=False), sched.schedule(in_flight=True)])
     assert [seq for seq, _, _ in prefill(steps[0])] == [old, new]
-    assert sched.schedule(in_flight=True) is None  # both need a third block, and what is in flight is not known yet
+    assert sched.schedule(in_flight=True) is None  # both need a third block, but steps are in flight
     for step in steps:
         sched.postprocess(step, [(old, 5), (new, 5)])
     assert decode(sched.schedule(in_flight=False)) == [old]
@@ -226,7 +226,7 @@ def test_with_a_window_a_generation_may_be_much_longer_than_the_cache() -> None:
     seq = Sequence([5] * 18, SamplingParams(max_tokens=400), seed=0, max_model_len=1000)
     sched.add(seq)
     assert run(sched) == [seq]
-    assert seq.num_released == 3  # the next query, at 18, sees from 13 on
+    assert seq.num_released == 3  # the next query, at position 18, sees tokens from 13 on
     while not sched.is_finished:
         step = sched.schedule(in_flight=False)
         assert decode(step) == [seq]
@@ -244,7 +244,7 @@ def test_chunks_leave_blocks_behind_the_window_and_forks_do_not_get_them() -> No
         sched.add(seq)
     first, second = sched.schedule(in_flight=False), sched.schedule(in_flight=True)
     sched.postprocess(first, [])
-    assert group[0].num_released == 2  # the second chunk may still read them, what comes after it sees from 16 on
+    assert group[0].num_released == 2  # the second chunk may still read the next ones; later queries see from 16 on
     sched.postprocess(second, [])
     assert group[0].num_released == 4
     third = sched.schedule(in_flight=False)
@@ -264,7 +264,7 @@ def test_one_that_outgrows_short_contexts_starts_again_once_its_tokens_are_known
     row_map.describe(first)
     second = sched.schedule(in_flight=True)
     row_map.describe(second)
-    assert decode(second) == [grows, stays]  # the last step of `grows` as a short one
+    assert decode(second) == [grows, stays]  # the last step in which `grows` is short
     sched.postprocess(first, [(grows, 5), (stays, 5)])
     assert grows.status is SequenceStatus.OUTGROWN
     third = sched.schedule(in_flight=True)
@@ -317,12 +317,12 @@ def test_one_that_starts_again_waits_behind_a_prompt_that_is_half_done() -> None
 
 
 class Device:
-    """The rows as a rank would keep them, fed by messages alone; each "samples" a token from what it was told."""
+    """A rank's rows, built from messages alone. Each row "samples" its tokens from what the messages said."""
 
     def __init__(self, long_from: int | None = None) -> None:
         self.rows: list[dict] = []
         self.long_from = long_from
-        # (block, offset) -> the token written there last, and whether as a long sequence's
+        # (block, offset) -> the token written there last, and whether for a long sequence
         self.cache: dict[tuple[int, int], tuple[int, bool]] = {}
 
     def run(self, message: StepMessage) -> list[int]:
@@ -368,7 +368,7 @@ class Device:
 
     @staticmethod
     def token(row: dict) -> int:
-        """Depends on the sequence and the position alone, as sampling does; one in 20 ends the sequence."""
+        """Return a token that depends on seed and position alone, as in sampling; one in 20 ends the sequence."""
         return (row["seed"] * 7919 + row["len"] * 104729) % 20
 
 
@@ -389,7 +389,7 @@ def check_blocks(sched: Scheduler) -> None:
     for seq in seqs:
         if window is None:
             assert seq.num_released == 0
-        else:  # what the next query sees is held
+        else:  # the sequence keeps the blocks that its next query sees
             assert seq.num_released * BLOCK <= max(0, seq.num_scheduled - window + 1)
     assert not any(seq.is_finished for seq in (*sched.waiting, *sched.running))
     for block_id, block in enumerate(manager.blocks):
@@ -399,7 +399,7 @@ def check_blocks(sched: Scheduler) -> None:
 
 
 def check_decoding(sched: Scheduler) -> None:
-    """What the scheduler keeps from step to step is what a look at every sequence would find."""
+    """Check that the state that the scheduler updates step by step equals the state computed from all sequences."""
     needs_block = sched.block_manager.needs_block
     outgrown = [seq for seq in sched.running if seq.num_scheduled == sched.long_from and not seq.is_exhausted]
     assert sched.decoding == [seq for seq in sched.running if not (seq.is_exhausted or seq in outgrown)]
@@ -416,9 +416,9 @@ def check_decoding(sched: Scheduler) -> None:
 
 
 def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]) -> None:
-    """Postprocess; then exactly those blocks have names whose keys and values steps that were read back computed."""
+    """Postprocess; then check that exactly the blocks have names that steps already read back computed."""
     seqs = [chunk.seq for chunk in step.chunks] if isinstance(step, PrefillStep) else step.seqs
-    tables = [(seq.num_released, list(seq.block_table)) for seq in seqs]  # empty where a step before has ended it
+    tables = [(seq.num_released, list(seq.block_table)) for seq in seqs]  # empty if an earlier step ended it
     sched.postprocess(step, tokens)
     ends = [chunk.end for chunk in step.chunks] if isinstance(step, PrefillStep) else [len(seq) - 1 for seq in seqs]
     for (released, table), end in zip(tables, ends, strict=True):
@@ -455,8 +455,9 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
 def test_every_request_ends_with_its_own_tokens(
     depth, requests, blocks, rows, budget, worth, window, long_from, kind, arrivals
 ) -> None:
-    """Random requests, some of several samples, arrive and are aborted at random times; prompts share prefixes, and
-    have equal blocks behind different ones; the device sees messages alone.
+    """Random requests, some with several samples, arrive and are aborted at random times.
+
+    Prompts share prefixes, and also have equal blocks after different ones. The device sees messages alone.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("MIN_PREFILL_TOKENS", "MAX_FREE_ROWS"), worth, strict=True):
@@ -467,7 +468,7 @@ def test_every_request_ends_with_its_own_tokens(
 
 
 def check_what_is_read(step: Step, message: StepMessage, device: Device, seqs: list[Sequence], window: int) -> None:
-    """Each query sees, in the cache, the tokens of its own sequence, all computed as long ones or all as short ones."""
+    """Check that each query reads its own sequence's tokens, and that all were computed as long or all as short."""
     if isinstance(message, PrefillMessage):
         for chunk, told in zip(step.chunks, message.chunks, strict=True):
             assert told.is_long == device.is_long(len(chunk.seq))
@@ -480,7 +481,7 @@ def check_what_is_read(step: Step, message: StepMessage, device: Device, seqs: l
     for seq, start, end, tokens in spans:
         first = max(0, start - window + 1)
         is_long = device.is_long(len(seq) if isinstance(message, PrefillMessage) else end)
-        if end <= len(tokens):  # nobody reads what comes after one that ends the sequence
+        if end <= len(tokens):  # nobody reads tokens after the one that ends the sequence
             assert device.read(seq.block_table, first, end) == [(token, is_long) for token in tokens[first:end]]
 
 

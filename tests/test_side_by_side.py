@@ -18,7 +18,7 @@ def test_the_first_steps_run_at_the_same_time_and_all_run_once() -> None:
 
     def step(name: int) -> None:
         if name < 3:
-            together.wait(10)  # for the other two
+            together.wait(10)  # wait for the other two
         assert torch.is_inference_mode_enabled()
         done.append(name)
 

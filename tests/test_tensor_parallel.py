@@ -1,4 +1,4 @@
-"""Several ranks: the same tokens as one, a channel that loses nothing, and no survivors when one dies."""
+"""Several ranks give one rank's tokens, their channel loses nothing, and no process survives when one dies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> lis
 
 
 def shared_names(workers: Workers) -> list[Path]:
-    """What the engine's channel is called in /dev/shm: the segment, and each worker's semaphore."""
+    """Return the names in /dev/shm of an engine's channel: the segment, and each worker's semaphore."""
     sender = workers.sender
     semaphores = [semaphore._semlock.name.lstrip("/") for semaphore in sender.semaphores]
     return [Path("/dev/shm") / name for name in (sender.memory.name, *(f"sem.{name}" for name in semaphores))]
@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
 
 @dataclass
 class Remains:
-    """What an engine of several ranks may leave behind."""
+    """The processes, files and ports that an engine of several ranks might leave behind."""
 
     pids: list[int]
     names: list[Path]
@@ -197,7 +197,7 @@ class TestTwoRanks:
         assert "__main__" in done.stderr
 
     def test_a_script_from_stdin_is_refused_at_once(self) -> None:
-        """The ranks' processes cannot import it."""
+        """The ranks' processes cannot import a script from stdin."""
         done = subprocess.run(
             [sys.executable, "-"], input=MAKE_TWO, capture_output=True, text=True, timeout=100, check=False
         )
@@ -206,7 +206,7 @@ class TestTwoRanks:
         assert done.stderr.count("Traceback") == 1  # no rank was started
 
     def test_a_command_that_has_no_file_works(self) -> None:
-        """As an interpreter's prompt and a notebook have none."""
+        """An interpreter's prompt and a notebook have no file either."""
         done = subprocess.run(
             [sys.executable, "-c", MAKE_TWO], capture_output=True, text=True, timeout=100, check=False
         )
@@ -230,7 +230,7 @@ class TestTwoRanks:
                     call()
                 except RuntimeError as error:
                     refused += f"serve process {os.getppid()}, and not its fork" in str(error)
-            mp.util._exit_function()  # as at a process's end
+            mp.util._exit_function()  # as the interpreter does when a process ends
             os._exit(0 if refused == len(calls) and time.monotonic() - begin < 1 else 1)
         assert os.waitpid(pid, 0)[1] == 0
         assert token_ids(llm, [[30]], greedy(12)) == [oracle.greedy([30], 12)]
@@ -273,7 +273,7 @@ def make_two(make_llm: Callable[..., LLM], device: str) -> Callable[..., LLM]:
 
 
 class Nap:
-    """Whoever unpickles it sleeps."""
+    """An object that makes the process that unpickles it sleep."""
 
     def __reduce__(self) -> tuple[Callable[[float], None], tuple[float]]:
         return time.sleep, (60.0,)
@@ -306,14 +306,14 @@ def step(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
             llm.add_request(prompt, params)
         while llm.has_unfinished_requests():
             llm.step()
-    finally:  # an interrupt between two steps drops nothing
+    finally:  # after an interrupt between two steps, requests remain
         for request_id in range(llm.engine.num_requests):
             llm.abort(request_id)
         llm.step()
 
 
 class TestInterrupts:
-    """As by Ctrl-C, which every process of a terminal gets."""
+    """Interrupts as by Ctrl-C, which every process of a terminal gets."""
 
     @pytest.mark.parametrize(("prompt_len", "max_tokens"), [(1900, 2), (2, 1900)], ids=["prefill", "decode"])
     @pytest.mark.parametrize("way", [generate, stream, step])
@@ -363,7 +363,7 @@ class TestInterrupts:
 
 
 class TestFailures:
-    """Whatever fails, the caller hears of it within seconds, nothing stays behind, and another engine can follow."""
+    """After any failure the caller gets an error within seconds, nothing stays behind, and a new engine works."""
 
     @pytest.fixture(autouse=True)
     def soon_and_another_follows(self, make_two: Callable[..., LLM], oracle: Oracle) -> Iterator[None]:
@@ -471,7 +471,7 @@ class TestFailures:
         remains.check_gone()
 
     def test_interrupted_while_loading(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The signal comes while the worker, seconds long, imports what it needs."""
+        """The signal comes while the worker imports its modules, which takes seconds."""
         started: list[Workers] = []
         init = Workers.__init__
 
@@ -549,7 +549,7 @@ class TestChannel:
         assert received == [messages, messages]
 
     def test_little_or_no_shared_memory(self) -> None:
-        """A smaller segment does too; what is too little is explained, and nothing stays behind."""
+        """A smaller segment works too. If the memory is too small, the error says so, and nothing stays behind."""
         mounts = ["size=64k", "size=8k", "size=4k", "size=1m,nr_inodes=2", "size=1m,ro"]
         try_it = ["unshare", "--map-root-user", "--mount"]
         if subprocess.run([*try_it, "mount", "-t", "tmpfs", "none", "/dev/shm"], check=False).returncode:
@@ -607,7 +607,7 @@ class TestChannel:
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.multi_gpu(n)) for n in (2, 4)])
 class TestGPUs:
-    """Tokens in float32, through inboxes, NCCL and graphs, are those of one rank."""
+    """Float32 tokens equal those of one rank, through inboxes, NCCL and graphs."""
 
     @pytest.mark.parametrize("enforce_eager", [False, True])
     def test_fresh_then_prefix_cached_then_chunked_and_preempted(

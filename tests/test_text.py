@@ -1,4 +1,4 @@
-"""Text as it comes: streams, stop strings, chats, and results of requests that end in other ways than others."""
+"""Text token by token: streams, stop strings, chats, and the results of requests that end in unusual ways."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_tokenizer(tokens: list[str], decoder: decoders.Decoder) -> PreTrainedTo
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-STRADDLING = [  # tokens of a byte-level tokenizer, which begin and end in the middle of characters
+STRADDLING = [  # tokens of a byte-level tokenizer that begin or end inside characters
     *(bytes([byte]) for byte in b"\xe2\x82\xac\xf0\x9f\x98\x80\xff\xedA "),
     *(b"STOP\xe2", b"\x82\xac\xe2", b"\x98\x80a\xf0\x9f", b" the", "\ufffd".encode(), b"x\xef", b"\xbf\xbd"),
 ]
@@ -74,7 +74,7 @@ TOKENIZERS = {
 def read(
     token_ids: list[int], tokenizer: PreTrainedTokenizerBase = TOKENIZER, **params: Any
 ) -> tuple[list[str], Detokenizer]:
-    """What a stream would take of a text that comes token by token, and what is left of it in the end."""
+    """Return the texts that a stream takes after each token and at the end, and the detokenizer."""
     seq = Sequence([30], SamplingParams(**params), 0, 4096)
     detokenizer, taken = Detokenizer(tokenizer, seq), []
     for token_id in token_ids:
@@ -88,7 +88,7 @@ def read(
 
 
 def spell(text: str, **params: Any) -> tuple[list[str], Detokenizer]:
-    """The same of the tokens of a text."""
+    """Call `read` with the tokens of a text."""
     return read(TOKENIZER.encode(text), **params)
 
 
@@ -113,7 +113,7 @@ class TestDetokenizer:
 
     @pytest.mark.parametrize("skipped", [True, False])
     def test_any_tokens_are_what_the_tokenizer_makes_of_them_all(self, skipped: bool) -> None:
-        """Halves of characters and special tokens among them."""
+        """The tokens include halves of characters and special tokens."""
         rand = random.Random(1)
         halves = [token for token in range(len(TOKENIZER)) if TOKENIZER.decode([token]) == "\ufffd"]
         for _ in range(300):
@@ -133,8 +133,10 @@ class TestDetokenizer:
     @settings(max_examples=100, deadline=None)
     @given(data=st.data())
     def test_the_pieces_are_the_whole_text_of_any_tokens(self, name: str, data: st.DataObject) -> None:
-        """Tokens that straddle characters, bytes that are none, special tokens, ids that no token has, and the same
-        again and again; with a stop string, longer than the whole text, and without."""
+        """Tokens straddle characters, hold bytes that are no character, are special, have no entry, or repeat.
+
+        The test reads each text without a stop string, and with one that is longer than the text.
+        """
         tokenizer = TOKENIZERS[name]
         some = st.lists(st.integers(0, len(tokenizer) + 2), max_size=8)
         repeated = st.builds(lambda ids, times: ids[:4] * times, some, st.integers(1, 40))
@@ -194,7 +196,7 @@ class TestDetokenizer:
         ids=["text", "no text", "half a character", "halves of two", "a byte"],
     )
     def test_a_tokens_cost_does_not_grow(self, name: str, token: int, mean: int, most: int) -> None:
-        """Measured in what the tokenizer is asked to decode: a few tokens for each."""
+        """For each token, the tokenizer is asked to decode a few tokens only."""
         tokenizer, decoded = TOKENIZERS[name], []
 
         class Counting:
@@ -243,7 +245,7 @@ class TestDetokenizer:
     def test_the_first_token_to_complete_a_stop_string_is_the_last(
         self, tokens: list[int], stops: list[str], least: int
     ) -> None:
-        """Of several that it completes, the first in the text counts, of those the shortest."""
+        """If a token completes several stop strings, the one that begins first counts; of those, the shortest."""
         tokenizer = TOKENIZERS["byte level"]
         taken, detokenizer = read(tokens, tokenizer, stop=stops, min_tokens=least)
         texts = [tokenizer.decode(tokens[: count + 1]) for count in range(len(tokens))]
@@ -286,13 +288,13 @@ class TestStopStrings:
             assert search.num_open(state) == max(begun)
 
     def test_fifty_thousand_cost_as_much_as_one(self) -> None:
-        """One automaton finds them for every request that has them."""
+        """One automaton finds all stop strings, and requests with the same ones share it."""
         tokens = TOKENIZER.encode("But, soft! what light through yonder window breaks? " * 20)
         stops = [f"what number {number} says" for number in range(50_000)]
         built = read(tokens[:1], stop=stops)[1]._stops
         start = time.process_time()
         taken, detokenizer = read(tokens, stop=list(stops))
-        assert time.process_time() - start < 1  # searched for one by one, they take a minute
+        assert time.process_time() - start < 1  # a search for each stop string would take a minute
         assert "".join(taken) == TOKENIZER.decode(tokens)
         assert detokenizer._stops is built
         assert read(TOKENIZER.encode("so what number 4999 says"), stop=stops)[1].text == "so "
@@ -358,7 +360,7 @@ class TestStream:
         for call in (lambda: llm.generate("a"), lambda: llm.add_request("a"), llm.step, lambda: list(llm.stream("a"))):
             with pytest.raises(RuntimeError, match="a stream is open"):
                 call()
-        assert sum(new["finish_reason"] is not None for new in stream) == 4  # and nothing is lost by asking
+        assert sum(new["finish_reason"] is not None for new in stream) == 4  # and the refused calls lost nothing
 
     def test_a_stream_that_was_refused_never_looks_complete(self, llm: LLM) -> None:
         first, refused = llm.stream(PROMPTS, greedy(10)), llm.stream(PROMPTS, greedy(10))
@@ -425,10 +427,10 @@ class TestStream:
 
 
 class TestText:
-    """It is one thing, whether it comes as a stream, is searched for stop strings, or is made at the end."""
+    """A request's text is the same from a stream, with stop strings, and when it is made at the end."""
 
     def test_a_stop_string_ends_a_request_with_its_last_token(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Also where an unfinished character follows it in the same token."""
+        """The token may also hold the beginning of a character after the stop string."""
         monkeypatch.setattr(llm._requests, "_tokenizer", TOKENIZERS["byte level"])
         token = 1 + STRADDLING.index(b"STOP\xe2")
         params = [greedy(1, logit_bias={token: 1000.0}, stop=stop) for stop in ("STOP", None)]
@@ -437,7 +439,7 @@ class TestText:
         assert (whole["text"], whole["finish_reason"]) == ("STOP\ufffd", "length")
 
     def test_no_spaces_are_cleaned_up(self, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
-        """Whatever the checkpoint says: that could take back text which a stream has given."""
+        """Spaces stay, even if the checkpoint says otherwise: to clean them up could take back a stream's text."""
         shutil.copytree(BUNDLED_MODEL, tmp_path / "m")
         file = tmp_path / "m" / "tokenizer_config.json"
         names = ("", "_for_bpe_even_though_it_will_corrupt_output")
@@ -471,7 +473,7 @@ class TestLoop:
             assert llm.step() == []
         llm.abort(running)
         llm.abort(waiting)
-        llm.abort(waiting)  # nothing more happens
+        llm.abort(waiting)  # a second abort does nothing
         outputs = {output["request_id"]: output for output in llm.step()}
         assert outputs[running]["finish_reason"] == outputs[waiting]["finish_reason"] == "abort"
         tokens = outputs[running]["token_ids"]
@@ -491,11 +493,11 @@ class TestLoop:
         assert output["token_ids"] == []
         assert output["timings"]["first_token"] is None
         llm.abort(first)
-        assert llm.step()[0]["timings"]["first_token"] is None  # its token was on its way
+        assert llm.step()[0]["timings"]["first_token"] is None  # its token was not read yet
 
     @pytest.mark.parametrize("samples", [1, 3])
     def test_each_output_is_given_once(self, samples: int, llm: LLM) -> None:
-        """Also of samples that end with the same step."""
+        """Samples may end in the same step."""
         ids = [llm.add_request([30], greedy(4, n=samples, ignore_eos=True)) for _ in range(3)]
         outputs = []
         while llm.has_unfinished_requests():
@@ -511,7 +513,7 @@ class TestLoop:
             llm.abort(request_id)
         while llm.has_unfinished_requests():
             assert all(output["finish_reason"] != "abort" for output in llm.step())
-        llm.abort(running[0])  # nothing happens any more
+        llm.abort(running[0])  # the request has ended, so this does nothing
 
     def test_generate_does_not_run_other_peoples_requests(self, llm: LLM) -> None:
         request = llm.add_request([30], greedy(4))
@@ -543,7 +545,7 @@ class TestResults:
         assert texts[4]
 
     def test_what_follows_a_stop_string_is_neither_returned_nor_left(self, llm: LLM) -> None:
-        """The token after it is on its way when it is found."""
+        """The token after the stop string is already computed when the host finds the string."""
         results: list[StepResult] = []
         llm.engine.on_step = results.append
         (output,) = llm.generate(PROMPTS[:1], greedy(50, stop="the"), use_tqdm=False)
