@@ -53,7 +53,7 @@ class Figures:
         return {
             "runs": _table(titles, map(self._row, ours)),
             "systems": _table(("tok/s", *SYSTEMS), map(self._comparison, compared)),
-            "others": _table(("", "", "command", "commit"), map(self._other, self.others)),
+            "others": _table(("measured", "figure", "command", "commit"), map(self._other, self.others)),
             "setups": _table(
                 ("system", "commit or release", "date", "machine", "versions"),
                 dict.fromkeys(tuple(setup.values()) for setup in self.setups.values()),
@@ -91,7 +91,7 @@ class Figures:
             figure = Figure(figsize=(9, 4.4), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.08), facecolor="white")
             for axes, (arguments, title) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
                 self._draw_panel(axes, arguments, title)
-            figure.suptitle("Tokens per second on one NVIDIA H200; dashed: the most that the machine allows")
+            figure.suptitle("Generated tokens per second on one NVIDIA H200; dashed: the most that the machine allows")
             figure.savefig(file, metadata={"Date": None, "Creator": None})
 
     def _draw_panel(self, axes: Any, arguments: str, title: str) -> None:
