@@ -32,7 +32,15 @@ HEAD = """\
 
 <!-- Written by docs/make_api.py from the docstrings: change those, and run it again. -->
 
-Import these names from `nanoinfer`. Only `MemoryPlan` is elsewhere: `llm.memory` is one.
+Import `LLM`, `SamplingParams`, `WorkerError`, `BUNDLED_MODEL` and the types of the outputs from `nanoinfer`. The
+outputs are dictionaries: write `output["text"]`. You need not import `MemoryPlan`, the type of `llm.memory`. In the
+headings, `llm` is an `LLM`.
+"""
+
+OPTIONS_HEAD = """\
+## Options of LLM
+
+Pass options by name, as in `LLM(model, max_model_len=8192)`.
 """
 
 
@@ -50,7 +58,7 @@ def render() -> str:
             HEAD,
             *_section("LLM(model, **options)", LLM, _arguments(LLM.__init__)),
             *[line for name, method in _public_methods(LLM) for line in _method(name, method)],
-            "## Options of LLM\n",
+            OPTIONS_HEAD,
             *_options(),
             *_section("SamplingParams", SamplingParams, _fields(SamplingParams)),
             *_section("RequestOutput", RequestOutput, _keys(RequestOutput)),
