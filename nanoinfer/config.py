@@ -28,20 +28,23 @@ class Config:
 
     model: a folder with config.json and *.safetensors, or a Hugging Face Hub id
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
-    max_num_seqs: at most this many sequences run at once; their rows may take half of the usable memory
+    max_num_seqs: at most this many sequences run at once; refused if their rows (logits, block tables, tokens so far)
+        may take more than half of the memory that may be in use
     max_model_len: a sequence has at most this many tokens, prompt and output; the model's own limit may lower it
     gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
         memory counts too
     tensor_parallel_size: this many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
-    enforce_eager: the host launches a decode step's kernels one by one instead of replaying a CUDA graph
+    enforce_eager: True: the host launches a decode step's kernels one by one instead of replaying a CUDA graph
     kvcache_block_size: a KV-cache block holds this many tokens, a multiple of 16 (with flash_attn, of 256)
-    num_kvcache_blocks: the KV cache has this many blocks, together at most 2^31 tokens; None: as many as the memory
-        holds
+    num_kvcache_blocks: the KV cache has this many blocks; None: as many as the memory holds; the cache has at most 2^31
+        tokens
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on the CPU
-    device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; CUDA_VISIBLE_DEVICES says which
+    device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
+        chooses the GPUs
     seed: a request without a seed of its own gets one that is made from this number
-    load_format: "safetensors", or "dummy" for random weights of the config's shapes, which differ with seed and ranks
+    load_format: "safetensors", or "dummy" for random weights of the config's shapes, whose numbers depend on seed and
+        the number of ranks
     worker_timeout: the engine ends when a rank's process does not run for this many seconds, because it is stopped or
         starved; on CUDA it also ends when a step takes that long; float("inf"): it waits for ever
 

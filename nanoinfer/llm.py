@@ -28,14 +28,15 @@ class LLM:
     """A Hugging Face language model, ready to generate.
 
     model: a folder with config.json and *.safetensors, or a Hub id
-    options: the fields of nanoinfer.config.Config, such as tensor_parallel_size=2
+    options: see Options of LLM (the fields of nanoinfer.config.Config), such as tensor_parallel_size=2
 
     An LLM has these attributes:
 
-    config: the options in effect; the model's own limit may have lowered max_model_len, for one
-    memory: a MemoryPlan, how the device's memory is divided; print(llm.memory) shows it, and the logger "nanoinfer"
-        logs it once, at level INFO
-    tokenizer: the checkpoint's own; None if it has none: then prompts must be token ids, and texts are empty
+    config: the options after the checks; max_model_len may have been lowered to the model's own limit
+    memory: a MemoryPlan, which says how the device's memory is divided: print(llm.memory). The logger "nanoinfer"
+        reports it once, at level INFO
+    tokenizer: the checkpoint's own tokenizer; None if the checkpoint has none: then prompts are token ids, and texts
+        are empty
 
     An LLM holds its device memory and processes until close(), the end of its `with` block, or its deletion. One thread
     at a time can use it.
@@ -47,8 +48,8 @@ class LLM:
     RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not ended
     WorkerError: a tensor-parallel rank died or hangs; the LLM is closed, and later calls raise the error again
     KeyboardInterrupt: Ctrl-C in generate, chat, stream or step drops every request and leaves the LLM usable. With
-        several ranks it takes effect when the step is complete. A second Ctrl-C, more than a second later, ends the
-        ranks and closes the LLM
+        several ranks it takes effect when the step is complete. A second Ctrl-C, more than a second after the first,
+        ends the ranks and closes the LLM
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -108,13 +109,17 @@ class LLM:
         prompts: Prompt | ListLike[Prompt],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
     ) -> Stream:
-        """Generate for every prompt; yields each sample's new text as it comes, the last with a finish_reason.
+        """Generate for every prompt; yields a StreamOutput whenever a sample has something new.
+
+        A sample's last StreamOutput has a finish_reason.
 
         prompts: strings, or lists of token ids; a lone string counts as a list of one
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
 
-        Leaving the loop in any way aborts the samples that have not ended. While a stream that you keep in a
-        variable is open, no other call can use the LLM. Exhaust the stream, close it (stream.close()), or delete it.
+        If you leave a loop over llm.stream(...), the LLM aborts the samples that have not ended. A stream that you keep
+        in a variable stays open from its first output on. No call but abort and close can then use the LLM until you
+        exhaust the stream, close it (stream.close()), or delete it.
+
         Raises ValueError, before anything runs, as generate does.
         """
         self.engine.check_open()
@@ -158,9 +163,10 @@ class LLM:
     def abort(self, request_id: int) -> None:
         """End a request now, from the thread that runs the loop over `step` or over a stream.
 
-        request_id: the number that add_request returned, or that a stream's outputs have
+        request_id: the number that add_request returned, or the request_id of a StreamOutput
 
-        The request's output has the tokens so far, and finish_reason "abort". An ended request stays as it is.
+        The request's output has the tokens so far, and finish_reason "abort". If the request has ended, nothing
+        happens.
         Raises ValueError for a number that no request has had.
         """
         request = self._requests.find(request_id)

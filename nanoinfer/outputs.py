@@ -15,8 +15,8 @@ class SampleOutput(TypedDict):
         checkpoint's clean_up_tokenization_spaces does not change it; empty without a tokenizer, and with
         detokenize=False
     token_ids: all generated tokens; the last may be an end-of-sequence token or a stop token
-    finish_reason: "stop" for a stop string, a stop token or an end of sequence; "length"; "abort"; "error" when the
-        text could not be made, which ends this sample alone
+    finish_reason: "stop" for a stop string, a stop token or an end of sequence; "length" at max_tokens or
+        max_model_len; "abort" after llm.abort; "error" when the text could not be made, which ends this sample alone
     stop_reason: the stop string or stop token that ended the sample, or the error's message; otherwise None
     logprobs: for each generated token a mapping from token ids to log-probabilities, the token itself always among
         them; None if SamplingParams did not ask
@@ -43,12 +43,12 @@ class Timings(TypedDict):
 
 
 class RequestOutput(SampleOutput):
-    """One prompt's result: all fields of SampleOutput, for the first sample, and these.
+    """One prompt's result, a dictionary: the keys of SampleOutput, for the first sample, and these.
 
     request_id: the number that add_request returned; generate, chat and stream number their requests too
     prompt_logprobs: like logprobs, for each token of the prompt; None for the first token, which nothing precedes;
         None as a whole if SamplingParams did not ask
-    num_cached_tokens: this many tokens of the prompt were in the KV cache already
+    num_cached_tokens: this many tokens of the prompt came from the KV cache
     timings: when the request was queued, had its first token, and ended
     samples: all n samples, the first included
     """
@@ -61,7 +61,7 @@ class RequestOutput(SampleOutput):
 
 
 class StreamOutput(TypedDict):
-    """One sample's new text and tokens, as a stream yields them.
+    """One sample's new text and tokens since its previous StreamOutput, a dictionary.
 
     request_id: the request's number, for abort
     index: the prompt's place in the list that was passed to stream

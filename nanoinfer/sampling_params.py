@@ -26,7 +26,7 @@ class SamplingParams:
 
     temperature: the sampler divides the logits by this number before it draws; 0 always takes the most likely token
     max_tokens: a sample ends after this many generated tokens, or sooner where max_model_len is reached
-    ignore_eos: a sample goes on after an end-of-sequence token, as benchmarks want
+    ignore_eos: True: a sample goes on after an end-of-sequence token, as benchmarks want
     seed: a request with a seed draws with the same randomness each time, whatever runs beside it; None: the engine
         makes a seed from its own seed and the request's number, so that the same call twice on one LLM differs
     n: the engine generates this many samples of the prompt, which share the prompt's KV cache; each draws for itself
@@ -41,13 +41,13 @@ class SamplingParams:
     stop: one string, or several; a sample ends with the first of them, and its text ends before the string
     stop_token_ids: a sample ends with one of these tokens too, not only with an end-of-sequence token; its text ends
         before the token, its token_ids with the token
-    include_stop_str_in_output: the text ends with the stop string or stop token instead of before it
+    include_stop_str_in_output: True: the text ends with the stop string or stop token; False: before it
     min_tokens: before this many generated tokens, no end-of-sequence token, stop token or stop string ends a sample
-    logprobs: the output has the log-probability of each generated token, and those of this many most likely tokens;
-        0: of the generated token alone; they come from the model's own logits, before any setting changes them
-    prompt_logprobs: as logprobs, for each token of the prompt; the engine then takes no prefix from the KV cache
-    skip_special_tokens: the text leaves out special tokens
-    detokenize: the output has text; False: it has token ids alone, a little sooner
+    logprobs: the output has the log-probability of each generated token, and of this many most likely ones; 0: of the
+        generated token alone; they come from the model's own logits, before any setting changes them
+    prompt_logprobs: as logprobs, for each token of the prompt; such a request takes no prefix from the KV cache
+    skip_special_tokens: True: the text leaves out special tokens
+    detokenize: False: the output has token ids alone, a little sooner
 
     Raises a ValueError that names the setting, its value and the range, if a setting is out of its range.
     """

@@ -23,7 +23,11 @@ CLOSE_SECONDS = 5.0
 
 
 class WorkerError(RuntimeError):
-    """A tensor-parallel rank died or hangs. The message names the rank, with its traceback if it left one."""
+    """A tensor-parallel rank died or hangs, or an error or a Ctrl-C ended all ranks.
+
+    The message names the rank that died or hangs, with its traceback if it left one. It names none if all ranks began
+    the step that hangs, or if an error of rank 0 or a Ctrl-C ended them.
+    """
 
 
 class Workers:

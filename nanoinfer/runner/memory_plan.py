@@ -25,6 +25,9 @@ log = logging.getLogger("nanoinfer")
 class MemoryPlan:
     """How one rank's device memory is divided. All sizes are bytes.
 
+    blocks = (limit - used - steps - graphs) / block_bytes, unless num_kvcache_blocks is set. The rank with the least
+    left decides for all, and the KV cache has at most 2^31 tokens.
+
     total: the device's memory; on the CPU, the most that the KV cache may take
     limit: at most this much may be in use once the engine is up
     used: this much was in use before there was a KV cache, by every process together
