@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.plain_matrix import Piece, PlainMatrix
+from nanoinfer.weights.plain_matrix import PlainMatrix, Section
 
 
 def share_of_heads(heads: int, ranks: int) -> int:
@@ -40,13 +40,13 @@ class ColumnParallelLinear(nn.Module):
         self.tp = tp
         self.activation = activation
         is_fused = len(names) == 1
-        pieces, before = [], 0
+        sections, before = [], 0
         for name, size in zip(names * len(sizes) if is_fused else names, sizes, strict=True):
             rows = share_of_heads(size, tp.size) * head_dim
             start = (before + tp.rank * size // tp.size) * head_dim
-            pieces.append(Piece(name, rows, ((sum(sizes) if is_fused else size) * head_dim, in_features), start))
+            sections.append(Section(name, rows, ((sum(sizes) if is_fused else size) * head_dim, in_features), start))
             before += size if is_fused else 0
-        self.matrix = PlainMatrix(pieces, in_features, bias)
+        self.matrix = PlainMatrix(sections, in_features, bias)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Tensor, Tensor]:
         """Let the joint add x to residual and normalise the sum; then project. x, residual: as for Joint.forward.
@@ -72,8 +72,8 @@ class RowParallelLinear(nn.Module):
         self.tp = tp
         share = in_features // tp.size
         assert share * tp.size == in_features
-        piece = Piece(name, out_features, (out_features, in_features), tp.rank * share, dim=1)
-        self.matrix = PlainMatrix([piece], share, bias)
+        section = Section(name, out_features, (out_features, in_features), tp.rank * share, dim=1)
+        self.matrix = PlainMatrix([section], share, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [tokens, this rank's share of in_features]: returns this rank's part, [tokens, out_features].

@@ -19,11 +19,11 @@ from nanoinfer.weights.shards import Shard
 
 
 @dataclass(frozen=True)
-class Piece:
+class Section:
     """Neighbouring rows of a matrix that one tensor of a checkpoint, or a slice of it, fills.
 
     name: the tensor's name without ".weight"
-    rows: how many rows of the matrix they are; the rows of the next Piece follow
+    rows: how many rows of the matrix they are; the rows of the next Section follow
     shape: [out_features, in_features] of the whole tensor
     start: the first of the tensor's rows that is used, or if dim is 1, the first of its columns
     """
@@ -36,14 +36,14 @@ class Piece:
 
 
 class PlainMatrix(nn.Module):
-    """A weight, [out_features, in_features], and if wanted a bias, [out_features]. pieces: in the order of the rows"""
+    """A weight, [out_features, in_features], and if wanted a bias, [out_features]. sections: in their rows' order"""
 
     bias: Tensor | None
 
-    def __init__(self, pieces: list[Piece], in_features: int, bias: bool) -> None:
+    def __init__(self, sections: list[Section], in_features: int, bias: bool) -> None:
         super().__init__()
-        self.pieces = pieces
-        rows = sum(piece.rows for piece in pieces)
+        self.sections = sections
+        rows = sum(section.rows for section in sections)
         self.weight = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
 
@@ -60,12 +60,12 @@ class PlainMatrix(nn.Module):
         return norm_linear(x, residual, pre, self.weight, self.bias, activation, post)
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the shards of NAME.weight, and of NAME.bias if there is a bias, for each of the pieces."""
+        """Yield the shards of NAME.weight, and of NAME.bias if there is a bias, for each of the sections."""
         first = 0
-        for piece in self.pieces:
-            rows = slice(first, first + piece.rows)
-            first += piece.rows
-            yield Shard(f"{piece.name}.weight", self.weight[rows], piece.shape, piece.start, piece.dim)
+        for section in self.sections:
+            rows = slice(first, first + section.rows)
+            first += section.rows
+            yield Shard(f"{section.name}.weight", self.weight[rows], section.shape, section.start, section.dim)
             if self.bias is not None:
-                start = piece.start if piece.dim == 0 else 0
-                yield Shard(f"{piece.name}.bias", self.bias[rows], piece.shape[:1], start, random="zeros")
+                start = section.start if section.dim == 0 else 0
+                yield Shard(f"{section.name}.bias", self.bias[rows], section.shape[:1], start, random="zeros")
