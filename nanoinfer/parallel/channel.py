@@ -49,11 +49,11 @@ class Sender:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         capacity = len(self._bytes) - self._data_at
         for start in range(0, len(data), capacity):
-            piece = data[start : start + capacity]
+            packet = data[start : start + capacity]
             self._wait_until_read(check)
-            self._bytes[self._data_at : self._data_at + len(piece)] = piece
+            self._bytes[self._data_at : self._data_at + len(packet)] = packet
             self._written += 1
-            HEADER.pack_into(self._bytes, 0, self._written, len(piece), start + capacity < len(data))
+            HEADER.pack_into(self._bytes, 0, self._written, len(packet), start + capacity < len(data))
             for semaphore in self.semaphores:
                 semaphore.release()
 
