@@ -147,12 +147,12 @@ class Detokenizer:
             self._num_sure, self._sure_state = self._length, self._state
             self._num_safe = self._length - (self._stops.num_open(self._state) if self._stops else 0)
 
-    def _add(self, piece: str) -> None:
+    def _add(self, text: str) -> None:
         found = None
         if self._stops is not None:
-            self._state, found = self._stops.find(self._state, piece)
+            self._state, found = self._stops.find(self._state, text)
         self._text.seek(self._length)
-        self._text.write(piece)
+        self._text.write(text)
         self._text.truncate()
         if found and self._num_read > self.seq.params.min_tokens:
             start, end = (self._length + place for place in found)
@@ -160,7 +160,7 @@ class Detokenizer:
             self._length = self._num_safe = end if self.seq.params.include_stop_str_in_output else start
             self._text.truncate(self._length)
         else:
-            self._length += len(piece)
+            self._length += len(text)
 
 
 def text_tokens(seq: Sequence, start: int = 0) -> list[int]:

@@ -177,16 +177,16 @@ def _is_message(entry: Any) -> bool:
     return isinstance(entry.get("content"), (str, list)) or bool(entry.get("tool_calls"))
 
 
-def _other_content(entry: Any) -> str | None:
+def _other_content(message: Any) -> str | None:
     """Return the type of a message's content that is no text, or the key that names it; None if all is text."""
-    if not isinstance(entry, Mapping):
+    if not isinstance(message, Mapping):
         return None
-    content = entry.get("content")
-    parts = [content] if isinstance(content, Mapping) else content if isinstance(content, (list, tuple)) else []
-    for part in parts:
-        if isinstance(part, Mapping) and part.get("type") not in (None, "text"):
-            return str(part["type"])
-    given = [key for part in (entry, *parts) if isinstance(part, Mapping) for key in part if _is_given(part[key])]
+    content = message.get("content")
+    entries = [content] if isinstance(content, Mapping) else content if isinstance(content, (list, tuple)) else []
+    for entry in entries:
+        if isinstance(entry, Mapping) and entry.get("type") not in (None, "text"):
+            return str(entry["type"])
+    given = [key for item in (message, *entries) if isinstance(item, Mapping) for key in item if _is_given(item[key])]
     return next((key for key in given if isinstance(key, str) and any(medium in key for medium in MEDIA)), None)
 
 

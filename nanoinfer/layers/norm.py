@@ -112,8 +112,8 @@ class Joint(nn.Module):
             assert pre is not None
             return all_reduce_add_rms_norm(x, residual, pre, *how)
         assert residual is not None
-        branch = all_reduce_add_rms_norm(x, None, post, *how)[0]
+        result = all_reduce_add_rms_norm(x, None, post, *how)[0]
         if pre is None:
-            total = add_residual(branch, residual)
+            total = add_residual(result, residual)
             return total, total
-        return add_rms_norm(branch, residual, pre)
+        return add_rms_norm(result, residual, pre)

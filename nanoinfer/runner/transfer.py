@@ -18,15 +18,15 @@ def upload(values: array[int] | array[float], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def upload_all(parts: list[array[int]], device: torch.device) -> list[Tensor]:
+def upload_all(arrays: list[array[int]], device: torch.device) -> list[Tensor]:
     """Upload several int32 arrays in one copy. Each begins at a multiple of 16 bytes, or Triton would compile anew."""
     packed, starts = array("i"), []
-    for part in parts:
+    for values in arrays:
         starts.append(len(packed))
-        packed += part
+        packed += values
         packed.extend([0] * (-len(packed) % 4))
     whole = upload(packed, device)
-    return [whole[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]
+    return [whole[start : start + len(values)] for start, values in zip(starts, arrays, strict=True)]
 
 
 def to_host(x: Tensor) -> Tensor:

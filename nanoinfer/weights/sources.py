@@ -16,7 +16,7 @@ from nanoinfer.weights.shards import Shard, Table
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 COMPUTED = ("rotary_emb.inv_freq",)  # tensors that some checkpoints store and no model reads
 LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
-OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")
+OTHER_MODELS = ("vision_tower.", "multi_modal_projector.", "visual.")  # begin the names of its other tensors
 
 
 class Source(Protocol):
@@ -91,7 +91,7 @@ class FileSource:
     def _known_name(self, name: str) -> str | None:
         if not self.is_multimodal:
             return name
-        if name.removeprefix("model.").startswith(OTHER_PARTS):
+        if name.removeprefix("model.").startswith(OTHER_MODELS):
             return None
         return name.replace(LANGUAGE_MODEL, "", 1)
 

@@ -128,8 +128,8 @@ def _range(source, vocabulary, BLOCK: tl.constexpr):
 @triton.jit
 def _pivots(low, high, PIVOTS: tl.constexpr):
     """Return [1, PIVOTS] numbers that divide the range from low to high evenly."""
-    part = (tl.arange(0, PIVOTS)[None, :] + 1).to(tl.float32) / (PIVOTS + 1)
-    return low * (1 - part) + high * part
+    fraction = (tl.arange(0, PIVOTS)[None, :] + 1).to(tl.float32) / (PIVOTS + 1)
+    return low * (1 - fraction) + high * fraction
 
 
 @triton.jit
