@@ -81,7 +81,7 @@ class PrefillInputs:
 
     token_ids: [tokens] int32
     context: the tokens' positions, slots and block tables, for the layers
-    last_rows: [joins] int64, where the last token of each complete prompt stands in token_ids
+    last_indices: [joins] int64, where the last token of each complete prompt stands in token_ids
     sample_positions: [joins] int32, the positions of the tokens to be sampled
     join_tables: [joins, max blocks] int32; temperatures: [joins] float32; seeds: [joins] int64
     copied_blocks: [2, copies] int64, the blocks to copy, and their copies
@@ -107,8 +107,8 @@ class PrefillInputs:
             join_tables.extend(_padded(join.block_table, max_blocks))
             copies.extend(join.copied_block or ())
 
-        parts = [tokens, positions, slots, tables, context_lens, cu_queries, cu_contexts, sampled, join_tables, copies]
-        on_device = upload_all(parts, device)
+        arrays = [tokens, positions, slots, tables, context_lens, cu_queries, cu_contexts, sampled, join_tables, copies]
+        on_device = upload_all(arrays, device)
         self.token_ids, device_positions, device_slots, flat_tables, *lens = on_device[:7]
         device_sampled, flat_join_tables, flat_copies = on_device[7:]
         device_context_lens, device_cu_queries, device_cu_contexts = lens
@@ -127,7 +127,7 @@ class PrefillInputs:
                 [chunk.is_long for chunk in chunks],
             ),
         )
-        self.last_rows = device_cu_queries[1:][device_sampled].long() - 1
+        self.last_indices = device_cu_queries[1:][device_sampled].long() - 1
         self.sample_positions = device_context_lens[device_sampled]
         self.join_tables = flat_join_tables.view(-1, max_blocks)
         self.copied_blocks = flat_copies.view(-1, 2).T.long()

@@ -236,7 +236,7 @@ class ModelRunner:
         copy_blocks(self.kv_cache, prompts.copied_blocks)
         if not message.joins:
             return hidden.new_empty(0, dtype=torch.int32), [], prompt_logprobs
-        logits = self.model.compute_logits(hidden[prompts.last_rows])
+        logits = self.model.compute_logits(hidden[prompts.last_indices])
         how = prompts.temperatures, prompts.seeds, prompts.sample_positions
         token_ids = self.sampler(logits, *how)
         for row, join in enumerate(message.joins, message.num_rows):
