@@ -17,7 +17,7 @@ from nanoinfer.runner.logprobs import LogProbs
 from nanoinfer.runner.message import DecodeMessage, LogitsMessage, PrefillMessage
 from nanoinfer.runner.transfer import upload
 
-ROWS_AT_ONCE = 64  # with logits in float32
+LOGITS_AT_ONCE = 64  # rows, or tokens of a prompt, whose logits are in float32 at a time
 COPIES = 8  # of these logits and of their rows' tokens, while penalties are computed
 
 
@@ -42,7 +42,7 @@ class LogitsProcessors:
     def working_bytes(self) -> int:
         """The device memory, in bytes, that the tokens so far and a running redraw may take."""
         rows, longest = self._history_shape
-        return (COPIES * ROWS_AT_ONCE * (self.vocab_size + longest) + rows * longest) * torch.float32.itemsize
+        return (COPIES * LOGITS_AT_ONCE * (self.vocab_size + longest) + rows * longest) * torch.float32.itemsize
 
     def update(self, message: PrefillMessage | DecodeMessage) -> None:
         """Apply the message's moves, and forget the rows that have left."""
@@ -125,5 +125,5 @@ class LogitsProcessors:
         """Put rows whose logits stay as they are in one group, the others in groups that fit the memory."""
         shaped = [row for row in rows if self.wanted[row].is_shaped]
         groups = [sorted(set(rows).difference(shaped))] if len(shaped) < len(rows) else []
-        groups += [shaped[start : start + ROWS_AT_ONCE] for start in range(0, len(shaped), ROWS_AT_ONCE)]
+        groups += [shaped[start : start + LOGITS_AT_ONCE] for start in range(0, len(shaped), LOGITS_AT_ONCE)]
         return [LogitsProcessorGroup({row: self.wanted[row] for row in group}, self.device) for group in groups]

@@ -23,7 +23,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
 from nanoinfer.runner.input_batch import InputBatch, PrefillInputs
 from nanoinfer.runner.kv_cache import BLOCKS_AT_ONCE, KVCacheSpec, copy_blocks
-from nanoinfer.runner.logits_processors import ROWS_AT_ONCE, LogitsProcessors
+from nanoinfer.runner.logits_processors import LOGITS_AT_ONCE, LogitsProcessors
 from nanoinfer.runner.logprobs import LogProbs
 from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage, StepMessage
@@ -257,7 +257,9 @@ class ModelRunner:
             if not known:
                 continue
             on_device = upload(known, self.device)
-            for some, tokens in zip(hidden[start:end].split(ROWS_AT_ONCE), on_device.split(ROWS_AT_ONCE), strict=False):
+            for some, tokens in zip(
+                hidden[start:end].split(LOGITS_AT_ONCE), on_device.split(LOGITS_AT_ONCE), strict=False
+            ):
                 logits = self.logits_processors.gather(self.model.compute_logits(some[: len(tokens)])).float()
                 keys, counts = [index] * len(tokens), [chunk.num_logprobs] * len(tokens)
                 logprobs.append(LogProbs.of(logits, tokens, counts, keys))
