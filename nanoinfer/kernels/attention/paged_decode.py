@@ -307,23 +307,23 @@ def _paged_decode_kernel(
             tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
         else:
             # The partial result of this row has place 0 if another worker begins the row, else place 1.
-            piece = (kv_head * tl.num_programs(0) + worker) * 2 + (tile == 0)
-            part = partial_ptr + piece * (GROUP * HEAD_DIM) + g[:, None] * HEAD_DIM + d[None, :]
-            tl.store(part, acc, mask=q_mask)
-            tl.store(lse_ptr + piece * GROUP + g, top + tl.log2(tl.maximum(total, 1e-30)), mask=g < GROUP)
+            place = (kv_head * tl.num_programs(0) + worker) * 2 + (tile == 0)
+            partial = partial_ptr + place * (GROUP * HEAD_DIM) + g[:, None] * HEAD_DIM + d[None, :]
+            tl.store(partial, acc, mask=q_mask)
+            tl.store(lse_ptr + place * GROUP + g, top + tl.log2(tl.maximum(total, 1e-30)), mask=g < GROUP)
             row_begin = worker * share + (num_tiles - left) - tile
             first_worker = row_begin // share
-            pieces = (row_begin + row_tiles - 1) // share - first_worker + 1
+            num_partials = (row_begin + row_tiles - 1) // share - first_worker + 1
             tl.debug_barrier()  # every thread's stores come before the arrival that announces them
             arrival = arrivals_ptr + row * KV_HEADS + kv_head
-            if tl.atomic_add(arrival, 1, sem="acq_rel") == pieces - 1:
+            if tl.atomic_add(arrival, 1, sem="acq_rel") == num_partials - 1:
                 tl.store(arrival, 0)
-                _combine_pieces(
+                _combine_partials(
                     partial_ptr,
                     lse_ptr,
                     out_ptr + (row * KV_HEADS + kv_head) * (GROUP * HEAD_DIM),
                     kv_head * tl.num_programs(0) + first_worker,
-                    pieces,
+                    num_partials,
                     GROUP,
                     HEAD_DIM,
                 )
@@ -333,7 +333,9 @@ def _paged_decode_kernel(
 
 
 @triton.jit
-def _combine_pieces(partial_ptr, lse_ptr, out_ptr, first_worker, pieces, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _combine_partials(
+    partial_ptr, lse_ptr, out_ptr, first_worker, num_partials, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr
+):
     """Weigh a row's partial results by their sums of exponentials: place 1 of the first worker, 0 of the others."""
     SIZE: tl.constexpr = GROUP * HEAD_DIM
     BLOCK_S: tl.constexpr = triton.next_power_of_2(SIZE)
@@ -343,16 +345,16 @@ def _combine_pieces(partial_ptr, lse_ptr, out_ptr, first_worker, pieces, GROUP: 
     top = tl.full([BLOCK_S], -1e30, tl.float32)
     total = tl.zeros([BLOCK_S], tl.float32)
     acc = tl.zeros([BLOCK_S], tl.float32)
-    for start in range(0, pieces, BLOCK_P):
+    for start in range(0, num_partials, BLOCK_P):
         i = start + p
-        piece = ((first_worker + i) * 2 + (i == 0).to(tl.int32))[:, None]
-        mask = (i < pieces)[:, None] & (s < SIZE)[None, :]
+        place = ((first_worker + i) * 2 + (i == 0).to(tl.int32))[:, None]
+        mask = (i < num_partials)[:, None] & (s < SIZE)[None, :]
         # ".cg" reads past the L1 cache, which may hold an earlier layer's numbers.
-        lse = tl.load(lse_ptr + piece * GROUP + s[None, :] // HEAD_DIM, mask=mask, other=-1e30, cache_modifier=".cg")
-        part = tl.load(partial_ptr + piece * SIZE + s[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        lse = tl.load(lse_ptr + place * GROUP + s[None, :] // HEAD_DIM, mask=mask, other=-1e30, cache_modifier=".cg")
+        partial = tl.load(partial_ptr + place * SIZE + s[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         new_top = tl.maximum(top, tl.max(lse, axis=0))
         rescale, weights = tl.exp2(top - new_top), tl.exp2(lse - new_top[None, :])
         total = total * rescale + tl.sum(weights, axis=0)
-        acc = acc * rescale + tl.sum(part * weights, axis=0)
+        acc = acc * rescale + tl.sum(partial * weights, axis=0)
         top = new_top
     tl.store(out_ptr + s, (acc / total).to(out_ptr.dtype.element_ty), mask=s < SIZE)
