@@ -51,15 +51,15 @@ def _launch(
     norm: Norm | None = None,
     post: Norm | None = None,
 ) -> Tensor:
-    rows, in_features = weight.shape
+    weight_rows, in_features = weight.shape
     assert x.is_contiguous()
     assert weight.is_contiguous()
-    out = torch.empty((1, rows // 2 if activation else rows), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, weight_rows // 2 if activation else weight_rows), dtype=x.dtype, device=x.device)
     block_k = triton.next_power_of_2(in_features)
     tile = max(MIN_TILE, 2 * block_k)
     block_n = tile // block_k
     programs = max(WEIGHTS_PER_SM // tile, 1) * num_multiprocessors(x.device)
-    _one_row_kernel[(min(triton.cdiv(rows, block_n), programs),)](
+    _one_row_kernel[(min(triton.cdiv(weight_rows, block_n), programs),)](
         x,
         post.weight if post else None,
         residual,
@@ -69,7 +69,7 @@ def _launch(
         out,
         total,
         in_features,
-        rows,
+        weight_rows,
         post.eps if post else None,
         norm.eps if norm else None,
         POST=post is not None,
@@ -98,7 +98,7 @@ def _one_row_kernel(
     out_ptr,
     total_ptr,
     in_features,
-    rows,
+    weight_rows,
     post_eps,
     eps,
     POST: tl.constexpr,
@@ -117,9 +117,9 @@ def _one_row_kernel(
     k = tl.arange(0, BLOCK_K)
     inside = k < in_features
     # The predecessor writes no weights, so the first loads of them need not wait for it.
-    tile = _load_tile(weight_ptr, program, k, in_features, rows, BLOCK_N, GATED)
+    tile = _load_tile(weight_ptr, program, k, in_features, weight_rows, BLOCK_N, GATED)
     if BIAS:
-        bias = _load_bias(bias_ptr, program, rows, BLOCK_N, GATED)
+        bias = _load_bias(bias_ptr, program, weight_rows, BLOCK_N, GATED)
     if POST:
         post_weight = tl.load(post_weight_ptr + k, mask=inside, other=0.0)
     if NORM:
@@ -136,38 +136,38 @@ def _one_row_kernel(
         x = norm_block(x, norm_weight, in_features, eps, PLUS_ONE)
     wide = x.to(tl.float32)
 
-    for start in range(program * BLOCK_N, rows, programs * BLOCK_N):
-        following = _load_tile(weight_ptr, start // BLOCK_N + programs, k, in_features, rows, BLOCK_N, GATED)
+    for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
+        following = _load_tile(weight_ptr, start // BLOCK_N + programs, k, in_features, weight_rows, BLOCK_N, GATED)
         dots = tl.sum(tile.to(tl.float32) * wide[None, :], axis=1)
         if BIAS:
             dots += bias
-            bias = _load_bias(bias_ptr, start // BLOCK_N + programs, rows, BLOCK_N, GATED)
+            bias = _load_bias(bias_ptr, start // BLOCK_N + programs, weight_rows, BLOCK_N, GATED)
         dots = dots.to(x.dtype)
         if GATED:
             n = start // 2 + tl.arange(0, BLOCK_N // 2)
             gate, up = tl.split(tl.reshape(dots, [BLOCK_N // 2, 2]))
-            tl.store(out_ptr + n, gate_mul_block(gate, up, ACTIVATION), mask=n < rows // 2)
+            tl.store(out_ptr + n, gate_mul_block(gate, up, ACTIVATION), mask=n < weight_rows // 2)
         else:
             n = start + tl.arange(0, BLOCK_N)
-            tl.store(out_ptr + n, dots, mask=n < rows)
+            tl.store(out_ptr + n, dots, mask=n < weight_rows)
         tile = following
 
 
 @triton.jit
-def _load_tile(weight_ptr, tile, k, in_features, rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+def _load_tile(weight_ptr, tile, k, in_features, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     """Load BLOCK_N rows of the weight. If GATED, each gate's row precedes its up's; the weight has all gates first."""
     n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (n < rows)[:, None] & (k < in_features)[None, :]
+    mask = (n < weight_rows)[:, None] & (k < in_features)[None, :]
     if GATED:
-        n = n // 2 + n % 2 * (rows // 2)
+        n = n // 2 + n % 2 * (weight_rows // 2)
     return tl.load(weight_ptr + n[:, None] * in_features + k[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_bias(bias_ptr, tile, rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+def _load_bias(bias_ptr, tile, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     """Load the biases of a tile's rows, in the tile's order, as float32."""
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = n < rows
+    mask = n < weight_rows
     if GATED:
-        n = n // 2 + n % 2 * (rows // 2)
+        n = n // 2 + n % 2 * (weight_rows // 2)
     return tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)

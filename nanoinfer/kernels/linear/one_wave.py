@@ -62,13 +62,13 @@ def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: boo
 def cut(tokens: int, out_features: int, in_features: int, multiprocessors: int, may_split: bool) -> Wave:
     """Cut a product into tiles. If these are few, cut smaller tiles, or pieces if the product may be split."""
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    rows, block_n = triton.cdiv(tokens, block_m), 64
-    if block_m == 64 and not may_split and 2 * rows * triton.cdiv(out_features, 64) <= multiprocessors:
+    token_tiles, block_n = triton.cdiv(tokens, block_m), 64
+    if block_m == 64 and not may_split and 2 * token_tiles * triton.cdiv(out_features, 64) <= multiprocessors:
         block_n = 32
-    columns = triton.cdiv(out_features, block_n)
-    most = min(MAX_PIECES, multiprocessors // (rows * columns)) if may_split else 1
+    output_tiles = triton.cdiv(out_features, block_n)
+    most = min(MAX_PIECES, multiprocessors // (token_tiles * output_tiles)) if may_split else 1
     pieces = max((p for p in range(1, most + 1) if in_features % (p * BLOCK_K) == 0), default=1)
-    return Wave(block_m, block_n, (columns, rows, pieces))
+    return Wave(block_m, block_n, (output_tiles, token_tiles, pieces))
 
 
 @functools.cache
