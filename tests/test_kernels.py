@@ -97,12 +97,12 @@ def norms(size: int, dtype: torch.dtype) -> list[Norm]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_norms_before_and_after_a_branch(pieces: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_pieces", [1, 3])
+def test_norms_before_and_after_a_branch(num_pieces: int, dtype: torch.dtype) -> None:
     """Both the kernels and their references agree with torch's norm."""
-    parts = randn(pieces, 5, 96)
-    x, residual = (parts, randn(5, 96, dtype=dtype)) if pieces > 1 else (parts[0].to(dtype), randn(5, 96, dtype=dtype))
-    whole = parts.sum(dim=0)
+    pieces, residual = randn(num_pieces, 5, 96), randn(5, 96, dtype=dtype)
+    x = pieces if num_pieces > 1 else pieces[0].to(dtype)
+    whole = pieces.sum(dim=0)
     for pre in norms(96, dtype):
         for out in (rms_norm_triton(x, pre), rms_norm(x, pre)):
             assert out.dtype == dtype
@@ -196,11 +196,9 @@ def test_one_row_linear_with_a_bias(
 @pytest.mark.parametrize("kernel", ["one_row", "one token", "three tokens", "pieces"])
 def test_norm_linear(kernel: str, activation: Activation | None, dtype: torch.dtype) -> None:
     """Every combination of norms, with and without a residual and a bias."""
-    parts = randn({"three tokens": 3, "pieces": 6}.get(kernel, 1), 96).to(
-        torch.float32 if kernel == "pieces" else dtype
-    )
-    x = parts.view(2, 3, 96) if kernel == "pieces" else parts
-    whole = x.sum(dim=0).to(dtype).float() if kernel == "pieces" else x.float()
+    in_pieces = kernel == "pieces"
+    x = randn(2, 3, 96) if in_pieces else randn(3 if kernel == "three tokens" else 1, 96, dtype=dtype)
+    whole = x.sum(dim=0).to(dtype).float() if in_pieces else x.float()
     weight = (randn(10, 96) / 96**0.5).to(dtype)
     bias, residual = randn(10, dtype=dtype), randn(len(whole), 96, dtype=dtype)
     function = one_row_norm_linear if kernel == "one_row" else norm_linear
@@ -212,7 +210,7 @@ def test_norm_linear(kernel: str, activation: Activation | None, dtype: torch.dt
             assert_close(total, expected_total)
             expected = F.linear(normed(expected_total, norm), weight.float(), bias.float())
             assert_close(out, activated(expected, activation))
-        if kernel != "pieces":
+        if not in_pieces:
             out, total = function(x, None, norm, weight, None, activation)
             assert total is x
             assert_close(out, activated(F.linear(normed(whole, norm), weight.float()), activation))
@@ -548,14 +546,14 @@ def test_two_ranks_share_a_norm_over_all_heads() -> None:
 
     counts = torch.tensor([64, 32], device=DEVICE)
     expected = run(whole, norms, sum_squares_triton(whole, 4, 2) / counts)
-    shares = [torch.cat([part.chunk(2, dim=1)[rank] for part in whole.split([4, 2, 2], dim=1)], 1) for rank in (0, 1)]
+    shares = [torch.cat([x.chunk(2, dim=1)[rank] for x in whole.split([4, 2, 2], dim=1)], 1) for rank in (0, 1)]
     mean_squares = sum(sum_squares_triton(share, 2, 1) for share in shares) / counts
     outs = [
         run(share, [norm._replace(weight=norm.weight.chunk(2)[rank]) for norm in norms], mean_squares)
         for rank, share in enumerate(shares)
     ]
-    for parts, wanted in zip(zip(*outs, strict=True), expected, strict=True):
-        assert_close(torch.cat(parts, dim=1), wanted)
+    for of_ranks, wanted in zip(zip(*outs, strict=True), expected, strict=True):
+        assert_close(torch.cat(of_ranks, dim=1), wanted)
 
 
 def test_rows_advance() -> None:

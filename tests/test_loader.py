@@ -69,17 +69,17 @@ def test_the_ranks_slices_of_a_fused_tensor_make_up_the_whole(size: int, tmp_pat
     """The tensor holds four query heads, two key heads and two value heads, of two numbers each; the bias too."""
     weight, bias = torch.randn(16, 8), torch.randn(16)
     save_file({"qkv.weight": weight, "qkv.bias": bias}, tmp_path / "model.safetensors")
-    parts: list[list[torch.Tensor]] = [[], [], []]
+    held: list[list[torch.Tensor]] = [[], [], []]  # queries, keys, values
     for index in range(size):
         layer = ColumnParallelLinear(("qkv",), 8, (4, 2, 2), rank(index, size), head_dim=2, bias=True)
         FileSource(str(tmp_path)).fill(table_of(layer))
         whole = torch.cat([layer.matrix.weight, layer.matrix.bias[:, None]], dim=1)
         shares = whole.split([8 // size, max(4 // size, 2), max(4 // size, 2)])
-        for part, share in zip(parts, shares, strict=True):
-            if part is parts[0] or index % max(size // 2, 1) == 0:  # of four ranks, two hold the same KV head
-                part.append(share)
+        for heads, share in zip(held, shares, strict=True):
+            if heads is held[0] or index % max(size // 2, 1) == 0:  # of four ranks, two hold the same KV head
+                heads.append(share)
     expected = torch.cat([weight, bias[:, None]], dim=1)
-    assert torch.equal(torch.cat([share for part in parts for share in part]), expected)
+    assert torch.equal(torch.cat([share for heads in held for share in heads]), expected)
 
 
 class TestWhichFilesAreRead:

@@ -93,11 +93,11 @@ def spell(text: str, **params: Any) -> tuple[list[str], Detokenizer]:
 
 
 class TestDetokenizer:
-    def test_no_part_of_a_character_is_taken(self) -> None:
+    def test_no_half_of_a_character_is_taken(self) -> None:
         taken, detokenizer = spell("soft é日本 🤗🏽 light")
         assert "".join(taken) == detokenizer.text == "soft é日本 🤗🏽 light"
         assert len(taken) > 12
-        assert not any("\ufffd" in piece for piece in taken)
+        assert not any("\ufffd" in text for text in taken)
 
     def test_bytes_that_never_become_a_character_are_there_in_the_end(self) -> None:
         seq = Sequence([30], SamplingParams(), 0, 4096)
@@ -132,7 +132,7 @@ class TestDetokenizer:
     @pytest.mark.parametrize("name", TOKENIZERS)
     @settings(max_examples=100, deadline=None)
     @given(data=st.data())
-    def test_the_pieces_are_the_whole_text_of_any_tokens(self, name: str, data: st.DataObject) -> None:
+    def test_the_taken_texts_are_the_whole_text_of_any_tokens(self, name: str, data: st.DataObject) -> None:
         """Tokens straddle characters, hold bytes that are no character, are special, have no entry, or repeat.
 
         The test reads each text without a stop string, and with one that is longer than the text.
@@ -220,7 +220,7 @@ class TestDetokenizer:
         stops=st.lists(st.text(alphabet="abé日 \n", min_size=1, max_size=5), max_size=3),
         included=st.booleans(),
     )
-    def test_the_text_ends_at_the_first_stop_string_and_no_part_of_one_is_taken(
+    def test_the_text_ends_at_the_first_stop_string_and_nothing_of_one_is_taken(
         self, text: str, stops: list[str], included: bool
     ) -> None:
         taken, detokenizer = spell(text, stop=stops, include_stop_str_in_output=included)
@@ -272,15 +272,15 @@ class TestStopStrings:
     @settings(max_examples=500, deadline=None)
     @given(
         stops=st.lists(st.text(alphabet="ab🤗", min_size=1, max_size=5), min_size=1, max_size=6).map(tuple),
-        pieces=st.lists(st.text(alphabet="ab🤗", max_size=6), max_size=6),
+        texts=st.lists(st.text(alphabet="ab🤗", max_size=6), max_size=6),
     )
-    def test_the_first_and_the_shortest_that_ends_in_a_piece_is_found(
-        self, stops: tuple[str, ...], pieces: list[str]
+    def test_the_first_and_the_shortest_that_ends_in_a_new_text_is_found(
+        self, stops: tuple[str, ...], texts: list[str]
     ) -> None:
         search, state, text = StopStrings(stops), 0, ""
-        for piece in pieces:
-            old, text = len(text), text + piece
-            state, found = search.find(state, piece)
+        for new in texts:
+            old, text = len(text), text + new
+            state, found = search.find(state, new)
             ends = [(at, at + len(stop)) for stop in stops for at in range(len(text)) if text.startswith(stop, at)]
             expected = min(((start - old, end - old) for start, end in ends if end > old), default=None)
             assert found == expected
@@ -302,7 +302,7 @@ class TestStopStrings:
 
 class TestStream:
     @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 2}, {"tensor_parallel_size": 2}], ids=str)
-    def test_the_pieces_are_the_outputs(self, options: dict, make_llm: Callable[..., LLM]) -> None:
+    def test_the_texts_of_a_stream_are_the_outputs(self, options: dict, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(device="cpu", **options)
         params = [
             greedy(20),
@@ -540,7 +540,7 @@ class TestResults:
         assert [output["finish_reason"] for output in outputs] == ["length", *["stop"] * 4]
         assert [output["stop_reason"] for output in outputs] == [None, tokens[5], tokens[5], None, None]
         assert [output["token_ids"] for output in outputs] == [tokens, tokens[:end], tokens[:end], [2], [2]]
-        texts = [llm.tokenizer.decode(part) for part in (tokens, tokens[: end - 1], tokens[:end], [], [2])]
+        texts = [llm.tokenizer.decode(some) for some in (tokens, tokens[: end - 1], tokens[:end], [], [2])]
         assert [output["text"] for output in outputs] == texts
         assert texts[4]
 
