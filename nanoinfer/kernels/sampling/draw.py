@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,8 @@ from triton.language.extra import libdevice
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 from nanoinfer.kernels.sampling.cutoff import Cutoff
+
+UInts = npt.NDArray[np.uint32]  # NumPy's wrap around; torch's unsigned integers cannot be multiplied
 
 BLOCK = 4096
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -53,46 +57,48 @@ def draw_reference(
         scores = scores.masked_fill((scores < lowest) | ((scores == lowest) & (ids < first)), float("-inf"))
     drawn = (temperatures > 0).nonzero().squeeze(1)
     if len(drawn):
-        noise = gumbel_noise(seeds[drawn, None], positions[drawn, None], ids)
-        scores = scores.index_copy(0, drawn, scores[drawn] * (1 / temperatures[drawn, None]) + noise)
+        rows = drawn if len(drawn) < len(scores) else slice(None)
+        noise = gumbel_noise(seeds[rows, None], positions[rows, None], ids)
+        scores[rows] = noise.add_(scores[rows] * (1 / temperatures[rows, None]))
     best, index = scores.max(dim=1)
     return best, (index + first_id).int()
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, -log(-log(1 - u)), from a counter-based generator.
+    """Make standard Gumbel noise, -log(-log(1 - u)), from a counter-based generator.
 
     seeds, positions and token_ids broadcast against each other; returns float32. u = (bits + 1/2) / 2^32 in float32,
     kept below 1: the noise's upper tail, which decides, is resolved down to probabilities of 2^-33.
     """
     key, factor = noise_key(seeds, positions)
-    bits = _mix(token_ids * factor + key & 0xFFFFFFFF)
-    u = ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    bits = torch.from_numpy(_mix(token_ids.cpu().numpy().astype(np.uint32) * factor + key))
+    u = bits.to(seeds.device).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     # log(1 - u) rounds a small u away: there, its series.
-    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))
-    exponential = torch.where(u < 1 / 16, series, -torch.log(1 - u))
-    return -torch.log(exponential)
+    series = (u / 4).add_(1 / 3).mul_(u).add_(1 / 2).mul_(u).add_(1).mul_(u)
+    return torch.where(u < 1 / 16, series, (1 - u).log_().neg_()).log_().neg_()
 
 
-def noise_key(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The key and the odd factor, 32 bits each, from which the noise of all tokens at a position comes.
+def noise_key(seeds: Tensor, positions: Tensor) -> tuple[UInts, UInts]:
+    """Make the key and the odd factor from which the noise of all tokens at a position comes.
 
     seeds and positions broadcast against each other. At one position no two seeds have the same key and factor: in
     turn, each half of a seed is changed by a hash of the other half, and all of these steps can be undone.
     """
-    low, high = seeds & 0xFFFFFFFF, seeds >> 32  # 32 and 31 bits
-    high = high ^ _mix(low) >> 1
-    low = low ^ _mix(high + positions.long() & 0xFFFFFFFF)
-    high = high ^ _mix(low) >> 1
+    seed = seeds.cpu().numpy()
+    low, high = seed.astype(np.uint32), (seed >> 32).astype(np.uint32)  # 32 and 31 bits
+    high = high ^ _mix(low) >> np.uint32(1)
+    low = low ^ _mix(high + positions.cpu().numpy().astype(np.uint32))
+    high = high ^ _mix(low) >> np.uint32(1)
     low = low ^ _mix(high)
-    return low, high << 1 | 1
+    return low, high << np.uint32(1) | np.uint32(1)
 
 
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers with low bias: the "lowbias32" of Wellons' hash-prospector. x: int64."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D & 0xFFFFFFFF
-    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
-    return x ^ (x >> 16)
+def _mix(x: UInts) -> UInts:
+    """Apply a bijection of 32-bit integers with low bias: the "lowbias32" of Wellons' hash-prospector."""
+    x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    return x ^ x >> np.uint32(16)
 
 
 def draw_triton(
