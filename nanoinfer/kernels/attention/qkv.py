@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -83,42 +84,56 @@ def norm_rotate_store_reference(
 ) -> Tensor:
     """norm_rotate_store in torch."""
     kv_heads = k_cache.shape[2]
-    q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    q_mean, k_mean = (None, None) if mean_squares is None else mean_squares.unbind(dim=1)
-    q, k = _normed(q, q_norm, q_mean), _normed(k, k_norm, k_mean)
+    heads = qkv.shape[1] - 2 * kv_heads
+    qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
+    if q_norm is not None and k_norm is not None:
+        qk = _normed(qk, heads, q_norm, k_norm, mean_squares)
     if cos_sin is not None:
         at = positions.clamp(min=0)
-        q_scales = None if query_scales is None else query_scales[at]
-        q, k = _rotated(q, cos_sin[at], interleaved, q_scales), _rotated(k, cos_sin[at], interleaved, None)
+        qk = _rotated(qk, cos_sin.index_select(0, at), interleaved)
+        if query_scales is not None:
+            qk[:, :heads] *= query_scales[at, None, None]
+        qk = qk.to(qkv.dtype)
+    q, k = qk[:, :heads], qk[:, heads:]
 
-    written = slot_mapping >= 0
-    slots = slot_mapping[written]
-    k_cache.flatten(0, 1)[slots] = k[written]
-    v_cache.flatten(0, 1)[slots] = v[written]
+    if int(slot_mapping.min()) < 0:  # padding tokens
+        written = slot_mapping >= 0
+        slot_mapping, k, v = slot_mapping[written], k[written], v[written]
+    block_size = k_cache.shape[1]
+    slots = slot_mapping // block_size, slot_mapping % block_size
+    k_cache[slots], v_cache[slots] = k, v
     return q
 
 
-def _normed(x: Tensor, norm: Norm | None, mean_square: Tensor | None) -> Tensor:
-    """x: [tokens, heads, head_dim]; mean_square: [tokens] of all heads, or None: each head by itself."""
-    if norm is None:
-        return x
-    wide = x.float()
-    mean = wide.square().mean(dim=-1, keepdim=True) if mean_square is None else mean_square[:, None, None]
-    normed = wide * torch.rsqrt(mean + norm.eps)
-    weight = norm.weight.unflatten(0, (-1, x.shape[-1]))
-    return (normed * (1 + weight.float())).to(x.dtype) if norm.plus_one else normed.to(x.dtype) * weight
+def _normed(qk: Tensor, heads: int, q_norm: Norm, k_norm: Norm, mean_squares: Tensor | None) -> Tensor:
+    """Norm qk, [tokens, heads + kv_heads, head_dim]; mean_squares: as for norm_rotate_store."""
+    head_dim = qk.shape[-1]
+    if mean_squares is None:
+        normed = F.rms_norm(qk.float(), (head_dim,), eps=q_norm.eps)
+    else:
+        counts = torch.tensor([heads, qk.shape[1] - heads], device=qk.device)
+        normed = qk.float() * torch.rsqrt(mean_squares + q_norm.eps).repeat_interleave(counts, dim=1).unsqueeze(-1)
+    if not q_norm.plus_one:
+        normed = normed.to(qk.dtype)
+    for x, norm in ((normed[:, :heads], q_norm), (normed[:, heads:], k_norm)):
+        weight = norm.weight.view(-1, head_dim)
+        x *= 1 + weight.float() if norm.plus_one else weight
+    return normed.to(qk.dtype)
 
 
-def _rotated(x: Tensor, cos_sin: Tensor, interleaved: bool, scales: Tensor | None) -> Tensor:
-    """x: [tokens, heads, head_dim]; cos_sin: [tokens, rotary_dim]; scales: [tokens] or None."""
+def _rotated(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate x, [tokens, heads, head_dim], by cos_sin, [tokens, rotary_dim]; returns float32."""
     rotary_dim = cos_sin.shape[-1]
-    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     turning, rest = x.float().split([rotary_dim, x.shape[-1] - rotary_dim], dim=-1)
-    sizes, pair = ((-1, 2), -1) if interleaved else ((2, -1), -2)
-    first, second = turning.unflatten(-1, sizes).unbind(pair)
-    turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=pair).flatten(-2)
-    out = torch.cat([turned, rest], dim=-1)
-    return (out if scales is None else out * scales[:, None, None]).to(x.dtype)
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    if interleaved:
+        first, second = turning[..., ::2], turning[..., 1::2]
+    else:
+        first, second = turning.chunk(2, dim=-1)
+    turned = (first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)
+    if interleaved:
+        return torch.cat([torch.stack(turned, dim=-1).flatten(-2), rest], dim=-1)
+    return torch.cat([*turned, rest], dim=-1)
 
 
 def sum_squares_reference(qkv: Tensor, heads: int, kv_heads: int) -> Tensor:

@@ -35,7 +35,7 @@ def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
 def gate_mul_reference(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_mul in torch."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return _FUNCTIONS[activation](gate) * up
+    return _FUNCTIONS[activation](gate).mul_(up)
 
 
 def gate_mul_triton(gate_up: Tensor, activation: Activation) -> Tensor:

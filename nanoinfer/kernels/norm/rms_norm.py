@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -68,8 +69,9 @@ def rms_norm_reference(x: Tensor, norm: Norm) -> Tensor:
     Statistics are in float32; the result is rounded to x's dtype before the weight, or with plus_one after it, as
     transformers does.
     """
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    if x.dtype == norm.weight.dtype == torch.float32 and not norm.plus_one:  # nothing is rounded on the way
+        return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
+    normed = F.rms_norm(x.float(), x.shape[-1:], eps=norm.eps)
     if norm.plus_one:
         return (normed * (1.0 + norm.weight.float())).to(x.dtype)
     return normed.to(x.dtype) * norm.weight
