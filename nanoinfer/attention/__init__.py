@@ -68,7 +68,7 @@ def make_backend(name: str, windows: Iterable[int | None]) -> AttentionBackend:
         return TritonBackend(windows)
     from nanoinfer.attention.torch_backend import TorchBackend
 
-    return TorchBackend()
+    return TorchBackend(windows)
 
 
 def _flash_attn_problem(device: str, dtype: torch.dtype, block_size: int, head_dim: int) -> str | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from nanoinfer.attention.context import Context, Scoring
+from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference
 
@@ -12,8 +15,17 @@ from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference
 class TorchBackend:
     """See AttentionBackend."""
 
+    def __init__(self, windows: Iterable[int | None]) -> None:
+        self.windows = tuple(dict.fromkeys(windows))
+
     def prepare_decode(self, context: Context) -> None:
-        """Nothing."""
+        """On the CPU, find the runs of blocks, once for each of the model's windows."""
+        if not context.block_tables.is_cuda:
+            block_size = context.kv_cache.shape[3]
+            context.decode_plans = {
+                window: plan_runs(context.block_tables, context.context_lens, block_size, window)
+                for window in self.windows
+            }
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from packed queries, one sequence after another."""
@@ -33,10 +45,17 @@ class TorchBackend:
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from one query a sequence: on CUDA without a look at the lengths, so that a graph can hold it."""
-        how = scoring.scale, scoring.window, scoring.softcap
         if not q.is_cuda:
-            lens = context.context_lens.tolist()
-            return paged_prefill_reference(q, k_cache, v_cache, context.block_tables, [1] * len(lens), lens, *how)
+            plan = context.decode_plans[scoring.window]
+            return paged_decode_cpu(q, k_cache, v_cache, plan, scoring.scale, scoring.softcap)
         return paged_decode_reference(
-            q, k_cache, v_cache, context.block_tables, context.context_lens, context.max_context_len, *how
+            q,
+            k_cache,
+            v_cache,
+            context.block_tables,
+            context.context_lens,
+            context.max_context_len,
+            scoring.scale,
+            scoring.window,
+            scoring.softcap,
         )

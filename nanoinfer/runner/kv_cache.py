@@ -13,13 +13,17 @@ BLOCKS_AT_ONCE = 4  # in a copy
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """The shape of one rank's KV cache, but for the number of blocks."""
+    """The shape of one rank's KV cache, but for the number of blocks.
+
+    by_head: a head's keys of a block lie side by side in memory, as the CPU's products want them; else a token's heads
+    """
 
     layers: int
     block_size: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    by_head: bool
 
     @property
     def block_bytes(self) -> int:
@@ -32,18 +36,21 @@ class KVCacheSpec:
         Zeros, because a masked key has weight 0, and 0 times an uninitialised NaN is NaN.
         Raises ValueError when the memory does not hold it.
         """
-        shape = (2, self.layers, num_blocks, self.block_size, self.kv_heads, self.head_dim)
+        token_dims = (self.kv_heads, self.block_size) if self.by_head else (self.block_size, self.kv_heads)
+        shape = (2, self.layers, num_blocks, *token_dims, self.head_dim)
         try:
             if device.type == "cuda":
-                return torch.zeros(shape, dtype=self.dtype, device=device)
-            # NumPy's zeros cost no memory before they are written.
-            return torch.from_numpy(np.zeros(num_blocks * self.block_bytes, np.uint8)).view(self.dtype).view(shape)
+                cache = torch.zeros(shape, dtype=self.dtype, device=device)
+            else:  # NumPy's zeros cost no memory before they are written
+                zeros = np.zeros(num_blocks * self.block_bytes, np.uint8)
+                cache = torch.from_numpy(zeros).view(self.dtype).view(shape)
         except (MemoryError, torch.OutOfMemoryError, ValueError) as error:
             size = num_blocks * self.block_bytes / 2**30
             raise ValueError(
                 f"num_kvcache_blocks={num_blocks}: a KV cache of {size:,.1f} GiB does not fit the memory, in blocks of"
                 f" kvcache_block_size={self.block_size} tokens: {error}"
             ) from error
+        return cache.transpose(3, 4) if self.by_head else cache
 
 
 def copy_blocks(kv_cache: Tensor, copies: Tensor) -> None:

@@ -58,6 +58,11 @@ class PrefillMessage:
     chunks: list[ChunkMessage]
     joins: list[JoinMessage]
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the step computes."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
 
 @dataclass(slots=True)
 class DecodeMessage:
@@ -67,6 +72,11 @@ class DecodeMessage:
     num_rows: int  # rows from here on are empty
     new_blocks: list[tuple[int, int, int]]  # (row, column of the block table, block)
     max_context_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the step computes."""
+        return self.num_rows
 
 
 StepMessage = PrefillMessage | DecodeMessage

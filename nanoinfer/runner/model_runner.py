@@ -29,12 +29,15 @@ from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, named_memo
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.pending_tokens import PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
+from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import upload
 from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
 log = logging.getLogger("nanoinfer")
 
+TIMED_ROWS = 1, 16  # from each of these on, steps have a number of threads of their own
+TIMED_CACHE_BYTES = 2**30  # no more for the steps that are timed
 LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
@@ -97,6 +100,7 @@ class ModelRunner:
         self.device = torch.device("cuda", tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.graphs = None
+        self.threads = Threads()
         if config.device == "cpu" and tp.size > 1:  # ranks that fight for cores spin more than they compute
             torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // tp.size)))
         try:
@@ -104,6 +108,7 @@ class ModelRunner:
                 self._load()
                 self._connect()
                 with torch.inference_mode():
+                    self._choose_threads()
                     self._size(self._measure())
                     self._capture()
         except BaseException:
@@ -134,6 +139,24 @@ class ModelRunner:
         self.tp.connect(self._drop_graphs)
         max_rows = min(config.max_num_seqs, MAX_GRAPH_ROWS)
         self.tp.open_inbox(max_rows, config.description.hidden_size, config.torch_dtype)
+
+    def _choose_threads(self) -> None:
+        """Let one rank on the CPU compute with as many threads as make its steps faster."""
+        config = self.config
+        if not self._is_plain_cpu or self.tp.size > 1:
+            return
+        length = min(config.kvcache_block_size, config.max_model_len)
+        num_blocks = max(1, min(config.max_num_seqs, TIMED_CACHE_BYTES // self._cache_spec.block_bytes, TIMED_ROWS[-1]))
+        self._make_cache(num_blocks)
+        self.batch.block_tables[:num_blocks, 0] = torch.arange(num_blocks)
+
+        def step(rows: int) -> None:
+            self.batch.positions[:rows] = length - 1
+            self._decode_rows(rows, length)
+
+        for rows in TIMED_ROWS:
+            if rows <= num_blocks:
+                self.threads.choose(rows, partial(step, rows))
 
     def _measure(self) -> int:
         """Run the largest steps, over a cache of one block for all tables; returns the bytes that steps work in.
@@ -186,8 +209,18 @@ class ModelRunner:
     def _cache_spec(self) -> KVCacheSpec:
         config, model = self.config, self.model
         return KVCacheSpec(
-            model.num_layers, config.kvcache_block_size, model.num_kv_heads, model.head_dim, config.torch_dtype
+            model.num_layers,
+            config.kvcache_block_size,
+            model.num_kv_heads,
+            model.head_dim,
+            config.torch_dtype,
+            by_head=self._is_plain_cpu,
         )
+
+    @property
+    def _is_plain_cpu(self) -> bool:
+        """Whether the CPU computes, and does not interpret the device's kernels."""
+        return self.config.device == "cpu" and self.config.attention_backend == "torch"
 
     def _make_cache(self, num_blocks: int) -> None:
         config = self.config
@@ -223,7 +256,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, message: StepMessage) -> PendingTokens | None:
         """Launch one step; returns its tokens on rank 0, None on the others."""
-        with self._current_device():
+        with self._current_device(), self.threads.of(message.num_tokens):
             self.batch.update(message)
             self.logits_processors.update(message)
             step = self._prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,14 +9,23 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 
 
+def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """scale * product, or softcap * tanh(scale * product / softcap), in float32: [..., queries, keys].
+
+    q: [..., queries, head_dim]; k: [..., keys, head_dim]
+    """
+    products = q.float() @ k.float().transpose(-1, -2)
+    return products.mul_(scale) if softcap is None else products.mul_(scale / softcap).tanh_().mul_(softcap)
+
+
 def capped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Attend with scores softcap * tanh(scale * product / softcap), which torch's own attention cannot do.
+    """Attend with capped scores, which torch's own attention cannot do.
 
     q: [..., queries, head_dim]; k, v: [..., keys, head_dim]
     mask: True where a query sees a key, of a shape that broadcasts to [..., queries, keys]; None: everywhere
     Returns q's shape. The scores and their softmax are float32.
     """
-    scores = softcap * torch.tanh(q.float() @ k.float().transpose(-1, -2) * (scale / softcap))
+    scores = scores_of(q, k, scale, softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return scores.softmax(dim=-1).to(v.dtype) @ v

@@ -1,0 +1,179 @@
+"""Attention of one new token a sequence on the CPU: few calls, and no key is copied.
+
+A row's context lies in blocks of the cache. Attention goes over each block by itself, and the log-sum-exps of its
+scores weigh the results of a row against each other (as in Flash-Decoding: Dao et al., 2023). So blocks of different
+rows that are neighbours in the cache are one tensor, and one call attends to all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from nanoinfer.kernels.attention.scores import scores_of
+
+SPARE_KEYS = 64  # a call costs as much as these: a block that joins a run may bring so many masked keys with it
+
+Span = tuple[int, int, int]  # a row, and the keys of a block that it sees: from which, to which
+
+
+@dataclass(slots=True)
+class Run:
+    """Blocks side by side in the cache, each of them read by the same number of rows.
+
+    rows: [blocks, readers] int64
+    mask: [blocks, readers, keys] bool, True where a row sees a key; None: everywhere
+    """
+
+    first: int  # block
+    begin: int  # of the keys in each block that are read
+    end: int
+    rows: Tensor
+    mask: Tensor | None
+
+    def of(self, cache: Tensor) -> Tensor:
+        """View its keys or values as [blocks, kv_heads, keys, head_dim]; cache: see paged_decode_cpu."""
+        return cache[self.first : self.first + len(self.rows), self.begin : self.end].transpose(1, 2)
+
+
+@dataclass(slots=True)
+class RunPlan:
+    """Who reads what in a decode step; the same for all layers of one window.
+
+    rows: [results] int64, the row of each result of attention, run after run
+    results: [rows, most] int64, the other way round: the results of each row, and 0 where a row has fewer than `most`
+    places: [results] int64, where each result stands in `results`, flattened
+    absent: [rows, most] bool, True where a row has fewer; None: all have as many
+    """
+
+    runs: list[Run]
+    rows: Tensor
+    results: Tensor
+    places: Tensor
+    absent: Tensor | None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some row has several results."""
+        return self.results.shape[1] > 1
+
+
+def plan_runs(block_tables: Tensor, context_lens: Tensor, block_size: int, window: int | None) -> RunPlan:
+    """Sort the blocks that a decode step reads by their place in the cache, and cut them into runs.
+
+    block_tables: [rows, max blocks] int32; context_lens: [rows] int32, at least 1
+    window: how many tokens a query sees, the last of its context; None: all
+    """
+    spans = _spans(block_tables, context_lens.tolist(), block_size, window)
+    runs: list[Run] = []
+    rows: list[int] = []
+    for first, group in _cut(spans):
+        runs.append(_run(first, group))
+        rows += [row for row, _, _ in chain.from_iterable(group)]
+    return _plan(runs, rows, len(context_lens))
+
+
+def _spans(block_tables: Tensor, lens: list[int], block_size: int, window: int | None) -> dict[int, list[Span]]:
+    """List the spans of each block that is read."""
+    tables = block_tables[:, : -(-max(lens) // block_size)].tolist()
+    spans: dict[int, list[Span]] = {}
+    for row, (table, end) in enumerate(zip(tables, lens, strict=True)):
+        begin = 0 if window is None else max(0, end - window)
+        for column in range(begin // block_size, -(-end // block_size)):
+            start = column * block_size
+            spans.setdefault(table[column], []).append((row, max(0, begin - start), min(block_size, end - start)))
+    return spans
+
+
+def _cut(spans: dict[int, list[Span]]) -> Iterator[tuple[int, list[list[Span]]]]:
+    """Group neighbouring blocks; yields the first block of each run, and the spans of each of its blocks."""
+    group: list[list[Span]] = []
+    first = begin = end = 0
+    for block in sorted(spans):
+        readers = spans[block]
+        low, high = min(span[1] for span in readers), max(span[2] for span in readers)
+        new_begin, new_end = min(begin, low), max(end, high)
+        spare = (len(group) + 1) * (new_end - new_begin) - len(group) * (end - begin) - (high - low)
+        is_neighbour = group and block == first + len(group) and len(readers) == len(group[0])
+        if is_neighbour and spare * len(readers) <= SPARE_KEYS:
+            group.append(readers)
+            begin, end = new_begin, new_end
+        else:
+            if group:
+                yield first, group
+            group, first, begin, end = [readers], block, low, high
+    yield first, group
+
+
+def _run(first: int, group: list[list[Span]]) -> Run:
+    begins, ends = ({span[i] for readers in group for span in readers} for i in (1, 2))
+    begin, end = min(begins), max(ends)
+    rows = torch.tensor([[row for row, _, _ in readers] for readers in group])
+    if len(begins) == len(ends) == 1:
+        return Run(first, begin, end, rows, None)
+    keys = torch.arange(begin, end)
+    bounds = torch.tensor(group)
+    return Run(first, begin, end, rows, (keys >= bounds[..., 1:2]) & (keys < bounds[..., 2:]))
+
+
+def _plan(runs: list[Run], rows: list[int], num_rows: int) -> RunPlan:
+    """rows: the row of each result"""
+    counts = [0] * num_rows
+    slots = []  # of each result among those of its row
+    for row in rows:
+        slots.append(counts[row])
+        counts[row] += 1
+    most = max(counts)
+    row_of = torch.tensor(rows)
+    places = row_of * most + torch.tensor(slots)
+    results = torch.full((num_rows * most,), -1).index_copy_(0, places, torch.arange(len(rows))).view(-1, most)
+    absent = None if len(rows) == results.numel() else results < 0
+    return RunPlan(runs, row_of, results.clamp_(min=0), places, absent)
+
+
+def paged_decode_cpu(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: RunPlan, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Attend from each row's one query to its context, as paged_decode_reference does.
+
+    q: [rows, heads, head_dim]
+    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], in memory with the keys of a head side by side: else
+        every key is copied
+    Returns [rows, heads, head_dim].
+    """
+    kv_heads = k_cache.shape[2]
+    grouped = q.unflatten(1, (kv_heads, -1))  # the query heads of one KV head stand as its queries
+    attended = [_attend(grouped[run.rows], k_cache, v_cache, run, scale, softcap) for run in plan.runs]
+    outs = torch.cat([out.flatten(0, 1) for out, _, _ in attended])
+    if not plan.is_split:
+        return outs.index_select(0, plan.results[:, 0]).flatten(1, 2)
+    # A row's largest score is at least 1 / keys of the sum of its exponentials, so the logarithm is finite.
+    sums = [(scores.amax(-1) - weights.amax(-1).log()).flatten(0, 1) for _, scores, weights in attended]
+    padded = torch.cat(sums)[plan.results]
+    if plan.absent is not None:
+        padded.masked_fill_(plan.absent[:, :, None, None], float("-inf"))
+    shares = padded.softmax(dim=1).flatten(0, 1)[plan.places]
+    weighted = outs * shares.unsqueeze(-1).to(outs.dtype)
+    return torch.zeros_like(grouped).index_add_(0, plan.rows, weighted).flatten(1, 2)
+
+
+def _attend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, run: Run, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q: [blocks, readers, kv_heads, group, head_dim]. Returns q's shape, and the scores and weights with keys last."""
+    k, v = run.of(k_cache), run.of(v_cache)
+    readers = q.shape[1]
+    scores = scores_of(q.transpose(1, 2).flatten(2, 3), k, scale, softcap).unflatten(2, (readers, -1)).transpose(1, 2)
+    if run.mask is not None:
+        scores.masked_fill_(~run.mask[:, :, None, None], float("-inf"))
+    weights = scores.softmax(dim=-1)
+    of_block = weights.to(v.dtype).transpose(1, 2).flatten(2, 3)
+    out = (of_block @ v).unflatten(2, (readers, -1)).transpose(1, 2)
+    if run.mask is not None and out.isnan().any():
+        # A masked value may be what another sequence left, and no number: then 0 times it is none either.
+        out = weights.to(v.dtype) @ v.unsqueeze(1).where(run.mask[:, :, None, :, None], 0)
+    return out, scores, weights
