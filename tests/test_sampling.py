@@ -23,7 +23,7 @@ from nanoinfer.engine.sequence import Sequence
 from nanoinfer.kernels.sampling.cutoff import find_cutoff_reference, find_cutoff_triton
 from nanoinfer.kernels.sampling.draw import draw
 from nanoinfer.kernels.sampling.penalties import penalize
-from nanoinfer.runner.logits_processor_group import LogitsProcessorGroup
+from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
 from nanoinfer.runner.message import LogitsMessage
 
 VOCABULARY = 40

@@ -23,8 +23,8 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
 from nanoinfer.runner.input_batch import InputBatch, PrefillInputs
 from nanoinfer.runner.kv_cache import BLOCKS_AT_ONCE, KVCacheSpec, copy_blocks
-from nanoinfer.runner.logits_processors import LOGITS_AT_ONCE, LogitsProcessors
-from nanoinfer.runner.logprobs import LogProbs
+from nanoinfer.runner.logits.logprobs import LogProbs
+from nanoinfer.runner.logits.processors import LOGITS_AT_ONCE, LogitsProcessors
 from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.pending_tokens import PendingTokens

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanoinfer.runner.logprobs import LogProbs
+from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.transfer import to_host
 
 POLL_SECONDS = 50e-6

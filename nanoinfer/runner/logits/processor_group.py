@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff
 from nanoinfer.kernels.sampling.penalties import penalize
-from nanoinfer.runner.logprobs import LogProbs
+from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.message import LogitsMessage
 from nanoinfer.runner.transfer import upload
 from nanoinfer.sampling_params import SamplingParams

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nanoinfer.kernels.sampling.draw import draw
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.logits_processor_group import LogitsProcessorGroup
-from nanoinfer.runner.logprobs import LogProbs
+from nanoinfer.runner.logits.logprobs import LogProbs
+from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
 from nanoinfer.runner.message import DecodeMessage, LogitsMessage, PrefillMessage
 from nanoinfer.runner.transfer import upload
 
