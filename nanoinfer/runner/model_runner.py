@@ -36,8 +36,8 @@ from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
 log = logging.getLogger("nanoinfer")
 
-TIMED_ROWS = 1, 16  # from each of these on, steps have a number of threads of their own
-TIMED_CACHE_BYTES = 2**30  # no more for the steps that are timed
+TIMED_ROWS = {1: 1, 16: 32}  # from so many tokens on, a step takes the threads that are best for so many rows
+TIMED_CACHE_BYTES = 2**28  # no more for the steps that are timed
 LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
@@ -146,17 +146,19 @@ class ModelRunner:
         if not self._is_plain_cpu or self.tp.size > 1:
             return
         length = min(config.kvcache_block_size, config.max_model_len)
-        num_blocks = max(1, min(config.max_num_seqs, TIMED_CACHE_BYTES // self._cache_spec.block_bytes, TIMED_ROWS[-1]))
+        most = max(TIMED_ROWS.values())
+        num_blocks = max(1, min(config.max_num_seqs, TIMED_CACHE_BYTES // self._cache_spec.block_bytes, most))
         self._make_cache(num_blocks)
+        self.kv_cache.zero_()  # until it is written, it has no memory to read
         self.batch.block_tables[:num_blocks, 0] = torch.arange(num_blocks)
 
         def step(rows: int) -> None:
             self.batch.positions[:rows] = length - 1
             self._decode_rows(rows, length)
 
-        for rows in TIMED_ROWS:
-            if rows <= num_blocks:
-                self.threads.choose(rows, partial(step, rows))
+        for tokens, rows in TIMED_ROWS.items():
+            if tokens <= num_blocks:
+                self.threads.choose(tokens, partial(step, min(rows, num_blocks)))
 
     def _measure(self) -> int:
         """Run the largest steps, over a cache of one block for all tables; returns the bytes that steps work in.

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-GAIN = 1.15  # all threads must be faster than half of them by this: on a core with other work they are far slower
+GAIN = 1.03  # by so much all threads must be faster than half of them: on a core with other work they are far slower
 SECONDS = 0.2  # to time one number of threads
-STEPS = 5
+STEPS = 8
 
 
 class Threads:
@@ -23,7 +23,7 @@ class Threads:
     def choose(self, tokens: int, step: Callable[[], object]) -> None:
         """Time a step with torch's number of threads, a half of it, a quarter, ...; keep the best for such steps.
 
-        tokens: how many the step computes, and the smallest number that the choice is for; call with rising numbers
+        tokens: the fewest that a step of the choice computes; call with rising numbers
 
         Stops where fewer threads are slower. A core that is busy with other work shows here: the threads wait for it.
         """
@@ -57,11 +57,11 @@ def num_threads(count: int) -> Iterator[None]:
 
 
 def _seconds(step: Callable[[], object], count: int) -> float:
-    """The mean time of some steps; the first warms up, unless it takes long."""
+    """The median time of some steps; the first warms up, unless it takes long."""
     seconds: list[float] = []
     with num_threads(count):
         while len(seconds) < STEPS and sum(seconds) < SECONDS:
             start = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - start)
-    return statistics.mean(seconds[1:] or seconds)
+    return statistics.median(seconds[1:] or seconds)
