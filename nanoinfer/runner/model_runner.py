@@ -143,7 +143,7 @@ class ModelRunner:
     def _choose_threads(self) -> None:
         """Let one rank on the CPU compute with as many threads as make its steps faster."""
         config = self.config
-        if not self._is_plain_cpu or self.tp.size > 1:
+        if not self._is_plain_cpu or self.tp.size > 1 or torch.get_num_threads() == 1:
             return
         length = min(config.kvcache_block_size, config.max_model_len)
         most = max(TIMED_ROWS.values())
