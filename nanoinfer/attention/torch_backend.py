@@ -1,4 +1,4 @@
-"""Attention in plain torch: the CPU's backend, and the reference that the others are held to."""
+"""Attention in plain torch: the CPU's backend, and the reference that the tests hold the others to."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TorchBackend:
         )
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
-        """Attend from one query a sequence: on CUDA without a look at the lengths, so that a graph can hold it."""
+        """Attend from one query per sequence; on CUDA the host reads no lengths, so that a graph can hold it."""
         if not q.is_cuda:
             plan = context.decode_plans[scoring.window]
             return paged_decode_cpu(q, k_cache, v_cache, plan, scoring.scale, scoring.softcap)

@@ -5,8 +5,8 @@ itself costs no time, nor do the weights that the kernel reads meanwhile. Every 
 `wait_for_predecessor` before it stores anything, and before it loads anything that another kernel writes. After that
 call the predecessor is complete, and so are all kernels before it.
 
-A program may load weights before that call. So between the kernel that writes weights and the first early one, there
-must be a kernel without these options, as all of torch's are.
+A program may load weights before that call. So the host must launch a kernel that is not early, such as torch's,
+between a kernel that writes weights and the first early one.
 
 A kernel lets its successor start only after its own wait has ended. Otherwise many kernels would be resident at once,
 and the later ones would hold the shared memory that the next one needs.

@@ -1,4 +1,4 @@
-"""Threads: how many of the CPU's threads a step takes. In every operation they wait for each other."""
+"""Threads: how many of the CPU's threads a step takes. In every operation the threads wait for each other."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-GAIN = 1.03  # by so much all threads must be faster than half of them: on a core with other work they are far slower
+GAIN = 1.03  # twice the threads must be so many times faster: if a core gets other work, they are far slower
 SECONDS = 0.2  # to time one number of threads
-STEPS = 8
+STEPS = 8  # at most, to time one number of threads
 
 
 class Threads:
-    """The number of threads for steps of few and of many tokens; until `choose` is called, torch's own number."""
+    """Chooses how many threads steps of few and of many tokens take; until `choose` is called, torch's own number."""
 
     def __init__(self) -> None:
         self._choices: list[tuple[int, int]] = []  # tokens, and the threads of steps that compute at least so many
@@ -23,9 +23,10 @@ class Threads:
     def choose(self, tokens: int, step: Callable[[], object]) -> None:
         """Time a step with torch's number of threads, a half of it, a quarter, ...; keep the best for such steps.
 
-        tokens: the fewest that a step of the choice computes; call with rising numbers
+        tokens: the choice is for steps of at least so many tokens; call with rising numbers
+        step: runs such a step
 
-        Stops where fewer threads are slower. A core that is busy with other work shows here: the threads wait for it.
+        The search ends where fewer threads are slower. If other work keeps a core busy, the other threads wait for it.
         """
         best = torch.get_num_threads()
         seconds = _seconds(step, best)
@@ -37,14 +38,14 @@ class Threads:
         self._choices.append((tokens, best))
 
     def of(self, tokens: int) -> AbstractContextManager[None]:
-        """Inside, torch computes with the threads that suit a step of so many tokens."""
+        """Return a context in which torch computes with the threads that suit a step of so many tokens."""
         count = next((count for least, count in reversed(self._choices) if least <= tokens), None)
         return nullcontext() if count is None else num_threads(count)
 
 
 @contextmanager
 def num_threads(count: int) -> Iterator[None]:
-    """Inside, torch computes with `count` threads."""
+    """Let torch compute with `count` threads inside the context."""
     before = torch.get_num_threads()
     if count == before:
         yield
@@ -57,7 +58,7 @@ def num_threads(count: int) -> Iterator[None]:
 
 
 def _seconds(step: Callable[[], object], count: int) -> float:
-    """The median time of some steps; the first warms up, unless it takes long."""
+    """Return the median time of some steps; the first only warms up, unless it takes all the time."""
     seconds: list[float] = []
     with num_threads(count):
         while len(seconds) < STEPS and sum(seconds) < SECONDS:

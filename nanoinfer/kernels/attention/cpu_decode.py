@@ -1,8 +1,8 @@
 """Attention of one new token a sequence on the CPU: few calls, and no key is copied.
 
-A row's context lies in blocks of the cache. Attention goes over each block by itself, and the log-sum-exps of its
-scores weigh the results of a row against each other (as in Flash-Decoding: Dao et al., 2023). So blocks of different
-rows that are neighbours in the cache are one tensor, and one call attends to all of them.
+A row's context lies in blocks of the cache. Its query attends to each block by itself, and the log-sum-exps of the
+scores weigh the row's results against each other (as in Flash-Decoding: Dao et al., 2023). So neighbouring blocks of
+the cache, of whatever rows, are one tensor, and one call attends to all of them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.scores import scores_of
 
-SPARE_KEYS = 64  # a call costs as much as these: a block that joins a run may bring so many masked keys with it
+SPARE_KEYS = 64  # one more call costs as much as so many masked keys: a block joins a run if it adds no more
 
-Span = tuple[int, int, int]  # a row, and the keys of a block that it sees: from which, to which
+Span = tuple[int, int, int]  # a row, and where the keys of a block that it sees begin and end
 
 
 @dataclass(slots=True)
 class Run:
-    """Blocks side by side in the cache, each of them read by the same number of rows.
+    """Neighbouring blocks of the cache; the same number of rows reads each of them.
 
-    rows: [blocks, readers] int64
+    rows: [blocks, readers] int64, the rows that read each block
     mask: [blocks, readers, keys] bool, True where a row sees a key; None: everywhere
     """
 
@@ -36,18 +36,18 @@ class Run:
     mask: Tensor | None
 
     def of(self, cache: Tensor) -> Tensor:
-        """View its keys or values as [blocks, kv_heads, keys, head_dim]; cache: see paged_decode_cpu."""
+        """View the run's keys or values as [blocks, kv_heads, keys, head_dim]; cache: see paged_decode_cpu."""
         return cache[self.first : self.first + len(self.rows), self.begin : self.end].transpose(1, 2)
 
 
 @dataclass(slots=True)
 class RunPlan:
-    """Who reads what in a decode step; the same for all layers of one window.
+    """The runs of a decode step, and the rows of their results; all layers with one window share a plan.
 
     rows: [results] int64, the row of each result of attention, run after run
-    results: [rows, most] int64, the other way round: the results of each row, and 0 where a row has fewer than `most`
+    results: [rows, most] int64, the other way round: the results of each row; 0 fills a row that has fewer than `most`
     places: [results] int64, where each result stands in `results`, flattened
-    absent: [rows, most] bool, True where a row has fewer; None: all have as many
+    absent: [rows, most] bool, True where 0 fills `results`; None: nowhere
     """
 
     runs: list[Run]
@@ -90,7 +90,7 @@ def _spans(block_tables: Tensor, lens: list[int], block_size: int, window: int |
 
 
 def _cut(spans: dict[int, list[Span]]) -> Iterator[tuple[int, list[list[Span]]]]:
-    """Group neighbouring blocks; yields the first block of each run, and the spans of each of its blocks."""
+    """Group neighbouring blocks into runs; yield each run's first block, and the spans of each of its blocks."""
     group: list[list[Span]] = []
     first = begin = end = 0
     for block in sorted(spans):
@@ -121,15 +121,15 @@ def _run(first: int, group: list[list[Span]]) -> Run:
 
 
 def _plan(runs: list[Run], rows: list[int], num_rows: int) -> RunPlan:
-    """rows: the row of each result"""
+    """Find the results of each row; rows: the row of each result."""
     counts = [0] * num_rows
-    slots = []  # of each result among those of its row
+    columns = []  # of each result in `results`
     for row in rows:
-        slots.append(counts[row])
+        columns.append(counts[row])
         counts[row] += 1
     most = max(counts)
     row_of = torch.tensor(rows)
-    places = row_of * most + torch.tensor(slots)
+    places = row_of * most + torch.tensor(columns)
     results = torch.full((num_rows * most,), -1).index_copy_(0, places, torch.arange(len(rows))).view(-1, most)
     absent = None if len(rows) == results.numel() else results < 0
     return RunPlan(runs, row_of, results.clamp_(min=0), places, absent)
@@ -140,20 +140,20 @@ def paged_decode_cpu(
 ) -> Tensor:
     """Attend from each row's one query to its context, as paged_decode_reference does.
 
-    q: [rows, heads, head_dim]
-    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], in memory with the keys of a head side by side: else
-        every key is copied
+    q: [rows, heads, head_dim]; plan: from plan_runs
+    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim]. In memory the keys of a head are neighbours, or torch
+        copies every key
     Returns [rows, heads, head_dim].
     """
     kv_heads = k_cache.shape[2]
-    grouped = q.unflatten(1, (kv_heads, -1))  # the query heads of one KV head stand as its queries
+    grouped = q.unflatten(1, (kv_heads, -1))  # one KV head's query heads stand as its queries
     attended = [_attend(grouped[run.rows], k_cache, v_cache, run, scale, softcap) for run in plan.runs]
     outs = torch.cat([out.flatten(0, 1) for out, _, _ in attended])
     if not plan.is_split:
         return outs.index_select(0, plan.results[:, 0]).flatten(1, 2)
-    # A row's largest score is at least 1 / keys of the sum of its exponentials, so the logarithm is finite.
-    sums = [(scores.amax(-1) - weights.amax(-1).log()).flatten(0, 1) for _, scores, weights in attended]
-    padded = torch.cat(sums)[plan.results]
+    # The largest weight of a query is at least 1 / keys, so its logarithm is finite.
+    lses = [(scores.amax(-1) - weights.amax(-1).log()).flatten(0, 1) for _, scores, weights in attended]
+    padded = torch.cat(lses)[plan.results]
     if plan.absent is not None:
         padded.masked_fill_(plan.absent[:, :, None, None], float("-inf"))
     shares = padded.softmax(dim=1).flatten(0, 1)[plan.places]
@@ -164,7 +164,7 @@ def paged_decode_cpu(
 def _attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, run: Run, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q: [blocks, readers, kv_heads, group, head_dim]. Returns q's shape, and the scores and weights with keys last."""
+    """q: [blocks, readers, kv_heads, group, head_dim]. Returns q's shape, the scores and the weights, keys last."""
     k, v = run.of(k_cache), run.of(v_cache)
     readers = q.shape[1]
     scores = scores_of(q.transpose(1, 2).flatten(2, 3), k, scale, softcap).unflatten(2, (readers, -1)).transpose(1, 2)
@@ -174,6 +174,6 @@ def _attend(
     of_block = weights.to(v.dtype).transpose(1, 2).flatten(2, 3)
     out = (of_block @ v).unflatten(2, (readers, -1)).transpose(1, 2)
     if run.mask is not None and out.isnan().any():
-        # A masked value may be what another sequence left, and no number: then 0 times it is none either.
+        # Another sequence may have left NaN or an infinity in a masked place, and 0 times that is NaN.
         out = weights.to(v.dtype) @ v.unsqueeze(1).where(run.mask[:, :, None, :, None], 0)
     return out, scores, weights

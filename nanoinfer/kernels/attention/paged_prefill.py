@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
 
 BLOCK_M = 64
-QUERIES_AT_ONCE = 512  # of the reference, with a window or soft cap: few of them see more than their window
+QUERIES_AT_ONCE = 512  # the reference takes so many with a window or soft cap, so that the mask drops few scores
 
 
 def paged_prefill_reference(
@@ -27,12 +27,12 @@ def paged_prefill_reference(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend from each sequence's new tokens, the last of its context, to the context before and at them.
+    """Attend from each sequence's new tokens, the last of its context, each to itself and the context before it.
 
     q: [tokens, heads, head_dim], the sequences' new tokens one after another; heads is a multiple of kv_heads
     k_cache, v_cache: [blocks, block_size, kv_heads, head_dim], the new tokens already written
     block_tables: [seqs, max blocks] int32
-    query_lens, context_lens: each sequence's new tokens, and all of its tokens with the new ones
+    query_lens, context_lens: how many new tokens each sequence has, and how many tokens in all
     window: how many keys a query sees, the last of them its own; blocks that no query sees are not read
     softcap: see capped_attention
     Returns [tokens, heads, head_dim].
@@ -46,51 +46,51 @@ def paged_prefill_reference(
             stop = context_len - query_len + first + queries
             start = 0 if window is None else max(0, stop - queries + 1 - window)
             k, v = (_gather(cache, table, start, stop).transpose(0, 1) for cache in (k_cache, v_cache))
-            rows = slice(begin + first, begin + first + queries)
-            out[rows] = _attend_causally(q[rows], k, v, scale, window, softcap)
+            tokens = slice(begin + first, begin + first + queries)
+            out[tokens] = _attend_causally(q[tokens], k, v, scale, window, softcap)
         begin += query_len
     return out
 
 
 def _gather(cache: Tensor, table: list[int], start: int, stop: int) -> Tensor:
-    """The tokens from start to stop, [tokens, kv_heads, head_dim]; blocks in a row are not copied."""
+    """Return the tokens from start to stop, [tokens, kv_heads, head_dim]; neighbouring blocks are not copied."""
     block_size = cache.shape[1]
     skipped = start // block_size
     blocks = table[skipped : math.ceil(stop / block_size)]
     first, last = blocks[0], blocks[-1] + 1
-    in_a_row = blocks == list(range(first, last))
-    gathered = (cache[first:last] if in_a_row else cache[blocks]).flatten(0, 1)
+    are_neighbours = blocks == list(range(first, last))
+    gathered = (cache[first:last] if are_neighbours else cache[blocks]).flatten(0, 1)
     return gathered[start - skipped * block_size : stop - skipped * block_size]
 
 
 def _attend_causally(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """q: the last tokens, [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim]; returns q's shape.
+    """Attend from the last tokens' queries; no token lies before the first query's window.
 
-    No token lies before the first query's window.
+    q: [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim]; returns q's shape
     """
     (queries, heads, head_dim), (kv_heads, tokens) = q.shape, k.shape[:2]
-    if queries == 1:  # the query heads of one KV head stand as its queries: no key is copied for them
+    if queries == 1:  # one KV head's query heads stand as its queries, so that no key is copied
         grouped = q.reshape(1, kv_heads, heads // kv_heads, head_dim)
         if softcap is not None:
             return capped_attention(grouped, k[None], v[None], None, scale, softcap).reshape(q.shape)
         return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).reshape(q.shape)
     if softcap is not None:
         grouped = q.transpose(0, 1).reshape(kv_heads, -1, head_dim)
-        seen = _what_is_seen(queries, tokens, window, q.device)
+        seen = _causal_mask(queries, tokens, window, q.device)
         attended = capped_attention(grouped, k, v, seen.repeat(heads // kv_heads, 1), scale, softcap)
         return attended.view(heads, queries, head_dim).transpose(0, 1)
     needs_mask = queries < tokens or window is not None
-    mask = _what_is_seen(queries, tokens, window, q.device) if needs_mask else None
+    mask = _causal_mask(queries, tokens, window, q.device) if needs_mask else None
     attended = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
     return attended[0].transpose(0, 1)
 
 
-def _what_is_seen(queries: int, tokens: int, window: int | None, device: torch.device) -> Tensor:
-    """By the last tokens' queries, [queries, tokens] bool."""
+def _causal_mask(queries: int, tokens: int, window: int | None, device: torch.device) -> Tensor:
+    """Return [queries, tokens] bool, True where a query, one of the last tokens, sees a token."""
     seen = torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
     return seen if window is None else seen.triu(tokens - queries + 1 - window)
 
@@ -110,7 +110,7 @@ def paged_prefill_triton(
     """paged_prefill_reference as one launch.
 
     cu_query_lens: [seqs + 1] int32, where each sequence's queries begin and the last one's end
-    context_lens: [seqs] int32
+    context_lens: [seqs] int32; max_query_len: at least the most queries of one sequence
     """
     tokens, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -200,7 +200,7 @@ def _paged_prefill_kernel(
             seen = (start + n)[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen &= (start + n)[None, :] > position[:, None] - WINDOW
-            # The keys of a tile that a query sees nothing of weigh 1 each, but only until it sees one: rescale is 0.
+            # A query that sees no key of a tile gives each the weight 1; its first seen key makes `rescale` 0.
             scores = tl.where(seen, scores, -1e30)
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_top[:, None])

@@ -31,14 +31,14 @@ def norm_rotate_store(
 
     qkv: [tokens, heads + 2 * kv_heads, head_dim], the query heads first and the value heads last; head_dim is even
     q_norm, k_norm: both None: no norm. They differ in their weights alone: [head_dim], each head by itself
-    mean_squares: [tokens, 2] float32, of all query heads and of all key heads of the token, on every rank. With it the
+    mean_squares: [tokens, 2] float32, of all query heads and of all key heads of a token, over all ranks. With it the
         norms go over all heads together, and their weights are [heads * head_dim] and [kv_heads * head_dim]
     cos_sin: [positions, rotary_dim] float32, the cosines in the first half and the sines in the second; rotary_dim is
-        even, and what a head has beyond it is not rotated; None: nothing is
-    interleaved: the pairs that turn are (0, 1), (2, 3) ... of the rotary_dim; else (i, i + rotary_dim / 2)
-    query_scales: [positions] float32, factors of the rotated queries; None: no factors, as it must be without cos_sin
-    positions: [tokens] int32, rows of cos_sin and query_scales; -1 (a padding token) counts as 0
-    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim]; slot s is row s % block_size of block s // block_size
+        even, and the rotation leaves a head's elements beyond it alone; None: no rotation
+    interleaved: rotates the pairs (0, 1), (2, 3) ... of the first rotary_dim elements; else (i, i + rotary_dim / 2)
+    query_scales: [positions] float32, factors of the rotated queries; None: no factors; without cos_sin it must be None
+    positions: [tokens] int32, indices into cos_sin and query_scales; -1 (a padding token) counts as 0
+    k_cache, v_cache: [blocks, block_size, kv_heads, head_dim]; slot s is place s % block_size of block s // block_size
     slot_mapping: [tokens] int32; the keys and values of a token whose slot is -1 are written nowhere
     Returns the queries, [tokens, heads, head_dim]. The rotation is that of Su et al., 2021.
     """
@@ -62,9 +62,9 @@ def norm_rotate_store(
 
 
 def sum_squares(qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """[tokens, 2] float32, the sums of squares of each token's query heads and of its key heads.
+    """Return [tokens, 2] float32, the sums of squares of each token's query heads and of its key heads.
 
-    qkv: [tokens, heads + 2 * kv_heads, head_dim]. Summed over ranks and divided by the counts they are mean_squares.
+    qkv: [tokens, heads + 2 * kv_heads, head_dim]. All ranks' sums, added and divided by the counts, are mean_squares.
     """
     return (sum_squares_triton if qkv.is_cuda else sum_squares_reference)(qkv, heads, kv_heads)
 
@@ -106,7 +106,7 @@ def norm_rotate_store_reference(
 
 
 def _normed(qk: Tensor, heads: int, q_norm: Norm, k_norm: Norm, mean_squares: Tensor | None) -> Tensor:
-    """Norm qk, [tokens, heads + kv_heads, head_dim]; mean_squares: as for norm_rotate_store."""
+    """Normalise qk, [tokens, heads + kv_heads, head_dim]; mean_squares: as for norm_rotate_store."""
     head_dim = qk.shape[-1]
     if mean_squares is None:
         normed = F.rms_norm(qk.float(), (head_dim,), eps=q_norm.eps)
@@ -221,7 +221,7 @@ def _norm_rotate_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     i = tl.arange(0, BLOCK_HALF)[None, :]
-    lane = i < HALF
+    in_head = i < HALF
     turns = i < ROTARY_DIM // 2
     # Lane i has the elements `at` and `at + apart` of a head: a pair to rotate, or two of the rest.
     if INTERLEAVED:
@@ -235,15 +235,15 @@ def _norm_rotate_store_kernel(
     is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
     is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
     if NORM == "head":
-        q_weight1, q_weight2 = _load_pairs(q_weight_ptr + at, apart, lane)
-        k_weight1, k_weight2 = _load_pairs(k_weight_ptr + at, apart, lane)
+        q_weight1, q_weight2 = _load_pairs(q_weight_ptr + at, apart, in_head)
+        k_weight1, k_weight2 = _load_pairs(k_weight_ptr + at, apart, in_head)
     elif NORM == "full":
-        q_weight1, q_weight2 = _load_pairs(q_weight_ptr + head * (2 * HALF) + at, apart, is_q & lane)
-        k_weight1, k_weight2 = _load_pairs(k_weight_ptr + (head - HEADS) * (2 * HALF) + at, apart, is_k & lane)
+        q_weight1, q_weight2 = _load_pairs(q_weight_ptr + head * (2 * HALF) + at, apart, is_q & in_head)
+        k_weight1, k_weight2 = _load_pairs(k_weight_ptr + (head - HEADS) * (2 * HALF) + at, apart, is_k & in_head)
     wait_for_predecessor(EARLY)
 
     source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + at
-    first, second = _load_pairs(source, apart, (is_q | is_k | is_v) & lane)
+    first, second = _load_pairs(source, apart, (is_q | is_k | is_v) & in_head)
     out1, out2 = first.to(tl.float32), second.to(tl.float32)
     if NORM != "none":
         if NORM == "head":
@@ -265,17 +265,17 @@ def _norm_rotate_store_kernel(
     out1, out2 = out1.to(first.dtype), out2.to(first.dtype)
 
     q_target = q_ptr + (token * HEADS + head) * (2 * HALF) + at
-    _store_pairs(q_target, out1, out2, apart, is_q & lane)
+    _store_pairs(q_target, out1, out2, apart, is_q & in_head)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)  # a cache may have more than 2^31 elements
     if slot >= 0:
-        row = slot * KV_HEADS + head - HEADS
-        _store_pairs(k_cache_ptr + row * (2 * HALF) + at, out1, out2, apart, is_k & lane)
-        _store_pairs(v_cache_ptr + (row - KV_HEADS) * (2 * HALF) + at, first, second, apart, is_v & lane)
+        place = slot * KV_HEADS + head - HEADS
+        _store_pairs(k_cache_ptr + place * (2 * HALF) + at, out1, out2, apart, is_k & in_head)
+        _store_pairs(v_cache_ptr + (place - KV_HEADS) * (2 * HALF) + at, first, second, apart, is_v & in_head)
 
 
 @triton.jit
 def _norm(wide, scale, is_q, q_weight, k_weight, dtype: tl.constexpr, PLUS_ONE: tl.constexpr):
-    """Rounded to dtype as the reference is, but left in float32."""
+    """Normalise `wide`; round to dtype where the reference rounds, but return float32."""
     if PLUS_ONE:
         return (wide * scale * (1 + tl.where(is_q, q_weight, k_weight).to(tl.float32))).to(dtype).to(tl.float32)
     else:

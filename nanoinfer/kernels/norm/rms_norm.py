@@ -26,10 +26,10 @@ class Norm(NamedTuple):
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019).
+    """Return x / sqrt(mean(x^2) + eps) * weight, over the last dimension (Zhang and Sennrich, 2019).
 
     x: [tokens, size], or [pieces, tokens, size] float32 that add up to it
-    Returns [tokens, size] in x's dtype, of pieces in the weight's.
+    Returns [tokens, size] in x's dtype; the sum of pieces takes the weight's.
     """
     if x.is_cuda:
         return rms_norm_triton(x, norm)
@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(x + residual), x + residual), both [tokens, size].
+    """Return (rms_norm(x + residual), x + residual), both [tokens, size].
 
     x: [tokens, size], or [pieces, tokens, size] float32 that add up to it; residual: [tokens, size]
     """
@@ -46,28 +46,28 @@ def add_rms_norm(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tenso
 
 
 def norm_add_rms_norm(x: Tensor, residual: Tensor, post: Norm, pre: Norm) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(total, pre), total) for total = rms_norm(x, post) + residual, both [tokens, size].
+    """Return (rms_norm(total, pre), total) for total = rms_norm(x, post) + residual, both [tokens, size].
 
-    For models that norm what a branch gives and what the next one takes (Gemma 2). x, residual: as for add_rms_norm
+    Models such as Gemma 2 normalise each branch's result and each branch's input. x, residual: as for add_rms_norm
     """
     function = norm_add_rms_norm_triton if x.is_cuda else norm_add_rms_norm_reference
     return function(x, residual, post, pre)
 
 
 def add_residual(x: Tensor, residual: Tensor, post: Norm | None = None) -> Tensor:
-    """Returns x + residual, or with `post` rms_norm(x, post) + residual, [tokens, size].
+    """Return x + residual, or with `post` rms_norm(x, post) + residual, [tokens, size].
 
-    For models that norm only what a branch gives (OLMo 2). x, residual: as for add_rms_norm
+    Models such as OLMo 2 normalise each branch's result alone. x, residual: as for add_rms_norm
     """
     function = add_residual_triton if x.is_cuda else add_residual_reference
     return function(x, residual, post)
 
 
 def rms_norm_reference(x: Tensor, norm: Norm) -> Tensor:
-    """rms_norm in torch, of x in one piece, [..., size].
+    """rms_norm in torch; x: [..., size], never pieces.
 
-    Statistics are in float32; the result is rounded to x's dtype before the weight, or with plus_one after it, as
-    transformers does.
+    The mean is float32. As transformers does, the function rounds to x's dtype before the weight multiplies, or with
+    plus_one afterwards.
     """
     if x.dtype == norm.weight.dtype == torch.float32 and not norm.plus_one:  # nothing is rounded on the way
         return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
@@ -161,7 +161,7 @@ def _launch(
 
 
 def norm_warps(block: int) -> int:
-    """For a program that norms one row."""
+    """Return the number of warps for a program that normalises one vector of up to `block` numbers."""
     return min(max(block // 256, 1), 16)
 
 
@@ -186,7 +186,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * size
+    start = tl.program_id(0).to(tl.int64) * size
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
     if POST:
@@ -194,22 +194,22 @@ def _rms_norm_kernel(
     if NORM:
         weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
     wait_for_predecessor(EARLY)
-    x = tl.load(x_ptr + row + offsets, mask=mask, other=0.0)
+    x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0)
     for piece in tl.static_range(1, PIECES):
-        x += tl.load(x_ptr + piece * piece_stride + row + offsets, mask=mask, other=0.0)
+        x += tl.load(x_ptr + piece * piece_stride + start + offsets, mask=mask, other=0.0)
     x = x.to(out_ptr.dtype.element_ty)
     if POST:
         x = norm_block(x, post_weight, size, post_eps, POST_PLUS_ONE)
     if ADD:
-        x += tl.load(residual_ptr + row + offsets, mask=mask, other=0.0)
+        x += tl.load(residual_ptr + start + offsets, mask=mask, other=0.0)
         if NORM:
-            tl.store(total_ptr + row + offsets, x, mask=mask)
-    tl.store(out_ptr + row + offsets, norm_block(x, weight, size, eps, PLUS_ONE) if NORM else x, mask=mask)
+            tl.store(total_ptr + start + offsets, x, mask=mask)
+    tl.store(out_ptr + start + offsets, norm_block(x, weight, size, eps, PLUS_ONE) if NORM else x, mask=mask)
 
 
 @triton.jit
 def norm_block(x, weight, size, eps, PLUS_ONE: tl.constexpr):
-    """rms_norm inside a kernel: of a row of `size` numbers, and zeros up to the next power of two."""
+    """rms_norm inside a kernel; x: one vector of `size` numbers, and zeros up to the next power of two."""
     wide = x.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
     if PLUS_ONE:

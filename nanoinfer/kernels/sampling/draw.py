@@ -13,9 +13,9 @@ from triton.language.extra import libdevice
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 from nanoinfer.kernels.sampling.cutoff import Cutoff
 
-UInts = npt.NDArray[np.uint32]  # NumPy's wrap around; torch's unsigned integers cannot be multiplied
+UInts = npt.NDArray[np.uint32]  # NumPy's unsigned integers wrap around; torch cannot multiply its own
 
-BLOCK = 4096
+BLOCK = 4096  # tokens in a slice of the vocabulary
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -27,14 +27,14 @@ def draw(
     first_id: int = 0,
     cutoff: Cutoff | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by the Gumbel-max trick; temperature 0 takes the largest logit.
+    """Draw one token a row by the Gumbel-max trick (Gumbel, 1954); temperature 0 takes the largest logit.
 
-    logits: [rows, vocabulary], or this rank's slice of it, which begins at token `first_id`
+    logits: [rows, vocabulary], or this rank's share of it, which begins at token `first_id`
     temperatures: [rows] float32
     seeds: [rows] int64, not negative
     positions: [rows] int32, the position in its sequence of the token that is drawn
-    cutoff: only tokens above it are drawn, see kernels.sampling.cutoff
-    Returns the best perturbed logit of each row, [rows] float32, and its token id, [rows] int32. Among equals the
+    cutoff: no token below it is drawn, see kernels.sampling.cutoff
+    Returns each row's largest logit / T + noise, [rows] float32, and its token id, [rows] int32. Among equals the
     smallest id wins; NaN counts as -inf.
     """
     function = draw_triton if logits.is_cuda else draw_reference
@@ -49,7 +49,7 @@ def draw_reference(
     first_id: int = 0,
     cutoff: Cutoff | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sample in torch."""
+    """draw in torch."""
     scores = logits.float().nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
     if cutoff is not None:
@@ -67,13 +67,13 @@ def draw_reference(
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """Make standard Gumbel noise, -log(-log(1 - u)), from a counter-based generator.
 
-    seeds, positions and token_ids broadcast against each other; returns float32. u = (bits + 1/2) / 2^32 in float32,
-    kept below 1: the noise's upper tail, which decides, is resolved down to probabilities of 2^-33.
+    seeds, positions and token_ids broadcast against each other; returns float32. The generator makes 32 bits, and
+    u = (bits + 1/2) / 2^32 in float32, kept below 1. Small u make the large noise that decides, down to a u of 2^-33.
     """
     key, factor = noise_key(seeds, positions)
     bits = torch.from_numpy(_mix(token_ids.cpu().numpy().astype(np.uint32) * factor + key))
     u = bits.to(seeds.device).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
-    # log(1 - u) rounds a small u away: there, its series.
+    # 1 - u rounds a small u away, so there the series of -log(1 - u) stands in.
     series = (u / 4).add_(1 / 3).mul_(u).add_(1 / 2).mul_(u).add_(1).mul_(u)
     return torch.where(u < 1 / 16, series, (1 - u).log_().neg_()).log_().neg_()
 
@@ -81,8 +81,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 def noise_key(seeds: Tensor, positions: Tensor) -> tuple[UInts, UInts]:
     """Make the key and the odd factor from which the noise of all tokens at a position comes.
 
-    seeds and positions broadcast against each other. At one position no two seeds have the same key and factor: in
-    turn, each half of a seed is changed by a hash of the other half, and all of these steps can be undone.
+    seeds and positions broadcast against each other. At one position no two seeds have the same key and factor. In
+    turn, a hash of one half of a seed changes the other half, and every such step can be undone.
     """
     seed = seeds.cpu().numpy()
     low, high = seed.astype(np.uint32), (seed >> 32).astype(np.uint32)  # 32 and 31 bits
@@ -109,7 +109,7 @@ def draw_triton(
     first_id: int = 0,
     cutoff: Cutoff | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sample as two launches: the best of each slice of the vocabulary, then the best of the slices."""
+    """draw as two launches: one finds the best token of each slice of the vocabulary, the next the best slice."""
     rows, vocabulary = logits.shape
     slices = triton.cdiv(vocabulary, BLOCK)
     best = torch.empty((rows, slices), dtype=torch.float32, device=logits.device)
@@ -149,7 +149,7 @@ def _mix_triton(x):
 
 @triton.jit
 def _log(x, COMPILED: tl.constexpr):
-    """The device has an instruction for log2, accurate to 2^-22; Triton's own log is a polynomial of 20."""
+    """Use the device's instruction for log2, accurate to 2^-22; Triton's own log is a polynomial of 20 instructions."""
     return LN_2 * (libdevice.fast_log2f(x) if COMPILED else tl.log2(x))
 
 
@@ -186,8 +186,8 @@ def _draw_slice_kernel(
     EARLY: tl.constexpr,
 ):
     wait_for_predecessor(EARLY)
-    row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    column = part * BLOCK + tl.arange(0, BLOCK)
+    row, slice_id, slices = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    column = slice_id * BLOCK + tl.arange(0, BLOCK)
     mask = column < vocabulary
     source = logits_ptr + row.to(tl.int64) * row_stride + column
     scores = tl.load(source, mask=mask, other=float("-inf")).to(tl.float32)
@@ -201,10 +201,10 @@ def _draw_slice_kernel(
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
         scores = scores * (1 / temperature) + _gumbel_noise_triton(seed, position, first_id + column, COMPILED)
     best = tl.max(scores, axis=0)
-    # Two plain reductions cost less than one over pairs.
+    # Two plain reductions cost less than one over pairs of score and column.
     index = tl.min(tl.where(scores == best, column, vocabulary - 1), axis=0)
-    tl.store(best_ptr + row * parts + part, best)
-    tl.store(ids_ptr + row * parts + part, first_id + index)
+    tl.store(best_ptr + row * slices + slice_id, best)
+    tl.store(ids_ptr + row * slices + slice_id, first_id + index)
 
 
 @triton.jit
