@@ -31,6 +31,7 @@ from nanoinfer.runner.pending_tokens import PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import upload
+from nanoinfer.weights.plain_matrix import pack_weights
 from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
@@ -129,6 +130,7 @@ class ModelRunner:
         with self.device, _default_dtype(config.torch_dtype):
             decoder = Decoder(model, config.max_model_len, self.backend, self.tp)
         source.fill(table_of(decoder))
+        pack_weights(decoder)
         self.model = decoder
         self.sampler = Sampler(decoder.first_id, self.tp)
         self.logits = torch.empty((config.max_num_seqs, decoder.num_ids), dtype=config.torch_dtype, device=self.device)

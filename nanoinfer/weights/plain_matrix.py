@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
+from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.weights.shards import Shard
 
@@ -38,6 +39,7 @@ class Section:
 class PlainMatrix(nn.Module):
     """A weight, [out_features, in_features], and if wanted a bias, [out_features]. sections: in their rows' order"""
 
+    weight: Tensor | PackedWeight
     bias: Tensor | None
 
     def __init__(self, sections: list[Section], in_features: int, bias: bool) -> None:
@@ -59,13 +61,28 @@ class PlainMatrix(nn.Module):
         """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
         return norm_linear(x, residual, pre, self.weight, self.bias, activation, post)
 
+    def pack(self) -> None:
+        """Let a filled weight give way to its packed form, where that is faster."""
+        weight = self.weight
+        if isinstance(weight, Tensor) and can_pack(weight):
+            del self.weight
+            self.weight = PackedWeight(weight)
+
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of NAME.weight, and of NAME.bias if there is a bias, for each of the sections."""
-        first = 0
+        weight, first = self.weight, 0
+        assert isinstance(weight, Tensor)  # not yet packed
         for section in self.sections:
             rows = slice(first, first + section.rows)
             first += section.rows
-            yield Shard(f"{section.name}.weight", self.weight[rows], section.shape, section.start, section.dim)
+            yield Shard(f"{section.name}.weight", weight[rows], section.shape, section.start, section.dim)
             if self.bias is not None:
                 start = section.start if section.dim == 0 else 0
                 yield Shard(f"{section.name}.bias", self.bias[rows], section.shape[:1], start, random="zeros")
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Pack the matrices of a model whose weights are filled; on a GPU none gains by it."""
+    for module in model.modules():
+        if isinstance(module, PlainMatrix):
+            module.pack()

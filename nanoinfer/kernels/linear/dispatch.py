@@ -8,12 +8,13 @@ from torch import Tensor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave, one_wave_linear
+from nanoinfer.kernels.linear.packed import PackedWeight
 from nanoinfer.kernels.norm.rms_norm import Norm, add_residual, add_rms_norm, norm_add_rms_norm, rms_norm
 
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
     activation: Activation | None = None,
     may_split: bool = False,
@@ -26,11 +27,14 @@ def linear(
     may_split: the result may also be pieces, [pieces, tokens, out_features] float32, which add up to the product. The
         kernels in kernels.norm, which add a residual anyway, add them too
     """
-    if _is_one_row(x, weight):
+    if isinstance(weight, PackedWeight):
+        out = weight.product(x, bias)
+    elif _is_one_row(x, weight):
         return one_row_linear(x, weight, bias, activation)
-    if wave := find_one_wave(x, weight, activation is not None, may_split):
+    elif wave := find_one_wave(x, weight, activation is not None, may_split):
         return one_wave_linear(x, weight, wave, bias, activation)
-    out = F.linear(x, weight, bias)
+    else:
+        out = F.linear(x, weight, bias)
     return gate_mul(out, activation) if activation else out
 
 
@@ -38,7 +42,7 @@ def norm_linear(
     x: Tensor,
     residual: Tensor | None,
     norm: Norm | None,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
     activation: Activation | None = None,
     post: Norm | None = None,
@@ -51,7 +55,7 @@ def norm_linear(
     post: if given, the total is rms_norm(x, post) + residual; needs a residual
     """
     assert post is None or residual is not None
-    if _is_one_row(x, weight):
+    if isinstance(weight, Tensor) and _is_one_row(x, weight):
         return one_row_norm_linear(x, residual, norm, weight, bias, activation, post)
     normed, total = _norm(x, residual, norm, post)
     return linear(normed, weight, bias, activation), total

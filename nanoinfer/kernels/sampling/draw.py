@@ -72,10 +72,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """
     key, factor = noise_key(seeds, positions)
     bits = torch.from_numpy(_mix(token_ids.cpu().numpy().astype(np.uint32) * factor + key))
-    u = bits.to(seeds.device).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
-    # 1 - u rounds a small u away, so there the series of -log(1 - u) stands in.
-    series = (u / 4).add_(1 / 3).mul_(u).add_(1 / 2).mul_(u).add_(1).mul_(u)
-    return torch.where(u < 1 / 16, series, (1 - u).log_().neg_()).log_().neg_()
+    minus_u = bits.to(seeds.device).float().add_(0.5).mul_(-(2.0**-32)).clamp_(min=2.0**-24 - 1)
+    return minus_u.log1p_().neg_().log_().neg_()
 
 
 def noise_key(seeds: Tensor, positions: Tensor) -> tuple[UInts, UInts]:
@@ -163,6 +161,7 @@ def _gumbel_noise_triton(seed, position, token_ids, COMPILED: tl.constexpr):
     key, factor = low, (high << 1) | 1
     bits = _mix_triton(token_ids.to(tl.uint32) * factor + key)
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # 2^-32, 1 - 2^-24
+    # 1 - u rounds a small u away, so there the series of -log(1 - u) stands in.
     series = u * (1 + u * (0.5 + u * (0.33333334 + u * 0.25)))
     return -_log(tl.where(u < 0.0625, series, -_log(1 - u, COMPILED)), COMPILED)
 
