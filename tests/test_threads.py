@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,75 @@ def test_a_step_that_takes_long_is_timed_once_each(step_of: Callable[[dict[int, 
 
     Threads().choose(1, told)
     assert calls == [8, 4]
+
+
+class TestContention:
+    """Other work that begins after the choice."""
+
+    @pytest.fixture
+    def threads(self, step_of: Callable[[dict[int, float]], Step]) -> Threads:
+        threads = Threads()
+        threads.choose(1, step_of({8: 0.010, 4: 0.020}))
+        return threads
+
+    @pytest.fixture
+    def run(self, threads: Threads, step_of: Callable[[dict[int, float]], Step]) -> Callable[..., list[int]]:
+        """Runs steps, which take so many seconds with so many threads; returns the threads of each."""
+
+        def run(seconds: dict[int, float], steps: int, tokens: int = 1) -> list[int]:
+            step, counts = step_of(seconds), []
+            for _ in range(steps):
+                with threads.of(tokens):
+                    counts.append(torch.get_num_threads())
+                    step()
+            return counts
+
+        return run
+
+    def test_halves_the_threads_until_steps_are_fast_again(self, run: Callable[..., list[int]]) -> None:
+        assert run({8: 0.010}, 20) == [8] * 20
+        assert run({8: 0.300, 4: 0.300, 2: 0.010}, 10) == [8, 4] + [2] * 8
+
+    def test_notices_steps_that_take_three_times_as_long(self, run: Callable[..., list[int]]) -> None:
+        run({8: 0.010}, 20)
+        assert run({8: 0.030, 4: 0.012}, 10) == [8, 8] + [4] * 8
+
+    def test_a_single_step_may_take_three_times_as_long(self, run: Callable[..., list[int]]) -> None:
+        run({8: 0.010}, 20)
+        for _ in range(20):
+            assert run({8: 0.030}, 1) + run({8: 0.010}, 3) == [8] * 4
+
+    def test_takes_all_threads_again_after_a_second(self, run: Callable[..., list[int]]) -> None:
+        run({8: 0.010}, 20)
+        run({8: 0.300}, 1)
+        counts = run({8: 0.010, 4: 0.020}, 60)
+        assert counts == [4] * 50 + [8] * 10
+
+    def test_tries_more_and_more_seldom_while_the_other_work_lasts(self, run: Callable[..., list[int]]) -> None:
+        run({8: 0.010}, 20)
+        counts = run({8: 0.300, 4: 0.020}, 6000)
+        tries = [step for step, count in enumerate(counts) if count == 8]
+        waits = [after - before for before, after in pairwise(tries)]
+        assert waits == sorted(waits)
+        assert len(tries) == 7  # in two minutes: 1, 2, 4, 8, 16, 32 and 64 seconds apart
+        run({8: 0.010, 4: 0.020}, 20_000)
+        assert run({8: 0.300, 4: 0.020}, 60).count(8) == 2  # once the work is over, it forgets
+
+    def test_larger_steps_are_not_slow(self, run: Callable[..., list[int]]) -> None:
+        assert run({8: 0.010}, 20, tokens=16) == [8] * 20
+        assert run({8: 1.000}, 20, tokens=2048) == [8] * 20
+
+    def test_steps_may_become_slower_little_by_little(self, run: Callable[..., list[int]]) -> None:
+        for step in range(100):
+            assert run({8: 0.010 * 1.05**step}, 1) == [8]
+
+    def test_one_thread_waits_for_none(self, step_of: Callable[[dict[int, float]], Step]) -> None:
+        threads = Threads()
+        threads.choose(1, step_of(dict.fromkeys((8, 4, 2, 1), 0.01)))
+        for seconds in (0.01, 3.0, 0.01):
+            with threads.of(1):
+                assert torch.get_num_threads() == 1
+                step_of({1: seconds})()
 
 
 def test_a_callers_own_threads_stay(make_llm: Callable[..., LLM]) -> None:

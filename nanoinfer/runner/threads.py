@@ -5,13 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
 GAIN = 1.03  # twice the threads must be so many times faster: if a core gets other work, they are far slower
 SECONDS = 0.2  # to time one number of threads
 STEPS = 8  # at most, to time one number of threads
+SLOW = 1.5  # times the usual seconds: what steps take beyond that adds up
+EXCESS = 2.0  # times the usual seconds: so much of it shows that the threads wait for other work
+PAUSES = 1.0, 64.0  # seconds with fewer threads, at first and at most: each pause is twice the one before
 
 
 class Threads:
@@ -19,6 +22,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._choices: list[tuple[int, int]] = []  # tokens, and the threads of steps that compute at least so many
+        self._contention = Contention()
 
     def choose(self, tokens: int, step: Callable[[], object]) -> None:
         """Time a step with torch's number of threads, a half of it, a quarter, ...; keep the best for such steps.
@@ -37,10 +41,50 @@ class Threads:
             best, seconds = best // 2, min(seconds, fewer_seconds)
         self._choices.append((tokens, best))
 
-    def of(self, tokens: int) -> AbstractContextManager[None]:
-        """Return a context in which torch computes with the threads that suit a step of so many tokens."""
-        count = next((count for least, count in reversed(self._choices) if least <= tokens), None)
-        return nullcontext() if count is None else num_threads(count)
+    @contextmanager
+    def of(self, tokens: int) -> Iterator[None]:
+        """Let torch compute with the threads that suit a step of so many tokens, which runs inside the context."""
+        chosen = next((count for least, count in reversed(self._choices) if least <= tokens), None)
+        if chosen is None:
+            yield
+            return
+        start = time.perf_counter()
+        count = max(1, chosen >> self._contention.halvings(start))
+        with num_threads(count):
+            yield
+        if count > 1:
+            self._contention.judge(tokens, start, time.perf_counter())
+
+
+class Contention:
+    """Halves the threads for a while when other work keeps a core busy: then steps take many times as long."""
+
+    def __init__(self) -> None:
+        self._usual: dict[int, float] = {}  # seconds of a step, by the bit length of its number of tokens
+        self._excess = 0.0
+        self._halvings = 0
+        self._until = 0.0  # a time by the caller's clock
+        self._pause = PAUSES[0]
+
+    def halvings(self, now: float) -> int:
+        """Return how often to halve the chosen threads; now: seconds, of any clock."""
+        if now >= self._until:
+            self._halvings = 0
+        return self._halvings
+
+    def judge(self, tokens: int, start: float, end: float) -> None:
+        """Compare a step of so many tokens with the usual time of such steps, by a cumulative sum (Page, 1954)."""
+        size, seconds = tokens.bit_length(), max(end - start, 1e-9)  # a clock may stand still
+        usual = self._usual.get(size, seconds)
+        self._usual[size] = usual + (min(seconds, usual * SLOW) - usual) / 8
+        self._excess = max(0.0, self._excess + seconds / usual - SLOW)
+        if self._excess > EXCESS:
+            self._excess = 0.0
+            self._halvings += 1
+            self._until = end + self._pause
+            self._pause = min(2 * self._pause, PAUSES[1])
+        elif end > self._until + self._pause:
+            self._pause = PAUSES[0]
 
 
 @contextmanager
