@@ -126,8 +126,8 @@ def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _code(text: str | None) -> str:
-    return f"`{text}`" if text else "none kept"
+def _code(text: str) -> str:
+    return f"`{text}`"
 
 
 def main() -> None:
