@@ -22,6 +22,7 @@ from example import QUESTIONS
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.models import describe
+from nanoinfer.models.description import Experts
 
 
 def run(*command: str) -> str:
@@ -102,7 +103,7 @@ def test_the_engine_tells_its_observer_what_each_step_found(tiny: LLM) -> None:
 
 class Shape:
     hidden_size, intermediate_size, num_layers, vocab_size = 8, 16, 2, 100
-    num_heads, num_kv_heads, head_dim, windows = 4, 2, 4, (None, None)
+    num_heads, num_kv_heads, head_dim, windows, experts = 4, 2, 4, (None, None), None
 
 
 LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
@@ -154,18 +155,39 @@ def test_a_window_bounds_what_a_layer_reads_and_computes() -> None:
     assert floor.prefill_flops == 2 * 2 * LAYER * 4 + 2 * 800 + 4 * 16 * (4 * 4 / 2 + 3 * 3 / 2 + 3)
 
 
+def test_the_floor_counts_the_experts_that_the_rows_of_a_step_use() -> None:
+    """One of two layers has 4 experts of 6, of which a token uses 1, and a shared one of 5."""
+
+    class Sparse(Shape):
+        experts = Experts((True, False), count=4, used=1, size=6, normalised=True, shared_size=5)
+
+    expert = 3 * 6 * 8
+    every = 2 * (LAYER - 3 * 8 * 16) + 3 * 8 * 16 + 4 * 8 + 3 * 5 * 8  # attention, the MLP, the router, the shared one
+    work = bench.Workload([[1, 2, 3], [4]], [3, 2])  # a step of two rows, and one of one
+    floor = bench.Floor.of(work, Sparse, max_num_seqs=8, itemsize=2)
+    keys = (4 + 5) + 2
+    read = 4 * expert * ((1 - 0.75**2) + (1 - 0.75))
+    assert floor.decode_bytes == (2 * (every + 800) + read) * 2 + keys * (2 * 2 * 8 * 2)
+    assert floor.prefill_flops == 2 * (every + expert) * 4 + 2 * 800 * 2 + 2 * 2 * 16 * (9 + 1)
+    waiting = bench.Floor.of(bench.Workload([[1]] * 3, [3] * 3), Sparse, max_num_seqs=2, itemsize=2)
+    assert waiting.decode_bytes == (3 * (every + 800) + 4 * expert * (1 - 0.75**2) * 3) * 2 + 15 * (2 * 2 * 8 * 2)
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
         ("0.6b", 0.596), ("8b", 8.19), ("32b", 32.8), ("llama-1b", 1.24), ("llama-8b", 8.03), ("qwen2.5-7b", 7.62),
         ("mistral-7b", 7.24), ("mistral-24b", 23.57), ("phi4-14b", 14.66), ("gemma3-12b", 11.77), ("olmo2-7b", 7.30),
+        ("30b-a3b", 30.5), ("olmoe-7b", 6.92),
     ],
 )  # fmt: skip
 def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, billions: float, tmp_path: Path) -> None:
     bench.write_config(name, str(tmp_path))
     model = describe(Checkpoint.open(str(tmp_path)).hf_config)
     heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    layers = model.num_layers * model.hidden_size * (heads + 3 * model.intermediate_size)
+    experts = model.experts
+    mlp = 3 * model.intermediate_size if experts is None else experts.count * (3 * experts.size + 1)
+    layers = model.num_layers * model.hidden_size * (heads + mlp)
     matrices = layers + model.vocab_size * model.hidden_size * (1 if model.tied else 2)
     assert matrices / 1e9 == pytest.approx(billions, rel=0.005)
 

@@ -52,6 +52,7 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2],
     "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0],
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -199,6 +200,50 @@ CASES = {  # of several cases of a class, the last runs on two ranks too
         },
     ),
     "glm4": Case("Glm4ForCausalLM", "glm4"),
+    "mixtral": Case("MixtralForCausalLM", "mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral window": Case("MixtralForCausalLM", "mixtral", {"num_local_experts": 4, "sliding_window": 24}),
+    "olmoe": Case("OlmoeForCausalLM", "olmoe", {**EXPERTS, "hidden_size": 64}),
+    "olmoe biases": Case(
+        "OlmoeForCausalLM",
+        "olmoe",
+        {**EXPERTS, "hidden_size": 64, "attention_bias": True, "norm_topk_prob": True, "num_experts_per_tok": 1},
+    ),
+    "qwen2moe": Case(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [2],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+        },
+    ),
+    "qwen2moe without biases": Case(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "decoder_sparse_step": 2,
+            "qkv_bias": False,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3moe": Case("Qwen3MoeForCausalLM", "qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3moe without experts": Case("Qwen3MoeForCausalLM", "qwen3_moe", {**EXPERTS, "num_experts": 0}),
+    "qwen3moe window, biases, some layers": Case(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        {
+            **EXPERTS,
+            "attention_bias": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "use_sliding_window": True,
+            "sliding_window": 24,
+        },
+    ),
     "gemma3 multimodal": Case(
         "Gemma3ForConditionalGeneration",
         "gemma3",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +25,13 @@ class Floor:
     def of(cls, work: Workload, model: Description, max_num_seqs: int, itemsize: int) -> Floor:
         """Count each decode step's weights, keys and values, and the prompts' matrix products.
 
+        Of each layer's E experts, r rows that use k each, by even routing, read the share 1 - (1 - k / E)^r.
         A shared prefix counts once a step, for however many rows, and is computed once. The count leaves out reads of
         it by layers with a window.
         """
         q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        layer = model.hidden_size * (2 * q_size + 2 * kv_size + 3 * model.intermediate_size)
-        layers, head = model.num_layers * layer, model.vocab_size * model.hidden_size
+        head = model.vocab_size * model.hidden_size
+        layers, experts = _layer_weights(model), _expert_weights(model)
         prefix = work.prefix_len
         own = [len(prompt) - prefix for prompt in work.prompts]
         decoded = [out - 1 for out in work.output_lens]  # prefill samples each sequence's first token
@@ -40,15 +41,45 @@ class Floor:
             keys += sum(_seen(n + 1, out, window) for n, out in zip(own, decoded, strict=True))
             keys += 0 if window else steps * prefix
             pairs += _area(prefix, window) * (1 - len(own)) + sum(_area(prefix + n, window) for n in own)
-        matrices = 2 * layers * (prefix + sum(own)) + 2 * head * len(own)
+        used = 0.0 if model.experts is None else model.experts.used / model.experts.count
+        matrices = 2 * (layers + used * experts) * (prefix + sum(own)) + 2 * head * len(own)
+        read = experts * sum(1 - (1 - used) ** rows for rows in _rows_of_steps(decoded, max_num_seqs))
         return cls(
-            decode_bytes=steps * (layers + head) * itemsize + 2 * keys * kv_size * itemsize,
+            decode_bytes=(steps * (layers + head) + read) * itemsize + 2 * keys * kv_size * itemsize,
             prefill_flops=matrices + 4 * q_size * pairs,
         )
 
     def seconds(self, bandwidth: float, flops: float, devices: int) -> float:
         """Return the least time on `devices` of this bandwidth, in bytes a second, and rate, in operations a second."""
         return (self.decode_bytes / bandwidth + self.prefill_flops / flops) / devices
+
+
+def _layer_weights(model: Description) -> int:
+    """Count the numbers in the weights that every token of a layer uses, over all layers."""
+    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = model.num_layers * (2 * q_size + 2 * kv_size)
+    if (experts := model.experts) is None:
+        return model.hidden_size * (attention + model.num_layers * 3 * model.intermediate_size)
+    sparse = sum(experts.layers)
+    shared = 3 * experts.shared_size if experts.shared_size is not None else 0
+    dense = 3 * (model.num_layers - sparse) * model.intermediate_size
+    return model.hidden_size * (attention + dense + sparse * (experts.count + shared))
+
+
+def _expert_weights(model: Description) -> int:
+    """Count the numbers in the weights of all experts of all layers."""
+    if (experts := model.experts) is None:
+        return 0
+    return sum(experts.layers) * experts.count * 3 * experts.size * model.hidden_size
+
+
+def _rows_of_steps(decoded: list[int], max_num_seqs: int) -> Iterator[int]:
+    """Yield the rows of each decode step: of sequences that all run at once; else full steps, which read the least."""
+    if len(decoded) <= max_num_seqs:
+        yield from (sum(tokens > step for tokens in decoded) for step in range(max(decoded)))
+    else:
+        full, rest = divmod(sum(decoded), max_num_seqs)
+        yield from [max_num_seqs] * full + [rest]
 
 
 def _seen(first: int, count: int, window: int | None) -> int:

@@ -21,6 +21,8 @@ LLAMA_ROPE = {
 MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
 PHI = {"model_type": "phi3", "rope_theta": 250000.0, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5}
 OLMO = {"model_type": "olmo2", "rope_theta": 500000.0, "max_position_embeddings": 4096}
+QWEN3_MOE = {**QWEN3, "model_type": "qwen3_moe", "norm_topk_prob": True}
+OLMOE = {"model_type": "olmoe", "rope_theta": 10000.0, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 GEMMA = {
     "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
     "sliding_window": 1024, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
@@ -34,6 +36,10 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
     "8b": ((4096, 12288, 36, 32, 8, 128, False, 151936), QWEN3),
     "14b": ((5120, 17408, 40, 40, 8, 128, False, 151936), QWEN3),
     "32b": ((5120, 25600, 64, 64, 8, 128, False, 151936), QWEN3),
+    "30b-a3b": (
+        (2048, 6144, 48, 32, 4, 128, False, 151936),
+        {**QWEN3_MOE, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
     "llama-1b": ((2048, 8192, 16, 32, 8, 64, True, 128256), {**LLAMA, "rope_scaling": {**LLAMA_ROPE, "factor": 32.0}}),
     "llama-8b": (
         (4096, 14336, 32, 32, 8, 128, False, 128256),
@@ -47,12 +53,16 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
     ),
     "phi4-14b": ((5120, 17920, 40, 40, 10, 128, False, 100352), PHI),
     "gemma3-12b": ((3840, 15360, 48, 16, 8, 256, True, 262208), GEMMA),
+    "olmoe-7b": (
+        (2048, 1024, 16, 16, 16, 128, False, 50304),
+        {**OLMOE, "num_experts": 64, "num_experts_per_tok": 8},
+    ),
     "olmo2-7b": ((4096, 11008, 32, 32, 32, 128, False, 100352), OLMO),
 }  # published shapes, but for the first
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
 }  # fmt: skip
 MAX_TOKEN = 10000  # the largest random token id in prompts, if the vocabulary has it
 

@@ -43,6 +43,14 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program can have; the interpreter has no limit."""
+    if device.type != "cuda":
+        return 1 << 20
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+
+
 @triton.jit
 def wait_for_predecessor(EARLY: tl.constexpr, START_SUCCESSOR: tl.constexpr = True):
     """Wait until the kernel before has ended and its stores are visible; then let the next kernel start."""

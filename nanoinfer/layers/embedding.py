@@ -49,4 +49,6 @@ class VocabParallelEmbedding(nn.Module):
         shape = self.vocab_size, self.weight.shape[1]
         yield Shard(f"{self.name}.weight", self.weight, shape, self.first_id)
         if self.other_name is not None:
-            yield Shard(f"{self.other_name}.weight", self.weight, shape, self.first_id)
+            yield Shard(
+                f"{self.other_name}.weight", self.weight, shape, self.first_id, replaces=(f"{self.name}.weight",)
+            )

@@ -58,7 +58,11 @@ class ColumnParallelLinear(nn.Module):
             x = joint.scaled(x)
             return self.matrix.norm_product(x, residual, joint.pre_norm, joint.post_norm, self.activation)
         joined, residual = joint(x, residual)
-        return self.matrix.product(joined, self.activation), residual
+        return self.project(joined), residual
+
+    def project(self, joined: Tensor) -> Tensor:
+        """Project a joint's output, [tokens, in_features]; returns the first of forward's results."""
+        return self.matrix.product(joined, self.activation)
 
 
 class RowParallelLinear(nn.Module):
@@ -81,3 +85,7 @@ class RowParallelLinear(nn.Module):
         A single rank may return pieces, [pieces, tokens, out_features] float32, which the next joint adds.
         """
         return self.matrix.product(x, may_split=self.tp.size == 1, with_bias=self.tp.rank == 0)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Multiply as forward does, but return no pieces."""
+        return self.matrix.product(x, with_bias=self.tp.rank == 0)

@@ -19,13 +19,17 @@ FAMILIES = {
     "Ministral3ForCausalLM": "mistral.describe_ministral3",
     "Mistral3ForConditionalGeneration": "multimodal.describe_mistral3",
     "MistralForCausalLM": "mistral.describe_mistral",
+    "MixtralForCausalLM": "mixtral.describe",
     "Olmo2ForCausalLM": "olmo.describe_olmo2",
     "Olmo3ForCausalLM": "olmo.describe_olmo3",
+    "OlmoeForCausalLM": "olmoe.describe",
     "Phi3ForCausalLM": "phi3.describe",
     "Qwen2ForCausalLM": "qwen2.describe",
+    "Qwen2MoeForCausalLM": "qwen_moe.describe_qwen2",
     "Qwen2_5_VLForConditionalGeneration": "multimodal.describe_qwen2_5_vl",
     "Qwen3ForCausalLM": "qwen3.describe",
     "Qwen3VLForConditionalGeneration": "multimodal.describe_qwen3_vl",
+    "Qwen3MoeForCausalLM": "qwen_moe.describe_qwen3",
     "SmolLM3ForCausalLM": "smollm3.describe",
 }  # each class with the file in families/ and the function in it that reads the config
 

@@ -17,11 +17,13 @@ from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.layers.attention import Attention, FullWidth
 from nanoinfer.layers.embedding import VocabParallelEmbedding
+from nanoinfer.layers.experts import MixtureOfExperts, Router, SharedExpert
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, share_of_heads
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.plain_experts import ExpertTensors, PlainExperts
 
 
 class SelfAttention(nn.Module):
@@ -85,10 +87,34 @@ class MLP(nn.Module):
         return self.down_proj(gated), residual
 
 
+def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | MixtureOfExperts:
+    """Make the layer's MLP, or the experts that it has instead."""
+    experts, names, prefix = model.experts, model.names, f"model.layers.{layer}."
+    if experts is None or not experts.layers[layer]:
+        return MLP(model, layer, tp)
+    stack = f"{prefix}mlp"  # of the stacked tensors, whatever a checkpoint calls single experts
+    share = experts.size // tp.size
+    tensors = ExpertTensors(
+        prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, f"{stack}.experts"
+    )
+    routers = tuple(dict.fromkeys((prefix + names.router, f"{stack}.gate")))
+    shared = None
+    if experts.shared_size is not None:
+        shared = SharedExpert(f"{prefix}mlp.", model.hidden_size, experts.shared_size, model.activation, tp)
+    return MixtureOfExperts(
+        Router(routers, model.hidden_size, experts.count, experts.used, experts.scoring, experts.normalised),
+        PlainExperts(tensors, experts.count, model.hidden_size, experts.size, tp.rank * share, share),
+        shared,
+        model.activation,
+    )
+
+
 class Block(nn.Module):
     """One layer: two branches, each after a joint. The next layer's first joint adds the second branch's result."""
 
-    def __init__(self, attention_joint: Joint, attention: SelfAttention, mlp_joint: Joint, mlp: MLP) -> None:
+    def __init__(
+        self, attention_joint: Joint, attention: SelfAttention, mlp_joint: Joint, mlp: MLP | MixtureOfExperts
+    ) -> None:
         super().__init__()
         self.attention_joint, self.attention = attention_joint, attention
         self.mlp_joint, self.mlp = mlp_joint, mlp
@@ -126,7 +152,8 @@ class Decoder(nn.Module):
         for layer, rope in enumerate(model.ropes):
             rotary = None if rope is None else rotaries[rope]
             attention = SelfAttention(model, layer, rotary, scales, backend, tp)
-            self.blocks.append(Block(next(joints), attention, next(joints), MLP(model, layer, tp)))
+            mlp = _make_mlp(model, layer, tp)
+            self.blocks.append(Block(next(joints), attention, next(joints), mlp))
         self.joint = next(joints)
         self.lm_head = (
             self.embedding if model.tied else VocabParallelEmbedding(HEAD, model.vocab_size, model.hidden_size, tp)

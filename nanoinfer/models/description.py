@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from nanoinfer.kernels.experts.route import Scoring
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.layers.rotary import Rope
 
@@ -28,6 +29,9 @@ class Names:
     attention_norm, mlp_norm: the norm of a branch's input
     attention_post_norm, mlp_post_norm: the norm of a branch's result, before the joint adds it
     qkv, gate_up: one name for each projection, or a single name if one tensor holds them, one after another
+    router: the matrix that scores the experts
+    expert: the module of an expert; "{}" stands for its number
+    expert_gate, expert_up, expert_down: an expert's projections
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -36,6 +40,33 @@ class Names:
     mlp_post_norm: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts.{}"
+    expert_gate: str = "gate_proj"
+    expert_up: str = "up_proj"
+    expert_down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts that some layers have in place of one MLP. Each token uses a few of them.
+
+    layers: for each layer, whether it has experts
+    count: how many experts such a layer has
+    used: how many of them a token uses
+    size: an expert's intermediate size
+    normalised: a token's weights add up to 1
+    scoring: see kernels.experts.route
+    shared_size: the intermediate size of one more expert, which every token uses; None: the layers have none
+    """
+
+    layers: tuple[bool, ...]
+    count: int
+    used: int
+    size: int
+    normalised: bool
+    scoring: Scoring = "softmax"
+    shared_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +113,7 @@ class Description:
     score_cap: float | None = None
     logit_cap: float | None = None
     query_scaling: QueryScaling | None = None
+    experts: Experts | None = None
     is_multimodal: bool = False
 
     @property
@@ -107,7 +139,13 @@ class Description:
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if the model cannot be split over this many ranks."""
-        for name, size in (("num_attention_heads", self.num_heads), ("intermediate_size", self.intermediate_size)):
+        sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size}
+        if self.experts is not None:
+            sizes["moe_intermediate_size"] = self.experts.size
+            sizes["shared_expert_intermediate_size"] = self.experts.shared_size or 0
+            if all(self.experts.layers):
+                del sizes["intermediate_size"]
+        for name, size in sizes.items():
             if size % ranks:
                 raise ValueError(f"tensor_parallel_size={ranks}: {name}={size} is not divisible by it; use a divisor")
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:

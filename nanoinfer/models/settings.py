@@ -19,16 +19,22 @@ OWN_SIZES = ("num_key_value_heads", "head_dim")  # a config may leave these out
 def check_sizes(config: PretrainedConfig) -> None:
     """Raise ValueError if one of the sizes that all families read is impossible."""
     for name in (*SIZES, *OWN_SIZES):
-        size = getattr(config, name, None)
-        if size is None and name in OWN_SIZES:
-            continue
-        if (as_int(size) or 0) < 1:
-            raise ValueError(f"model: {name}={size!r} in its config: must be an integer of at least 1")
+        if name in SIZES or getattr(config, name, None) is not None:
+            size_of(config, name)
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if kv_heads is not None and heads % kv_heads:
         raise ValueError(
             f"model: num_key_value_heads={kv_heads} in its config: must be a divisor of num_attention_heads={heads}"
         )
+
+
+def size_of(config: PretrainedConfig, name: str) -> int:
+    """Return a setting; raises ValueError unless it is an integer of at least 1."""
+    size = getattr(config, name, None)
+    number = as_int(size)
+    if number is None or number < 1:
+        raise ValueError(f"model: {name}={size!r} in its config: must be an integer of at least 1")
+    return number
 
 
 def positive(name: str, value: Any) -> Any:

@@ -15,13 +15,13 @@ Fill = Literal["noise", "ones", "zeros"]
 class Shard:
     """A tensor of a checkpoint, or a slice of it, and the parameter, or slice of it, that it fills on this rank.
 
-    Two shards may have one target: then the checkpoint must store at least one of the two tensors.
-
     name: the tensor's name in the checkpoint
     target: the parameter to fill, or a slice of it
     shape: the whole tensor's shape
     start: the slice of the tensor begins here along `dim`, and is as long there as the target
     random: the numbers that fill the target if there is no checkpoint
+    entry: the tensor is a stack of such tensors, along a first dimension that `dim` does not count; use this one
+    replaces: names of the tensors that a checkpoint may store instead
     """
 
     name: str
@@ -30,13 +30,15 @@ class Shard:
     start: int = 0
     dim: int = 0
     random: Fill = "noise"
+    entry: int | None = None
+    replaces: tuple[str, ...] = ()
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def index(self) -> tuple[slice | int, ...]:
         """The index that slices the whole tensor."""
-        index = [slice(None)] * len(self.shape)
+        index: list[slice | int] = [slice(None)] * self.target.dim()
         index[self.dim] = slice(self.start, self.start + self.target.shape[self.dim])
-        return tuple(index)
+        return tuple(index) if self.entry is None else (self.entry, *index)
 
 
 Table = dict[str, list[Shard]]  # by the tensor's name

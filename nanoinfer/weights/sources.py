@@ -35,7 +35,7 @@ class RandomSource:
 
     def fill(self, table: Table) -> None:
         """Fill every target of the table, always alike for the same seed."""
-        shards = [shard for entries in table.values() for shard in entries]
+        shards = [shard for entries in table.values() for shard in entries if not shard.replaces]
         generator = torch.Generator(shards[0].target.device).manual_seed(self.seed)
         for shard in shards:
             if shard.random == "noise":
@@ -56,21 +56,27 @@ class FileSource:
     def fill(self, table: Table) -> None:
         """Fill every target of the table, straight from the mapped files; raises ValueError as Source.fill says."""
         unknown: list[str] = []
-        filled: list[tuple[str, Tensor]] = []
+        twice: set[str] = set()
+        filled: dict[str, list[Tensor]] = {}
         for name, tensor, file in self._tensors():
-            if name in table:
+            if name in filled:
+                twice.add(name)
+            elif name in table:
                 _check_numbers(name, tensor, file)
                 for shard in table[name]:
                     _copy(shard, tensor, file)
-                filled += [(name, shard.target) for shard in table[name]]
+                filled[name] = [shard.target for shard in table[name]]
             elif not name.endswith(COMPUTED):
                 unknown.append(name)
-        places = {target.data_ptr() for _, target in filled}
-        missing = [name for name, shards in table.items() if shards[0].target.data_ptr() not in places]
-        if missing or unknown:
+        replaced = {other for name in filled for other in table[name][0].replaces}
+        missing = [name for name in table.keys() - filled - replaced if not table[name][0].replaces]
+        twice |= {
+            name for name in filled if table[name][0].entry is not None and filled.keys() & table[name][0].replaces
+        }
+        if missing or unknown or twice:
             raise ValueError(
                 f"model={self.folder!r}: the checkpoint does not fit its config.json:"
-                f"{_list('missing', sorted(missing))}{_list('unknown', unknown)}"
+                f"{_list('missing', sorted(missing))}{_list('unknown', unknown)}{_list('stored twice', sorted(twice))}"
             )
         _check_finite(self.folder, filled)
 
@@ -147,8 +153,9 @@ def _copy(shard: Shard, tensor: Any, file: Path) -> None:
     shard.target.copy_(tensor[shard.index])
 
 
-def _check_finite(folder: str, targets: list[tuple[str, Tensor]]) -> None:
+def _check_finite(folder: str, filled: dict[str, list[Tensor]]) -> None:
     """Raise ValueError if a target holds NaN or infinity. It looks at each number only if their sum is not finite."""
+    targets = [(name, target) for name, entries in filled.items() for target in entries]
     if not targets:
         return
     sums = torch.stack([target.sum(dtype=torch.float32) for _, target in targets])

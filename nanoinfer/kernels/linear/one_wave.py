@@ -7,7 +7,6 @@ kernel here is launched early and applies the activation. It leaves its pieces t
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -16,7 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import can_launch_early, early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import (
+    can_launch_early,
+    early_launch,
+    num_multiprocessors,
+    shared_memory,
+    wait_for_predecessor,
+)
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
 
 MAX_TOKENS = 256  # more were not measured against cuBLAS
@@ -71,14 +76,6 @@ def cut(tokens: int, out_features: int, in_features: int, multiprocessors: int, 
     return Wave(block_m, block_n, (output_tiles, token_tiles, pieces))
 
 
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program can have; the interpreter has no limit."""
-    if device.type != "cuda":
-        return 1 << 20
-    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
-
-
 def one_wave_linear(
     x: Tensor, weight: Tensor, wave: Wave, bias: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:
@@ -112,7 +109,7 @@ def one_wave_linear(
         BLOCK_N=wave.block_n,
         BLOCK_K=BLOCK_K,
         num_warps=4,
-        num_stages=min(MAX_STAGES, _shared_memory(x.device) // stage),
+        num_stages=min(MAX_STAGES, shared_memory(x.device) // stage),
         **early_launch(x),
     )
     return out if wave.pieces > 1 else out[0]
@@ -156,10 +153,10 @@ def _one_wave_kernel(
     for start in range(0, share, BLOCK_K):
         x = tl.load(x_ptrs + start, mask=has_token, other=0.0)
         weight = tl.load(weight_ptrs + start, mask=has_output, other=0.0)
-        acc = _add_product(acc, x, weight, TOKENS_LEFT)
+        acc = add_product(acc, x, weight, TOKENS_LEFT)
         if GATED:
             up_weight = tl.load(weight_ptrs + start + out_features * in_features, mask=has_output, other=0.0)
-            up_acc = _add_product(up_acc, x, up_weight, TOKENS_LEFT)
+            up_acc = add_product(up_acc, x, up_weight, TOKENS_LEFT)
 
     if BIAS:
         acc += bias[None, :] if TOKENS_LEFT else bias[:, None]
@@ -175,5 +172,10 @@ def _one_wave_kernel(
 
 
 @triton.jit
-def _add_product(acc, x, weight, TOKENS_LEFT: tl.constexpr):
-    return tl.dot(x, tl.trans(weight), acc) if TOKENS_LEFT else tl.dot(weight, tl.trans(x), acc)
+def add_product(acc, x, weight, TOKENS_LEFT: tl.constexpr):
+    """Add x @ weight.T to acc, or if not TOKENS_LEFT, weight @ x.T; float32 stays float32."""
+    return (
+        tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+        if TOKENS_LEFT
+        else tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    )

@@ -1,0 +1,1 @@
+"""Kernels of layers whose tokens choose a few of many experts."""

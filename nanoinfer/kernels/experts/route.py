@@ -1,0 +1,166 @@
+"""Routing: each token's router logits choose its experts and their weights (Shazeer et al., 2017)."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+
+Scoring = Literal["softmax", "sigmoid"]
+
+FEW, MANY = 1024, 8192  # choices that a program reads at a time: of a decode step, or of a long prompt
+
+
+class Routes(NamedTuple):
+    """The experts that tokens use, the likeliest first.
+
+    experts: [tokens, used] int32
+    weights: [tokens, used] float32, the factor of each expert's result
+    """
+
+    experts: Tensor
+    weights: Tensor
+
+
+class Groups(NamedTuple):
+    """The choices of all tokens, sorted by their expert; choice t * used + i is the i-th expert of token t.
+
+    choices: [tokens * used] int32; those of one expert stand in the order of their tokens
+    starts: [experts + 1] int32, where each expert's choices begin; the last entry is the number of choices
+    """
+
+    choices: Tensor
+    starts: Tensor
+
+
+def route(logits: Tensor, used: int, scoring: Scoring = "softmax", normalised: bool = False) -> Routes:
+    """Choose each token's experts: those of its `used` largest scores. Among equals the first experts win.
+
+    If a token's logits are NaN, its weights are NaN, and its experts are any.
+    logits: [tokens, experts]
+    scoring: the function that turns logits into scores: softmax over the experts, or the sigmoid of each
+    normalised: a token's weights are its chosen scores divided by their sum; else the scores themselves
+    """
+    return (route_triton if logits.is_cuda else route_reference)(logits, used, scoring, normalised)
+
+
+def route_reference(logits: Tensor, used: int, scoring: Scoring = "softmax", normalised: bool = False) -> Routes:
+    """route in torch."""
+    wide = logits.float()
+    scores = wide.softmax(dim=-1) if scoring == "softmax" else wide.sigmoid()
+    values, experts = scores.sort(dim=-1, descending=True, stable=True)
+    weights = values[:, :used]
+    if normalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return Routes(experts[:, :used].int(), weights)
+
+
+def route_triton(logits: Tensor, used: int, scoring: Scoring = "softmax", normalised: bool = False) -> Routes:
+    """route as one launch."""
+    tokens, count = logits.shape
+    experts = torch.empty((tokens, used), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, used), dtype=torch.float32, device=logits.device)
+    _route_kernel[(tokens,)](
+        logits,
+        experts,
+        weights,
+        count,
+        logits.stride(0),
+        USED=used,
+        SOFTMAX=scoring == "softmax",
+        NORMALISED=normalised,
+        BLOCK=triton.next_power_of_2(count),
+        BLOCK_USED=triton.next_power_of_2(used),
+        num_warps=1,
+        **early_launch(logits),
+    )
+    return Routes(experts, weights)
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    experts_ptr,
+    weights_ptr,
+    count,
+    stride,
+    USED: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_USED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_predecessor(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    expert, rank = tl.arange(0, BLOCK), tl.arange(0, BLOCK_USED)
+    exists = expert < count
+    wide = tl.load(logits_ptr + token * stride + expert, mask=exists, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        exps = tl.exp(wide - tl.max(wide))
+        scores = exps / tl.sum(exps)
+    else:
+        scores = tl.sigmoid(wide)
+    order = tl.where(exists, tl.where(scores == scores, scores, 0.0), -1.0)  # NaN must not hide the experts' numbers
+    experts = tl.zeros([BLOCK_USED], tl.int32)
+    weights = tl.zeros([BLOCK_USED], tl.float32)
+    for i in tl.static_range(USED):
+        index = tl.min(tl.where(order == tl.max(order), expert, BLOCK))
+        experts = tl.where(rank == i, index, experts)
+        weights = tl.where(rank == i, tl.sum(tl.where(expert == index, scores, 0.0)), weights)
+        order = tl.where(expert == index, -2.0, order)
+    if NORMALISED:
+        weights = weights / tl.sum(weights)
+    tl.store(experts_ptr + token * USED + rank, experts, mask=rank < USED)
+    tl.store(weights_ptr + token * USED + rank, weights, mask=rank < USED)
+
+
+def group(experts: Tensor, count: int) -> Groups:
+    """Sort all choices by their expert; experts: [tokens, used] int32, each below count."""
+    return (group_triton if experts.is_cuda else group_reference)(experts, count)
+
+
+def group_reference(experts: Tensor, count: int) -> Groups:
+    """group in torch."""
+    flat = experts.flatten()
+    starts = torch.zeros(count + 1, dtype=torch.int32, device=experts.device)
+    starts[1:] = flat.bincount(minlength=count).cumsum(0)
+    return Groups(flat.argsort(stable=True).int(), starts)
+
+
+def group_triton(experts: Tensor, count: int) -> Groups:
+    """group as one launch: a program for each expert reads all choices, and writes down its own."""
+    choices = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
+    starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
+    total = experts.numel()
+    block = FEW if total <= MANY else MANY
+    _group_kernel[(count,)](
+        experts, choices, starts, total, count, BLOCK=block, num_warps=block // 256, **early_launch(experts)
+    )
+    return Groups(choices, starts)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _group_kernel(experts_ptr, choices_ptr, starts_ptr, total, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_predecessor(EARLY)
+    expert = tl.program_id(0)
+    lower = tl.zeros([BLOCK], tl.int32)  # choices of experts before this one
+    for first in range(0, total, BLOCK):
+        choice = first + tl.arange(0, BLOCK)
+        chosen = tl.load(experts_ptr + choice, mask=choice < total, other=count)
+        lower += (chosen < expert).to(tl.int32)
+    start = tl.sum(lower)
+    tl.store(starts_ptr + expert, start)
+    if expert == count - 1:
+        tl.store(starts_ptr + count, total)
+    for first in range(0, total, BLOCK):
+        choice = first + tl.arange(0, BLOCK)
+        is_own = tl.load(experts_ptr + choice, mask=choice < total, other=count) == expert
+        own = is_own.to(tl.int32)
+        tl.store(choices_ptr + start + tl.cumsum(own, 0) - own, choice, mask=is_own)
+        start += tl.sum(own)

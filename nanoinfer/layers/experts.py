@@ -1,0 +1,80 @@
+"""Layers of experts: a router chooses some of them for each token (Shazeer et al., 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.kernels.experts.route import Routes, Scoring, route
+from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoinfer.layers.norm import Joint
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.plain_experts import PlainExperts
+from nanoinfer.weights.shards import Shard
+
+
+class Router(nn.Module):
+    """The matrix that scores the experts; every rank holds all of it."""
+
+    def __init__(
+        self, names: tuple[str, ...], hidden_size: int, count: int, used: int, scoring: Scoring, normalised: bool
+    ) -> None:
+        """names: the tensor's name without ".weight", and others that a checkpoint may store it under instead"""
+        super().__init__()
+        self.names = names
+        self.used, self.scoring, self.normalised = used, scoring, normalised
+        self.weight = nn.Parameter(torch.empty(count, hidden_size), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Routes:
+        """Choose the experts of each token; x: [tokens, hidden_size]."""
+        return route(F.linear(x, self.weight), self.used, self.scoring, self.normalised)
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the matrix's shard under each of its names."""
+        name, *others = (f"{name}.weight" for name in self.names)
+        yield Shard(name, self.weight, tuple(self.weight.shape))
+        for other in others:
+            yield Shard(other, self.weight, tuple(self.weight.shape), replaces=(name,))
+
+
+class SharedExpert(nn.Module):
+    """One more expert, which every token uses, by the weight that a sigmoid gives it (Qwen1.5-MoE, 2024)."""
+
+    def __init__(self, prefix: str, hidden_size: int, size: int, activation: Activation, tp: TensorParallel) -> None:
+        """prefix: the layer's MLP in the checkpoint, with a dot"""
+        super().__init__()
+        expert = f"{prefix}shared_expert."
+        names = f"{expert}gate_proj", f"{expert}up_proj"
+        self.gate_up_proj = ColumnParallelLinear(names, hidden_size, (size, size), tp, activation=activation)
+        self.down_proj = RowParallelLinear(f"{expert}down_proj", size, hidden_size, tp)
+        self.gate_name = f"{prefix}shared_expert_gate"
+        self.gate = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the weighted result; both [tokens, hidden_size]."""
+        return F.linear(x, self.gate).sigmoid() * self.down_proj.project(self.gate_up_proj.project(x))
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the gate's shard."""
+        yield Shard(f"{self.gate_name}.weight", self.gate, tuple(self.gate.shape))
+
+
+class MixtureOfExperts(nn.Module):
+    """In place of an MLP: a router, the experts, and for some models a shared expert."""
+
+    def __init__(
+        self, router: Router, experts: PlainExperts, shared: SharedExpert | None, activation: Activation
+    ) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = router, experts, shared
+        self.activation = activation
+
+    def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
+        """Return the branch's result, this rank's part of it, and the residual stream; the next joint adds the two."""
+        joined, residual = joint(x, residual)
+        out = self.experts(joined, self.router(joined), self.activation)
+        return out if self.shared is None else out + self.shared(joined), residual

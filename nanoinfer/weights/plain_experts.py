@@ -1,0 +1,73 @@
+"""PlainExperts: the experts of a layer as two matrices of the model's dtype for each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.kernels.experts.products import expert_mlps
+from nanoinfer.kernels.experts.route import Routes
+from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.weights.shards import Shard
+
+
+@dataclass(frozen=True)
+class ExpertTensors:
+    """The names that a checkpoint may give to the tensors of a layer's experts: one each, or two stacks of all.
+
+    expert: the module of one expert; "{}" stands for its number
+    gate, up, down: an expert's projections
+    stack: the module of all experts; its tensors are STACK.gate_up_proj and STACK.down_proj
+    """
+
+    expert: str
+    gate: str
+    up: str
+    down: str
+    stack: str
+
+    def of(self, projection: str, number: int) -> str:
+        """Return the name of the tensor of one expert's projection."""
+        return f"{self.expert.format(number)}.{projection}.weight"
+
+
+class PlainExperts(nn.Module):
+    """gate_up, [experts, 2 * share, hidden_size], the gates first; and down, [experts, hidden_size, share].
+
+    A rank holds an equal share of each expert's intermediate size, which begins at `start`.
+    """
+
+    def __init__(self, tensors: ExpertTensors, count: int, hidden_size: int, size: int, start: int, share: int) -> None:
+        """count: experts; size: an expert's intermediate size over all ranks"""
+        super().__init__()
+        self.tensors = tensors
+        self.size, self.start, self.share = size, start, share
+        self.gate_up = nn.Parameter(torch.empty(count, 2 * share, hidden_size), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(count, hidden_size, share), requires_grad=False)
+
+    def forward(self, x: Tensor, routes: Routes, activation: Activation) -> Tensor:
+        """Multiply, as kernels.experts.products.expert_mlps does."""
+        return expert_mlps(x, routes, self.gate_up, self.down, activation)
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield each expert's shards, and those of the stacked tensors that a checkpoint may have instead."""
+        names, size, start, share = self.tensors, self.size, self.start, self.share
+        count, hidden_size = self.down.shape[:2]
+        for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            gate, up = gate_up.split(share)
+            yield Shard(names.of(names.gate, number), gate, (size, hidden_size), start)
+            yield Shard(names.of(names.up, number), up, (size, hidden_size), start)
+            yield Shard(names.of(names.down, number), down, (hidden_size, size), start, dim=1)
+        single_gate_up = tuple(names.of(name, number) for number in range(count) for name in (names.gate, names.up))
+        single_down = tuple(names.of(names.down, number) for number in range(count))
+        gate_up_shape, down_shape = (count, 2 * size, hidden_size), (count, hidden_size, size)
+        for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            for half, target in enumerate(gate_up.split(share)):
+                first = half * size + start
+                yield Shard(
+                    f"{names.stack}.gate_up_proj", target, gate_up_shape, first, entry=number, replaces=single_gate_up
+                )
+            yield Shard(f"{names.stack}.down_proj", down, down_shape, start, dim=1, entry=number, replaces=single_down)

@@ -1,0 +1,238 @@
+"""Layers of experts: the kernels against their references, the two layouts of checkpoints, and bad checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_kernels import DTYPES, assert_close, randn
+from test_loader import rank
+from test_models import CASES, build, run
+from transformers import AutoConfig
+
+from nanoinfer import LLM
+from nanoinfer.kernels.experts.products import expert_mlps_reference, expert_mlps_triton
+from nanoinfer.kernels.experts.route import (
+    Routes,
+    Scoring,
+    group_reference,
+    group_triton,
+    route_reference,
+    route_triton,
+)
+from nanoinfer.models import describe
+from nanoinfer.weights.plain_experts import ExpertTensors, PlainExperts
+from nanoinfer.weights.shards import table_of
+from nanoinfer.weights.sources import FileSource
+
+Weights = dict[str, torch.Tensor]
+
+
+def routes_of(experts: list[list[int]] | torch.Tensor) -> Routes:
+    ids = torch.as_tensor(experts, dtype=torch.int32).to(randn(1).device)
+    return Routes(ids, torch.rand(ids.shape, device=ids.device))
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("count", "used"), [(4, 1), (5, 5), (60, 4), (128, 8), (512, 10)])
+def test_route(count: int, used: int, scoring: Scoring, normalised: bool) -> None:
+    logits = randn(33, count)
+    ours, expected = (f(logits, used, scoring, normalised) for f in (route_triton, route_reference))
+    assert torch.equal(ours.experts, expected.experts)
+    assert_close(ours.weights, expected.weights)
+
+
+def test_among_equal_scores_the_first_experts_win() -> None:
+    logits = torch.randint(0, 3, (50, 64), device=randn(1).device).float()
+    ours, expected = (f(logits, 8) for f in (route_triton, route_reference))
+    assert torch.equal(ours.experts, expected.experts)
+    if logits.is_cuda:  # there torch.topk takes the same experts, in another order
+        assert torch.equal(ours.experts.sort().values, logits.topk(8).indices.sort().values.int())
+
+
+def test_a_token_whose_logits_are_no_numbers_has_experts_and_no_weights() -> None:
+    logits = randn(3, 60)
+    logits[1] = float("nan")
+    ours, expected = (f(logits, 4) for f in (route_triton, route_reference))
+    assert torch.equal(ours.experts[::2], expected.experts[::2])
+    assert sorted(set(ours.experts[1].tolist())) == [0, 1, 2, 3]
+    assert ours.weights[1].isnan().all()
+    assert not ours.weights[::2].isnan().any()
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1, 4), (1, 512), (16, 128), (700, 7), (3000, 5)])
+def test_group(tokens: int, count: int) -> None:
+    experts = torch.rand(tokens, count, device=randn(1).device).argsort().int()[:, : min(count, 3)].contiguous()
+    for ids in (experts, torch.full_like(experts, count - 1), torch.zeros_like(experts)):
+        ours, expected = group_triton(ids, count), group_reference(ids, count)
+        assert torch.equal(ours.choices, expected.choices)
+        assert torch.equal(ours.starts, expected.starts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "count", "used", "hidden_size", "size"),
+    [
+        (1, 4, 1, 64, 32),
+        (1, 128, 8, 128, 96),
+        (5, 60, 4, 72, 40),
+        (16, 8, 2, 64, 64),
+        (40, 4, 2, 96, 64),
+        (200, 4, 3, 64, 72),
+    ],
+)
+def test_expert_mlps(tokens: int, count: int, used: int, hidden_size: int, size: int, dtype: torch.dtype) -> None:
+    x = randn(tokens, hidden_size, dtype=dtype)
+    gate_up = randn(count, 2 * size, hidden_size, dtype=dtype) / hidden_size**0.5
+    down = randn(count, hidden_size, size, dtype=dtype) / size**0.5
+    even = torch.rand(tokens, count, device=x.device).argsort()[:, :used]
+    for experts in (even, torch.arange(used, device=x.device).expand(tokens, used).contiguous()):
+        routes = routes_of(experts)
+        ours = expert_mlps_triton(x, routes, gate_up, down, "silu")
+        assert_close(ours, expert_mlps_reference(x.float(), routes, gate_up.float(), down.float(), "silu"))
+
+
+def stacked(weights: Weights, gate: str, up: str, down: str, module: str) -> Weights:
+    """Stack the experts of each layer, as newer checkpoints do."""
+    weights, stacks = dict(weights), {}
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.{module}."
+        found = {key: weights.pop(key) for key in list(weights) if key.startswith(f"{prefix}experts.")}
+        if not found:
+            continue
+        count = len(found) // 3
+        both, downs = [], []
+        for number in range(count):
+            of = {name: found[f"{prefix}experts.{number}.{name}.weight"] for name in (gate, up, down)}
+            both.append(torch.cat([of[gate], of[up]]))
+            downs.append(of[down])
+        stacks[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.stack(both)
+        stacks[f"model.layers.{layer}.mlp.experts.down_proj"] = torch.stack(downs)
+        if module != "mlp":
+            stacks[f"model.layers.{layer}.mlp.gate.weight"] = weights.pop(f"{prefix}gate.weight")
+    return {**weights, **stacks}
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("mixtral", ("w1", "w3", "w2", "block_sparse_moe")),
+        ("qwen2moe", ("gate_proj", "up_proj", "down_proj", "mlp")),
+        ("olmoe", ("gate_proj", "up_proj", "down_proj", "mlp")),
+    ],
+)
+def test_a_checkpoint_that_stacks_its_experts(
+    name: str, names: tuple[str, str, str, str], make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    model = build(CASES[name], tmp_path)
+    file = tmp_path / "model.safetensors"
+    old = load_file(file)
+    new = stacked(old, *names)
+    assert any(".experts.0." in key for key in old)
+    assert not any(".experts.0." in key for key in new)
+    save_file(new, file, {"format": "pt"})
+    run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
+
+
+NAMES = ExpertTensors("experts.{}", "gate_proj", "up_proj", "down_proj", "experts")
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_ranks_shares_make_up_every_expert(size: int, is_stacked: bool, tmp_path: Path) -> None:
+    gates, ups, downs = torch.randn(3, 8, 6), torch.randn(3, 8, 6), torch.randn(3, 6, 8)
+    weights = {"experts.gate_up_proj": torch.cat([gates, ups], dim=1), "experts.down_proj": downs}
+    if not is_stacked:
+        projections = {"gate_proj": gates, "up_proj": ups, "down_proj": downs}
+        weights = {f"experts.{i}.{key}.weight": x[i].clone() for key, x in projections.items() for i in range(3)}
+    save_file(weights, tmp_path / "model.safetensors")
+
+    def load(index: int) -> PlainExperts:
+        tp = rank(index, size)
+        experts = PlainExperts(NAMES, 3, 6, 8, tp.rank * 8 // size, 8 // size)
+        FileSource(str(tmp_path)).fill(table_of(experts))
+        return experts
+
+    ranks = [load(index) for index in range(size)]
+    halves = [experts.gate_up.chunk(2, dim=1) for experts in ranks]
+    assert torch.equal(torch.cat([gate for gate, _ in halves], dim=1), gates)
+    assert torch.equal(torch.cat([up for _, up in halves], dim=1), ups)
+    assert torch.equal(torch.cat([experts.down for experts in ranks], dim=2), downs)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Weights]:
+    folder = tmp_path_factory.mktemp("experts")
+    build(CASES["qwen3moe"], folder)
+    return folder, load_file(folder / "model.safetensors")
+
+
+class TestCheckpointsThatDoNotFit:
+    """Each is named: an expert or a router that is missing, too many of them, or one that is there twice."""
+
+    @pytest.mark.parametrize(
+        ("name", "change"),
+        [
+            ("missing: model.layers.1.mlp.experts.5.up_proj.weight", None),
+            ("missing: model.layers.0.mlp.gate.weight", None),
+            ("unknown: model.layers.3.mlp.experts.6.down_proj.weight", torch.zeros(48, 32)),
+            ("stored twice: model.layers.2.mlp.experts.down_proj", torch.zeros(6, 48, 32)),
+            (r"model.layers.0.mlp.gate.weight has shape \[7, 48\], but the model needs \[6, 48\]", torch.zeros(7, 48)),
+            (
+                r"model.layers.0.mlp.experts.1.gate_proj.weight has shape \[31, 48\], but .* needs \[32, 48\]",
+                torch.zeros(31, 48),
+            ),
+        ],
+    )
+    def test_a_tensor(
+        self, name: str, change: torch.Tensor | None, weights: tuple[Path, Weights], make_llm: Callable[..., LLM]
+    ) -> None:
+        folder, tensors = weights
+        key = next(word for word in name.split() if word.startswith("model.layers"))
+        changed = {other: tensor for other, tensor in tensors.items() if other != key}
+        if change is not None:
+            changed[key] = change
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=name):
+            make_llm(str(folder), max_model_len=64)
+
+    def test_an_expert_in_two_files(self, weights: tuple[Path, Weights], tmp_path: Path) -> None:
+        key = "experts.0.up_proj.weight"
+        for number, keys in enumerate(([key, "experts.0.gate_proj.weight"], [key, "experts.0.down_proj.weight"])):
+            tensors = {key: torch.zeros((6, 8) if "down" in key else (8, 6)) for key in keys}
+            save_file(tensors, tmp_path / f"{number}.safetensors")
+        index = '{"weight_map": {"a": "0.safetensors", "b": "1.safetensors"}}'
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ValueError, match=f"stored twice: {key}"):
+            FileSource(str(tmp_path)).fill(table_of(PlainExperts(NAMES, 1, 6, 8, 0, 8)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": -1}, "num_experts=-1 .*must be an integer of at least 1"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 .*must be an integer of at least 1"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 .*must be at most the number of experts, 6"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size=0 .*must be an integer of at least 1"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 .*must be an integer of at least 1"),
+        ({"mlp_only_layers": [4]}, r"mlp_only_layers=\[4\] .*must be layers from 0 to 3"),
+    ],
+)
+def test_settings_that_no_model_can_have(changes: dict[str, object], message: str) -> None:
+    case = CASES["qwen3moe"]
+    config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **{**case.settings, **changes})
+    config.num_hidden_layers = 4
+    with pytest.raises(ValueError, match=message):
+        describe(config)
+
+
+@pytest.mark.parametrize("name", ["moe_intermediate_size", "shared_expert_intermediate_size"])
+def test_sizes_that_the_ranks_do_not_divide(name: str) -> None:
+    case = CASES["qwen2moe"]
+    config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **{**case.settings, name: 31})
+    with pytest.raises(ValueError, match=f"tensor_parallel_size=2: {name}=31 is not divisible by it"):
+        describe(config).check_ranks(2)
