@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
-from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, write_config
+from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, has_experts, write_config
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import StepResult
 
@@ -61,7 +61,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
             max_model_len=recipe.max_model_len,
             dtype=args.dtype,
             device=args.device,
-            load_format="dummy" if args.config else "safetensors",
+            load_format=args.load_format,
         )
     except ValueError as error:
         raise SystemExit(f"bench.py: error: {error}") from None
@@ -240,6 +240,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", default=BUNDLED_MODEL, help="folder or Hub id (default: the bundled model)")
     which.add_argument("--config", choices=SHAPES, help="random weights of this shape")
+    parser.add_argument(
+        "--routing", choices=["even", "skewed"], default="even",
+        help="of random experts: how often tokens use each; skewed follows Zipf's law (default: even)",
+    )  # fmt: skip
     listed = "; ".join(f"{name}: {recipe.num_seqs} x {recipe}" for name, recipe in WORKLOADS.items())
     parser.add_argument("--workload", choices=WORKLOADS, default="nano", help=f"tokens of {listed} (default: nano)")
     parser.add_argument("--num-seqs", type=int, help="requests (this and the next four default to the workload's)")
@@ -260,6 +264,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", metavar="FILE", help="draw the last repeat there; needs matplotlib")
     args = parser.parse_args(argv)
+    if args.routing == "skewed" and not (args.config and has_experts(args.config)):
+        parser.error("--routing skewed: needs a --config with experts")
+    args.load_format = "safetensors" if not args.config else "dummy" if args.routing == "even" else "dummy_skewed"
     try:
         args.recipe = choose_recipe(args)
         args.sampling = replace(SAMPLING, **{name: getattr(args, name) for name in SAMPLING_OPTIONS})

@@ -44,7 +44,7 @@ class Config:
         chooses the GPUs
     seed: a request without a seed of its own gets one that is made from this number
     load_format: "safetensors", or "dummy" for random weights of the config's shapes, whose numbers depend on seed and
-        the number of ranks
+        the number of ranks. With "dummy_skewed", tokens also use some experts far more often than others
     worker_timeout: the engine ends when a rank's process does not run for this many seconds, because it is stopped or
         starved; on CUDA it also ends when a step takes that long; float("inf"): it waits for ever
 
@@ -75,7 +75,7 @@ class Config:
     def __post_init__(self) -> None:
         self._check_numbers()
         self.enforce_eager = check_flag("enforce_eager", self.enforce_eager)
-        self.load_format = check_choice("load_format", self.load_format, ["safetensors", "dummy"])
+        self.load_format = check_choice("load_format", self.load_format, ["safetensors", "dummy", "dummy_skewed"])
         self.device = _resolve_device(self.device, self.tensor_parallel_size)
         checkpoint = Checkpoint.open(self.model)
         self.model = checkpoint.folder

@@ -192,6 +192,13 @@ def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, bi
     assert matrices / 1e9 == pytest.approx(billions, rel=0.005)
 
 
+@pytest.mark.parametrize("model", [[], ["--config", "8b"]])
+def test_skewed_routing_of_a_model_without_experts(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse_args([*model, "--routing", "skewed"])
+    assert "--routing skewed: needs a --config with experts" in capsys.readouterr().err
+
+
 def test_random_weights_and_json(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     text = run(

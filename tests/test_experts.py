@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import greedy
 from safetensors.torch import load_file, save_file
 from test_kernels import DTYPES, assert_close, randn
 from test_loader import rank
@@ -23,6 +24,7 @@ from nanoinfer.kernels.experts.route import (
     route_reference,
     route_triton,
 )
+from nanoinfer.layers.experts import MixtureOfExperts, Router
 from nanoinfer.models import describe
 from nanoinfer.weights.plain_experts import ExpertTensors, PlainExperts
 from nanoinfer.weights.shards import table_of
@@ -94,6 +96,34 @@ def test_expert_mlps(tokens: int, count: int, used: int, hidden_size: int, size:
         routes = routes_of(experts)
         ours = expert_mlps_triton(x, routes, gate_up, down, "silu")
         assert_close(ours, expert_mlps_reference(x.float(), routes, gate_up.float(), down.float(), "silu"))
+
+
+@torch.inference_mode()
+def test_a_layer_tells_the_experts_that_each_token_took(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    model = build(CASES["qwen3moe"], tmp_path)
+    llm = make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320, enforce_eager=True)
+    layers = [module for module in llm.engine.runner.model.modules() if isinstance(module, MixtureOfExperts)]
+    for layer in layers:
+        layer.keep_taken(100)
+    prompt = list(range(40))
+    llm.generate([prompt], greedy(1), use_tqdm=False)
+    logits = model(input_ids=torch.tensor([prompt]), output_router_logits=True).router_logits
+    for layer, router_logits in zip(layers, logits, strict=True):
+        assert layer.taken is not None
+        assert torch.equal(layer.taken[:40].cpu(), router_logits.topk(3).indices.int())
+        assert (layer.taken[40:] == -1).all()
+
+
+def test_skewed_routers_follow_zipfs_law() -> None:
+    torch.manual_seed(0)
+    router = Router(("gate",), 256, 128, 8, "softmax", True)
+    router.weight.normal_(0, 0.02)
+    router.skew()
+    shares = router(torch.randn(20_000, 256)).experts.flatten().bincount(minlength=128) / 20_000
+    laws = [shares[expert - 1].item() * expert for expert in (4, 8, 16, 32, 64, 128)]
+    assert max(laws) < 1.6 * min(laws)
+    assert 0.3 < shares[0] < 0.6
+    assert shares.sum() == pytest.approx(8)
 
 
 def stacked(weights: Weights, gate: str, up: str, down: str, module: str) -> Weights:

@@ -127,6 +127,11 @@ class Workload:
         return sum(self.output_lens)
 
 
+def has_experts(name: str) -> bool:
+    """Return whether a published shape has experts."""
+    return "num_experts" in SHAPES[name][1]
+
+
 def write_config(name: str, folder: str) -> None:
     """Write the config.json of a published shape."""
     shape, family = SHAPES[name]

@@ -33,6 +33,19 @@ class Router(nn.Module):
         """Choose the experts of each token; x: [tokens, hidden_size]."""
         return route(F.linear(x, self.weight), self.used, self.scoring, self.normalised)
 
+    def skew(self) -> None:
+        """Scale a random matrix so that the experts' shares of the choices follow Zipf's law: share i is about 1 / i.
+
+        The larger an expert's scale, the likelier its score is above 1. No share is above 0.45, whatever the law says.
+        """
+        ranks = torch.arange(1, len(self.weight) + 1, dtype=torch.float64)
+        low, high = 0.0, float(len(ranks))
+        for _ in range(60):  # bisects the factor that makes the shares add up to the experts that a token uses
+            factor = (low + high) / 2
+            shares = (factor / ranks).clamp(max=0.45)
+            low, high = (factor, high) if shares.sum() < self.used else (low, factor)
+        self.weight.mul_((1 / torch.special.ndtri(1 - shares)).to(self.weight).unsqueeze(1))
+
     def shards(self) -> Iterator[Shard]:
         """Yield the matrix's shard under each of its names."""
         name, *others = (f"{name}.weight" for name in self.names)
@@ -64,7 +77,13 @@ class SharedExpert(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """In place of an MLP: a router, the experts, and for some models a shared expert."""
+    """In place of an MLP: a router, the experts, and for some models a shared expert.
+
+    taken: if `keep_taken` was called, [tokens, used] int32: its first rows are the experts that the last step's tokens
+        took, the likeliest first
+    """
+
+    taken: Tensor | None = None
 
     def __init__(
         self, router: Router, experts: PlainExperts, shared: SharedExpert | None, activation: Activation
@@ -76,5 +95,23 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
         """Return the branch's result, this rank's part of it, and the residual stream; the next joint adds the two."""
         joined, residual = joint(x, residual)
-        out = self.experts(joined, self.router(joined), self.activation)
+        routes = self.router(joined)
+        if self.taken is not None:
+            self.taken[: len(joined)] = routes.experts
+        out = self.experts(joined, routes, self.activation)
         return out if self.shared is None else out + self.shared(joined), residual
+
+    def keep_taken(self, most: int) -> None:
+        """From now on, keep the experts that the tokens of each step take; CUDA graphs of before do not.
+
+        most: tokens in a step, at most
+        """
+        weight = self.router.weight
+        self.taken = torch.full((most, self.router.used), -1, dtype=torch.int32, device=weight.device)
+
+
+def skew_routers(model: nn.Module) -> None:
+    """Skew all routers of a model with random weights, see Router.skew."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.skew()

@@ -17,6 +17,7 @@ from torch import Tensor
 from nanoinfer.attention import AttentionBackend, make_backend
 from nanoinfer.attention.context import Context
 from nanoinfer.config import Config
+from nanoinfer.layers.experts import skew_routers
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -120,16 +121,18 @@ class ModelRunner:
         """Build the model and fill its weights."""
         config, model = self.config, self.config.description
         source: Source
-        if config.load_format == "dummy":
-            source = RandomSource(config.seed)
-        else:
+        if config.load_format == "safetensors":
             source = FileSource(config.model, model.is_multimodal)
+        else:
+            source = RandomSource(config.seed)
         if model.is_multimodal and self.tp.rank == 0:
             log.warning("%s: its language model is run, as text only; images are not supported", config.model)
         self.backend = make_backend(config.attention_backend, model.windows)
         with self.device, _default_dtype(config.torch_dtype):
             decoder = Decoder(model, config.max_model_len, self.backend, self.tp)
         source.fill(table_of(decoder))
+        if config.load_format == "dummy_skewed":
+            skew_routers(decoder)
         pack_weights(decoder)
         self.model = decoder
         self.sampler = Sampler(decoder.first_id, self.tp)
