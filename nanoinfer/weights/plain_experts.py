@@ -54,20 +54,19 @@ class PlainExperts(nn.Module):
 
     def shards(self) -> Iterator[Shard]:
         """Yield each expert's shards, and those of the stacked tensors that a checkpoint may have instead."""
-        names, size, start, share = self.tensors, self.size, self.start, self.share
+        names, size, start = self.tensors, self.size, self.start
         count, hidden_size = self.down.shape[:2]
-        for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate, up = gate_up.split(share)
-            yield Shard(names.of(names.gate, number), gate, (size, hidden_size), start)
-            yield Shard(names.of(names.up, number), up, (size, hidden_size), start)
-            yield Shard(names.of(names.down, number), down, (hidden_size, size), start, dim=1)
-        single_gate_up = tuple(names.of(name, number) for number in range(count) for name in (names.gate, names.up))
-        single_down = tuple(names.of(names.down, number) for number in range(count))
-        gate_up_shape, down_shape = (count, 2 * size, hidden_size), (count, hidden_size, size)
-        for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            for half, target in enumerate(gate_up.split(share)):
-                first = half * size + start
-                yield Shard(
-                    f"{names.stack}.gate_up_proj", target, gate_up_shape, first, entry=number, replaces=single_gate_up
-                )
-            yield Shard(f"{names.stack}.down_proj", down, down_shape, start, dim=1, entry=number, replaces=single_down)
+        inward, outward = (size, hidden_size), (hidden_size, size)
+        numbers = range(count)
+        halves = tuple(names.of(projection, number) for number in numbers for projection in (names.gate, names.up))
+        downs = tuple(names.of(names.down, number) for number in numbers)
+        for number in numbers:
+            gate, up = self.gate_up[number].split(self.share)
+            down = self.down[number]
+            yield Shard(names.of(names.gate, number), gate, inward, start)
+            yield Shard(names.of(names.up, number), up, inward, start)
+            yield Shard(names.of(names.down, number), down, outward, start, dim=1)
+            stack, shape = f"{names.stack}.gate_up_proj", (count, 2 * size, hidden_size)
+            yield Shard(stack, gate, shape, start, entry=number, replaces=halves)
+            yield Shard(stack, up, shape, size + start, entry=number, replaces=halves)
+            yield Shard(f"{names.stack}.down_proj", down, (count, *outward), start, dim=1, entry=number, replaces=downs)

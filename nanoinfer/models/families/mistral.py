@@ -1,13 +1,25 @@
-"""Mistral (Jiang et al., 2023): Llama with a window. Ministral 3: its queries also grow with the position."""
+"""Mistral (Jiang et al., 2023): Llama with a window.
+
+The queries of Ministral 3 also grow with the position, and the layers of Mixtral have experts.
+"""
 
 from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from nanoinfer.models.description import Description, QueryScaling
+from nanoinfer.models.description import Description, Names, QueryScaling
+from nanoinfer.models.experts import read_experts
 from nanoinfer.models.reading import describe_common, read_windows, same_windows
 from nanoinfer.models.rope import read_original_length
 from nanoinfer.models.settings import positive
+
+MIXTRAL_NAMES = Names(
+    router="block_sparse_moe.gate",
+    expert="block_sparse_moe.experts.{}",
+    expert_gate="w1",
+    expert_up="w3",
+    expert_down="w2",
+)
 
 
 def describe_mistral(config: PretrainedConfig) -> Description:
@@ -33,4 +45,15 @@ def describe_ministral3(config: PretrainedConfig) -> Description:
         config,
         windows=same_windows(config),
         query_scaling=scaling,
+    )
+
+
+def describe_mixtral(config: PretrainedConfig) -> Description:
+    """Describe a Mixtral model (Jiang et al., 2024): experts in all layers; a token's weights add up to 1."""
+    layers = (True,) * config.num_hidden_layers
+    return describe_common(
+        config,
+        names=MIXTRAL_NAMES,
+        windows=same_windows(config),
+        experts=read_experts(config, layers, "intermediate_size", normalised=True),
     )

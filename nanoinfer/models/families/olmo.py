@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3 (OLMo Team, 2025): norms on branches' results, not inputs; a q/k norm over all heads at once."""
+"""OLMo 2 and 3 (OLMo Team, 2025): norms on branches' results; a q/k norm over all heads at once. OLMoE: experts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description, Names
+from nanoinfer.models.experts import read_experts
 from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of
+from nanoinfer.models.settings import head_dim_of, refuse
 
 NAMES = Names(
     attention_norm=None,
@@ -32,6 +33,18 @@ def describe_olmo3(config: PretrainedConfig) -> Description:
         config,
         windows=read_windows(config, config.sliding_window),
         ropes=tuple(ropes[kind] for kind in config.layer_types),
+    )
+
+
+def describe_olmoe(config: PretrainedConfig) -> Description:
+    """Describe an OLMoE model (Muennighoff et al., 2024): norms on branches' inputs, and experts in all layers."""
+    refuse(config, clip_qkv=None)
+    return describe_common(
+        config,
+        qk_norm="full",
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        experts=read_experts(config, (True,) * config.num_hidden_layers, "intermediate_size"),
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
+from nanoinfer.models.experts import read_experts, sparse_layers
 from nanoinfer.models.reading import describe_common, read_windows
+from nanoinfer.models.settings import size_of
 
 
 def describe(config: PretrainedConfig) -> Description:
@@ -14,4 +16,15 @@ def describe(config: PretrainedConfig) -> Description:
         config,
         windows=read_windows(config, config.sliding_window),
         qkv_bias=True,
+    )
+
+
+def describe_moe(config: PretrainedConfig) -> Description:
+    """Describe a Qwen2 model of experts: with use_sliding_window, the layers that layer_types names have a window."""
+    shared_size = size_of(config, "shared_expert_intermediate_size")
+    return describe_common(
+        config,
+        windows=read_windows(config, config.sliding_window or None),
+        qkv_bias=config.qkv_bias,
+        experts=read_experts(config, sparse_layers(config), "moe_intermediate_size", shared_size=shared_size),
     )

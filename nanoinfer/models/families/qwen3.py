@@ -1,11 +1,12 @@
-"""Qwen3, dense (Qwen3 Technical Report, 2025): a norm on every query and key head, biases if the config has them."""
+"""Qwen3 (Qwen3 Technical Report, 2025): a norm on every query and key head, biases if the config has them."""
 
 from __future__ import annotations
 
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.reading import describe_common, read_windows
+from nanoinfer.models.experts import read_experts, sparse_layers
+from nanoinfer.models.reading import describe_common, read_windows, same_windows
 
 
 def describe(config: PretrainedConfig) -> Description:
@@ -16,4 +17,16 @@ def describe(config: PretrainedConfig) -> Description:
         qk_norm="head",
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
+    )
+
+
+def describe_moe(config: PretrainedConfig) -> Description:
+    """Describe a Qwen3 model of experts: with use_sliding_window, all layers have a window."""
+    return describe_common(
+        config,
+        windows=same_windows(config),
+        qk_norm="head",
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        experts=read_experts(config, sparse_layers(config), "moe_intermediate_size"),
     )
