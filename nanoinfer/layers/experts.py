@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.experts.route import Routes, Scoring, route
 from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.dispatch import linear, norm_and_linear
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -29,9 +30,18 @@ class Router(nn.Module):
         self.used, self.scoring, self.normalised = used, scoring, normalised
         self.weight = nn.Parameter(torch.empty(count, hidden_size), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Routes:
-        """Choose the experts of each token; x: [tokens, hidden_size]."""
-        return route(F.linear(x, self.weight), self.used, self.scoring, self.normalised)
+    def forward(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Routes, Tensor, Tensor]:
+        """Let the joint add x to residual and normalise the sum; then choose the experts of each token.
+
+        Returns also the joint's results: the experts' input and the residual stream.
+        """
+        if joint.tp.size == 1:
+            x = joint.scaled(x)
+            logits, joined, residual = norm_and_linear(x, residual, joint.pre_norm, self.weight, joint.post_norm)
+        else:
+            joined, residual = joint(x, residual)
+            logits = linear(joined, self.weight)
+        return route(logits, self.used, self.scoring, self.normalised), joined, residual
 
     def skew(self) -> None:
         """Scale a random matrix so that the experts' shares of the choices follow Zipf's law: share i is about 1 / i.
@@ -94,8 +104,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
         """Return the branch's result, this rank's part of it, and the residual stream; the next joint adds the two."""
-        joined, residual = joint(x, residual)
-        routes = self.router(joined)
+        routes, joined, residual = self.router(x, residual, joint)
         if self.taken is not None:
             self.taken[: len(joined)] = routes.experts
         out = self.experts(joined, routes, self.activation)

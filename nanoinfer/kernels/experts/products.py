@@ -1,8 +1,8 @@
 """The products of tokens with the experts that they use: gate and up, the activation, down, and the weighted sum.
 
 The choices of all tokens are sorted by expert, and cut into tiles of choices of one expert. A program multiplies one
-tile with some rows of its expert's weight. The number of programs is fixed by the number of tokens alone: the last ones
-find no tile and end. So the host needs not know the routing, and a graph can hold the launches.
+tile with some rows of its expert's weight. The launch has as many programs as any routing of so many tokens needs: the
+last ones find no tile and end. So the host needs not know the routing, and a graph can hold the launches.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.experts.one_row import is_one_row, one_row_expert_mlps
 from nanoinfer.kernels.experts.route import Groups, Routes, group
-from nanoinfer.kernels.launch import early_launch, shared_memory, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block
 from nanoinfer.kernels.linear.one_wave import add_product
 
@@ -47,15 +48,16 @@ def expert_mlps_reference(x: Tensor, routes: Routes, gate_up: Tensor, down: Tens
 
 
 def expert_mlps_triton(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activation: Activation) -> Tensor:
-    """expert_mlps as four launches, whatever the routing."""
+    """expert_mlps as four launches, or for one token two, whatever the routing."""
+    if is_one_row(x, routes, down):
+        return one_row_expert_mlps(x, routes, gate_up, down, activation)
     tokens, used = routes.experts.shape
     count, hidden_size, size = down.shape
     groups = group(routes.experts, count)
-    tiling = Tiling.of(tokens * used, count)
     gated = x.new_empty(tokens * used, size)
-    _multiply(x, gate_up, gated, groups, tiling, used, activation)
+    _multiply(x, gate_up, gated, groups, used, activation)
     results = x.new_empty(tokens, used, hidden_size)
-    _multiply(gated, down, results.view(tokens * used, hidden_size), groups, tiling, used, None)
+    _multiply(gated, down, results.view(tokens * used, hidden_size), groups, used, None)
     return combine_triton(results, routes.weights)
 
 
@@ -64,10 +66,11 @@ class Tiling:
     """How the choices of all tokens are cut. The numbers were measured on an H200, with 128 experts of 768.
 
     block_m: choices in a tile
-    block_n: outputs of a program, in a gated product as many gates and as many ups
+    block_n: outputs that are multiplied at once; in a gated product as many gates and as many ups
     block_k: inputs that a program reads at a time
     tiles: at least as many as any routing needs
     stages: such reads that are on their way at once, if the shared memory holds them
+    persistent: a program goes over many tiles, and reads the next one's first inputs while it writes one's results
     """
 
     block_m: int
@@ -76,24 +79,21 @@ class Tiling:
     tiles: int
     warps: int
     stages: int
+    persistent: bool
 
     @classmethod
-    def of(cls, choices: int, count: int) -> Tiling:
+    def of(cls, choices: int, count: int, gated: bool) -> Tiling:
         """Cut so many choices of `count` experts, so that an expert of average use has one tile, or full ones."""
         average = choices / count
         block_m = 16 if average <= 8 else 32 if average <= 24 else 64 if average <= 96 else 128
-        block_n, block_k, warps, stages = {16: (64, 128, 4, 4), 128: (128, 64, 8, 3)}.get(block_m, (64, 64, 4, 5))
-        return cls(block_m, block_n, block_k, min(choices, choices // block_m + count), warps, stages)
-
-    def stages_for(self, x: Tensor, gated: bool) -> int:
-        """Return how many stages fit into the shared memory of x's device."""
-        stage = (self.block_m + self.block_n * (2 if gated else 1)) * self.block_k * x.itemsize
-        return max(1, min(self.stages, shared_memory(x.device) // stage))
+        tiles = min(choices, choices // block_m + count)
+        if block_m == 128:
+            return cls(block_m, 128 if gated else 256, 64, tiles, warps=8, stages=3, persistent=True)
+        block_k, stages = (128, 4) if block_m == 16 else (64, 5)
+        return cls(block_m, 64, block_k, tiles, warps=4, stages=stages, persistent=False)
 
 
-def _multiply(
-    x: Tensor, weight: Tensor, out: Tensor, groups: Groups, tiling: Tiling, used: int, activation: Activation | None
-) -> None:
+def _multiply(x: Tensor, weight: Tensor, out: Tensor, groups: Groups, used: int, activation: Activation | None) -> None:
     """Multiply each choice's input with its expert's weight, [experts, out_features, in_features].
 
     activation: given for the first product, which reads x of the choices' tokens and writes in the order of `groups`;
@@ -102,7 +102,12 @@ def _multiply(
     (count, _, in_features), out_features = weight.shape, out.shape[1]
     assert x.is_contiguous()
     assert weight.is_contiguous()
-    _expert_kernel[(triton.cdiv(out_features, tiling.block_n), tiling.tiles)](
+    gated = activation is not None
+    tiling = Tiling.of(len(out), count, gated)
+    stage = (tiling.block_m + tiling.block_n * (2 if gated else 1)) * tiling.block_k * x.itemsize
+    items = triton.cdiv(out_features, tiling.block_n) * tiling.tiles
+    programs = min(items, num_multiprocessors(x.device)) if tiling.persistent else items
+    _expert_kernel[(programs,)](
         x,
         weight,
         out,
@@ -111,15 +116,17 @@ def _multiply(
         out_features,
         in_features,
         count,
+        items,
         USED=used,
         ACTIVATION=activation,
         EVEN=in_features % tiling.block_k == 0,
+        PERSISTENT=tiling.persistent,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         BLOCK_COUNT=triton.next_power_of_2(count),
         num_warps=tiling.warps,
-        num_stages=tiling.stages_for(x, activation is not None),
+        num_stages=max(1, min(tiling.stages, shared_memory(x.device) // stage)),
         **early_launch(x),
     )
 
@@ -134,9 +141,11 @@ def _expert_kernel(
     out_features,
     in_features,
     count,
+    items,
     USED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,
+    PERSISTENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -145,43 +154,46 @@ def _expert_kernel(
 ):
     GATED: tl.constexpr = ACTIVATION is not None
     wait_for_predecessor(EARLY)
-    expert, first, end = _find_tile(starts_ptr, count, tl.program_id(1), BLOCK_M, BLOCK_COUNT)
-    if first < end:
-        position = first + tl.arange(0, BLOCK_M)
-        exists = position < end
-        choice = tl.load(choices_ptr + position, mask=exists, other=0)
-        source = choice // USED if GATED else position
-        target = position if GATED else choice
-        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.arange(0, BLOCK_K)
-        has_output = n < out_features
-        weight_rows = out_features * 2 if GATED else out_features
-        x_ptrs = x_ptr + source.to(tl.int64)[:, None] * in_features + k[None, :]
-        weight_ptrs = weight_ptr + (expert.to(tl.int64) * weight_rows + n[:, None]) * in_features + k[None, :]
+    # "flatten" makes one loop of this one and the inner one, and so lets an item's first loads start early.
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=PERSISTENT):
+        blocks = tl.cdiv(out_features, BLOCK_N)
+        expert, first, end = _find_tile(starts_ptr, count, item // blocks, BLOCK_M, BLOCK_COUNT)
+        if first < end:
+            position = first + tl.arange(0, BLOCK_M)
+            exists = position < end
+            choice = tl.load(choices_ptr + position, mask=exists, other=0)
+            source = choice // USED if GATED else position
+            target = position if GATED else choice
+            n = item % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+            k = tl.arange(0, BLOCK_K)
+            has_output = n < out_features
+            weight_rows = out_features * 2 if GATED else out_features
+            x_ptrs = x_ptr + source.to(tl.int64)[:, None] * in_features + k[None, :]
+            weight_ptrs = weight_ptr + (expert.to(tl.int64) * weight_rows + n[:, None]) * in_features + k[None, :]
 
-        # Tensor cores need at least 64 rows in the left matrix: with fewer choices, the weight is the left one.
-        TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
-        acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
-        up_acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
-        for start in range(0, in_features, BLOCK_K):
-            x_mask, weight_mask = exists[:, None], has_output[:, None]
-            if not EVEN:
-                inside = (k < in_features - start)[None, :]
-                x_mask, weight_mask = x_mask & inside, weight_mask & inside
-            x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
-            weight = tl.load(weight_ptrs + start, mask=weight_mask, other=0.0)
-            acc = add_product(acc, x, weight, TOKENS_LEFT)
+            # Tensor cores need at least 64 rows in the left matrix: with fewer choices, the weight is the left one.
+            TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
+            acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+            up_acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+            for start in range(0, in_features, BLOCK_K):
+                x_mask, weight_mask = exists[:, None], has_output[:, None]
+                if not EVEN:
+                    inside = (k < in_features - start)[None, :]
+                    x_mask, weight_mask = x_mask & inside, weight_mask & inside
+                x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
+                weight = tl.load(weight_ptrs + start, mask=weight_mask, other=0.0)
+                acc = add_product(acc, x, weight, TOKENS_LEFT)
+                if GATED:
+                    up_weight = tl.load(weight_ptrs + start + out_features * in_features, mask=weight_mask, other=0.0)
+                    up_acc = add_product(up_acc, x, up_weight, TOKENS_LEFT)
+
+            out = acc.to(out_ptr.dtype.element_ty)
             if GATED:
-                up_weight = tl.load(weight_ptrs + start + out_features * in_features, mask=weight_mask, other=0.0)
-                up_acc = add_product(up_acc, x, up_weight, TOKENS_LEFT)
-
-        out = acc.to(out_ptr.dtype.element_ty)
-        if GATED:
-            out = gate_mul_block(out, up_acc.to(out.dtype), ACTIVATION)
-        if not TOKENS_LEFT:
-            out = tl.trans(out)
-        targets = out_ptr + target.to(tl.int64)[:, None] * out_features + n[None, :]
-        tl.store(targets, out, mask=exists[:, None] & has_output[None, :])
+                out = gate_mul_block(out, up_acc.to(out.dtype), ACTIVATION)
+            if not TOKENS_LEFT:
+                out = tl.trans(out)
+            targets = out_ptr + target.to(tl.int64)[:, None] * out_features + n[None, :]
+            tl.store(targets, out, mask=exists[:, None] & has_output[None, :])
 
 
 @triton.jit

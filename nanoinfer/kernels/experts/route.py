@@ -13,7 +13,7 @@ from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
 Scoring = Literal["softmax", "sigmoid"]
 
-FEW, MANY = 1024, 8192  # choices that a program reads at a time: of a decode step, or of a long prompt
+FEW, MANY = 1024, 16384  # choices that a program reads at a time: of a decode step, or of a long prompt
 
 
 class Routes(NamedTuple):
@@ -121,7 +121,10 @@ def _route_kernel(
 
 
 def group(experts: Tensor, count: int) -> Groups:
-    """Sort all choices by their expert; experts: [tokens, used] int32, each below count."""
+    """Sort all choices by their expert.
+
+    experts: [tokens, used] int32, each below count; no token chooses an expert twice
+    """
     return (group_triton if experts.is_cuda else group_reference)(experts, count)
 
 
@@ -135,32 +138,60 @@ def group_reference(experts: Tensor, count: int) -> Groups:
 
 def group_triton(experts: Tensor, count: int) -> Groups:
     """group as one launch: a program for each expert reads all choices, and writes down its own."""
+    tokens, used = experts.shape
     choices = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
     starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
-    total = experts.numel()
-    block = FEW if total <= MANY else MANY
+    block_used = triton.next_power_of_2(used)
+    block = (FEW if tokens * used <= MANY else MANY) // block_used
     _group_kernel[(count,)](
-        experts, choices, starts, total, count, BLOCK=block, num_warps=block // 256, **early_launch(experts)
+        experts,
+        choices,
+        starts,
+        tokens,
+        count,
+        USED=used,
+        BLOCK=block,
+        BLOCK_USED=block_used,
+        num_warps=min(block * block_used // 256, 16),
+        **early_launch(experts),
     )
     return Groups(choices, starts)
 
 
-@triton.jit(do_not_specialize=["total"])
-def _group_kernel(experts_ptr, choices_ptr, starts_ptr, total, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+@triton.jit(do_not_specialize=["tokens"])
+def _group_kernel(
+    experts_ptr,
+    choices_ptr,
+    starts_ptr,
+    tokens,
+    count,
+    USED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_USED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     wait_for_predecessor(EARLY)
     expert = tl.program_id(0)
-    lower = tl.zeros([BLOCK], tl.int32)  # choices of experts before this one
-    for first in range(0, total, BLOCK):
-        choice = first + tl.arange(0, BLOCK)
-        chosen = tl.load(experts_ptr + choice, mask=choice < total, other=count)
+    lower = tl.zeros([BLOCK, BLOCK_USED], tl.int32)  # choices of experts before this one
+    for first in range(0, tokens, BLOCK):
+        chosen, _ = _load_choices(experts_ptr, first, tokens, count, USED, BLOCK, BLOCK_USED)
         lower += (chosen < expert).to(tl.int32)
     start = tl.sum(lower)
     tl.store(starts_ptr + expert, start)
     if expert == count - 1:
-        tl.store(starts_ptr + count, total)
-    for first in range(0, total, BLOCK):
-        choice = first + tl.arange(0, BLOCK)
-        is_own = tl.load(experts_ptr + choice, mask=choice < total, other=count) == expert
-        own = is_own.to(tl.int32)
-        tl.store(choices_ptr + start + tl.cumsum(own, 0) - own, choice, mask=is_own)
+        tl.store(starts_ptr + count, tokens * USED)
+    for first in range(0, tokens, BLOCK):
+        chosen, choice = _load_choices(experts_ptr, first, tokens, count, USED, BLOCK, BLOCK_USED)
+        is_own = chosen == expert
+        own = tl.sum(is_own.to(tl.int32), axis=1)  # at most 1
+        place = start + tl.cumsum(own, 0) - own
+        tl.store(choices_ptr + tl.broadcast_to(place[:, None], [BLOCK, BLOCK_USED]), choice, mask=is_own)
         start += tl.sum(own)
+
+
+@triton.jit
+def _load_choices(experts_ptr, first, tokens, count, USED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_USED: tl.constexpr):
+    """Load the experts of BLOCK tokens; returns also the numbers of the choices. Where no choice is, stands `count`."""
+    token, i = first + tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK_USED)[None, :]
+    choice = token * USED + i
+    return tl.load(experts_ptr + choice, mask=(token < tokens) & (i < USED), other=count), choice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -59,6 +60,18 @@ def norm_linear(
         return one_row_norm_linear(x, residual, norm, weight, bias, activation, post)
     normed, total = _norm(x, residual, norm, post)
     return linear(normed, weight, bias, activation), total
+
+
+def norm_and_linear(
+    x: Tensor, residual: Tensor | None, norm: Norm | None, weight: Tensor, post: Norm | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return norm_linear's product, the product's input, rms_norm(total, norm), and the total."""
+    if _is_one_row(x, weight):
+        normed = torch.empty_like(x)
+        out, total = one_row_norm_linear(x, residual, norm, weight, post=post, normed=normed)
+        return out, normed, total
+    normed, total = _norm(x, residual, norm, post)
+    return linear(normed, weight), normed, total
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, post: Norm | None) -> tuple[Tensor, Tensor]:

@@ -35,10 +35,14 @@ def one_row_norm_linear(
     bias: Tensor | None = None,
     activation: Activation | None = None,
     post: Norm | None = None,
+    normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute kernels.linear.dispatch.norm_linear for x of [1, in_features], not pieces, in one launch."""
+    """Compute kernels.linear.dispatch.norm_linear for x of [1, in_features], not pieces, in one launch.
+
+    normed: [1, in_features], filled with the product's input if given
+    """
     total = x if residual is None else torch.empty_like(x)
-    return _launch(x, weight, bias, activation, residual, total, norm, post), total
+    return _launch(x, weight, bias, activation, residual, total, norm, post, normed), total
 
 
 def _launch(
@@ -50,6 +54,7 @@ def _launch(
     total: Tensor | None = None,
     norm: Norm | None = None,
     post: Norm | None = None,
+    normed: Tensor | None = None,
 ) -> Tensor:
     weight_rows, in_features = weight.shape
     assert x.is_contiguous()
@@ -68,6 +73,7 @@ def _launch(
         bias,
         out,
         total,
+        normed,
         in_features,
         weight_rows,
         post.eps if post else None,
@@ -77,6 +83,7 @@ def _launch(
         ADD=residual is not None,
         NORM=norm is not None,
         PLUS_ONE=norm is not None and norm.plus_one,
+        KEEP=normed is not None,
         BIAS=bias is not None,
         ACTIVATION=activation,
         BLOCK_N=block_n,
@@ -97,6 +104,7 @@ def _one_row_kernel(
     bias_ptr,
     out_ptr,
     total_ptr,
+    normed_ptr,
     in_features,
     weight_rows,
     post_eps,
@@ -106,6 +114,7 @@ def _one_row_kernel(
     ADD: tl.constexpr,
     NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    KEEP: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -117,7 +126,7 @@ def _one_row_kernel(
     k = tl.arange(0, BLOCK_K)
     inside = k < in_features
     # The predecessor writes no weights, so the first loads of them need not wait for it.
-    tile = _load_tile(weight_ptr, program, k, in_features, weight_rows, BLOCK_N, GATED)
+    tile = load_tile(weight_ptr, program, k, in_features, weight_rows, BLOCK_N, GATED)
     if BIAS:
         bias = _load_bias(bias_ptr, program, weight_rows, BLOCK_N, GATED)
     if POST:
@@ -134,33 +143,40 @@ def _one_row_kernel(
         tl.store(total_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
     if NORM:
         x = norm_block(x, norm_weight, in_features, eps, PLUS_ONE)
+    if KEEP:
+        tl.store(normed_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
     wide = x.to(tl.float32)
 
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
-        following = _load_tile(weight_ptr, start // BLOCK_N + programs, k, in_features, weight_rows, BLOCK_N, GATED)
+        following = load_tile(weight_ptr, start // BLOCK_N + programs, k, in_features, weight_rows, BLOCK_N, GATED)
         dots = tl.sum(tile.to(tl.float32) * wide[None, :], axis=1)
         if BIAS:
             dots += bias
             bias = _load_bias(bias_ptr, start // BLOCK_N + programs, weight_rows, BLOCK_N, GATED)
-        dots = dots.to(x.dtype)
-        if GATED:
-            n = start // 2 + tl.arange(0, BLOCK_N // 2)
-            gate, up = tl.split(tl.reshape(dots, [BLOCK_N // 2, 2]))
-            tl.store(out_ptr + n, gate_mul_block(gate, up, ACTIVATION), mask=n < weight_rows // 2)
-        else:
-            n = start + tl.arange(0, BLOCK_N)
-            tl.store(out_ptr + n, dots, mask=n < weight_rows)
+        store_dots(dots.to(x.dtype), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
         tile = following
 
 
 @triton.jit
-def _load_tile(weight_ptr, tile, k, in_features, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+def load_tile(weight_ptr, tile, k, in_features, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     """Load BLOCK_N rows of the weight. If GATED, each gate's row precedes its up's; the weight has all gates first."""
     n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (n < weight_rows)[:, None] & (k < in_features)[None, :]
     if GATED:
         n = n // 2 + n % 2 * (weight_rows // 2)
     return tl.load(weight_ptr + n[:, None] * in_features + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_dots(dots, out_ptr, start, weight_rows, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store the products of the rows that load_tile loaded, from row `start` on; with an activation, a gated pair's."""
+    if ACTIVATION is not None:
+        n = start // 2 + tl.arange(0, BLOCK_N // 2)
+        gate, up = tl.split(tl.reshape(dots, [BLOCK_N // 2, 2]))
+        tl.store(out_ptr + n, gate_mul_block(gate, up, ACTIVATION), mask=n < weight_rows // 2)
+    else:
+        n = start + tl.arange(0, BLOCK_N)
+        tl.store(out_ptr + n, dots, mask=n < weight_rows)
 
 
 @triton.jit
