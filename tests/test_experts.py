@@ -72,9 +72,10 @@ def test_group(tokens: int, count: int) -> None:
     experts = torch.rand(tokens, count, device=randn(1).device).argsort().int()[:, : min(count, 3)].contiguous()
     one = experts[:, :1].contiguous()
     for ids in (experts, torch.full_like(one, count - 1), torch.zeros_like(one)):
-        ours, expected = group_triton(ids, count), group_reference(ids, count)
-        assert torch.equal(ours.choices, expected.choices)
-        assert torch.equal(ours.starts, expected.starts)
+        for size in (16, 128):
+            ours, expected = group_triton(ids, count, size), group_reference(ids, count, size)
+            assert torch.equal(ours.choices, expected.choices)
+            assert torch.equal(ours.tiles, expected.tiles)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,8 +88,12 @@ def test_group(tokens: int, count: int) -> None:
         (1, 4, 2, 64, 8200),
         (5, 60, 4, 72, 40),
         (16, 8, 2, 64, 64),
+        (33, 512, 10, 64, 48),
         (40, 4, 2, 96, 64),
+        (100, 4, 1, 64, 64),
         (200, 4, 3, 64, 72),
+        pytest.param(4096, 60, 4, 512, 360, marks=pytest.mark.gpu),
+        pytest.param(4096, 128, 8, 256, 256, marks=pytest.mark.gpu),
     ],
 )
 def test_expert_mlps(tokens: int, count: int, used: int, hidden_size: int, size: int, dtype: torch.dtype) -> None:

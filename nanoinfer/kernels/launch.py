@@ -2,14 +2,15 @@
 
 Programmatic dependent launch (CUDA Programming Guide) starts a kernel before its predecessor has ended. So the launch
 itself costs no time, nor do the weights that the kernel reads meanwhile. Every program of such a kernel must call
-`wait_for_predecessor` before it stores anything, and before it loads anything that another kernel writes. After that
+`wait_for_predecessor` before it stores anything, and before it loads anything that its predecessor writes. After that
 call the predecessor is complete, and so are all kernels before it.
 
 A program may load weights before that call. So the host must launch a kernel that is not early, such as torch's,
 between a kernel that writes weights and the first early one.
 
 A kernel lets its successor start only after its own wait has ended. Otherwise many kernels would be resident at once,
-and the later ones would hold the shared memory that the next one needs.
+and the later ones would hold the shared memory that the next one needs. So when a kernel starts, all kernels before its
+predecessor are complete: `load_complete` loads what they wrote, before the wait.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ def wait_for_predecessor(EARLY: tl.constexpr, START_SUCCESSOR: tl.constexpr = Tr
         tl.extra.cuda.gdc_wait()
         if START_SUCCESSOR:
             tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def load_complete(ptr, mask=None, other=None):
+    """Load, before the wait, what kernels before the predecessor wrote. The L1 cache may still hold older numbers."""
+    return tl.load(ptr, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit

@@ -12,7 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, start_successor, wait_for_predecessor
+from nanoinfer.kernels.launch import (
+    early_launch,
+    load_complete,
+    num_multiprocessors,
+    start_successor,
+    wait_for_predecessor,
+)
 
 MAX_TILE = 128  # keys
 TILE_BYTES = 32 << 10  # of keys in shared memory, and as many of values
@@ -251,13 +257,15 @@ def _paged_decode_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_predecessor(EARLY, START_SUCCESSOR=False)
     worker, kv_head = tl.program_id(0), tl.program_id(1)
-    first_row = tl.load(shares_ptr + worker * 4)
-    last_row = tl.load(shares_ptr + worker * 4 + 1)
-    tile = tl.load(shares_ptr + worker * 4 + 2)
-    num_tiles = tl.load(shares_ptr + worker * 4 + 3)
-    share = tl.load(share_tiles_ptr)
+    # The predecessor writes queries, keys and values; the plan and the lengths are older.
+    first_row = load_complete(shares_ptr + worker * 4)
+    last_row = load_complete(shares_ptr + worker * 4 + 1)
+    tile = load_complete(shares_ptr + worker * 4 + 2)
+    num_tiles = load_complete(shares_ptr + worker * 4 + 3)
+    share = load_complete(share_tiles_ptr)
+    context_len = load_complete(context_lens_ptr + first_row, num_tiles > 0, 0)
+    wait_for_predecessor(EARLY, START_SUCCESSOR=False)
 
     # One program serves all query heads of a KV head, so that each key is read once.
     g = tl.arange(0, BLOCK_G)
@@ -268,7 +276,6 @@ def _paged_decode_kernel(
 
     left = num_tiles
     for row in range(first_row, last_row + 1):
-        context_len = tl.load(context_lens_ptr + row)
         row_tiles = tl.cdiv(context_len, TILE)
         skipped = 0  # tiles before the window; `tile` and `end_tile` count from the next one
         if WINDOW > 0:
@@ -329,6 +336,7 @@ def _paged_decode_kernel(
                 )
         left -= end_tile - tile
         tile = 0
+        context_len = tl.load(context_lens_ptr + row + 1, mask=row < last_row, other=0)
     start_successor(EARLY)  # not earlier: the successor would only take up room
 
 

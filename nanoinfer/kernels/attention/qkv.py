@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_warps
 
 HEADS_PER_PROGRAM = 8
@@ -240,6 +240,15 @@ def _norm_rotate_store_kernel(
     elif NORM == "full":
         q_weight1, q_weight2 = _load_pairs(q_weight_ptr + head * (2 * HALF) + at, apart, is_q & in_head)
         k_weight1, k_weight2 = _load_pairs(k_weight_ptr + (head - HEADS) * (2 * HALF) + at, apart, is_k & in_head)
+    # The predecessor, a product, does not write these, so they are complete.
+    slot = load_complete(slot_mapping_ptr + token).to(tl.int64)  # a cache may have more than 2^31 elements
+    if ROTARY_DIM > 0:
+        position = tl.maximum(load_complete(positions_ptr + token), 0)
+        angle = cos_sin_ptr + position * ROTARY_DIM + i
+        cos = tl.load(angle, mask=turns, other=1.0)
+        sin = tl.load(angle + ROTARY_DIM // 2, mask=turns, other=0.0)
+        if SCALE_QUERIES:
+            query_scale = tl.where(is_q, tl.load(query_scales_ptr + position), 1.0)
     wait_for_predecessor(EARLY)
 
     source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + at
@@ -254,19 +263,13 @@ def _norm_rotate_store_kernel(
         out1 = _norm(out1, scale, is_q, q_weight1, k_weight1, first.dtype, PLUS_ONE)
         out2 = _norm(out2, scale, is_q, q_weight2, k_weight2, first.dtype, PLUS_ONE)
     if ROTARY_DIM > 0:
-        position = tl.maximum(tl.load(positions_ptr + token), 0)
-        angle = cos_sin_ptr + position * ROTARY_DIM + i
-        cos = tl.load(angle, mask=turns, other=1.0)
-        sin = tl.load(angle + ROTARY_DIM // 2, mask=turns, other=0.0)
         out1, out2 = out1 * cos - out2 * sin, out2 * cos + out1 * sin
         if SCALE_QUERIES:
-            query_scale = tl.where(is_q, tl.load(query_scales_ptr + position), 1.0)
             out1, out2 = out1 * query_scale, out2 * query_scale
     out1, out2 = out1.to(first.dtype), out2.to(first.dtype)
 
     q_target = q_ptr + (token * HEADS + head) * (2 * HALF) + at
     _store_pairs(q_target, out1, out2, apart, is_q & in_head)
-    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)  # a cache may have more than 2^31 elements
     if slot >= 0:
         place = slot * KV_HEADS + head - HEADS
         _store_pairs(k_cache_ptr + place * (2 * HALF) + at, out1, out2, apart, is_k & in_head)

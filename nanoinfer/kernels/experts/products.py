@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.experts.one_row import is_one_row, one_row_expert_mlps
-from nanoinfer.kernels.experts.route import Groups, Routes, group
+from nanoinfer.kernels.experts.route import Groups, Routes, group_triton
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block
 from nanoinfer.kernels.linear.one_wave import add_product
@@ -38,9 +38,9 @@ def expert_mlps(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activa
 def expert_mlps_reference(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activation: Activation) -> Tensor:
     """expert_mlps in torch: the host goes over the experts that any token uses."""
     tokens, used = routes.experts.shape
-    groups = group(routes.experts, len(gate_up))
+    flat = routes.experts.flatten()
     results = x.new_empty(tokens * used, x.shape[1])
-    for expert, choices in enumerate(groups.choices.long().split(groups.starts.diff().tolist())):
+    for expert, choices in enumerate(flat.argsort(stable=True).split(flat.bincount().tolist())):
         if len(choices):
             gated = gate_mul(F.linear(x[choices // used], gate_up[expert]), activation)
             results[choices] = F.linear(gated, down[expert])
@@ -53,22 +53,28 @@ def expert_mlps_triton(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor,
         return one_row_expert_mlps(x, routes, gate_up, down, activation)
     tokens, used = routes.experts.shape
     count, hidden_size, size = down.shape
-    groups = group(routes.experts, count)
+    block_m = choices_in_a_tile(tokens * used, count)
+    groups = group_triton(routes.experts, count, block_m)
     gated = x.new_empty(tokens * used, size)
-    _multiply(x, gate_up, gated, groups, used, activation)
+    _multiply(x, gate_up, gated, groups, block_m, used, activation)
     results = x.new_empty(tokens, used, hidden_size)
-    _multiply(gated, down, results.view(tokens * used, hidden_size), groups, used, None)
+    _multiply(gated, down, results.view(tokens * used, hidden_size), groups, block_m, used, None)
     return combine_triton(results, routes.weights)
+
+
+def choices_in_a_tile(choices: int, count: int) -> int:
+    """Return the size of tiles with which one of `count` experts, if its use is average, has one tile, or full ones."""
+    average = choices / count
+    return 16 if average <= 8 else 32 if average <= 24 else 64 if average <= 96 else 128
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the choices of all tokens are cut. The numbers were measured on an H200, with 128 experts of 768.
+    """How a product is cut. The numbers were measured on an H200, with 128 experts of 768.
 
     block_m: choices in a tile
     block_n: outputs that are multiplied at once; in a gated product as many gates and as many ups
     block_k: inputs that a program reads at a time
-    tiles: at least as many as any routing needs
     stages: such reads that are on their way at once, if the shared memory holds them
     persistent: a program goes over many tiles, and reads the next one's first inputs while it writes one's results
     """
@@ -76,55 +82,50 @@ class Tiling:
     block_m: int
     block_n: int
     block_k: int
-    tiles: int
     warps: int
     stages: int
     persistent: bool
 
     @classmethod
-    def of(cls, choices: int, count: int, gated: bool) -> Tiling:
-        """Cut so many choices of `count` experts, so that an expert of average use has one tile, or full ones."""
-        average = choices / count
-        block_m = 16 if average <= 8 else 32 if average <= 24 else 64 if average <= 96 else 128
-        tiles = min(choices, choices // block_m + count)
+    def of(cls, block_m: int, gated: bool) -> Tiling:
+        """Return the fastest."""
         if block_m == 128:
-            return cls(block_m, 128 if gated else 256, 64, tiles, warps=8, stages=3, persistent=True)
-        block_k, stages = (128, 4) if block_m == 16 else (64, 5)
-        return cls(block_m, 64, block_k, tiles, warps=4, stages=stages, persistent=False)
+            return cls(block_m, 128 if gated else 256, 64, warps=8, stages=3, persistent=True)
+        block_k, stages = (128, 3) if block_m == 16 or not gated else (64, 5)
+        return cls(block_m, 64, block_k, warps=4, stages=stages, persistent=False)
 
 
-def _multiply(x: Tensor, weight: Tensor, out: Tensor, groups: Groups, used: int, activation: Activation | None) -> None:
+def _multiply(
+    x: Tensor, weight: Tensor, out: Tensor, groups: Groups, block_m: int, used: int, activation: Activation | None
+) -> None:
     """Multiply each choice's input with its expert's weight, [experts, out_features, in_features].
 
     activation: given for the first product, which reads x of the choices' tokens and writes in the order of `groups`;
         None for the second, which reads that and writes each choice to its own place
     """
-    (count, _, in_features), out_features = weight.shape, out.shape[1]
+    in_features, out_features = weight.shape[2], out.shape[1]
     assert x.is_contiguous()
     assert weight.is_contiguous()
     gated = activation is not None
-    tiling = Tiling.of(len(out), count, gated)
+    tiling = Tiling.of(block_m, gated)
     stage = (tiling.block_m + tiling.block_n * (2 if gated else 1)) * tiling.block_k * x.itemsize
-    items = triton.cdiv(out_features, tiling.block_n) * tiling.tiles
+    items = triton.cdiv(out_features, tiling.block_n) * len(groups.tiles)
     programs = min(items, num_multiprocessors(x.device)) if tiling.persistent else items
     _expert_kernel[(programs,)](
         x,
         weight,
         out,
-        groups.choices,
-        groups.starts,
+        *groups,
         out_features,
         in_features,
-        count,
         items,
         USED=used,
         ACTIVATION=activation,
-        EVEN=in_features % tiling.block_k == 0,
+        EVEN=in_features % tiling.block_k == out_features % tiling.block_n == 0,
         PERSISTENT=tiling.persistent,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
-        BLOCK_COUNT=triton.next_power_of_2(count),
         num_warps=tiling.warps,
         num_stages=max(1, min(tiling.stages, shared_memory(x.device) // stage)),
         **early_launch(x),
@@ -137,10 +138,9 @@ def _expert_kernel(
     weight_ptr,
     out_ptr,
     choices_ptr,
-    starts_ptr,
+    tiles_ptr,
     out_features,
     in_features,
-    count,
     items,
     USED: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -149,19 +149,21 @@ def _expert_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_COUNT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION is not None
+    OTHER: tl.constexpr = None if EVEN else 0.0
     wait_for_predecessor(EARLY)
     # "flatten" makes one loop of this one and the inner one, and so lets an item's first loads start early.
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=PERSISTENT):
         blocks = tl.cdiv(out_features, BLOCK_N)
-        expert, first, end = _find_tile(starts_ptr, count, item // blocks, BLOCK_M, BLOCK_COUNT)
+        tile_ptr = tiles_ptr + item // blocks * 3
+        expert, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
         if first < end:
             position = first + tl.arange(0, BLOCK_M)
             exists = position < end
-            choice = tl.load(choices_ptr + position, mask=exists, other=0)
+            position = tl.minimum(position, end - 1)  # a tile that is not full has its last choice several times
+            choice = tl.load(choices_ptr + position)
             source = choice // USED if GATED else position
             target = position if GATED else choice
             n = item % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -176,15 +178,14 @@ def _expert_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
             up_acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
             for start in range(0, in_features, BLOCK_K):
-                x_mask, weight_mask = exists[:, None], has_output[:, None]
-                if not EVEN:
-                    inside = (k < in_features - start)[None, :]
-                    x_mask, weight_mask = x_mask & inside, weight_mask & inside
-                x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
-                weight = tl.load(weight_ptrs + start, mask=weight_mask, other=0.0)
+                x_mask = None if EVEN else (k < in_features - start)[None, :]
+                weight_mask = None if EVEN else x_mask & has_output[:, None]
+                x = tl.load(x_ptrs + start, mask=x_mask, other=OTHER)
+                weight = tl.load(weight_ptrs + start, mask=weight_mask, other=OTHER)
                 acc = add_product(acc, x, weight, TOKENS_LEFT)
                 if GATED:
-                    up_weight = tl.load(weight_ptrs + start + out_features * in_features, mask=weight_mask, other=0.0)
+                    up_ptrs = weight_ptrs + start + out_features * in_features
+                    up_weight = tl.load(up_ptrs, mask=weight_mask, other=OTHER)
                     up_acc = add_product(up_acc, x, up_weight, TOKENS_LEFT)
 
             out = acc.to(out_ptr.dtype.element_ty)
@@ -194,22 +195,6 @@ def _expert_kernel(
                 out = tl.trans(out)
             targets = out_ptr + target.to(tl.int64)[:, None] * out_features + n[None, :]
             tl.store(targets, out, mask=exists[:, None] & has_output[None, :])
-
-
-@triton.jit
-def _find_tile(starts_ptr, count, tile, BLOCK_M: tl.constexpr, BLOCK_COUNT: tl.constexpr):
-    """Find a tile's expert, and where in the sorted choices the tile begins and the expert's choices end.
-
-    If there are fewer tiles, it begins where it ends.
-    """
-    expert = tl.arange(0, BLOCK_COUNT)
-    starts = tl.load(starts_ptr + expert, mask=expert < count, other=0)
-    ends = tl.load(starts_ptr + expert + 1, mask=expert < count, other=0)
-    tiles = tl.cdiv(ends - starts, BLOCK_M)
-    last = tl.cumsum(tiles, 0)  # the tiles up to each expert, its own with them
-    is_here = (last > tile) & (last - tiles <= tile)
-    first = tl.sum(tl.where(is_here, starts + (tile - last + tiles) * BLOCK_M, 0))
-    return tl.sum(tl.where(is_here, expert, 0)), first, tl.sum(tl.where(is_here, ends, 0))
 
 
 def combine_reference(results: Tensor, weights: Tensor) -> Tensor:

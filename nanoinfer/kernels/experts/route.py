@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,11 +32,12 @@ class Groups(NamedTuple):
     """The choices of all tokens, sorted by their expert; choice t * used + i is the i-th expert of token t.
 
     choices: [tokens * used] int32; those of one expert stand in the order of their tokens
-    starts: [experts + 1] int32, where each expert's choices begin; the last entry is the number of choices
+    tiles: [most_tiles(...), 3] int32: a tile's expert, where in `choices` the tile begins, and where the expert's
+        choices end; a tile that this routing does not need begins there or after
     """
 
     choices: Tensor
-    starts: Tensor
+    tiles: Tensor
 
 
 def route(logits: Tensor, used: int, scoring: Scoring = "softmax", normalised: bool = False) -> Routes:
@@ -120,51 +122,60 @@ def _route_kernel(
     tl.store(weights_ptr + token * USED + rank, weights, mask=rank < USED)
 
 
-def group(experts: Tensor, count: int) -> Groups:
-    """Sort all choices by their expert.
+def most_tiles(choices: int, count: int, size: int) -> int:
+    """Return how many tiles of `size` choices, each of one expert, any routing needs at most; of `count` experts."""
+    return min(choices, choices // size + count)
 
+
+def group_reference(experts: Tensor, count: int, size: int) -> Groups:
+    """Sort all choices by their expert, and cut them into tiles.
+
+    An expert's first tile has a number that follows from the choices before it alone; so some numbers stay unused.
     experts: [tokens, used] int32, each below count; no token chooses an expert twice
+    size: choices in a tile, at most
     """
-    return (group_triton if experts.is_cuda else group_reference)(experts, count)
-
-
-def group_reference(experts: Tensor, count: int) -> Groups:
-    """group in torch."""
     flat = experts.flatten()
-    starts = torch.zeros(count + 1, dtype=torch.int32, device=experts.device)
-    starts[1:] = flat.bincount(minlength=count).cumsum(0)
-    return Groups(flat.argsort(stable=True).int(), starts)
+    starts = F.pad(flat.bincount(minlength=count).cumsum(0), (1, 0))
+    number = torch.arange(most_tiles(len(flat), count, size), device=flat.device)
+    firsts = starts if len(number) == len(flat) else starts // size + torch.arange(count + 1, device=flat.device)
+    expert = torch.searchsorted(firsts, number, right=True) - 1
+    tiles = torch.stack([expert, starts[expert] + (number - firsts[expert]) * size, starts[expert + 1]], dim=1)
+    return Groups(flat.argsort(stable=True).int(), tiles.int())
 
 
-def group_triton(experts: Tensor, count: int) -> Groups:
-    """group as one launch: a program for each expert reads all choices, and writes down its own."""
+def group_triton(experts: Tensor, count: int, size: int) -> Groups:
+    """group_reference as one launch: a program for each expert reads all choices, and writes down its own."""
     tokens, used = experts.shape
     choices = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
-    starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
+    tiles = torch.empty((most_tiles(experts.numel(), count, size), 3), dtype=torch.int32, device=experts.device)
     block_used = triton.next_power_of_2(used)
     block = (FEW if tokens * used <= MANY else MANY) // block_used
     _group_kernel[(count,)](
         experts,
         choices,
-        starts,
+        tiles,
         tokens,
         count,
+        SIZE=size,
+        ONE_EACH=len(tiles) == len(choices),
         USED=used,
         BLOCK=block,
         BLOCK_USED=block_used,
         num_warps=min(block * block_used // 256, 16),
         **early_launch(experts),
     )
-    return Groups(choices, starts)
+    return Groups(choices, tiles)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _group_kernel(
     experts_ptr,
     choices_ptr,
-    starts_ptr,
+    tiles_ptr,
     tokens,
     count,
+    SIZE: tl.constexpr,
+    ONE_EACH: tl.constexpr,
     USED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_USED: tl.constexpr,
@@ -177,16 +188,21 @@ def _group_kernel(
         chosen, _ = _load_choices(experts_ptr, first, tokens, count, USED, BLOCK, BLOCK_USED)
         lower += (chosen < expert).to(tl.int32)
     start = tl.sum(lower)
-    tl.store(starts_ptr + expert, start)
-    if expert == count - 1:
-        tl.store(starts_ptr + count, tokens * USED)
+    end = start
     for first in range(0, tokens, BLOCK):
         chosen, choice = _load_choices(experts_ptr, first, tokens, count, USED, BLOCK, BLOCK_USED)
         is_own = chosen == expert
         own = tl.sum(is_own.to(tl.int32), axis=1)  # at most 1
-        place = start + tl.cumsum(own, 0) - own
+        place = end + tl.cumsum(own, 0) - own
         tl.store(choices_ptr + tl.broadcast_to(place[:, None], [BLOCK, BLOCK_USED]), choice, mask=is_own)
-        start += tl.sum(own)
+        end += tl.sum(own)
+
+    first_tile = start if ONE_EACH else start // SIZE + expert
+    next_tile = end if ONE_EACH else end // SIZE + expert + 1  # the next expert's first
+    for tile in range(first_tile, next_tile):
+        tl.store(tiles_ptr + tile * 3, expert)
+        tl.store(tiles_ptr + tile * 3 + 1, start + (tile - first_tile) * SIZE)
+        tl.store(tiles_ptr + tile * 3 + 2, end)
 
 
 @triton.jit
