@@ -1,8 +1,8 @@
 """The products of tokens with the experts that they use: gate and up, the activation, down, and the weighted sum.
 
 The choices of all tokens are sorted by expert, and cut into tiles of choices of one expert. A program multiplies one
-tile with some rows of its expert's weight. The launch has as many programs as any routing of so many tokens needs: the
-last ones find no tile and end. So the host needs not know the routing, and a graph can hold the launches.
+tile with some rows of its expert's weight. The launch has programs for as many tiles as any routing of so many tokens
+needs: the last ones find no tile and end. So the host needs not know the routing, and a graph can hold the launches.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Tiling:
     block_n: outputs that are multiplied at once; in a gated product as many gates and as many ups
     block_k: inputs that a program reads at a time
     stages: such reads that are on their way at once, if the shared memory holds them
-    persistent: a program goes over many tiles, and reads the next one's first inputs while it writes one's results
+    persistent: there are as many programs as multiprocessors, and each goes over many tiles
     """
 
     block_m: int
@@ -91,7 +91,7 @@ class Tiling:
         """Return the fastest."""
         if block_m == 128:
             return cls(block_m, 128 if gated else 256, 64, warps=8, stages=3, persistent=True)
-        block_k, stages = (128, 3) if block_m == 16 or not gated else (64, 5)
+        block_k, stages = (128, 3) if block_m == 16 else (64, 5)
         return cls(block_m, 64, block_k, warps=4, stages=stages, persistent=False)
 
 
@@ -122,7 +122,6 @@ def _multiply(
         USED=used,
         ACTIVATION=activation,
         EVEN=in_features % tiling.block_k == out_features % tiling.block_n == 0,
-        PERSISTENT=tiling.persistent,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
@@ -132,7 +131,7 @@ def _multiply(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["items"])
 def _expert_kernel(
     x_ptr,
     weight_ptr,
@@ -145,7 +144,6 @@ def _expert_kernel(
     USED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,
-    PERSISTENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -154,16 +152,14 @@ def _expert_kernel(
     GATED: tl.constexpr = ACTIVATION is not None
     OTHER: tl.constexpr = None if EVEN else 0.0
     wait_for_predecessor(EARLY)
-    # "flatten" makes one loop of this one and the inner one, and so lets an item's first loads start early.
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), flatten=PERSISTENT):
-        blocks = tl.cdiv(out_features, BLOCK_N)
+    blocks = tl.cdiv(out_features, BLOCK_N)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
         tile_ptr = tiles_ptr + item // blocks * 3
         expert, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
         if first < end:
             position = first + tl.arange(0, BLOCK_M)
             exists = position < end
-            position = tl.minimum(position, end - 1)  # a tile that is not full has its last choice several times
-            choice = tl.load(choices_ptr + position)
+            choice = tl.load(choices_ptr + position, mask=exists, other=0)
             source = choice // USED if GATED else position
             target = position if GATED else choice
             n = item % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -178,9 +174,10 @@ def _expert_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
             up_acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
             for start in range(0, in_features, BLOCK_K):
-                x_mask = None if EVEN else (k < in_features - start)[None, :]
-                weight_mask = None if EVEN else x_mask & has_output[:, None]
-                x = tl.load(x_ptrs + start, mask=x_mask, other=OTHER)
+                inside = (k < in_features - start)[None, :]
+                x_mask = exists[:, None] if EVEN else exists[:, None] & inside
+                weight_mask = None if EVEN else has_output[:, None] & inside
+                x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
                 weight = tl.load(weight_ptrs + start, mask=weight_mask, other=OTHER)
                 acc = add_product(acc, x, weight, TOKENS_LEFT)
                 if GATED:

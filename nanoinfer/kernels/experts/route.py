@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +13,7 @@ from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
 Scoring = Literal["softmax", "sigmoid"]
 
-FEW, MANY = 1024, 16384  # choices that a program reads at a time: of a decode step, or of a long prompt
+FEW, MANY = 2048, 16384  # choices that a program reads at a time: of a decode step, or of a long prompt
 
 
 class Routes(NamedTuple):
@@ -33,7 +32,7 @@ class Groups(NamedTuple):
 
     choices: [tokens * used] int32; those of one expert stand in the order of their tokens
     tiles: [most_tiles(...), 3] int32: a tile's expert, where in `choices` the tile begins, and where the expert's
-        choices end; a tile that this routing does not need begins there or after
+        choices end; tiles that this routing does not need come last and begin where they end
     """
 
     choices: Tensor
@@ -130,52 +129,52 @@ def most_tiles(choices: int, count: int, size: int) -> int:
 def group_reference(experts: Tensor, count: int, size: int) -> Groups:
     """Sort all choices by their expert, and cut them into tiles.
 
-    An expert's first tile has a number that follows from the choices before it alone; so some numbers stay unused.
     experts: [tokens, used] int32, each below count; no token chooses an expert twice
     size: choices in a tile, at most
     """
     flat = experts.flatten()
-    starts = F.pad(flat.bincount(minlength=count).cumsum(0), (1, 0))
-    number = torch.arange(most_tiles(len(flat), count, size), device=flat.device)
-    firsts = starts if len(number) == len(flat) else starts // size + torch.arange(count + 1, device=flat.device)
-    expert = torch.searchsorted(firsts, number, right=True) - 1
-    tiles = torch.stack([expert, starts[expert] + (number - firsts[expert]) * size, starts[expert + 1]], dim=1)
-    return Groups(flat.argsort(stable=True).int(), tiles.int())
+    counts = flat.bincount(minlength=count)
+    ends, needed = counts.cumsum(0), (counts + size - 1) // size
+    expert = torch.arange(count, device=flat.device).repeat_interleave(needed)
+    before = torch.arange(len(expert), device=flat.device) - (needed.cumsum(0) - needed)[expert]  # of the same expert
+    tiles = torch.zeros((most_tiles(len(flat), count, size), 3), dtype=torch.int32, device=flat.device)
+    tiles[: len(expert)] = torch.stack([expert, (ends - counts)[expert] + before * size, ends[expert]], dim=1)
+    return Groups(flat.argsort(stable=True).int(), tiles)
 
 
 def group_triton(experts: Tensor, count: int, size: int) -> Groups:
-    """group_reference as one launch: a program for each expert reads all choices, and writes down its own."""
+    """group_reference as two launches; in both, a program for each expert reads all choices."""
     tokens, used = experts.shape
+    counts = torch.empty(count, dtype=torch.int32, device=experts.device)
     choices = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
-    tiles = torch.empty((most_tiles(experts.numel(), count, size), 3), dtype=torch.int32, device=experts.device)
+    tiles = torch.empty((most_tiles(len(choices), count, size), 3), dtype=torch.int32, device=experts.device)
+    block = FEW if len(choices) <= MANY else MANY
     block_used = triton.next_power_of_2(used)
-    block = (FEW if tokens * used <= MANY else MANY) // block_used
+    shape = {"USED": used, "BLOCK": block // block_used, "BLOCK_USED": block_used}
+    options = {"num_warps": min(block // 256, 16), **early_launch(experts)}
+    _count_kernel[(count,)](experts, counts, tokens, count, **shape, **options)
     _group_kernel[(count,)](
         experts,
+        counts,
         choices,
         tiles,
         tokens,
         count,
+        len(tiles),
         SIZE=size,
-        ONE_EACH=len(tiles) == len(choices),
-        USED=used,
-        BLOCK=block,
-        BLOCK_USED=block_used,
-        num_warps=min(block * block_used // 256, 16),
-        **early_launch(experts),
+        **shape,
+        BLOCK_COUNT=triton.next_power_of_2(count),
+        **options,
     )
     return Groups(choices, tiles)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _group_kernel(
+def _count_kernel(
     experts_ptr,
-    choices_ptr,
-    tiles_ptr,
+    counts_ptr,
     tokens,
     count,
-    SIZE: tl.constexpr,
-    ONE_EACH: tl.constexpr,
     USED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_USED: tl.constexpr,
@@ -183,26 +182,56 @@ def _group_kernel(
 ):
     wait_for_predecessor(EARLY)
     expert = tl.program_id(0)
-    lower = tl.zeros([BLOCK, BLOCK_USED], tl.int32)  # choices of experts before this one
+    own = tl.zeros([BLOCK, BLOCK_USED], tl.int32)
     for first in range(0, tokens, BLOCK):
         chosen, _ = _load_choices(experts_ptr, first, tokens, count, USED, BLOCK, BLOCK_USED)
-        lower += (chosen < expert).to(tl.int32)
-    start = tl.sum(lower)
-    end = start
+        own += (chosen == expert).to(tl.int32)
+    tl.store(counts_ptr + expert, tl.sum(own))
+
+
+@triton.jit(do_not_specialize=["tokens", "num_tiles"])
+def _group_kernel(
+    experts_ptr,
+    counts_ptr,
+    choices_ptr,
+    tiles_ptr,
+    tokens,
+    count,
+    num_tiles,
+    SIZE: tl.constexpr,
+    USED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_USED: tl.constexpr,
+    BLOCK_COUNT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_predecessor(EARLY)
+    expert, other = tl.program_id(0), tl.arange(0, BLOCK_COUNT)
+    counts = tl.load(counts_ptr + other, mask=other < count, other=0)
+    needed = tl.cdiv(counts, SIZE)
+    start = tl.sum(tl.where(other < expert, counts, 0))
+    end = start + tl.sum(tl.where(other == expert, counts, 0))
+    tile = tl.sum(tl.where(other < expert, needed, 0))
+    for first in range(start, end, SIZE):
+        _store_tile(tiles_ptr, tile, expert, first, end)
+        tile += 1
+    for unneeded in range(tl.sum(needed) + expert, num_tiles, count):
+        _store_tile(tiles_ptr, unneeded, 0, 0, 0)
+
     for first in range(0, tokens, BLOCK):
         chosen, choice = _load_choices(experts_ptr, first, tokens, count, USED, BLOCK, BLOCK_USED)
         is_own = chosen == expert
         own = tl.sum(is_own.to(tl.int32), axis=1)  # at most 1
-        place = end + tl.cumsum(own, 0) - own
+        place = start + tl.cumsum(own, 0) - own
         tl.store(choices_ptr + tl.broadcast_to(place[:, None], [BLOCK, BLOCK_USED]), choice, mask=is_own)
-        end += tl.sum(own)
+        start += tl.sum(own)
 
-    first_tile = start if ONE_EACH else start // SIZE + expert
-    next_tile = end if ONE_EACH else end // SIZE + expert + 1  # the next expert's first
-    for tile in range(first_tile, next_tile):
-        tl.store(tiles_ptr + tile * 3, expert)
-        tl.store(tiles_ptr + tile * 3 + 1, start + (tile - first_tile) * SIZE)
-        tl.store(tiles_ptr + tile * 3 + 2, end)
+
+@triton.jit
+def _store_tile(tiles_ptr, tile, expert, first, end):
+    tl.store(tiles_ptr + tile * 3, expert)
+    tl.store(tiles_ptr + tile * 3 + 1, first)
+    tl.store(tiles_ptr + tile * 3 + 2, end)
 
 
 @triton.jit
