@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
 
-BLOCK_M = 64
 QUERIES_AT_ONCE = 512  # the reference takes so many with a window or soft cap, so that the mask drops few scores
 
 
@@ -115,9 +115,9 @@ def paged_prefill_triton(
     tokens, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    wide = q.dtype == torch.float32 or head_dim > 128
     factor, cap = in_log2(scale, softcap)
-    grid = (triton.cdiv(max_query_len, BLOCK_M), heads, len(context_lens))
+    tiles = choose_tiles(q, max_query_len)
+    grid = (heads, triton.cdiv(max_query_len, tiles.queries), len(context_lens))
     _paged_prefill_kernel[grid](
         q,
         k_cache,
@@ -135,13 +135,29 @@ def paged_prefill_triton(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAP=cap,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=math.gcd(block_size, 32 if wide else 64),
+        BLOCK_M=tiles.queries,
+        BLOCK_N=math.gcd(block_size, tiles.keys),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=4,
-        num_stages=2,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
     return out
+
+
+class Tiles(NamedTuple):
+    """The queries of a program, the keys that it reads at a time, its warps, and how many reads are on their way."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def choose_tiles(q: Tensor, max_query_len: int) -> Tiles:
+    """Return the fastest tiles on an H200; q and max_query_len: as for paged_prefill_triton."""
+    if q.dtype == torch.float32 or q.shape[2] > 128:
+        return Tiles(64, 32, 4, 2)
+    return Tiles(64, 64, 4, 2) if max_query_len <= 64 else Tiles(128, 64, 8, 3)
 
 
 @triton.jit
@@ -166,7 +182,8 @@ def _paged_prefill_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    tile, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The programs with the most keys come first. The heads that share a KV head run side by side.
+    head, tile, seq = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     begin = tl.load(cu_query_lens_ptr + seq)
     query_len = tl.load(cu_query_lens_ptr + seq + 1) - begin
     if tile * BLOCK_M < query_len:
@@ -177,37 +194,43 @@ def _paged_prefill_kernel(
         q_mask = (m < query_len)[:, None] & (d < HEAD_DIM)[None, :]
         token = (begin + m).to(tl.int64)[:, None]
         q = tl.load(q_ptr + token * q_stride + head * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
-
+        table = block_tables_ptr + seq * table_stride
         position = context_len - query_len + m  # of each query in its sequence
-        end = tl.minimum(context_len, context_len - query_len + (tile + 1) * BLOCK_M)
-        first_tile = 0
+        first_position = context_len - query_len + tile * BLOCK_M
+        end = tl.minimum(context_len, first_position + BLOCK_M)
+        # All queries see the keys from `full` to `full_end`, whole tiles of keys. Those before and after need a mask.
+        first_key, full, full_end = 0, 0, (first_position + 1) // BLOCK_N * BLOCK_N
         if WINDOW > 0:
-            first_key = tl.maximum(context_len - query_len + tile * BLOCK_M + 1 - WINDOW, 0)
-            first_tile = first_key // BLOCK_N
+            first_key = tl.maximum(first_position + 1 - WINDOW, 0)
+            full = tl.minimum(tl.cdiv(tl.maximum(first_position + BLOCK_M - WINDOW, 0), BLOCK_N) * BLOCK_N, full_end)
         top = tl.full([BLOCK_M], -1e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for start in range(first_tile * BLOCK_N, end, BLOCK_N):
-            # BLOCK_N divides BLOCK_SIZE: a tile of keys lies in one block.
-            block = tl.load(block_tables_ptr + seq * table_stride + start // BLOCK_SIZE).to(tl.int64)
-            key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
-            offsets = key[:, None] + (head // GROUP) * HEAD_DIM + d[None, :]
-            kv_mask = (start + n < context_len)[:, None] & (d < HEAD_DIM)[None, :]
-            if WINDOW > 0:
-                kv_mask &= (start + n >= first_key)[:, None]
-            k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
-            scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
-            seen = (start + n)[None, :] <= position[:, None]
-            if WINDOW > 0:
-                seen &= (start + n)[None, :] > position[:, None] - WINDOW
-            # A query that sees no key of a tile gives each the weight 1; its first seen key makes `rescale` 0.
-            scores = tl.where(seen, scores, -1e30)
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - new_top[:, None])
-            rescale = tl.exp2(top - new_top)
-            total = total * rescale + tl.sum(weights, axis=1)
-            v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
-            acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            top = new_top
+        for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
+            part_begin = first_key // BLOCK_N * BLOCK_N if part == 0 else full if part == 1 else full_end
+            part_end = full if part == 0 else full_end if part == 1 else end
+            for start in range(part_begin, part_end, BLOCK_N):
+                # BLOCK_N divides BLOCK_SIZE: a tile of keys lies in one block.
+                block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+                key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
+                offsets = key[:, None] + (head // GROUP) * HEAD_DIM + d[None, :]
+                kv_mask = (d < HEAD_DIM)[None, :]
+                if part != 1:
+                    kv_mask &= ((start + n >= first_key) & (start + n < context_len))[:, None]
+                k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
+                scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
+                if part != 1:
+                    seen = (start + n)[None, :] <= position[:, None]
+                    if WINDOW > 0:
+                        seen &= (start + n)[None, :] > position[:, None] - WINDOW
+                    # A query that sees no key of a tile gives each the weight 1; its first seen key makes `rescale` 0.
+                    scores = tl.where(seen, scores, -1e30)
+                new_top = tl.maximum(top, tl.max(scores, axis=1))
+                weights = tl.exp2(scores - new_top[:, None])
+                rescale = tl.exp2(top - new_top)
+                total = total * rescale + tl.sum(weights, axis=1)
+                v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
+                acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+                top = new_top
         out = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM + d[None, :]
         tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=q_mask)
