@@ -12,7 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
+from nanoinfer.kernels.launch import shared_memory
 
+LONG = 4096  # queries of one sequence; from here on larger tiles are faster
+RESERVED_BYTES = 4096  # of shared memory, for what is no tile
 QUERIES_AT_ONCE = 512  # the reference takes so many with a window or soft cap, so that the mask drops few scores
 
 
@@ -154,10 +157,15 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(q: Tensor, max_query_len: int) -> Tiles:
-    """Return the fastest tiles on an H200; q and max_query_len: as for paged_prefill_triton."""
-    if q.dtype == torch.float32 or q.shape[2] > 128:
-        return Tiles(64, 32, 4, 2)
-    return Tiles(64, 64, 4, 2) if max_query_len <= 64 else Tiles(128, 64, 8, 3)
+    """Return the tiles that are the fastest on an H200, if they fit; q, max_query_len: as for paged_prefill_triton."""
+    head_dim = triton.next_power_of_2(q.shape[2])
+    if head_dim > 128 or q.dtype == torch.float32:
+        small, large, is_long = Tiles(64, 32, 4, 2), Tiles(128, 64, 8, 2), max_query_len > 64
+    else:
+        small, large, is_long = Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 3), max_query_len >= LONG and head_dim == 128
+    in_shared_memory = large.queries + 4 * large.keys  # two tiles of keys, and two of values
+    fits = in_shared_memory * head_dim * q.itemsize + RESERVED_BYTES <= shared_memory(q.device)
+    return large if is_long and fits and q.dtype != torch.float32 else small
 
 
 @triton.jit
@@ -186,8 +194,8 @@ def _paged_prefill_kernel(
     head, tile, seq = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     begin = tl.load(cu_query_lens_ptr + seq)
     query_len = tl.load(cu_query_lens_ptr + seq + 1) - begin
+    context_len = tl.load(context_lens_ptr + seq)
     if tile * BLOCK_M < query_len:
-        context_len = tl.load(context_lens_ptr + seq)
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         n = tl.arange(0, BLOCK_N)
         d = tl.arange(0, BLOCK_D)
