@@ -33,8 +33,8 @@ HEAD = """\
 <!-- Written by docs/make_api.py from the docstrings: change those, and run it again. -->
 
 Import `LLM`, `SamplingParams`, `WorkerError`, `BUNDLED_MODEL` and the types of the outputs from `nanoinfer`. The
-outputs are dictionaries: write `output["text"]`. You need not import `MemoryPlan`, the type of `llm.memory`. In the
-headings, `llm` is an `LLM`.
+outputs are dictionaries, whose keys are attributes too: write `output["text"]` or `output.text`. You need not import
+`MemoryPlan`, the type of `llm.memory`. In the headings, `llm` is an `LLM`.
 """
 
 OPTIONS_HEAD = """\
@@ -169,7 +169,7 @@ def _fields(documented: Any) -> dict[str, Typed]:
 
 
 def _keys(documented: type) -> dict[str, Typed]:
-    """A TypedDict's own keys, as its source has them: at run time it has those of its bases too."""
+    """The keys that an output's class annotates itself, as its source has them."""
     (statement,) = ast.parse(inspect.getsource(documented)).body
     assert isinstance(statement, ast.ClassDef)
     keys = [line for line in statement.body if isinstance(line, ast.AnnAssign)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +21,18 @@ ChatMessage = Mapping[str, Any]
 Chats = ListLike[ChatMessage] | ListLike[ListLike[ChatMessage]]
 
 
+class Prepared(NamedTuple):
+    """A prompt that can run.
+
+    token_ids, params: its tokens, and its settings
+    text: the text of these tokens; None if the user passed token ids
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    text: str | None
+
+
 class Inputs:
     """Turns prompts and chats into token ids, and checks these and settings. Raises ValueError if one cannot work."""
 
@@ -32,29 +44,44 @@ class Inputs:
         self,
         prompts: Prompt | ListLike[Prompt],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None,
-        name: str = "prompts",
-    ) -> list[tuple[list[int], SamplingParams]]:
-        """Return each prompt's token ids and its settings; name: the argument that errors name."""
-        items = [prompts] if isinstance(prompts, str) else _list(name, prompts, "a string or a list of prompts")
+    ) -> list[Prepared]:
+        """Return the prompts of generate or stream, ready to run."""
+        items = [prompts] if isinstance(prompts, str) else _list("prompts", prompts, "a string or a list of prompts")
         if items and as_int(items[0]) is not None:
             raise ValueError(
-                f"{name}={short(items, MOST_SHOWN)}: must be a list of prompts; pass one prompt's ids as [[...]]"
+                f"prompts={short(items, MOST_SHOWN)}: must be a list of prompts; pass one prompt's ids as [[...]]"
             )
         params = self._check_params(len(items), sampling_params)
-        return [(self._check_prompt(f"{name}[{i}]", item), params[i]) for i, item in enumerate(items)]
+        return [self._prepare(f"prompts[{i}]", item, params[i]) for i, item in enumerate(items)]
 
-    def check_one(self, prompt: Prompt, sampling_params: SamplingParams | None) -> tuple[list[int], SamplingParams]:
-        """Return one prompt's token ids and its settings."""
+    def check_one(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Prepared:
+        """Return the prompt of add_request, ready to run."""
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise ValueError(
                 f"sampling_params={short(sampling_params, MOST_SHOWN)}: must be a SamplingParams, for one prompt;"
                 " generate and stream take lists"
             )
         (params,) = self._check_params(1, sampling_params)
-        return self._check_prompt("prompt", prompt), params
+        return self._prepare("prompt", prompt, params)
 
-    def render(self, messages: Chats, **template: Any) -> list[list[int]]:
-        """Return each chat's token ids, by the tokenizer's own template."""
+    def check_chats(
+        self,
+        messages: Chats,
+        sampling_params: SamplingParams | ListLike[SamplingParams] | None,
+        template: dict[str, Any],
+    ) -> list[Prepared]:
+        """Return the chats, ready to run; template: the template's arguments."""
+        texts = self._render(messages, template)
+        params = self._check_params(len(texts), sampling_params)
+        prepared = []
+        for index, text in enumerate(texts):
+            name = f"messages[{index}]"
+            token_ids = self._tokenize(name, text, add_special_tokens=False)  # the template has written them
+            prepared.append(Prepared(self._check_token_ids(name, token_ids), params[index], text))
+        return prepared
+
+    def _render(self, messages: Chats, template: dict[str, Any]) -> list[str]:
+        """Return each chat's text, by the tokenizer's own template."""
         if self.tokenizer is None or not (self.tokenizer.chat_template or template.get("chat_template") is not None):
             raise ValueError(f"{self.config.model!r} has no chat template: use generate with prompts of your own")
         chats = _list("messages", messages, "a list of messages, or of such lists")
@@ -62,7 +89,7 @@ class Inputs:
             chats = [chats]
         return [self._render_one(f"messages[{i}]", chat, template) for i, chat in enumerate(chats)]
 
-    def _render_one(self, name: str, chat: Any, template: dict[str, Any]) -> list[int]:
+    def _render_one(self, name: str, chat: Any, template: dict[str, Any]) -> str:
         assert self.tokenizer is not None
         entries = _list(name, chat, "a list of messages")
         for entry in entries:
@@ -72,12 +99,11 @@ class Inputs:
                 raise ValueError(f"{name} has {short(entry, MOST_SHOWN)}: must be mappings with a role and content")
         continues = template.get("continue_final_message", False)
         try:
-            text = self.tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 entries, tokenize=False, **{"add_generation_prompt": not continues, **template}
             )
         except Exception as error:
             raise ValueError(f"{name}: the chat template does not take it: {error}") from error
-        return self._encode(name, text, add_special_tokens=False)  # the template has written them
 
     def _check_params(
         self, count: int, sampling_params: SamplingParams | ListLike[SamplingParams] | None
@@ -119,8 +145,12 @@ class Inputs:
         if not self.tokenizer.is_fast:
             raise ValueError(f"{name} needs a tokenizer.json, which {self.config.model!r} does not have")
 
-    def _check_prompt(self, name: str, prompt: object) -> list[int]:
-        token_ids = self._encode(name, prompt)
+    def _prepare(self, name: str, prompt: object, params: SamplingParams) -> Prepared:
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = _token_ids(name, prompt) if text is None else self._tokenize(name, text)
+        return Prepared(self._check_token_ids(name, token_ids), params, text)
+
+    def _check_token_ids(self, name: str, token_ids: list[int]) -> list[int]:
         if not token_ids:
             raise ValueError(f"{name} is empty: it must have at least one token")
         vocab_size = self.config.description.vocab_size
@@ -134,15 +164,13 @@ class Inputs:
             )
         return token_ids
 
-    def _encode(self, name: str, prompt: object, add_special_tokens: bool = True) -> list[int]:
-        if not isinstance(prompt, str):
-            return _token_ids(name, prompt)
+    def _tokenize(self, name: str, text: str, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(f"{name} is text, but {self.config.model!r} has no tokenizer: pass a list of token ids")
         try:
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:  # the text has half a surrogate pair, for one
-            raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: the tokenizer does not take it") from None
+            raise ValueError(f"{name} is {short(text, MOST_SHOWN)}: the tokenizer does not take it") from None
 
 
 def _list(name: str, value: Any, what: str) -> list[Any]:

@@ -16,7 +16,7 @@ from nanoinfer.checks import check_flag
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine, StepResult
 from nanoinfer.hints import hints_for
-from nanoinfer.inputs import Chats, Inputs, Prompt
+from nanoinfer.inputs import Chats, Inputs, Prepared, Prompt
 from nanoinfer.outputs import RequestOutput, StreamOutput
 from nanoinfer.request import Requests
 from nanoinfer.sampling_params import SamplingParams
@@ -100,8 +100,7 @@ class LLM:
         """
         self.engine.check_open()
         use_tqdm = check_flag("use_tqdm", use_tqdm)
-        chats = self._inputs.render(messages, **template)
-        return self._generate(self._inputs.check(chats, sampling_params, name="messages"), use_tqdm)
+        return self._generate(self._inputs.check_chats(messages, sampling_params, template), use_tqdm)
 
     @hints_for("stream")
     def stream(
@@ -123,10 +122,10 @@ class LLM:
         Raises ValueError, before anything runs, as generate does.
         """
         self.engine.check_open()
-        checked = self._inputs.check(prompts, sampling_params)
-        if self.tokenizer is not None and any(params.detokenize for _, params in checked):
+        prepared = self._inputs.check(prompts, sampling_params)
+        if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
             self._inputs.check_detokenizer("stream")
-        return Stream(self._stream(checked))
+        return Stream(self._stream(prepared))
 
     @hints_for("add_request")
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
@@ -138,9 +137,9 @@ class LLM:
         Raises ValueError as generate does.
         """
         self.engine.check_open()
-        checked = self._inputs.check_one(prompt, sampling_params)
+        prepared = self._inputs.check_one(prompt, sampling_params)
         with self._turn(), self._requests:
-            return self._requests.add(*checked).id
+            return self._requests.add(prepared).id
 
     def step(self) -> list[RequestOutput]:
         """Run one step of all queued requests; returns the outputs of the requests that ended with it.
@@ -210,16 +209,16 @@ class LLM:
             raise RuntimeError("requests of add_request have not ended: call step until they have, or abort them")
         return self._busy
 
-    def _generate(self, checked: list[tuple[list[int], SamplingParams]], use_tqdm: bool) -> list[RequestOutput]:
+    def _generate(self, prompts: list[Prepared], use_tqdm: bool) -> list[RequestOutput]:
         with self._turn(alone=True), self._requests:
-            requests = [self._requests.add(*entry) for entry in checked]
+            requests = [self._requests.add(prompt) for prompt in prompts]
             self._run(len(requests), use_tqdm)
             self._requests.take_finished()
             return [request.output() for request in requests]
 
-    def _stream(self, checked: list[tuple[list[int], SamplingParams]]) -> Generator[StreamOutput, None, None]:
+    def _stream(self, prompts: list[Prepared]) -> Generator[StreamOutput, None, None]:
         with self._turn(alone=True), self._requests:
-            requests = [self._requests.add(*entry, streams=True) for entry in checked]
+            requests = [self._requests.add(prompt, streams=True) for prompt in prompts]
             indices = {sample: index for index, request in enumerate(requests) for sample in request.samples}
             while indices:
                 changed = self._requests.take_changed()  # abort may have ended some

@@ -1,16 +1,36 @@
-"""Outputs: the dictionaries that requests return."""
+"""Outputs: the dictionaries that requests return. Their keys are attributes too."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.engine.sequence import FinishReason
 
 
-class SampleOutput(TypedDict):
-    """One sample of a prompt.
+class Output(dict[str, Any]):
+    """A dictionary that answers by attributes too: output.text is output["text"].
 
+    A subclass annotates its keys.
+    """
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # a type checker then knows the annotated names alone, and finds a wrong one
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return self[name]
+            except KeyError:
+                properties = [own for own in dir(type(self)) if not own.startswith("_") and not hasattr(dict, own)]
+                known = ", ".join([*self, *properties])
+                raise AttributeError(f"{type(self).__name__} has no {name!r}; known: {known}") from None
+
+
+class SampleOutput(Output):
+    """One sample of a prompt, a dictionary whose keys are attributes too.
+
+    index: the sample's number among its prompt's, from 0 to n - 1
     text: the generated text, without special tokens and without a stop string, unless SamplingParams keeps them; a
         checkpoint's clean_up_tokenization_spaces does not change it; empty without a tokenizer, and with
         detokenize=False
@@ -20,22 +40,38 @@ class SampleOutput(TypedDict):
     stop_reason: the stop string or stop token that ended the sample, or the error's message; otherwise None
     logprobs: for each generated token a mapping from token ids to log-probabilities, the token itself always among
         them; None if SamplingParams did not ask
+
+    A SampleOutput has one more attribute, which is no key:
+
+    cumulative_logprob: the sum of the generated tokens' log-probabilities; None if SamplingParams did not ask
     """
 
+    __slots__ = ()
+
+    index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: int | str | None
     logprobs: list[Mapping[int, float]] | None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the generated tokens' log-probabilities."""
+        if self.logprobs is None:
+            return None
+        return sum(entry[token_id] for entry, token_id in zip(self.logprobs, self.token_ids, strict=True))
 
-class Timings(TypedDict):
+
+class Timings(Output):
     """When three things happened to a request, in seconds on time.perf_counter's clock.
 
     queued: the request was added
     first_token: its first token was read back from the device; None if it ended before
     finished: its last token was read back, or it was aborted
     """
+
+    __slots__ = ()
 
     queued: float
     first_token: float | None
@@ -46,22 +82,43 @@ class RequestOutput(SampleOutput):
     """One prompt's result, a dictionary: the keys of SampleOutput, for the first sample, and these.
 
     request_id: the number that add_request returned; generate, chat and stream number their requests too
+    prompt: the prompt's text, for a chat as its template wrote it; None if the prompt was token ids
+    prompt_token_ids: the prompt's tokens
     prompt_logprobs: like logprobs, for each token of the prompt; None for the first token, which nothing precedes;
         None as a whole if SamplingParams did not ask
     num_cached_tokens: this many tokens of the prompt came from the KV cache
     timings: when the request was queued, had its first token, and ended
     samples: all n samples, the first included
+
+    A RequestOutput has these attributes too, which are no keys, by vLLM's names:
+
+    outputs: the samples
+    finished: True: a request gives its output once all its samples have ended
     """
 
+    __slots__ = ()
+
     request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
     prompt_logprobs: list[Mapping[int, float] | None] | None
     num_cached_tokens: int
     timings: Timings
     samples: list[SampleOutput]
 
+    @property
+    def outputs(self) -> list[SampleOutput]:
+        """The samples."""
+        return self.samples
 
-class StreamOutput(TypedDict):
-    """One sample's new text and tokens since its previous StreamOutput, a dictionary.
+    @property
+    def finished(self) -> bool:
+        """True: a request gives its output once all its samples have ended."""
+        return True
+
+
+class StreamOutput(Output):
+    """One sample's new text and tokens since its previous StreamOutput, a dictionary whose keys are attributes too.
 
     request_id: the request's number, for abort
     index: the prompt's place in the list that was passed to stream
@@ -73,6 +130,8 @@ class StreamOutput(TypedDict):
     logprobs: as in SampleOutput, for the new tokens
     prompt_logprobs: as in RequestOutput, in the first output of a prompt's first sample; None otherwise
     """
+
+    __slots__ = ()
 
     request_id: int
     index: int

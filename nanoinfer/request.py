@@ -10,8 +10,8 @@ from nanoinfer.checks import as_int, short
 from nanoinfer.detokenizer import Detokenizer, decode
 from nanoinfer.engine.llm_engine import LLMEngine, StepResult
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.inputs import Prepared
 from nanoinfer.outputs import RequestOutput, SampleOutput, StreamOutput, Timings
-from nanoinfer.sampling_params import SamplingParams
 
 
 class Sample:
@@ -77,6 +77,7 @@ class Sample:
         seq = self.seq
         text = self._text()
         return SampleOutput(
+            index=seq.sample_index,
             text=text,
             token_ids=seq.output_token_ids,
             finish_reason=seq.finish_reason or "abort",
@@ -104,16 +105,17 @@ class Request:
 
     def __init__(
         self,
-        prompt: list[int],
-        params: SamplingParams,
+        prompt: Prepared,
         engine: LLMEngine,
         tokenizer: PreTrainedTokenizerBase | None,
         streams: bool = False,
     ) -> None:
         """streams: the caller takes each sample's new text and tokens as they come."""
-        if not params.detokenize:
+        if not prompt.params.detokenize:
             tokenizer = None
-        self.samples = [Sample(seq, engine, tokenizer, streams) for seq in engine.add_request(prompt, params)]
+        seqs = engine.add_request(prompt.token_ids, prompt.params)
+        self.prompt = prompt
+        self.samples = [Sample(seq, engine, tokenizer, streams) for seq in seqs]
         self.num_running = len(self.samples)  # samples that have not ended, kept by Requests
         self.id = self.samples[0].seq.request_id
 
@@ -124,6 +126,8 @@ class Request:
         return RequestOutput(
             **samples[0],
             request_id=self.id,
+            prompt=self.prompt.text,
+            prompt_token_ids=self.prompt.token_ids,
             prompt_logprobs=self.samples[0].prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens,
             timings=Timings(
@@ -173,9 +177,9 @@ class Requests:
         """The number of requests that have not ended."""
         return len(self._running)
 
-    def add(self, prompt: list[int], params: SamplingParams, streams: bool = False) -> Request:
+    def add(self, prompt: Prepared, streams: bool = False) -> Request:
         """Queue a request."""
-        request = Request(prompt, params, self._engine, self._tokenizer, streams)
+        request = Request(prompt, self._engine, self._tokenizer, streams)
         self._running[request.id] = request
         self._watched.update((sample.seq, sample) for sample in request.samples if sample.is_watched)
         return request

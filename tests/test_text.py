@@ -607,9 +607,9 @@ class TestChat:
 
     def test_template_arguments_are_passed_on(self, llm: LLM) -> None:
         llm.tokenizer.chat_template = "{{ messages[0].content }}{% if loud %}!!!{% endif %}"
-        plain, loud = (llm._inputs.render(self.CHAT, **kwargs) for kwargs in ({}, {"loud": True}))
-        assert plain == [llm.tokenizer.encode("But, soft!")]
-        assert loud == [llm.tokenizer.encode("But, soft!!!!")]
+        for kwargs, text in (({}, "But, soft!"), ({"loud": True}, "But, soft!!!!")):
+            (chat,) = llm._inputs.check_chats(self.CHAT, None, kwargs)
+            assert (chat.text, chat.token_ids) == (text, llm.tokenizer.encode(text))
 
     @pytest.mark.parametrize("kind", ["image", "image_url", "video"])
     def test_images_are_refused(self, kind: str, llm: LLM) -> None:
