@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import nanoinfer
-from nanoinfer import LLM, RequestOutput, SampleOutput, SamplingParams, StreamOutput, Timings, WorkerError
+from nanoinfer import LLM, LogProb, RequestOutput, SampleOutput, SamplingParams, StreamOutput, Timings, WorkerError
 from nanoinfer.config import Config
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.inputs import Chats, Prompt
@@ -63,6 +63,7 @@ def render() -> str:
             *_section("SamplingParams", SamplingParams, _fields(SamplingParams)),
             *_section("RequestOutput", RequestOutput, _keys(RequestOutput)),
             *_section("SampleOutput", SampleOutput, _keys(SampleOutput)),
+            *_section("LogProb", LogProb, {}),
             *_section("Timings", Timings, _keys(Timings)),
             *_section("StreamOutput", StreamOutput, _keys(StreamOutput)),
             *_section("MemoryPlan", MemoryPlan, _fields(MemoryPlan)),

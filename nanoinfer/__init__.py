@@ -4,6 +4,7 @@ from pathlib import Path
 
 from nanoinfer.engine.workers import WorkerError
 from nanoinfer.llm import LLM
+from nanoinfer.logprob import LogProb
 from nanoinfer.outputs import RequestOutput, SampleOutput, StreamOutput, Timings
 from nanoinfer.sampling_params import SamplingParams
 
@@ -13,6 +14,7 @@ BUNDLED_MODEL = str(Path(__file__).parent / "bundled" / "shakespeare-qwen3")
 __all__ = [
     "BUNDLED_MODEL",
     "LLM",
+    "LogProb",
     "RequestOutput",
     "SampleOutput",
     "SamplingParams",

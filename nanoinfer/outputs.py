@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.engine.sequence import FinishReason
+from nanoinfer.logprob import LogProb
 
 
 class Output(dict[str, Any]):
@@ -38,8 +39,8 @@ class SampleOutput(Output):
     finish_reason: "stop" for a stop string, a stop token or an end of sequence; "length" at max_tokens or
         max_model_len; "abort" after llm.abort; "error" when the text could not be made, which ends this sample alone
     stop_reason: the stop string or stop token that ended the sample, or the error's message; otherwise None
-    logprobs: for each generated token a mapping from token ids to log-probabilities, the token itself always among
-        them; None if SamplingParams did not ask
+    logprobs: for each generated token a mapping from token ids to a LogProb, the token itself always among them;
+        None if SamplingParams did not ask
 
     A SampleOutput has one more attribute, which is no key:
 
@@ -53,7 +54,7 @@ class SampleOutput(Output):
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: int | str | None
-    logprobs: list[Mapping[int, float]] | None
+    logprobs: list[Mapping[int, LogProb]] | None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -101,7 +102,7 @@ class RequestOutput(SampleOutput):
     request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[Mapping[int, float] | None] | None
+    prompt_logprobs: list[Mapping[int, LogProb] | None] | None
     num_cached_tokens: int
     timings: Timings
     samples: list[SampleOutput]
@@ -140,5 +141,5 @@ class StreamOutput(Output):
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-    logprobs: list[Mapping[int, float]] | None
-    prompt_logprobs: list[Mapping[int, float] | None] | None
+    logprobs: list[Mapping[int, LogProb]] | None
+    prompt_logprobs: list[Mapping[int, LogProb] | None] | None

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.checks import as_int, short
-from nanoinfer.detokenizer import Detokenizer, decode
+from nanoinfer.detokenizer import Detokenizer, decode, decoder
 from nanoinfer.engine.llm_engine import LLMEngine, StepResult
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.inputs import Prepared
+from nanoinfer.logprob import Candidates, LogProb
 from nanoinfer.outputs import RequestOutput, SampleOutput, StreamOutput, Timings
 
 
@@ -62,15 +63,15 @@ class Sample:
             token_ids=seq.token_ids[seq.num_prompt_tokens + start :].tolist(),
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
-            logprobs=None if seq.params.logprobs is None else seq.logprobs[start:],
+            logprobs=None if seq.params.logprobs is None else self._logprobs(seq.logprobs[start:]),
             prompt_logprobs=self.prompt_logprobs if start == 0 else None,
         )
 
     @property
-    def prompt_logprobs(self) -> list[Mapping[int, float] | None] | None:
+    def prompt_logprobs(self) -> list[Mapping[int, LogProb] | None] | None:
         """The prompt's log-probabilities, if they are asked for and this is the first sample; otherwise None."""
         asked = self.seq.params.prompt_logprobs is not None and self.seq.sample_index == 0
-        return [None, *self.seq.prompt_logprobs] if asked else None
+        return [None, *self._logprobs(self.seq.prompt_logprobs)] if asked else None
 
     def output(self) -> SampleOutput:
         """Return the result of the sequence, which has ended."""
@@ -82,8 +83,12 @@ class Sample:
             token_ids=seq.output_token_ids,
             finish_reason=seq.finish_reason or "abort",
             stop_reason=seq.stop_reason,
-            logprobs=None if seq.params.logprobs is None else seq.logprobs,
+            logprobs=None if seq.params.logprobs is None else self._logprobs(seq.logprobs),
         )
+
+    def _logprobs(self, places: list[Candidates]) -> list[Mapping[int, LogProb]]:
+        decode = None if self._tokenizer is None else decoder(self._tokenizer, skip_special_tokens=False)
+        return [candidates.logprobs(decode) for candidates in places]
 
     def _text(self) -> str:
         if self._detokenizer is not None:

@@ -10,17 +10,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest import greedy
+import torch
+from conftest import DEVICE, Oracle, greedy
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingParams, StreamOutput, Timings
+from nanoinfer import BUNDLED_MODEL, LLM, LogProb, RequestOutput, SampleOutput, SamplingParams, StreamOutput, Timings
+from nanoinfer.logprob import Candidates
 from nanoinfer.outputs import Output
+from nanoinfer.runner.logits.logprobs import LogProbs
 
 TEXT = "ROMEO:\nBut, soft!"
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(BUNDLED_MODEL, num_kvcache_blocks=128) as llm:
+    with LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=128) as llm:
         yield llm
 
 
@@ -117,3 +122,76 @@ class TestDictionary:
 
     def test_it_has_no_room_beside_its_keys(self, output: RequestOutput, llm: LLM) -> None:
         assert not any(hasattr(result, "__dict__") for result in results(output, llm))
+
+
+class TestLogProbs:
+    def test_each_is_a_float(self, output: RequestOutput) -> None:
+        for entry in output.logprobs:
+            for value in entry.values():
+                assert isinstance(value, float)
+                assert value.logprob == value == float(value) <= 0
+                assert (value + 1.0, repr(value)) == (float(value) + 1.0, repr(float(value)))
+        assert json.loads(json.dumps(output.logprobs[0])) == {str(key): v for key, v in output.logprobs[0].items()}
+
+    def test_a_rank_counts_the_likelier_tokens_of_the_whole_vocabulary(self, llm: LLM, oracle: Oracle) -> None:
+        prompt = llm.tokenizer.encode(TEXT)
+        params = SamplingParams(temperature=9.0, max_tokens=20, seed=1, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        tokens = [*prompt, *output.token_ids]
+        places = [*output.prompt_logprobs[1:], *output.logprobs]
+        ranks = []
+        for row, token_id, entry in zip(oracle.logits(tokens), tokens[1:], places, strict=False):
+            for told, value in entry.items():
+                assert value.rank == 1 + (row > row[told]).sum()
+            ranks.append(entry[token_id].rank)
+        assert min(ranks) == 1
+        assert max(ranks) > 100  # far outside of the top ones
+
+    @given(logits=st.lists(st.sampled_from([-2.5, -1.0, -0.0, 0.0, 1.0, 3.0]), min_size=4, max_size=12))
+    def test_of_equal_tokens_the_smaller_id_is_first(self, logits: list[float]) -> None:
+        vocabulary = range(len(logits))
+        expected = sorted(vocabulary, key=lambda token_id: (-logits[token_id], token_id))
+        counts = [1 + token_id % 4 for token_id in vocabulary]
+        rows, token_ids = (torch.tensor(values, device=DEVICE) for values in ([logits] * len(logits), vocabulary))
+        logprobs = LogProbs.of(rows, token_ids, counts, list(vocabulary))
+        for token_id, candidates in logprobs.entries():
+            assert candidates.token_ids == [token_id, *expected[: counts[token_id]]]
+            assert candidates.rank == 1 + expected.index(token_id)
+            ranks = {told: value.rank for told, value in candidates.logprobs(None).items()}
+            assert ranks == {told: 1 + expected.index(told) for told in candidates.token_ids}
+
+    def test_the_text_of_each_token(self, output: RequestOutput, llm: LLM) -> None:
+        for entry in output.logprobs:
+            for token_id, value in entry.items():
+                assert value.decoded_token == llm.tokenizer.decode([token_id])
+        (ended,) = llm.generate(TEXT, greedy(1, logprobs=0, logit_bias={2: 1000.0}), use_tqdm=False)
+        assert (ended.text, ended.logprobs[0][2].decoded_token) == ("", llm.tokenizer.eos_token)
+
+    def test_there_is_no_text_where_none_is_made(self, llm: LLM) -> None:
+        (output,) = llm.generate(TEXT, greedy(2, logprobs=1, detokenize=False), use_tqdm=False)
+        assert all(value.decoded_token is None for entry in output.logprobs for value in entry.values())
+
+    def test_the_text_is_made_when_it_is_asked_for(self) -> None:
+        decoded = []
+        entry = Candidates([7, 5], [-2.0, -1.0], 3).logprobs(lambda token_ids: f"<{decoded.append(token_ids)}>")
+        assert sum(entry.values()) == -3
+        assert decoded == []
+        assert entry[5].decoded_token == "<None>"
+        assert decoded == [[5]]
+
+    @pytest.mark.parametrize("protocol", range(6))
+    def test_a_pickle_has_the_text_and_no_tokenizer(self, protocol: int, output: RequestOutput) -> None:
+        data = pickle.dumps(output.logprobs, protocol)
+        assert b"okenizer" not in data
+        for loaded, entry in zip(pickle.loads(data), output.logprobs, strict=True):
+            assert loaded == entry
+            for token_id, value in loaded.items():
+                assert type(value) is LogProb
+                assert (value.rank, value.decoded_token) == (entry[token_id].rank, entry[token_id].decoded_token)
+
+    def test_a_stream_has_them_too(self, llm: LLM) -> None:
+        params = greedy(4, logprobs=1, prompt_logprobs=0, ignore_eos=True)
+        first, *rest = llm.stream(TEXT, params)
+        assert first.prompt_logprobs[1:]
+        values = [value for new in (first, *rest) for entry in new.logprobs for value in entry.values()]
+        assert [value.rank for value in values] == [1] * 4

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, LogProb, SamplingParams
 from nanoinfer.engine.row_map import describe_logits
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.kernels.sampling.cutoff import find_cutoff_reference, find_cutoff_triton
@@ -233,12 +233,14 @@ class TestAgainstTransformers:
             self.check(output["prompt_logprobs"][1:], prompt[1:], oracle.logits(prompt).log_softmax(-1), 1)
 
     @staticmethod
-    def check(logprobs: list[dict[int, float]], tokens: list[int], expected: torch.Tensor, most: int) -> None:
+    def check(logprobs: list[dict[int, LogProb]], tokens: list[int], expected: torch.Tensor, most: int) -> None:
         assert len(logprobs) == len(tokens)
         for entry, token, row in zip(logprobs, tokens, expected[: len(tokens)], strict=True):
             assert set(entry) == {token, *row.topk(most).indices.tolist()}
             for token_id, value in entry.items():
                 assert value == pytest.approx(row[token_id].item(), abs=1e-4)
+                likelier, as_likely = (row > value + 1e-4).sum(), (row >= value - 1e-4).sum()
+                assert likelier < value.rank <= as_likely
 
     def test_logprobs_change_no_token(self, make_llm: Callable[..., LLM]) -> None:
         llm, params = make_llm(), {"temperature": 1.0, "seed": 5, "max_tokens": 20}

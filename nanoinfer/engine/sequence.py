@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Literal
 
+from nanoinfer.logprob import Candidates
 from nanoinfer.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -80,8 +80,8 @@ class Sequence:
         self.num_cached_tokens = 0  # of the prompt's tokens, when it was first scheduled
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token, the stop string, or the error's message
-        self.logprobs: list[Mapping[int, float]] = []  # of the generated tokens, if asked for
-        self.prompt_logprobs: list[Mapping[int, float]] = []  # of the prompt's tokens but the first, if asked for
+        self.logprobs: list[Candidates] = []  # of the generated tokens, if asked for
+        self.prompt_logprobs: list[Candidates] = []  # of the prompt's tokens but the first, if asked for
         self.queued_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.max_len = min(len(prompt) + params.max_tokens, max_model_len)
         self.status = SequenceStatus.WAITING

@@ -1,0 +1,63 @@
+"""LogProb: a token's log-probability, which also knows the token's rank and text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Decode = Callable[[list[int]], str]
+
+
+class LogProb(float):
+    """A token's log-probability: a float with these attributes, which are vLLM's.
+
+    logprob: the log-probability itself
+    rank: 1 for the model's most likely token, 2 for the next; of equally likely tokens the smaller id is first
+    decoded_token: the text of this token alone, special tokens included; None without a tokenizer, and with
+        detokenize=False
+    """
+
+    __slots__ = ("_decode", "_token", "rank")
+
+    rank: int
+    _token: Any
+    _decode: Decode | None
+
+    def __new__(cls, value: float, rank: int, token: int | str | None = None, decode: Decode | None = None) -> LogProb:
+        """token: the token's text; or its id, from which `decode` makes the text when somebody asks for it."""
+        self = super().__new__(cls, value)
+        self.rank, self._token, self._decode = rank, token, decode
+        return self
+
+    @property
+    def logprob(self) -> float:
+        """The log-probability itself."""
+        return self
+
+    @property
+    def decoded_token(self) -> str | None:
+        """The token's text."""
+        return self._token if self._decode is None else self._decode([self._token])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LogProb, (float(self), self.rank, self.decoded_token)  # the text, not the tokenizer
+
+
+class Candidates(NamedTuple):
+    """A token and the most likely tokens in its place.
+
+    token_ids: the token itself, then the most likely ones in their order; values: their log-probabilities
+    rank: the token's own
+    """
+
+    token_ids: list[int]
+    values: list[float]
+    rank: int
+
+    def logprobs(self, decode: Decode | None) -> dict[int, LogProb]:
+        """Return token id -> log-probability. decode: makes text from tokens; None: there is no tokenizer."""
+        ranks = [self.rank, *range(1, len(self.token_ids))]
+        return {
+            token_id: LogProb(value, rank, None if decode is None else token_id, decode)
+            for token_id, value, rank in zip(self.token_ids, self.values, ranks, strict=True)
+        }
