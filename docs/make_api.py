@@ -37,6 +37,11 @@ outputs are dictionaries, whose keys are attributes too: write `output["text"]` 
 `MemoryPlan`, the type of `llm.memory`. In the headings, `llm` is an `LLM`.
 """
 
+VERSION = """\
+The version of the installed package, such as "0.1.0". A source tree that lies on Python's path without an installation
+has "0+source".
+"""
+
 OPTIONS_HEAD = """\
 ## Options of LLM
 
@@ -70,6 +75,8 @@ def render() -> str:
             *_section("WorkerError", WorkerError, {}),
             "## BUNDLED_MODEL\n",
             f"The folder of the small Qwen3 that ships with the package, `{_in_package(nanoinfer.BUNDLED_MODEL)}`.\n",
+            "## \\_\\_version\\_\\_\n",
+            VERSION,
             "## Types\n",
             *[f"- `{name}` is `{_plain(str(alias))}`" for name, alias in ALIASES.items()],
             "",

@@ -1,5 +1,6 @@
 """nanoinfer: Hugging Face language models over many prompts, offline and fast."""
 
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from nanoinfer.engine.workers import WorkerError
@@ -11,6 +12,11 @@ from nanoinfer.sampling_params import SamplingParams
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled" / "shakespeare-qwen3")
 """The folder of a small Qwen3 that ships with the package."""
 
+try:
+    __version__ = version("nanoinfer")
+except PackageNotFoundError:  # a source tree on Python's path, which nobody installed
+    __version__ = "0+source"
+
 __all__ = [
     "BUNDLED_MODEL",
     "LLM",
@@ -21,4 +27,5 @@ __all__ = [
     "StreamOutput",
     "Timings",
     "WorkerError",
+    "__version__",
 ]

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 
-from nanoinfer.checks import as_int, short
+from nanoinfer.checks import as_int
 from nanoinfer.hints import ELSEWHERE
+from nanoinfer.hub import CONFIG_FILES, find_folder
 from nanoinfer.models import check_architectures
 
 GENERATION_SETTINGS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings",
 )  # fmt: skip
-NEEDED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 @dataclass(frozen=True)
@@ -37,38 +35,14 @@ class Checkpoint:
     generation_defaults: dict[str, Any]
 
     @classmethod
-    def open(cls, model: str) -> Checkpoint:
+    def open(cls, model: str, revision: str | None = None) -> Checkpoint:
         """Read a folder, or download a Hub id first. Raises ValueError if a file is missing or cannot be read."""
-        folder = _resolve_folder(model)
+        folder = find_folder("model", model, revision, [*CONFIG_FILES, "*.safetensors"])
         hf_config = _read_config(folder)
         generation = _read_generation_config(folder)
         return cls(
             folder, hf_config, _find_eos_token_ids(folder, hf_config, generation), _find_generation_defaults(generation)
         )
-
-
-def _resolve_folder(model: str) -> str:
-    if not isinstance(model, (str, Path)) or not str(model):
-        raise ValueError(f"model={short(model)}: must be a folder's path or a Hugging Face Hub id")
-    try:
-        folder = Path(model).expanduser()
-        is_folder, is_file = folder.is_dir(), folder.is_file()
-    except (OSError, RuntimeError, ValueError):  # the path is too long, has a null character, or is another user's
-        is_folder = is_file = False
-    if is_folder:
-        return str(folder)
-    if is_file:
-        raise ValueError(f"model={str(model)!r}: is a file; give the folder that holds the model's files")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)):
-        raise ValueError(
-            f"model={str(model)!r}: no such folder, nor is it a Hugging Face Hub id such as 'Qwen/Qwen3-0.6B'"
-        )
-    try:
-        return snapshot_download(str(model), allow_patterns=NEEDED_FILES)
-    except Exception as error:
-        raise ValueError(
-            f"model={str(model)!r}: no such folder, and the Hugging Face Hub did not provide it: {error}"
-        ) from error
 
 
 def _read_config(folder: str) -> PretrainedConfig:

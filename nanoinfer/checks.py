@@ -80,6 +80,12 @@ def check_flag(name: str, value: Any) -> bool:
     raise ValueError(f"{name}={short(value)}: must be True or False")
 
 
+def check_none(name: str, value: Any, why: str) -> None:
+    """Raise ValueError for everything but None; `why` says what we lack."""
+    if value is not None:
+        raise ValueError(f"{name}={short(value)}: must be None: {why}")
+
+
 def check_choice(name: str, value: Any, allowed: list[str]) -> str:
     """Return the string. Raises ValueError if it is none of the allowed ones."""
     if not isinstance(value, str) or value not in allowed:

@@ -13,11 +13,13 @@ from nanoinfer.attention import choose_backend
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
+from nanoinfer.hub import find_tokenizer
 from nanoinfer.models import describe
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.weights.sources import FileSource
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+HAVE_DEFAULTS = ("max_num_seqs", "max_model_len")  # if they are None
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
 
@@ -29,8 +31,9 @@ class Config:
     model: a folder with config.json and *.safetensors, or a Hugging Face Hub id
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
     max_num_seqs: at most this many sequences run at once; refused if their rows (logits, block tables, tokens so far)
-        may take more than half of the memory that may be in use
-    max_model_len: a sequence has at most this many tokens, prompt and output; the model's own limit may lower it
+        may take more than half of the memory that may be in use; None: the default
+    max_model_len: a sequence has at most this many tokens, prompt and output; None: the default; the model's own limit
+        is kept where it is lower
     gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
         memory counts too
     tensor_parallel_size: this many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
@@ -45,6 +48,10 @@ class Config:
     seed: a request without a seed of its own gets one that is made from this number
     load_format: "safetensors", or "dummy" for random weights of the config's shapes, whose numbers depend on seed and
         the number of ranks. With "dummy_skewed", tokens also use some experts far more often than others
+    revision: the branch, tag or commit of a Hub id; None: its main branch
+    tokenizer: a folder or a Hub id, of which the tokenizer alone is taken; None: the checkpoint's own
+    tokenizer_revision: as revision, for the tokenizer's Hub id
+    trust_remote_code: False; True is refused, because no remote code runs
     worker_timeout: the engine ends when a rank's process does not run for this many seconds, because it is stopped or
         starved; on CUDA it also ends when a step takes that long; float("inf"): it waits for ever
 
@@ -66,6 +73,10 @@ class Config:
     device: str = "auto"
     seed: int = 0
     load_format: str = "safetensors"
+    revision: str | None = None
+    tokenizer: str | None = None
+    tokenizer_revision: str | None = None
+    trust_remote_code: bool = False
     worker_timeout: float = 30.0
 
     description: Description = field(init=False, repr=False)  # the model's structure
@@ -77,7 +88,12 @@ class Config:
         self.enforce_eager = check_flag("enforce_eager", self.enforce_eager)
         self.load_format = check_choice("load_format", self.load_format, ["safetensors", "dummy", "dummy_skewed"])
         self.device = _resolve_device(self.device, self.tensor_parallel_size)
-        checkpoint = Checkpoint.open(self.model)
+        if check_flag("trust_remote_code", self.trust_remote_code):
+            raise ValueError("trust_remote_code=True: must be False: no remote code runs here")
+        checkpoint = Checkpoint.open(self.model, self.revision)
+        if self.tokenizer is not None or self.tokenizer_revision is not None:
+            source = self.model if self.tokenizer is None else self.tokenizer
+            self.tokenizer = find_tokenizer(source, self.tokenizer_revision)
         self.model = checkpoint.folder
         self.eos_token_ids = checkpoint.eos_token_ids
         self.generation_defaults = checkpoint.generation_defaults
@@ -110,6 +126,9 @@ class Config:
 
     def _check_numbers(self) -> None:
         """Check the numbers that do not depend on the model, and convert them to Python's own types."""
+        for name in HAVE_DEFAULTS:
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(Config, name))
         for name, low, high in (
             ("max_num_batched_tokens", 1, None),
             ("max_num_seqs", 1, None),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -13,10 +13,13 @@ from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
 from nanoinfer.sampling_params import SamplingParams
 
-MEDIA = ("image", "video", "audio")  # in the keys of a message, or of an entry of its content: image, image_url, images
+# In the keys of messages and prompts, such as image_url and images:
+MEDIA = ("image", "video", "audio", "multi_modal", "mm_processor")
+TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a mapping, as vLLM names them
+A_MAPPING = f"a mapping with {TEXT!r} or with {TOKEN_IDS!r} alone"
 MOST_SHOWN = 60  # characters of a prompt in an error message
 
-Prompt = str | ListLike[int]
+Prompt = str | ListLike[int] | Mapping[str, object]
 ChatMessage = Mapping[str, Any]
 Chats = ListLike[ChatMessage] | ListLike[ListLike[ChatMessage]]
 
@@ -39,6 +42,7 @@ class Inputs:
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self._folder = config.tokenizer or config.model  # the tokenizer's
 
     def check(
         self,
@@ -46,7 +50,8 @@ class Inputs:
         sampling_params: SamplingParams | ListLike[SamplingParams] | None,
     ) -> list[Prepared]:
         """Return the prompts of generate or stream, ready to run."""
-        items = [prompts] if isinstance(prompts, str) else _list("prompts", prompts, "a string or a list of prompts")
+        is_one = isinstance(prompts, str) or _holds_prompt(prompts)
+        items = [prompts] if is_one else _list("prompts", prompts, f"a string or a list of prompts, or {A_MAPPING}")
         if items and as_int(items[0]) is not None:
             raise ValueError(
                 f"prompts={short(items, MOST_SHOWN)}: must be a list of prompts; pass one prompt's ids as [[...]]"
@@ -83,7 +88,7 @@ class Inputs:
     def _render(self, messages: Chats, template: dict[str, Any]) -> list[str]:
         """Return each chat's text, by the tokenizer's own template."""
         if self.tokenizer is None or not (self.tokenizer.chat_template or template.get("chat_template") is not None):
-            raise ValueError(f"{self.config.model!r} has no chat template: use generate with prompts of your own")
+            raise ValueError(f"{self._folder!r} has no chat template: use generate with prompts of your own")
         chats = _list("messages", messages, "a list of messages, or of such lists")
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
@@ -143,9 +148,11 @@ class Inputs:
         if self.tokenizer is None:
             raise ValueError(f"{name} needs text, but {self.config.model!r} has no tokenizer")
         if not self.tokenizer.is_fast:
-            raise ValueError(f"{name} needs a tokenizer.json, which {self.config.model!r} does not have")
+            raise ValueError(f"{name} needs a tokenizer.json, which {self._folder!r} does not have")
 
     def _prepare(self, name: str, prompt: object, params: SamplingParams) -> Prepared:
+        if isinstance(prompt, Mapping):
+            name, prompt = _unwrap(name, prompt)
         text = prompt if isinstance(prompt, str) else None
         token_ids = _token_ids(name, prompt) if text is None else self._tokenize(name, text)
         return Prepared(self._check_token_ids(name, token_ids), params, text)
@@ -178,6 +185,23 @@ def _list(name: str, value: Any, what: str) -> list[Any]:
     if entries is None:
         raise ValueError(f"{name}={short(value, MOST_SHOWN)}: must be {what}")
     return entries
+
+
+def _holds_prompt(value: object) -> bool:
+    return isinstance(value, Mapping) and (TEXT in value or TOKEN_IDS in value)
+
+
+def _unwrap(name: str, prompt: Mapping[Any, Any]) -> tuple[str, str | ListLike[int]]:
+    """Return the text or the token ids that a mapping holds, with their name."""
+    if medium := _other_medium(prompt):
+        raise ValueError(f"{name} has {medium!r}: this model is run as text only; pass {A_MAPPING}")
+    if len(prompt) != 1 or not _holds_prompt(prompt):
+        raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: must be text, a list of token ids, or {A_MAPPING}")
+    ((key, value),) = prompt.items()
+    if isinstance(value, str) != (key == TEXT):
+        what = "a string" if key == TEXT else "a list of token ids"
+        raise ValueError(f"{name}[{key!r}] is {short(value, MOST_SHOWN)}: must be {what}")
+    return f"{name}[{key!r}]", value
 
 
 def _token_ids(name: str, prompt: Any) -> list[int]:
@@ -215,7 +239,12 @@ def _other_content(message: Any) -> str | None:
         if isinstance(entry, Mapping) and entry.get("type") not in (None, "text"):
             return str(entry["type"])
     given = [key for item in (message, *entries) if isinstance(item, Mapping) for key in item if _is_given(item[key])]
-    return next((key for key in given if isinstance(key, str) and any(medium in key for medium in MEDIA)), None)
+    return _other_medium(given)
+
+
+def _other_medium(keys: Iterable[Any]) -> str | None:
+    """Return the first key that names something other than text; None if there is none."""
+    return next((key for key in keys if isinstance(key, str) and any(medium in key for medium in MEDIA)), None)
 
 
 def _is_given(value: Any) -> bool:

@@ -6,22 +6,22 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as ListLike
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nanoinfer.checks import check_flag
+from nanoinfer.checks import check_flag, check_none
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine, StepResult
 from nanoinfer.hints import hints_for
+from nanoinfer.hub import has_tokenizer
 from nanoinfer.inputs import Chats, Inputs, Prepared, Prompt
 from nanoinfer.outputs import RequestOutput, StreamOutput
 from nanoinfer.request import Requests
 from nanoinfer.sampling_params import SamplingParams
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+NO_LORA = "there is no LoRA here"
 
 
 class LLM:
@@ -35,8 +35,8 @@ class LLM:
     config: the options after the checks; max_model_len may have been lowered to the model's own limit
     memory: a MemoryPlan, which says how the device's memory is divided: print(llm.memory). The logger "nanoinfer"
         reports it once, at level INFO
-    tokenizer: the checkpoint's own tokenizer; None if the checkpoint has none: then prompts are token ids, and texts
-        are empty
+    tokenizer: the checkpoint's own tokenizer, or that of the option; None if there is none: then prompts are token ids,
+        and texts are empty
 
     An LLM holds its device memory and processes until close(), the end of its `with` block, or its deletion. One thread
     at a time can use it.
@@ -54,7 +54,7 @@ class LLM:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = Config(model, **options)
-        self.tokenizer = _load_tokenizer(self.config.model)
+        self.tokenizer = _load_tokenizer(self.config)
         self.engine = LLMEngine(self.config)
         self.memory = self.engine.runner.memory
         self.config.num_kvcache_blocks = self.memory.blocks
@@ -68,17 +68,21 @@ class LLM:
         prompts: Prompt | ListLike[Prompt],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt; returns the outputs in the prompts' order.
 
-        prompts: strings, or lists of token ids; a lone string counts as a list of one
+        prompts: strings, lists of token ids, or mappings with one of these, {"prompt": text} or
+            {"prompt_token_ids": ids}; a lone string or mapping counts as a list of one
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode
+        lora_request: None, which vLLM's callers may pass: there is no LoRA here
 
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
         """
         self.engine.check_open()
         use_tqdm = check_flag("use_tqdm", use_tqdm)
+        check_none("lora_request", lora_request, NO_LORA)
         return self._generate(self._inputs.check(prompts, sampling_params), use_tqdm)
 
     @hints_for("chat")
@@ -87,6 +91,7 @@ class LLM:
         messages: Chats,
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of a chat, or of each chat in a list, by the tokenizer's chat template.
@@ -94,12 +99,14 @@ class LLM:
         messages: one chat, a list of mappings with "role" and "content"; or a list of chats
         sampling_params: one for all chats, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode
+        lora_request: None, as for generate
         template: arguments of the template, such as enable_thinking=False, tools=[...], continue_final_message=True
 
         Raises ValueError, before anything runs, as generate does, and for a chat that the template refuses.
         """
         self.engine.check_open()
         use_tqdm = check_flag("use_tqdm", use_tqdm)
+        check_none("lora_request", lora_request, NO_LORA)
         return self._generate(self._inputs.check_chats(messages, sampling_params, template), use_tqdm)
 
     @hints_for("stream")
@@ -112,7 +119,7 @@ class LLM:
 
         A sample's last StreamOutput has a finish_reason.
 
-        prompts: strings, or lists of token ids; a lone string counts as a list of one
+        prompts: as for generate
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
 
         If you leave a loop over llm.stream(...), the LLM aborts the samples that have not ended. A stream that you keep
@@ -131,7 +138,7 @@ class LLM:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt for `step`; returns the request_id that its output will have.
 
-        prompt: a string, or a list of token ids
+        prompt: a string, a list of token ids, or a mapping with one of these, as for generate
         sampling_params: the request's settings; None: SamplingParams()
 
         Raises ValueError as generate does.
@@ -299,10 +306,11 @@ class Rates:
         return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
 
 
-def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
-    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
+    option, folder = ("model", config.model) if config.tokenizer is None else ("tokenizer", config.tokenizer)
+    if not has_tokenizer(folder):
         return None
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        raise ValueError(f"model={folder!r}: cannot load its tokenizer: {error}") from error
+        raise ValueError(f"{option}={folder!r}: cannot load its tokenizer: {error}") from error

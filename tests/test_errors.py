@@ -77,7 +77,7 @@ class TestPrompts:
     def test_no_prompts_give_no_outputs(self, llm: LLM) -> None:
         assert llm.generate([], greedy(1)) == []
 
-    @pytest.mark.parametrize("prompts", [None, 5, {"prompt": "text"}])
+    @pytest.mark.parametrize("prompts", [None, 5, {"text": "prompt"}])
     def test_prompts_that_are_no_list(self, llm: LLM, prompts: object) -> None:
         with pytest.raises(ValueError, match=f"prompts={prompts}: must be a string or a list of prompts"):
             llm.generate(prompts, greedy(1))
@@ -357,7 +357,7 @@ class TestNames:
             ("generate", {"max_new_tokens": 5}, r"write SamplingParams\(max_tokens=...\)"),
             ("generate", {"seed": 5}, r"write LLM\(seed=...\) or SamplingParams\(seed=...\)"),
             ("generate", {"messages": []}, r"write chat\(messages=...\)"),
-            ("generate", {"lora_request": None}, "there is no LoRA"),
+            ("generate", {"enable_lora": True}, "there is no LoRA"),
             ("stream", {"use_tqdm": False}, r"write generate\(use_tqdm=...\) or chat\(use_tqdm=...\)"),
             ("stream", {"prompt": "a"}, "did you mean 'prompts'"),
             ("chat", {"prompts": []}, r"write generate\(prompts=...\) or stream\(prompts=...\)"),
@@ -385,7 +385,8 @@ class TestNames:
 
     def test_signatures_are_those_that_were_written(self) -> None:
         assert list(inspect.signature(SamplingParams).parameters) == [field.name for field in fields(SamplingParams)]
-        assert list(inspect.signature(LLM.generate).parameters) == ["self", "prompts", "sampling_params", "use_tqdm"]
+        names = ["self", "prompts", "sampling_params", "use_tqdm", "lora_request"]
+        assert list(inspect.signature(LLM.generate).parameters) == names
         with pytest.raises(TypeError, match="missing 1 required positional argument: 'prompts'"):
             LLM.generate(None)
 

@@ -1,0 +1,70 @@
+"""The folders of models and tokenizers: the user's own, or downloaded from the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from nanoinfer.checks import short
+
+CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+REVISIONS = {"model": "revision", "tokenizer": "tokenizer_revision"}
+
+
+def find_folder(option: str, source: str | Path, revision: str | None, files: list[str]) -> str:
+    """Return the path of a folder, or download a Hub id's files first.
+
+    option: "model" or "tokenizer", which has the value `source`
+    revision: the Hub id's branch, tag or commit; None: its main branch
+
+    Raises ValueError if there is no such folder, or a folder has a revision.
+    """
+    if not isinstance(source, (str, Path)) or not str(source):
+        raise ValueError(f"{option}={short(source)}: must be a folder's path or a Hugging Face Hub id")
+    try:
+        folder = Path(source).expanduser()
+        is_folder, is_file = folder.is_dir(), folder.is_file()
+    except (OSError, RuntimeError, ValueError):  # the path is too long, has a null character, or is another user's
+        is_folder = is_file = False
+    if is_folder:
+        if revision is not None:
+            raise ValueError(
+                f"{REVISIONS[option]}={short(revision)}: must be None, as {str(source)!r} is a folder; only a Hugging"
+                " Face Hub id has revisions"
+            )
+        return str(folder)
+    if is_file:
+        raise ValueError(f"{option}={str(source)!r}: is a file; give the folder that holds the {option}'s files")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
+        raise ValueError(
+            f"{option}={str(source)!r}: no such folder, nor is it a Hugging Face Hub id such as 'Qwen/Qwen3-0.6B'"
+        )
+    return _download(option, str(source), revision, files)
+
+
+def find_tokenizer(source: str | Path, revision: str | None) -> str:
+    """Return the folder of a tokenizer, as find_folder does. Raises ValueError also if it has none."""
+    folder = find_folder("tokenizer", source, revision, CONFIG_FILES)
+    if not has_tokenizer(folder):
+        raise ValueError(f"tokenizer={str(source)!r}: must have a tokenizer: one of {', '.join(TOKENIZER_FILES)}")
+    return folder
+
+
+def has_tokenizer(folder: str) -> bool:
+    """Whether a folder has the files of a tokenizer."""
+    return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _download(option: str, hub_id: str, revision: str | None, files: list[str]) -> str:
+    named = "" if revision is None else f", {REVISIONS[option]}={short(revision)}"
+    if not isinstance(revision, (str, type(None))) or revision == "":
+        raise ValueError(f"{option}={hub_id!r}{named}: must be a branch, a tag or a commit")
+    try:
+        return snapshot_download(hub_id, revision=revision, allow_patterns=files)
+    except Exception as error:
+        raise ValueError(
+            f"{option}={hub_id!r}{named}: no such folder, and the Hugging Face Hub did not provide it: {error}"
+        ) from error
