@@ -91,9 +91,7 @@ class Config:
         if check_flag("trust_remote_code", self.trust_remote_code):
             raise ValueError("trust_remote_code=True: must be False: no remote code runs here")
         checkpoint = Checkpoint.open(self.model, self.revision)
-        if self.tokenizer is not None or self.tokenizer_revision is not None:
-            source = self.model if self.tokenizer is None else self.tokenizer
-            self.tokenizer = find_tokenizer(source, self.tokenizer_revision)
+        self.tokenizer = self._find_tokenizer()
         self.model = checkpoint.folder
         self.eos_token_ids = checkpoint.eos_token_ids
         self.generation_defaults = checkpoint.generation_defaults
@@ -114,6 +112,12 @@ class Config:
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as torch names it."""
         return DTYPES[self.dtype]
+
+    def _find_tokenizer(self) -> str | None:
+        """Return the folder of the tokenizer that the options ask for; None: the checkpoint's own."""
+        if self.tokenizer is None and self.tokenizer_revision is None:
+            return None
+        return find_tokenizer(self.model if self.tokenizer is None else self.tokenizer, self.tokenizer_revision)
 
     def _describe(self, hf_config: PretrainedConfig) -> Description:
         model = describe(hf_config)

@@ -46,7 +46,7 @@ ELSEWHERE = {
         ("enable_lora", "there is no LoRA"),
         ("quantization quantization_config load_in_8bit load_in_4bit kv_cache_dtype", "there is no quantization"),
         ("enable_prefix_caching enable_chunked_prefill use_cache", "leave it out: it is always so"),
-        ("tokenizer_mode skip_tokenizer_init", "the checkpoint's own is used, if it has one"),
+        ("tokenizer_mode skip_tokenizer_init", "leave it out: a tokenizer is used if there is one"),
         ("cache_dir download_dir token hf_token", "download the checkpoint, and pass its folder as model"),
         ("swap_space cpu_offload_gb", "leave it out: nothing is moved to the CPU"),
         ("pipeline_parallel_size data_parallel_size", "tensor_parallel_size alone divides the work"),

@@ -60,7 +60,7 @@ def has_tokenizer(folder: str) -> bool:
 
 def _download(option: str, hub_id: str, revision: str | None, files: list[str]) -> str:
     named = "" if revision is None else f", {REVISIONS[option]}={short(revision)}"
-    if not isinstance(revision, (str, type(None))) or revision == "":
+    if revision is not None and not (isinstance(revision, str) and revision):
         raise ValueError(f"{option}={hub_id!r}{named}: must be a branch, a tag or a commit")
     try:
         return snapshot_download(hub_id, revision=revision, allow_patterns=files)

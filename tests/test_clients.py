@@ -200,6 +200,14 @@ class TestPrompts:
 
 
 class TestOptions:
+    @pytest.fixture
+    def bare(self, tmp_path: Path) -> str:
+        """The bundled model without its tokenizer."""
+        for file in Path(BUNDLED_MODEL).iterdir():
+            if not file.name.startswith("tokenizer"):
+                (tmp_path / file.name).symlink_to(file)
+        return str(tmp_path)
+
     def test_none_is_the_default(self) -> None:
         config, default = Config(BUNDLED_MODEL, max_model_len=None, max_num_seqs=None), Config(BUNDLED_MODEL)
         assert config == default
@@ -217,14 +225,6 @@ class TestOptions:
         (output,), (expected,) = (some.generate(TEXT, greedy(4), use_tqdm=False) for some in (other, llm))
         assert (output.text, output.token_ids) == (expected.text, expected.token_ids)
         assert other.config.tokenizer == BUNDLED_MODEL
-
-    @pytest.fixture
-    def bare(self, tmp_path: Path) -> str:
-        """The bundled model without its tokenizer."""
-        for file in Path(BUNDLED_MODEL).iterdir():
-            if not file.name.startswith("tokenizer"):
-                (tmp_path / file.name).symlink_to(file)
-        return str(tmp_path)
 
     def test_a_folder_without_a_tokenizer(self, bare: str) -> None:
         with pytest.raises(ValueError, match=f"tokenizer='{bare}': must have a tokenizer: one of tokenizer.json"):
