@@ -12,7 +12,7 @@ class LogProb(float):
     """A token's log-probability: a float with these attributes, which are vLLM's.
 
     logprob: the log-probability itself
-    rank: 1 for the model's most likely token, 2 for the next; of equally likely tokens the smaller id is first
+    rank: one more than the number of likelier tokens; equally likely tokens share a rank
     decoded_token: the text of this token alone, special tokens included; None without a tokenizer, and with
         detokenize=False
     """
@@ -56,7 +56,11 @@ class Candidates(NamedTuple):
 
     def logprobs(self, decode: Decode | None) -> dict[int, LogProb]:
         """Return token id -> log-probability. decode: makes text from tokens; None: there is no tokenizer."""
-        ranks = [self.rank, *range(1, len(self.token_ids))]
+        ranks, rank = [self.rank], 1
+        for place in range(1, len(self.values)):
+            if place > 1 and self.values[place] < self.values[place - 1]:
+                rank = place
+            ranks.append(rank)
         return {
             token_id: LogProb(value, rank, None if decode is None else token_id, decode)
             for token_id, value, rank in zip(self.token_ids, self.values, ranks, strict=True)

@@ -148,17 +148,17 @@ class TestLogProbs:
         assert max(ranks) > 100  # far outside of the top ones
 
     @given(logits=st.lists(st.sampled_from([-2.5, -1.0, -0.0, 0.0, 1.0, 3.0]), min_size=4, max_size=12))
-    def test_of_equal_tokens_the_smaller_id_is_first(self, logits: list[float]) -> None:
+    def test_equally_likely_tokens_share_a_rank(self, logits: list[float]) -> None:
         vocabulary = range(len(logits))
-        expected = sorted(vocabulary, key=lambda token_id: (-logits[token_id], token_id))
         counts = [1 + token_id % 4 for token_id in vocabulary]
         rows, token_ids = (torch.tensor(values, device=DEVICE) for values in ([logits] * len(logits), vocabulary))
         logprobs = LogProbs.of(rows, token_ids, counts, list(vocabulary))
         for token_id, candidates in logprobs.entries():
-            assert candidates.token_ids == [token_id, *expected[: counts[token_id]]]
-            assert candidates.rank == 1 + expected.index(token_id)
+            own, *top = candidates.token_ids
+            assert own == token_id
+            assert [logits[told] for told in top] == sorted(logits, reverse=True)[: counts[token_id]]
             ranks = {told: value.rank for told, value in candidates.logprobs(None).items()}
-            assert ranks == {told: 1 + expected.index(told) for told in candidates.token_ids}
+            assert ranks == {told: 1 + sum(other > logits[told] for other in logits) for told in (own, *top)}
 
     def test_the_text_of_each_token(self, output: RequestOutput, llm: LLM) -> None:
         for entry in output.logprobs:

@@ -31,10 +31,12 @@ class LogProbs:
     @staticmethod
     def of(logits: Tensor, token_ids: Tensor, counts: list[int], keys: list[int]) -> LogProbs:
         """Compute LogProbs from logits: [tokens, vocabulary] float32, for token_ids: [tokens]."""
-        order, ids = _order(logits), token_ids[:, None].long()
-        ranks = (order > order.gather(1, ids)).sum(dim=1) + 1
-        ids = torch.cat([ids, order.topk(max(counts), dim=1).indices], dim=1)
-        return LogProbs(ids.int(), logits.log_softmax(dim=1).gather(1, ids), ranks.int(), counts, keys)
+        values, ids = logits.log_softmax(dim=1), token_ids[:, None].long()
+        own = values.gather(1, ids)
+        ranks = (values > own).sum(dim=1, dtype=torch.int32) + 1
+        top_values, top_ids = values.topk(max(counts), dim=1)
+        ids = torch.cat([ids, top_ids], dim=1).int()
+        return LogProbs(ids, torch.cat([own, top_values], dim=1), ranks, counts, keys)
 
     def to_host(self) -> LogProbs:
         """Copy to host memory; from a CUDA device the copy is complete with the stream's next event."""
@@ -46,16 +48,3 @@ class LogProbs:
         columns = self.token_ids.tolist(), self.values.tolist(), self.ranks.tolist()
         for key, count, ids, values, rank in zip(self.keys, self.counts, *columns, strict=True):
             yield key, Candidates(ids[: count + 1], values[: count + 1], rank)
-
-
-def _order(logits: Tensor) -> Tensor:
-    """Return int64 numbers that are ordered as the logits are; of equal logits, the smaller token id's is larger.
-
-    A float's bits, read as an integer, are in the floats' order; negative ones in reverse, until they are flipped.
-    """
-    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which is its equal
-    bits ^= (bits >> 31) & 0x7FFFFFFF
-    order = bits.long()
-    order <<= 32
-    order -= torch.arange(logits.shape[1], device=logits.device)
-    return order
