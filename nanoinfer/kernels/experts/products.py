@@ -48,7 +48,7 @@ def expert_mlps_reference(x: Tensor, routes: Routes, gate_up: Tensor, down: Tens
 
 
 def expert_mlps_triton(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activation: Activation) -> Tensor:
-    """expert_mlps as four launches, or for one token two, whatever the routing."""
+    """expert_mlps as five launches, or for one token two, whatever the routing."""
     if is_one_row(x, routes, down):
         return one_row_expert_mlps(x, routes, gate_up, down, activation)
     tokens, used = routes.experts.shape
