@@ -36,7 +36,7 @@ ELSEWHERE = {
         ("best_of", "SamplingParams(n=...) gives all samples: choose among them"),
         ("num_beams use_beam_search length_penalty early_stopping", "there is no beam search"),
         ("bad_words bad_words_ids suppress_tokens", "write SamplingParams(logit_bias={token id: -100})"),
-        ("guided_decoding structured_outputs response_format", "there is no guided decoding"),
+        ("guided_decoding response_format", "structured_outputs"),
         ("logits_processor logits_processors stopping_criteria", "no code of yours runs between two tokens"),
         ("streamer stream", "llm.stream(...) yields the text as it comes"),
         ("attention_mask padding pad_token_id", "leave it out: prompts are not padded"),

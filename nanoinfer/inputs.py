@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
+from nanoinfer.grammar import Grammar, Grammars
 from nanoinfer.sampling_params import SamplingParams
 
 # In the keys of messages and prompts, such as image_url and images:
@@ -24,16 +25,24 @@ ChatMessage = Mapping[str, Any]
 Chats = ListLike[ChatMessage] | ListLike[ListLike[ChatMessage]]
 
 
+class Settings(NamedTuple):
+    """The settings of a prompt that can run, and the grammar of its structured outputs."""
+
+    params: SamplingParams
+    grammar: Grammar | None
+
+
 class Prepared(NamedTuple):
     """A prompt that can run.
 
-    token_ids, params: its tokens, and its settings
+    token_ids, params, grammar: its tokens, and its settings
     text: the text of these tokens; None if the user passed token ids
     """
 
     token_ids: list[int]
-    params: SamplingParams
     text: str | None
+    params: SamplingParams
+    grammar: Grammar | None
 
 
 class Inputs:
@@ -43,6 +52,7 @@ class Inputs:
         self.config = config
         self.tokenizer = tokenizer
         self._folder = config.tokenizer or config.model  # the tokenizer's
+        self._grammars: Grammars | None = None  # made for the first request that needs it
 
     def check(
         self,
@@ -56,8 +66,8 @@ class Inputs:
             raise ValueError(
                 f"prompts={short(items, MOST_SHOWN)}: must be a list of prompts; pass one prompt's ids as [[...]]"
             )
-        params = self._check_params(len(items), sampling_params)
-        return [self._prepare(f"prompts[{i}]", item, params[i]) for i, item in enumerate(items)]
+        settings = self._check_params(len(items), sampling_params)
+        return [self._prepare(f"prompts[{i}]", item, settings[i]) for i, item in enumerate(items)]
 
     def check_one(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Prepared:
         """Return the prompt of add_request, ready to run."""
@@ -66,8 +76,8 @@ class Inputs:
                 f"sampling_params={short(sampling_params, MOST_SHOWN)}: must be a SamplingParams, for one prompt;"
                 " generate and stream take lists"
             )
-        (params,) = self._check_params(1, sampling_params)
-        return self._prepare("prompt", prompt, params)
+        (settings,) = self._check_params(1, sampling_params)
+        return self._prepare("prompt", prompt, settings)
 
     def check_chats(
         self,
@@ -77,12 +87,12 @@ class Inputs:
     ) -> list[Prepared]:
         """Return the chats, ready to run; template: the template's arguments."""
         texts = self._render(messages, template)
-        params = self._check_params(len(texts), sampling_params)
+        settings = self._check_params(len(texts), sampling_params)
         prepared = []
         for index, text in enumerate(texts):
             name = f"messages[{index}]"
             token_ids = self._tokenize(name, text, add_special_tokens=False)  # the template has written them
-            prepared.append(Prepared(self._check_token_ids(name, token_ids), params[index], text))
+            prepared.append(Prepared(self._check_token_ids(name, token_ids), text, *settings[index]))
         return prepared
 
     def _render(self, messages: Chats, template: dict[str, Any]) -> list[str]:
@@ -112,22 +122,20 @@ class Inputs:
 
     def _check_params(
         self, count: int, sampling_params: SamplingParams | ListLike[SamplingParams] | None
-    ) -> list[SamplingParams]:
+    ) -> list[Settings]:
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
-            self._check_setting("sampling_params", sampling_params)
-            return [_copy(sampling_params)] * count
+            return [self._check_setting("sampling_params", sampling_params)] * count
         params = _list("sampling_params", sampling_params, "a SamplingParams, or a list of them, from nanoinfer")
         if len(params) != count:
             raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one each")
         for index, entry in enumerate(params):
             if not isinstance(entry, SamplingParams):
                 raise ValueError(f"sampling_params[{index}] is {short(entry)}: must be a SamplingParams")
-            self._check_setting(f"sampling_params[{index}]", entry)
-        return [_copy(entry) for entry in params]
+        return [self._check_setting(f"sampling_params[{index}]", entry) for index, entry in enumerate(params)]
 
-    def _check_setting(self, name: str, params: SamplingParams) -> None:
+    def _check_setting(self, name: str, params: SamplingParams) -> Settings:
         """Check settings by the model's vocabulary and tokenizer, which SamplingParams does not know."""
         vocab_size = self.config.description.vocab_size
         for field in ("logit_bias", "stop_token_ids"):
@@ -142,6 +150,22 @@ class Inputs:
                 raise ValueError(f"{name}.{field}={short(count)}: the model has {vocab_size} tokens")
         if params.stop:
             self.check_detokenizer(f"{name}.stop={params.stop!r}")
+        return Settings(_copy(params), self._compile(name, params))
+
+    def _compile(self, name: str, params: SamplingParams) -> Grammar | None:
+        """Compile the grammar of a request with structured outputs."""
+        if params.structured_outputs is None:
+            return None
+        name = f"{name}.structured_outputs={short(params.structured_outputs)}"
+        self.check_detokenizer(name)
+        assert self.tokenizer is not None
+        try:
+            if self._grammars is None:
+                config = self.config
+                self._grammars = Grammars(self.tokenizer, config.description.vocab_size, config.eos_token_ids)
+            return self._grammars.compile(params.structured_outputs)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
     def check_detokenizer(self, name: str) -> None:
         """Raise ValueError if the tokenizer cannot make text token by token, which `name` needs."""
@@ -150,12 +174,12 @@ class Inputs:
         if not self.tokenizer.is_fast:
             raise ValueError(f"{name} needs a tokenizer.json, which {self._folder!r} does not have")
 
-    def _prepare(self, name: str, prompt: object, params: SamplingParams) -> Prepared:
+    def _prepare(self, name: str, prompt: object, settings: Settings) -> Prepared:
         if isinstance(prompt, Mapping):
             name, prompt = _unwrap(name, prompt)
         text = prompt if isinstance(prompt, str) else None
         token_ids = _token_ids(name, prompt) if text is None else self._tokenize(name, text)
-        return Prepared(self._check_token_ids(name, token_ids), params, text)
+        return Prepared(self._check_token_ids(name, token_ids), text, *settings)
 
     def _check_token_ids(self, name: str, token_ids: list[int]) -> list[int]:
         if not token_ids:

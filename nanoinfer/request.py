@@ -118,7 +118,7 @@ class Request:
         """streams: the caller takes each sample's new text and tokens as they come."""
         if not prompt.params.detokenize:
             tokenizer = None
-        seqs = engine.add_request(prompt.token_ids, prompt.params)
+        seqs = engine.add_request(prompt.token_ids, prompt.params, prompt.grammar)
         self.prompt = prompt
         self.samples = [Sample(seq, engine, tokenizer, streams) for seq in seqs]
         self.num_running = len(self.samples)  # samples that have not ended, kept by Requests

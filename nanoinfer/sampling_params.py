@@ -9,6 +9,7 @@ from typing import Any
 
 from nanoinfer.checks import as_int, as_list, as_number, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
+from nanoinfer.structured_outputs import check_structured_outputs
 
 MIN_TEMPERATURE = 1e-6  # a lower one is greedy: logits divided by it would overflow
 LARGEST = 1e30  # no setting may be larger: the device computes in float32
@@ -48,6 +49,11 @@ class SamplingParams:
     prompt_logprobs: as logprobs, for each token of the prompt; such a request takes no prefix from the KV cache
     skip_special_tokens: True: the text leaves out special tokens
     detokenize: False: the output has token ids alone, a little sooner
+    structured_outputs: the text has the form that one of these asks for: {"json": a JSON Schema, as a mapping, a text
+        or a pydantic class}, {"json_object": True}, {"regex": text}, {"choice": list of texts}, or {"grammar": text, in
+        Lark or GBNF}; needs `pip install 'nanoinfer[structured]'`. A sample ends where its text can only end, and at
+        an end-of-sequence token even with ignore_eos; max_tokens may cut it before. JSON has at most one space between
+        its tokens. Log-probabilities are still the model's own
 
     Raises a ValueError that names the setting, its value and the range, if a setting is out of its range.
     """
@@ -72,6 +78,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
@@ -80,6 +87,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_logit_bias()
         self._check_stops()
+        self._set("structured_outputs", check_structured_outputs(self.structured_outputs))
 
     def _set(self, name: str, value: Any) -> None:
         """Set a field of this frozen dataclass to its checked value, of Python's own types."""
@@ -154,7 +162,13 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether a draw needs only logits, temperature and seed, once min_tokens have been generated."""
-        return not (self.has_penalties or self.has_filters or self.logit_bias) and self.logprobs is None
+        wants_more = self.has_penalties or self.has_filters or self.logit_bias or self.is_guided
+        return not wants_more and self.logprobs is None
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a mask says which tokens may be drawn."""
+        return self.structured_outputs is not None
 
 
 def _check_entries(name: str, value: Any, kind: str, convert: Callable[[Any], Any]) -> tuple[Any, ...]:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.interrupts import delayed_interrupt
+from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.workers import WorkerError, Workers
+from nanoinfer.grammar import Grammar
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.pending_tokens import PendingTokens
@@ -29,7 +31,8 @@ class InFlight:
 
     step: Step
     seqs: list[Sequence]  # in the order of the tokens
-    tokens: PendingTokens
+    guided: list[Sequence]  # those of them that are guided
+    tokens: PendingTokens | None  # None until guided rows have their masks
 
 
 @dataclass
@@ -69,12 +72,15 @@ class LLMEngine:
             config.description.long_from,
         )
         self.row_map = RowMap()
+        self.matchers = Matchers()
         self.in_flight: deque[InFlight] = deque()
         self.on_step: Callable[[StepResult], None] | None = None  # called with each step that is read back
         self.num_requests = 0  # that have been added so far, ended ones included
 
-    def add_request(self, prompt: list[int], params: SamplingParams) -> list[Sequence]:
+    def add_request(self, prompt: list[int], params: SamplingParams, grammar: Grammar | None = None) -> list[Sequence]:
         """Queue a request; returns its params.n sequences, which hold their tokens once steps have finished them.
+
+        grammar: that of params.structured_outputs, if there are any
 
         The sequences' request_id counts the requests, from 0.
         """
@@ -83,7 +89,7 @@ class LLMEngine:
         if seed is None:  # + 1: the first request's seed is not 0, which a user may choose
             seed = self.config.seed * 0x9E3779B97F4A7C15 + (request_id + 1) * 0xD1B54A32D192ED03
         stop_ids = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
+        if not params.ignore_eos or grammar is not None:
             stop_ids |= self.config.eos_token_ids
         seqs: list[Sequence] = []
         for index in range(params.n):
@@ -92,6 +98,8 @@ class LLMEngine:
             seq.queued_at = time.perf_counter()
             seqs.append(seq)
             self.scheduler.add(seq)
+            if grammar is not None:
+                self.matchers.add(seq, grammar)
         return seqs
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -101,6 +109,7 @@ class LLMEngine:
         else:
             self.scheduler.finish(seq, reason, stop_reason)
             seq.finished_at = time.perf_counter()
+        self.matchers.drop(seq)
 
     @property
     def is_finished(self) -> bool:
@@ -108,18 +117,30 @@ class LLMEngine:
         return self.scheduler.is_finished and not self.in_flight
 
     def step(self) -> StepResult:
-        """Launch the next step, if one can be planned, and read back the one before it."""
+        """Launch the next step, if one can be planned, and read back the one before it.
+
+        The masks of guided rows need the tokens of the step before. The host makes them while the device computes.
+        """
         self.check_open()
         with self._undivided():
+            result, launched = StepResult([]), None
             step = self.scheduler.schedule(in_flight=bool(self.in_flight))
             if step is not None:
-                message, seqs = self.row_map.describe(step)
+                launched = self._launch(step)
+                self.in_flight.append(launched)
+            if self.in_flight and (launched is None or len(self.in_flight) > 1):
+                result = self._read_back(self.in_flight.popleft())
+            if launched is not None and launched.guided:
                 with self._one_fate():
-                    tokens = self.runner.call("run", message)
-                self.in_flight.append(InFlight(step, seqs, tokens))
-            if self.in_flight and (step is None or len(self.in_flight) > 1):
-                return self._read_back(self.in_flight.popleft())
-            return StepResult([])
+                    launched.tokens = self.runner.call("finish", self.matchers.masks(launched.guided))
+            return result
+
+    def _launch(self, step: Step) -> InFlight:
+        message, seqs = self.row_map.describe(step)
+        guided = self.matchers.guided(seqs)
+        with self._one_fate():
+            tokens = self.runner.call("launch" if guided else "run", message)
+        return InFlight(step, seqs, guided, tokens)
 
     def drain(self) -> None:
         """Read back every step in flight."""
@@ -166,6 +187,7 @@ class LLMEngine:
             _close(owner, workers, runner, failed=True)
 
     def _read_back(self, done: InFlight) -> StepResult:
+        assert done.tokens is not None
         with self._one_fate():
             token_ids = done.tokens.wait(None if self.workers is None else self.workers.patience())
         result = StepResult(
@@ -181,6 +203,7 @@ class LLMEngine:
                 if not seq.is_finished:
                     seq.first_token_at = seq.first_token_at or done.tokens.ready_at
         result.finished, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
+        result.finished += self._advance_matchers(done.guided)
         for seq in result.finished:
             seq.finished_at = done.tokens.ready_at
         if isinstance(done.step, PrefillStep):
@@ -191,8 +214,19 @@ class LLMEngine:
             self.on_step(result)
         return result
 
+    def _advance_matchers(self, guided: list[Sequence]) -> list[Sequence]:
+        """Let the matchers read their sequences' newest tokens; returns the sequences that end by that."""
+        ended = []
+        for seq in guided:
+            if (end := self.matchers.advance(seq)) is not None:
+                if not seq.is_finished:
+                    ended.append(seq)
+                self.finish(seq, *end)
+        return ended
+
     def _record_logprobs(self, done: InFlight) -> None:
         """Give the sequences the log-probabilities of the tokens that they are about to get, and of their prompts."""
+        assert done.tokens is not None
         for logprobs in done.tokens.logprobs:
             for place, entry in logprobs.entries():
                 if not done.seqs[place].is_finished:
@@ -205,6 +239,7 @@ class LLMEngine:
     def abort_all(self) -> None:
         """Drop every request, those in flight included; the engine is then ready for new ones."""
         self.in_flight.clear()
+        self.matchers.clear()
         self.scheduler.abort_all()
         self.row_map.clear()
 

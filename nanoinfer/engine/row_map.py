@@ -100,7 +100,8 @@ def _describe_join(seq: Sequence, chunk: int) -> JoinMessage:
 def describe_logits(seq: Sequence) -> LogitsMessage:
     """Describe a sequence that wants more than a temperature to the ranks, from its next token on."""
     params = seq.params
-    num_suppressed = max(0, params.min_tokens - seq.num_output_tokens)
+    # The mask of a guided row leaves out the tokens that would end it too early.
+    num_suppressed = 0 if params.is_guided else max(0, params.min_tokens - seq.num_output_tokens)
     return LogitsMessage(
         params,
         token_ids=seq.token_ids if params.has_penalties else array("i"),

@@ -121,7 +121,9 @@ class Sequence:
     @property
     def ended_by_token(self) -> bool:
         """Whether an end-of-sequence or stop token, the last token, ended the sequence."""
-        return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+        if self.finish_reason != "stop" or isinstance(self.stop_reason, str):
+            return False
+        return self.token_ids[-1] in self.stop_ids  # a guided sequence also ends where its text can only end
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -34,7 +34,8 @@ class LogitsMessage:
     def is_shaped(self) -> bool:
         """Whether the row needs its logits in float32, to change them or for log-probabilities."""
         params = self.params
-        return bool(params.has_penalties or params.logit_bias or self.suppressed) or params.logprobs is not None
+        changes = params.has_penalties or params.logit_bias or self.suppressed or params.is_guided
+        return bool(changes) or params.logprobs is not None
 
 
 @dataclass(slots=True)
@@ -77,6 +78,14 @@ class DecodeMessage:
     def num_tokens(self) -> int:
         """How many tokens the step computes."""
         return self.num_rows
+
+
+@dataclass(slots=True)
+class MaskMessage:
+    """Which tokens may be drawn for the guided rows of a step."""
+
+    num_rows: int  # the guided rows, in ascending order
+    words: array[int]  # as many for each row; bit i % 32 of a row's word i // 32 says whether it may get token i
 
 
 StepMessage = PrefillMessage | DecodeMessage

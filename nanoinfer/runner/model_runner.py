@@ -8,6 +8,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from nanoinfer.runner.kv_cache import BLOCKS_AT_ONCE, KVCacheSpec, copy_blocks
 from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.logits.processors import LOGITS_AT_ONCE, LogitsProcessors
 from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
-from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage, StepMessage
+from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.pending_tokens import PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.threads import Threads
@@ -43,7 +44,18 @@ TIMED_CACHE_BYTES = 2**28  # no more for the steps that are timed
 LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
-StepOutput = tuple[Tensor, list[LogProbs], list[LogProbs]]  # the arguments of PendingTokens
+
+@dataclass
+class Launched:
+    """A step whose rows have tokens that were drawn by temperature alone.
+
+    first_row: these rows' first; logits: [rows, this rank's token ids], in the order of the rows
+    prompt_logprobs: the log-probabilities of prompts, by chunk
+    """
+
+    first_row: int
+    logits: Tensor
+    prompt_logprobs: list[LogProbs]
 
 
 class CausalLM(Protocol):
@@ -102,6 +114,7 @@ class ModelRunner:
         self.device = torch.device("cuda", tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.graphs = None
+        self._launched: Launched | None = None  # a step with guided rows, until `finish`
         self.threads = Threads()
         if config.device == "cpu" and tp.size > 1:  # ranks that fight for cores spin more than they compute
             torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // tp.size)))
@@ -264,27 +277,52 @@ class ModelRunner:
     def run(self, message: StepMessage) -> PendingTokens | None:
         """Launch one step; returns its tokens on rank 0, None on the others."""
         with self._current_device(), self.threads.of(message.num_tokens):
-            self.batch.update(message)
-            self.logits_processors.update(message)
-            step = self._prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)
-            return PendingTokens(*step) if self.tp.rank == 0 else None
+            return self._finish(self._launch(message))
 
-    def _prefill(self, message: PrefillMessage) -> StepOutput:
+    @torch.inference_mode()
+    def launch(self, message: StepMessage) -> None:
+        """Launch a step that has guided rows. Its tokens wait for `finish`, and meanwhile the host makes the masks."""
+        with self._current_device(), self.threads.of(message.num_tokens):
+            self._launched = self._launch(message)
+
+    @torch.inference_mode()
+    def finish(self, masks: MaskMessage) -> PendingTokens | None:
+        """Draw for the guided rows of the step that `launch` has launched; returns its tokens as `run` does."""
+        launched, self._launched = self._launched, None
+        assert launched is not None
+        with self._current_device():
+            return self._finish(launched, masks)
+
+    def _launch(self, message: StepMessage) -> Launched:
+        self.batch.update(message)
+        self.logits_processors.update(message)
+        return self._prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)
+
+    def _finish(self, launched: Launched, masks: MaskMessage | None = None) -> PendingTokens | None:
+        """Draw again for the rows that want more than a temperature."""
+        first_row, logits, batch = launched.first_row, launched.logits, self.batch
+        rows = slice(first_row, first_row + len(logits))
+        token_ids = batch.last_tokens[rows]
+        logprobs: list[LogProbs] = []
+        if self.logits_processors.wanted:  # the rows have advanced: batch.positions are the drawn tokens'
+            how = batch.temperatures[rows], batch.seeds[rows], batch.positions[rows]
+            logprobs = self.logits_processors.redraw(first_row, logits, token_ids, *how, masks)
+        return PendingTokens(token_ids, logprobs, launched.prompt_logprobs) if self.tp.rank == 0 else None
+
+    def _prefill(self, message: PrefillMessage) -> Launched:
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.max_blocks)
         hidden = self.model(prompts.token_ids, prompts.context)
         prompt_logprobs = self._prompt_logprobs(message.chunks, hidden)
         copy_blocks(self.kv_cache, prompts.copied_blocks)
         if not message.joins:
-            return hidden.new_empty(0, dtype=torch.int32), [], prompt_logprobs
+            return Launched(message.num_rows, self.logits[:0], prompt_logprobs)
         logits = self.model.compute_logits(hidden[prompts.last_indices])
-        how = prompts.temperatures, prompts.seeds, prompts.sample_positions
-        token_ids = self.sampler(logits, *how)
+        token_ids = self.sampler(logits, prompts.temperatures, prompts.seeds, prompts.sample_positions)
         for row, join in enumerate(message.joins, message.num_rows):
             if join.logits is not None:
                 self.logits_processors.join(row, join.logits)
-        logprobs = self.logits_processors.redraw(message.num_rows, logits, token_ids, *how)
         self.batch.join(prompts, token_ids)
-        return token_ids, logprobs, prompt_logprobs
+        return Launched(message.num_rows, logits, prompt_logprobs)
 
     def _prompt_logprobs(self, chunks: list[ChunkMessage], hidden: Tensor) -> list[LogProbs]:
         """Return log-probabilities of the prompts' tokens but the first, by the logits of the one before; by chunk."""
@@ -305,18 +343,13 @@ class ModelRunner:
                 logprobs.append(LogProbs.of(logits, tokens, counts, keys))
         return logprobs
 
-    def _decode(self, message: DecodeMessage) -> StepOutput:
-        num_rows, graphs, batch = message.num_rows, self.graphs, self.batch
+    def _decode(self, message: DecodeMessage) -> Launched:
+        num_rows, graphs = message.num_rows, self.graphs
         if graphs is None or num_rows > graphs.largest:
             self._decode_rows(num_rows, message.max_context_len)
         else:
             graphs.replay(num_rows)
-        token_ids = batch.last_tokens[:num_rows]
-        logprobs: list[LogProbs] = []
-        if self.logits_processors.wanted:  # the rows have advanced: batch.positions are the drawn tokens'
-            how = batch.temperatures, batch.seeds, batch.positions
-            logprobs = self.logits_processors.redraw(0, self.logits[:num_rows], token_ids, *how)
-        return token_ids, logprobs, []
+        return Launched(0, self.logits[:num_rows], [])
 
     def _decode_rows(self, num_rows: int, max_context_len: int) -> None:
         """Run one decode step over the first rows, all of it on the device."""
@@ -338,6 +371,7 @@ class ModelRunner:
             if not failed:
                 self._drop_graphs()
             self.tp.close(failed)
+            self._launched = None
             for name in ("graphs", "model", "sampler", "logits", "batch", "logits_processors", "kv_cache", "backend"):
                 self.__dict__.pop(name, None)
             gc.collect()

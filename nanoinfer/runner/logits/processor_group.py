@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff
+from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.kernels.sampling.penalties import penalize
 from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.message import LogitsMessage
@@ -26,6 +27,7 @@ class LogitsProcessorGroup:
 
     row_numbers: [rows] int64, these rows in the batch
     is_shaped: whether any of these rows needs its logits in float32, to change them or for log-probabilities
+    is_guided: whether these rows, all of them, have masks
     """
 
     def __init__(self, wanted: dict[int, LogitsMessage], device: torch.device) -> None:
@@ -33,6 +35,7 @@ class LogitsProcessorGroup:
         self._params = [message.params for message in self._messages]
         self.row_numbers = self._ints(self._numbers).long()
         self.is_shaped = any(message.is_shaped for message in self._messages)
+        self.is_guided = self._params[0].is_guided
         self.has_penalties = any(params.has_penalties for params in self._params)
         self._bias = self._find_bias()
         self._suppressed = self._find_suppressed()
@@ -48,11 +51,12 @@ class LogitsProcessorGroup:
             return x[start - first_row : start - first_row + len(self._numbers)]
         return x[self.row_numbers - first_row]
 
-    def shape(self, logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
-        """Return the logits to draw from: biased, penalized, and without tokens that would end a sequence too early.
+    def shape(self, logits: Tensor, positions: Tensor, tokens: Tensor | None, masks: Tensor | None = None) -> Tensor:
+        """Return the logits to draw from: biased, penalized, and without tokens that may not be drawn.
 
         logits: [rows, vocabulary] float32, like the result; positions: [rows], of the tokens to be drawn
         tokens: [rows, max_model_len] int32, the tokens so far; None if no row has penalties
+        masks: as for kernels.sampling.masks; None if the rows are not guided
         """
         if self._bias is not None:
             rows, ids, values = self._bias
@@ -61,6 +65,8 @@ class LogitsProcessorGroup:
             logits = penalize(logits, tokens.long(), positions, *self._penalties)
         if self._suppressed is not None:
             logits = logits.index_put(self._suppressed, logits.new_full((), MINUS_INFINITY))
+        if masks is not None:
+            logits = apply_masks(logits, masks)
         return logits
 
     def find_cutoff(self, logits: Tensor, temperatures: Tensor) -> Cutoff | None:

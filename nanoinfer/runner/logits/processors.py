@@ -1,10 +1,12 @@
-"""LogitsProcessors: top-k, top-p, min-p, penalties, biases, log-probabilities: every setting that needs the logits.
+"""LogitsProcessors: top-k, top-p, min-p, penalties, biases, log-probabilities, masks: all that needs the logits.
 
 The captured step draws for every row by its temperature alone. A row that wants more is drawn again behind that step,
 from logits that are changed as its request wants. The other rows do not notice.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from nanoinfer.kernels.sampling.draw import draw
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
-from nanoinfer.runner.message import DecodeMessage, LogitsMessage, PrefillMessage
+from nanoinfer.runner.message import DecodeMessage, LogitsMessage, MaskMessage, PrefillMessage
 from nanoinfer.runner.transfer import upload
 
 LOGITS_AT_ONCE = 64  # rows, or tokens of a prompt, whose logits are in float32 at a time
@@ -69,12 +71,20 @@ class LogitsProcessors:
             self._history[row, : len(message.token_ids)] = upload(message.token_ids, self.device)
 
     def redraw(
-        self, first_row: int, logits: Tensor, token_ids: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
+        self,
+        first_row: int,
+        logits: Tensor,
+        token_ids: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        masks: MaskMessage | None = None,
     ) -> list[LogProbs]:
         """Draw again for the rows of `wanted`, from first_row on.
 
         logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], as for kernels.sampling.draw
         token_ids: [rows] int32, the tokens drawn for all rows from first_row on; the new draws replace theirs
+        masks: for those of these rows that are guided; None if none is
         Returns the log-probabilities asked for, by row from first_row on.
         """
         if first_row > 0:
@@ -82,6 +92,7 @@ class LogitsProcessors:
         else:
             groups = self._groups = self._groups or self._divide(list(self.wanted))
         logprobs: list[LogProbs] = []
+        groups_masks = self._upload_masks(masks)
         for group in groups:
             at = group.row_numbers - first_row
             group_temperatures, group_positions = temperatures[at], positions[at]
@@ -92,7 +103,7 @@ class LogitsProcessors:
                 history = (
                     self._history[group.row_numbers] if group.has_penalties and self._history is not None else None
                 )
-                shaped = group.shape(some, group_positions, history)
+                shaped = group.shape(some, group_positions, history, next(groups_masks) if group.is_guided else None)
             cutoff = group.find_cutoff(shaped, group_temperatures)
             drawn = draw(shaped, group_temperatures, seeds[at], group_positions, cutoff=cutoff)[1]
             token_ids[at] = drawn
@@ -101,6 +112,12 @@ class LogitsProcessors:
             logprobs += group.logprobs(some, drawn, first_row)
         self._count_draw(first_row)
         return logprobs
+
+    def _upload_masks(self, masks: MaskMessage | None) -> Iterator[Tensor]:
+        """Return the masks of each group of guided rows, [rows, words] int32 on the device."""
+        if masks is None:
+            return iter(())
+        return iter(upload(masks.words, self.device).view(masks.num_rows, -1).split(LOGITS_AT_ONCE))
 
     def _count_draw(self, first_row: int) -> None:
         """Count down min_tokens. A row that comes to 0 may end, and leaves `wanted` if it wants nothing else."""
@@ -122,8 +139,14 @@ class LogitsProcessors:
         return self.tp.all_gather(padded).transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
     def _divide(self, rows: list[int]) -> list[LogitsProcessorGroup]:
-        """Put rows whose logits stay as they are in one group, the others in groups that fit the memory."""
+        """Put rows whose logits stay as they are in one group, the others in groups that fit the memory.
+
+        Guided rows have groups of their own, in ascending order, as their masks come.
+        """
         shaped = [row for row in rows if self.wanted[row].is_shaped]
+        guided = sorted(row for row in shaped if self.wanted[row].params.is_guided)
+        others = [row for row in shaped if not self.wanted[row].params.is_guided]
         groups = [sorted(set(rows).difference(shaped))] if len(shaped) < len(rows) else []
-        groups += [shaped[start : start + LOGITS_AT_ONCE] for start in range(0, len(shaped), LOGITS_AT_ONCE)]
+        for some in (others, guided):
+            groups += [some[start : start + LOGITS_AT_ONCE] for start in range(0, len(some), LOGITS_AT_ONCE)]
         return [LogitsProcessorGroup({row: self.wanted[row] for row in group}, self.device) for group in groups]

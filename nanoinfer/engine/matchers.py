@@ -1,0 +1,89 @@
+"""Matchers: how far the texts of guided sequences have come in their grammars, and which tokens may follow."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from nanoinfer.engine.sequence import FinishReason, Sequence
+from nanoinfer.grammar import Grammar, error_of
+from nanoinfer.runner.message import MaskMessage
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+Mask = npt.NDArray[np.uint32]  # one sequence's; bit i % 32 of word i // 32 is token i's
+ALL = -1  # 32 tokens that may all be drawn
+
+
+class Matchers:
+    """The matcher of each guided sequence that has not ended. A preempted sequence keeps its own."""
+
+    def __init__(self) -> None:
+        self._matchers: dict[Sequence, LLMatcher] = {}
+        self._executor: LLExecutor | None = None  # its threads make masks side by side
+        self._num_words = 0  # of a mask
+
+    def add(self, seq: Sequence, grammar: Grammar) -> None:
+        """Let a sequence that has generated nothing follow a grammar."""
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor()
+        self._num_words = grammar.num_words
+        self._matchers[seq] = grammar.matcher()
+
+    def drop(self, seq: Sequence) -> None:
+        """Forget a sequence, guided or not, that has ended."""
+        self._matchers.pop(seq, None)
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        self._matchers.clear()
+
+    def guided(self, seqs: list[Sequence]) -> list[Sequence]:
+        """Return those of the sequences that are guided, in their order."""
+        return [seq for seq in seqs if seq in self._matchers] if self._matchers else []
+
+    def advance(self, seq: Sequence) -> tuple[FinishReason, str | None] | None:
+        """Read a sequence's newest token; returns why that ends the sequence, with what is wrong; None: it goes on.
+
+        A sequence that had ended before has no matcher, and its newest token is none of its own.
+        """
+        matcher = self._matchers.get(seq)
+        if matcher is None:
+            return None
+        if seq.is_finished:
+            self.drop(seq)
+        ended_by_token = seq.finish_reason == "stop"
+        if not ended_by_token:
+            matcher.consume_token(seq.token_ids[-1])
+        if matcher.is_error():  # perhaps since its last mask, which then allowed an end
+            return "error", f"structured_outputs: {error_of(matcher)}"
+        return ("stop", None) if matcher.is_stopped() and not ended_by_token else None
+
+    def masks(self, seqs: list[Sequence]) -> MaskMessage:
+        """Make the masks of the sequences' next tokens; all tokens are allowed where a sequence has ended meanwhile."""
+        assert self._executor is not None
+        num_words = self._num_words
+        words = array("i", [ALL]) * (len(seqs) * num_words)
+        masks = np.frombuffer(words, dtype=np.uint32).reshape(-1, num_words)
+        alive = [(self._matchers[seq], row) for row, seq in enumerate(seqs) if seq in self._matchers]
+        if alive:
+            self._executor.unsafe_compute_mask_ptr(alive, masks.ctypes.data, masks.strides[0], len(masks))
+        for mask, seq in zip(masks, seqs, strict=True):
+            if seq.num_output_tokens < seq.params.min_tokens:
+                _suppress(mask, seq.stop_ids)
+        return MaskMessage(len(seqs), words)
+
+
+def _suppress(mask: Mask, token_ids: frozenset[int]) -> None:
+    """Take tokens out of a mask, unless no token is left then: a text that can only end, ends."""
+    kept = mask.copy()
+    for token_id in token_ids:
+        kept[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    if kept.any():
+        mask[:] = kept

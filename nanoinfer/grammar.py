@@ -1,0 +1,93 @@
+"""Grammars: what the text of a request with structured outputs may be, compiled for the tokens of one tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer.structured_outputs import ANY_OBJECT
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_KEPT = 256  # compiled grammars
+# Between the tokens of JSON: without a bound, a model that likes white space may never come to an end.
+SPACE = "[ ]?"
+
+
+class Grammar:
+    """A compiled grammar, which gives each sequence a matcher of its own.
+
+    num_words: a mask of the tokenizer's tokens has this many words of 32 bits
+    """
+
+    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
+        self._matcher = matcher
+        self.num_words = num_words
+
+    def matcher(self) -> LLMatcher:
+        """Return a matcher that has read nothing."""
+        return self._matcher.deep_copy()
+
+
+class Grammars:
+    """Compiles structured outputs, each value once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        """vocab_size: the model's; eos_token_ids: the tokens that may follow a text that is complete."""
+        self._tokenizer = _convert(tokenizer, vocab_size, eos_token_ids)
+        self._compile = lru_cache(MOST_KEPT)(self._compile_anew)
+
+    def compile(self, structured_outputs: Mapping[str, Any]) -> Grammar:
+        """Compile what check_structured_outputs returned. Raises ValueError with the reason if that cannot be."""
+        ((kind, wanted),) = structured_outputs.items()
+        return self._compile(kind, wanted)
+
+    def _compile_anew(self, kind: str, wanted: Any) -> Grammar:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, _rules(kind, wanted), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(error_of(matcher))
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise ValueError(f"no token can begin its text: {error_of(matcher)}")
+        return Grammar(matcher, -(-self._tokenizer.vocab_size // 32))
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """Return what is wrong with a matcher or its grammar; "" if nothing is."""
+    return matcher.get_error().removesuffix("<non-verbose/>").strip()
+
+
+def _rules(kind: str, wanted: Any) -> str:
+    """Return the grammar as llguidance writes it."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if kind in ("json", "json_object"):
+        schema = wanted if kind == "json" else ANY_OBJECT
+        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": SPACE})
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(wanted)
+    if kind == "choice":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, wanted)))
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(wanted))
+    except Exception as error:  # the conversion raises Exception itself
+        raise ValueError(str(error)) from error
+
+
+def _convert(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
+    try:
+        from llguidance.hf import from_tokenizer
+    except ImportError as error:
+        raise ValueError("needs the llguidance package: pip install 'nanoinfer[structured]'") from error
+    known = 1 + max(tokenizer.get_vocab().values())
+    # A model may have more tokens than its tokenizer, or fewer.
+    return from_tokenizer(tokenizer, max(known, vocab_size), sorted(eos_token_ids) or None)
