@@ -37,7 +37,8 @@ class SampleOutput(Output):
         detokenize=False
     token_ids: all generated tokens; the last may be an end-of-sequence token or a stop token
     finish_reason: "stop" for a stop string, a stop token or an end of sequence; "length" at max_tokens or
-        max_model_len; "abort" after llm.abort; "error" when the text could not be made, which ends this sample alone
+        max_model_len; "abort" after llm.abort; "error" when the text could not be made or its grammar grew too
+        complex, which ends this sample alone
     stop_reason: the stop string or stop token that ended the sample, or the error's message; otherwise None
     logprobs: for each generated token a mapping from token ids to a LogProb, the token itself always among them;
         None if SamplingParams did not ask

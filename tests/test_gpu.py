@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -189,6 +191,62 @@ def test_sampling_draws_the_references_tokens_over_a_large_vocabulary() -> None:
     _, ids = draw_triton(logits, temperatures, seeds, positions)
     _, expected = draw_reference(logits, temperatures, seeds, positions)
     assert torch.equal(ids, expected)
+
+
+class TestStructuredOutputs:
+    """Guided rows are drawn again behind the graph, among rows that are not."""
+
+    PEOPLE = {  # noqa: RUF012
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+            "required": ["name", "age"],
+        },
+        "minItems": 2,
+        "maxItems": 3,
+    }
+
+    def params(self) -> list[SamplingParams]:
+        pytest.importorskip("llguidance", reason="structured outputs need the llguidance package")
+        guided = SamplingParams(max_tokens=400, structured_outputs={"json": self.PEOPLE}, logit_bias={95: 3.0})
+        plain = SamplingParams(max_tokens=100, ignore_eos=True)
+        return [replace(guided if row % 2 else plain, seed=row) for row in range(20)]
+
+    def test_graph_equals_eager(self, make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]) -> None:
+        options = {"dtype": "bfloat16", "max_num_seqs": 32}
+        graph, eager = make_llm(**options), make_llm(**options, enforce_eager=True)
+        params = self.params()
+        outputs = graph.generate(mixed_prompts[:20], params, use_tqdm=False)
+        expected = eager.generate(mixed_prompts[:20], params, use_tqdm=False)
+        assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
+        for output in outputs[1::2]:
+            assert output["finish_reason"] == "stop"
+            assert 2 <= len(json.loads(output["text"])) <= 3
+
+    def test_plain_rows_do_not_notice(self, make_llm: Callable[..., LLM], mixed_prompts: list[list[int]]) -> None:
+        llm, params = make_llm(max_num_seqs=32), self.params()
+        mixed = llm.generate(mixed_prompts[:20], params, use_tqdm=False)
+        plain = llm.generate(mixed_prompts[:20:2], params[::2], use_tqdm=False)
+        assert [output["token_ids"] for output in mixed[::2]] == [output["token_ids"] for output in plain]
+
+    def test_the_host_does_not_wait_for_the_device_when_it_sends_masks(
+        self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm, params = make_llm(max_num_seqs=32), self.params()
+        llm.generate([[30]] * 20, params, use_tqdm=False)
+        call = llm.engine.runner.call
+
+        def watched(method: str, *args: object) -> object:
+            if method == "finish":
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                return call(method, *args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(llm.engine.runner, "call", watched)
+        llm.generate([[31]] * 20, params, use_tqdm=False)
 
 
 def test_all_device_memory_is_given_back(mixed_prompts: list[list[int]]) -> None:

@@ -8,7 +8,6 @@ import os
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,7 +28,7 @@ from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.logits.processors import LOGITS_AT_ONCE, LogitsProcessors
 from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, MaskMessage, PrefillMessage, StepMessage
-from nanoinfer.runner.pending_tokens import PendingTokens
+from nanoinfer.runner.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import upload
@@ -43,19 +42,6 @@ TIMED_ROWS = {1: 1, 16: 32}  # from so many tokens on, a step takes the threads 
 TIMED_CACHE_BYTES = 2**28  # no more for the steps that are timed
 LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
-
-
-@dataclass
-class Launched:
-    """A step whose rows have tokens that were drawn by temperature alone.
-
-    first_row: these rows' first; logits: [rows, this rank's token ids], in the order of the rows
-    prompt_logprobs: the log-probabilities of prompts, by chunk
-    """
-
-    first_row: int
-    logits: Tensor
-    prompt_logprobs: list[LogProbs]
 
 
 class CausalLM(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +13,19 @@ from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.transfer import to_host
 
 POLL_SECONDS = 50e-6
+
+
+@dataclass
+class Launched:
+    """A step whose rows have tokens that were drawn by temperature alone.
+
+    first_row: these rows' first; logits: [rows, this rank's token ids], in the order of the rows
+    prompt_logprobs: the log-probabilities of prompts, by chunk
+    """
+
+    first_row: int
+    logits: Tensor
+    prompt_logprobs: list[LogProbs]
 
 
 class PendingTokens:
