@@ -200,8 +200,12 @@ class TestStructuredOutputs:
         "type": "array",
         "items": {
             "type": "object",
-            "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+            "properties": {
+                "name": {"type": "string", "maxLength": 8},
+                "age": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
             "required": ["name", "age"],
+            "additionalProperties": False,
         },
         "minItems": 2,
         "maxItems": 3,
@@ -209,7 +213,7 @@ class TestStructuredOutputs:
 
     def params(self) -> list[SamplingParams]:
         pytest.importorskip("llguidance", reason="structured outputs need the llguidance package")
-        guided = SamplingParams(max_tokens=400, structured_outputs={"json": self.PEOPLE}, logit_bias={95: 3.0})
+        guided = SamplingParams(max_tokens=400, structured_outputs={"json": self.PEOPLE})
         plain = SamplingParams(max_tokens=100, ignore_eos=True)
         return [replace(guided if row % 2 else plain, seed=row) for row in range(20)]
 
