@@ -23,11 +23,13 @@ class Grammar:
     """A compiled grammar, which gives each sequence a matcher of its own.
 
     num_words: a mask of the tokenizer's tokens has this many words of 32 bits
+    eos_token_ids: the tokens that a mask allows where the text may end
     """
 
-    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
         self._matcher = matcher
-        self.num_words = num_words
+        self.num_words = -(-tokenizer.vocab_size // 32)
+        self.eos_token_ids = frozenset(tokenizer.eos_tokens)
 
     def matcher(self) -> LLMatcher:
         """Return a matcher that has read nothing."""
@@ -38,7 +40,7 @@ class Grammars:
     """Compiles structured outputs, each value once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """vocab_size: the model's; eos_token_ids: the tokens that may follow a text that is complete."""
+        """vocab_size: the model's; eos_token_ids: the model's, or none: then the tokenizer's own."""
         self._tokenizer = _convert(tokenizer, vocab_size, eos_token_ids)
         self._compile = lru_cache(MOST_KEPT)(self._compile_anew)
 
@@ -57,7 +59,7 @@ class Grammars:
         matcher.compute_bitmask()
         if matcher.is_error():
             raise ValueError(f"no token can begin its text: {error_of(matcher)}")
-        return Grammar(matcher, -(-self._tokenizer.vocab_size // 32))
+        return Grammar(matcher, self._tokenizer)
 
 
 def error_of(matcher: LLMatcher) -> str:

@@ -342,15 +342,20 @@ class TestCompany:
         assert calls == ["run", *["run", "read"] * 2, "read"]
 
 
-@pytest.mark.parametrize("vocab_size", [2100, 900])
-def test_a_model_may_have_more_tokens_than_its_tokenizer_or_fewer(
-    vocab_size: int, make_llm: Callable[..., LLM], make_qwen3: Callable[..., str]
+@pytest.mark.parametrize(("vocab_size", "eos"), [(2100, [2, 1]), (900, [1]), (2048, None)])
+def test_the_model_may_differ_from_its_tokenizer(
+    vocab_size: int, eos: list[int] | None, make_llm: Callable[..., LLM], make_qwen3: Callable[..., str]
 ) -> None:
-    llm = make_llm(make_qwen3(vocab_size=vocab_size, eos_token_id=[2, 1]), tokenizer=BUNDLED_MODEL)
+    """It has more tokens or fewer, and other ends of sequence or none."""
+    llm = make_llm(make_qwen3(vocab_size=vocab_size, eos_token_id=eos), tokenizer=BUNDLED_MODEL)
     prompts = [[30]] * 20
     for output in llm.generate(prompts, [guided(seed) for seed in range(20)], use_tqdm=False):
         assert_valid(output, PERSON)
         assert max(output["token_ids"]) < min(vocab_size, 2048)
+    outputs = llm.generate(prompts, guided(structured_outputs={"regex": "[0-9]{1,3}"}, n=5), use_tqdm=False)
+    ends = {sample["token_ids"][-1] for output in outputs for sample in output["samples"] if len(sample["text"]) < 3}
+    assert ends <= set(eos or [2])
+    assert all(re.fullmatch("[0-9]{1,3}", sample["text"]) for output in outputs for sample in output["samples"])
 
 
 def test_a_schema_is_compiled_once(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,10 @@ class LLMEngine:
         if seed is None:  # + 1: the first request's seed is not 0, which a user may choose
             seed = self.config.seed * 0x9E3779B97F4A7C15 + (request_id + 1) * 0xD1B54A32D192ED03
         stop_ids = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos or grammar is not None:
+        if not params.ignore_eos:
             stop_ids |= self.config.eos_token_ids
+        if grammar is not None:
+            stop_ids |= grammar.eos_token_ids
         seqs: list[Sequence] = []
         for index in range(params.n):
             own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
@@ -131,8 +133,9 @@ class LLMEngine:
             if self.in_flight and (launched is None or len(self.in_flight) > 1):
                 result = self._read_back(self.in_flight.popleft())
             if launched is not None and launched.guided:
+                masks = self.matchers.masks(launched.guided)
                 with self._one_fate():
-                    launched.tokens = self.runner.call("finish", self.matchers.masks(launched.guided))
+                    launched.tokens = self.runner.call("finish", masks)
             return result
 
     def _launch(self, step: Step) -> InFlight:
