@@ -77,8 +77,8 @@ def _rules(kind: str, wanted: Any) -> str:
         return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": SPACE})
     if kind == "regex":
         return LLMatcher.grammar_from_regex(wanted)
-    if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, wanted)))
+    if kind == "choice":  # a name in capitals is one regular expression, which may have any number of branches
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, wanted)))
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(wanted))
     except Exception as error:  # the conversion raises Exception itself

@@ -338,7 +338,8 @@ class TestNames:
             ({"max_length": 5}, r"SamplingParams\(max_tokens=..., min_tokens=...\) counts generated tokens alone"),
             ({"num_beams": 4}, "there is no beam search"),
             ({"max_num_seqs": 4}, r"write LLM\(max_num_seqs=...\)"),
-            ({"colour": 4}, "known: temperature, .*, detokenize$"),
+            ({"guided_decoding": None}, "did you mean 'structured_outputs'"),
+            ({"colour": 4}, "known: temperature, .*, structured_outputs$"),
         ],
         ids=repr,
     )

@@ -142,6 +142,11 @@ class TestForms:
         assert {output["finish_reason"] for output in outputs} == {"stop"}
         assert len({output["text"] for output in outputs}) > 1
 
+    def test_there_may_be_thousands_of_choices(self, make_llm: Callable[..., LLM]) -> None:
+        choices = [f"{number:x}" for number in range(20000)]
+        outputs = generate(make_llm(), [guided(seed, structured_outputs={"choice": choices}) for seed in range(5)])
+        assert {output["text"] for output in outputs} <= set(choices)
+
     def test_json_object_is_any_object(self, make_llm: Callable[..., LLM]) -> None:
         params = guided(structured_outputs={"json_object": True}, logit_bias={95: 100.0}, n=4)  # } where it may be
         (output,) = generate(make_llm(), params)
