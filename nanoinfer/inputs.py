@@ -136,7 +136,7 @@ class Inputs:
         return [self._check_setting(f"sampling_params[{index}]", entry) for index, entry in enumerate(params)]
 
     def _check_setting(self, name: str, params: SamplingParams) -> Settings:
-        """Check settings by the model's vocabulary and tokenizer, which SamplingParams does not know."""
+        """Check settings by the model's vocabulary and tokenizer, which SamplingParams does not know; return a copy."""
         vocab_size = self.config.description.vocab_size
         for field in ("logit_bias", "stop_token_ids"):
             for token_id in getattr(params, field) or ():
