@@ -98,12 +98,14 @@ def norms(size: int, dtype: torch.dtype) -> list[Norm]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
-@pytest.mark.parametrize("num_pieces", [1, 3])
-def test_norms_before_and_after_a_branch(num_pieces: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("num_pieces", "are_short"), [(1, True), (3, False), (3, True)])
+def test_norms_before_and_after_a_branch(num_pieces: int, are_short: bool, dtype: torch.dtype) -> None:
     """Both the kernels and their references agree with torch's norm."""
     pieces, residual = randn(num_pieces, 5, 96), randn(5, 96, dtype=dtype)
+    if are_short:
+        pieces = pieces.to(dtype)
     x = pieces if num_pieces > 1 else pieces[0].to(dtype)
-    whole = pieces.sum(dim=0)
+    whole = pieces.float().sum(dim=0)
     for pre in norms(96, dtype):
         for out in (rms_norm_triton(x, pre), rms_norm(x, pre)):
             assert out.dtype == dtype

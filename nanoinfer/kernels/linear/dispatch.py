@@ -65,13 +65,13 @@ def norm_linear(
 def norm_and_linear(
     x: Tensor, residual: Tensor | None, norm: Norm | None, weight: Tensor, post: Norm | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return norm_linear's product, the product's input, rms_norm(total, norm), and the total."""
+    """Return norm_linear's product, or pieces of it; the product's input, rms_norm(total, norm); and the total."""
     if _is_one_row(x, weight):
         normed = torch.empty_like(x)
         out, total = one_row_norm_linear(x, residual, norm, weight, post=post, normed=normed)
         return out, normed, total
     normed, total = _norm(x, residual, norm, post)
-    return linear(normed, weight), normed, total
+    return linear(normed, weight, may_split=True), normed, total
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, post: Norm | None) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from nanoinfer.kernels.launch import (
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
 
 MAX_TOKENS = 256  # more were not measured against cuBLAS
+SMALL = 1 << 20  # numbers of a weight; cuBLAS takes longer to launch than such a product takes, however it is cut
 LARGE = 8 << 20  # numbers of a weight; the limits for larger ones were measured with 3,584 to 5,120 outputs on an H200
 MIN_BUSY = 0.7  # the share of the multiprocessors that must have a tile
 MAX_PIECES = 8
@@ -55,7 +56,7 @@ def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: boo
     multiprocessors = num_multiprocessors(x.device)
     wave = cut(len(x), out_features, in_features, multiprocessors, may_split)
     tiles = math.prod(wave.grid)
-    if not multiprocessors // 3 <= tiles <= multiprocessors:
+    if tiles > multiprocessors or (tiles < multiprocessors // 3 and weight.numel() > SMALL):
         return None
     if weight.numel() > LARGE and len(x) > 16:
         # Reading such a weight takes longer than a launch, and cuBLAS leaves fewer multiprocessors idle.
