@@ -35,9 +35,10 @@ class Router(nn.Module):
 
         Returns also the joint's results: the experts' input and the residual stream.
         """
-        if joint.tp.size == 1:
-            x = joint.scaled(x)
-            logits, joined, residual = norm_and_linear(x, residual, joint.pre_norm, self.weight, joint.post_norm)
+        lane = joint.lane(x)
+        if joint.tp.size == 1 or lane is not None:
+            x, norm, post = joint.scaled(x), joint.pre_norm, joint.post_norm
+            logits, joined, residual = norm_and_linear(x, residual, norm, self.weight, post, lane)
         else:
             joined, residual = joint(x, residual)
             logits = linear(joined, self.weight, may_split=True)
