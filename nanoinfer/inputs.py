@@ -82,7 +82,7 @@ class Inputs:
         for index, text in enumerate(texts):
             name = f"messages[{index}]"
             token_ids = self._tokenize(name, text, add_special_tokens=False)  # the template has written them
-            prepared.append(Prepared(self._check_token_ids(name, token_ids), params[index], text))
+            prepared.append(Prepared(self._check_token_ids(name, token_ids, params[index]), params[index], text))
         return prepared
 
     def _render(self, messages: Chats, template: dict[str, Any]) -> list[str]:
@@ -155,20 +155,25 @@ class Inputs:
             name, prompt = _unwrap(name, prompt)
         text = prompt if isinstance(prompt, str) else None
         token_ids = _token_ids(name, prompt) if text is None else self._tokenize(name, text)
-        return Prepared(self._check_token_ids(name, token_ids), params, text)
+        return Prepared(self._check_token_ids(name, token_ids, params), params, text)
 
-    def _check_token_ids(self, name: str, token_ids: list[int]) -> list[int]:
+    def _check_token_ids(self, name: str, token_ids: list[int], params: SamplingParams) -> list[int]:
         if not token_ids:
             raise ValueError(f"{name} is empty: it must have at least one token")
         vocab_size = self.config.description.vocab_size
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} has token id {short(token_id)}: must be from 0 to {vocab_size - 1}")
-        if len(token_ids) >= self.config.max_model_len:
+        length, most = len(token_ids), self.config.max_model_len
+        if params.max_tokens == 0 and length > most:
+            raise ValueError(f"{name} has {length} tokens: must be at most max_model_len={most}")
+        if params.max_tokens > 0 and length >= most:
             raise ValueError(
-                f"{name} has {len(token_ids)} tokens: must be fewer than"
-                f" max_model_len={self.config.max_model_len}, to leave room for a token"
+                f"{name} has {length} tokens: must be fewer than max_model_len={most}, to leave room for a token"
             )
+        if params.prompt_logprobs_start >= length:
+            start = short(params.prompt_logprobs_start)
+            raise ValueError(f"prompt_logprobs_start={start}: must be less than {length}, the tokens of {name}")
         return token_ids
 
     def _tokenize(self, name: str, text: str, add_special_tokens: bool = True) -> list[int]:
