@@ -1,14 +1,17 @@
-"""Prompts that are only scored: max_tokens=0, prompt_logprobs and prompt_logprobs_start."""
+"""Scoring: LLM.score, and the settings below it, max_tokens=0 with prompt_logprobs and prompt_logprobs_start."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from conftest import Oracle, assert_close, greedy
 
-from nanoinfer import LLM, RequestOutput, SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, LogProb, RequestOutput, SamplingParams, Score
 
 Tokens = list[list[int]]
 SPREAD = [{}, {"max_num_batched_tokens": 7}, {"tensor_parallel_size": 2}, {"max_num_seqs": 1}]
@@ -121,3 +124,139 @@ def test_requests_come_and_go(make_llm: Callable[..., LLM], oracle: Oracle, text
     assert outputs[kept].timings.first_token is None
     assert outputs[plain].token_ids == oracle.greedy([30], 9)
     assert llm.engine.scheduler.block_manager.share_used == 0
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(BUNDLED_MODEL, device="cpu", kvcache_block_size=16, num_kvcache_blocks=128, max_model_len=128) as llm:
+        yield llm
+
+
+CONTEXT = "ROMEO:\nBut, soft! what light through yonder"
+
+
+class TestScore:
+    def check(self, score: Score, first: list[int], rest: list[int], oracle: Oracle) -> None:
+        logits = oracle.logits(first + rest)[len(first) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(rest)[:, None])[:, 0].tolist()
+        assert score.token_ids == rest
+        assert score.logprobs == pytest.approx(expected, abs=1e-4)
+        assert score.logprob == pytest.approx(sum(expected), abs=1e-3)
+        assert score.is_greedy == (logits.argmax(-1).tolist() == rest)
+
+    def test_continuations_of_a_text(self, llm: LLM, oracle: Oracle) -> None:
+        greedy_text = llm.generate(CONTEXT, greedy(6), use_tqdm=False)[0].text
+        continuations = [" door opens", greedy_text, "!", " window"]
+        first = llm.tokenizer.encode(CONTEXT)
+        scores = llm.score(CONTEXT, continuations)
+        for score, continuation in zip(scores, continuations, strict=True):
+            self.check(score, first, llm.tokenizer.encode(CONTEXT + continuation)[len(first) :], oracle)
+        assert [score.is_greedy for score in scores][:3] == [False, True, False]
+
+    def test_spaces_at_the_end_of_the_prompt_are_the_continuations(self, llm: LLM) -> None:
+        assert llm.score(CONTEXT + " ", "window") == llm.score(CONTEXT, " window")
+
+    def test_any_of_them_may_be_token_ids(self, llm: LLM, oracle: Oracle) -> None:
+        first, rest = llm.tokenizer.encode(CONTEXT), llm.tokenizer.encode(" window")
+        for prompt in (
+            CONTEXT,
+            first,
+            {"prompt": CONTEXT},
+            {"prompt_token_ids": first},
+            torch.tensor(first),
+            iter(first),
+        ):
+            scores = llm.score(prompt, [rest, torch.tensor(rest), " window"])
+            for score in scores:
+                self.check(score, first, rest, oracle)
+
+    def test_a_lone_one_counts_as_a_list_of_one(self, llm: LLM) -> None:
+        ids = llm.tokenizer.encode(" window")
+        assert llm.score(CONTEXT, " window") == llm.score(CONTEXT, [" window"]) == llm.score(CONTEXT, ids)
+        assert llm.score(CONTEXT, []) == []
+
+    def test_the_context_is_prefilled_once(self, llm: LLM) -> None:
+        prompt, prefilled = [77] * 81, count_prefilled(llm)
+        llm.score(prompt, [[40], [41], [42], [43]])
+        assert sum(prefilled) == 80 + 4 * 2
+
+    def test_prompt_and_continuation_may_fill_the_model(self, llm: LLM, oracle: Oracle) -> None:
+        first, rest = [30] * 100, [31] * 28
+        (score,) = llm.score(first, [rest])
+        self.check(score, first, rest, oracle)
+
+    def test_a_score_is_a_dictionary_of_python_values(self, llm: LLM) -> None:
+        (score,) = llm.score(CONTEXT, " window")
+        assert type(score) is Score
+        assert score.keys() == {"logprob", "is_greedy", "token_ids", "logprobs"}
+        assert score["logprob"] is score.logprob
+        assert [type(value) for value in score.logprobs] == [LogProb] * len(score.token_ids)
+        assert "".join(value.decoded_token for value in score.logprobs) == " window"
+        assert pickle.loads(pickle.dumps(score)) == score
+
+    @pytest.mark.parametrize(
+        ("prompt", "continuations", "message"),
+        [
+            ("", " a", "prompt is empty"),
+            ([], [[5]], "prompt is empty"),
+            (CONTEXT, [" a", ""], "continuations[1] is '': must add a token to the prompt's"),
+            (CONTEXT, [[5], []], "continuations[1] is []: must add a token to the prompt's"),
+            ([5], [[2048]], "prompt + continuations[0] has token id 2048: must be from 0 to 2047"),
+            (
+                [5] * 100,
+                [[5] * 28, [5] * 29],
+                "prompt + continuations[1] has 129 tokens: must be at most max_model_len",
+            ),
+            ([5], 7, "continuations=7: must be a string or a list of token ids, or a list of these"),
+            ([5], [["a"]], "continuations[0] is ['a']: must be a string or a list of token ids"),
+            (7, [[5]], "prompt is 7: must be a string or a list of token ids"),
+            ({"prompt": [5]}, [[5]], "prompt['prompt'] is [5]: must be a string"),
+        ],
+        ids=repr,
+    )
+    def test_a_mistake_is_named(self, prompt: Any, continuations: Any, message: str, llm: LLM) -> None:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            llm.score(prompt, continuations)
+
+
+class TestTokenize:
+    TEXTS = (CONTEXT, "", "Now is the winter 🤗")
+
+    def test_a_text_or_a_list(self, llm: LLM) -> None:
+        expected = [llm.tokenizer.encode(text) for text in self.TEXTS]
+        assert [llm.tokenize(text) for text in self.TEXTS] == llm.tokenize(self.TEXTS) == expected
+        assert llm.tokenize([]) == []
+
+    def test_there_and_back(self, llm: LLM) -> None:
+        assert llm.detokenize(llm.tokenize(self.TEXTS)) == list(self.TEXTS)
+        assert llm.detokenize(torch.tensor(llm.tokenize(CONTEXT))) == CONTEXT
+        assert llm.detokenize([]) == ""
+
+    def test_special_tokens_have_no_text(self, llm: LLM) -> None:
+        (output,) = llm.generate(CONTEXT, greedy(4, logit_bias={2: 1000.0}), use_tqdm=False)
+        assert output.token_ids == [2]
+        assert llm.detokenize(output.token_ids) == output.text == ""
+
+    @pytest.mark.parametrize(
+        ("method", "given", "message"),
+        [
+            ("tokenize", 7, "texts=7: must be a string or a list of strings"),
+            ("tokenize", ["a", 7], "texts[1] is 7: must be a string"),
+            ("detokenize", "a", "ids='a': must be a list of token ids, or a list of such lists"),
+            ("detokenize", [1, "a"], "ids is [1, 'a']: must be a list of token ids, and 'a' is none"),
+            ("detokenize", [[1], "a"], "ids[1] is 'a': must be a list of token ids"),
+            ("detokenize", [[1], [2048]], "ids[1] has token id 2048: must be from 0 to 2047"),
+        ],
+        ids=repr,
+    )
+    def test_a_mistake_is_named(self, method: str, given: Any, message: str, llm: LLM) -> None:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            getattr(llm, method)(given)
+
+    def test_without_a_tokenizer(self, make_llm: Callable[..., LLM], make_qwen3: Callable[..., str]) -> None:
+        bare = make_llm(make_qwen3())
+        for call in (lambda: bare.tokenize("a"), lambda: bare.detokenize([5])):
+            with pytest.raises(ValueError, match=r"tokenize needs text, but .* has no tokenizer"):
+                call()
+        (score,) = bare.score([30], [[31, 32]])
+        assert [value.decoded_token for value in score.logprobs] == [None, None]
