@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Oracle, assert_close, greedy
+from conftest import DEVICE, Oracle, assert_close, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, LogProb, RequestOutput, SamplingParams, Score
 
@@ -63,11 +63,11 @@ def test_each_part_of_a_prompt_that_fills_the_model(
     assert llm.engine.scheduler.block_manager.share_used == 0
 
 
-@pytest.mark.parametrize("options", SPREAD, ids=str)
+@pytest.mark.parametrize("options", [*SPREAD, {"attention_backend": "triton", "device": DEVICE}], ids=str)
 def test_four_choices_prefill_their_context_once(
     options: dict, make_llm: Callable[..., LLM], oracle: Oracle, text: list[int]
 ) -> None:
-    llm = make_llm(device="cpu", kvcache_block_size=16, **options)
+    llm = make_llm(**{"device": "cpu", "kvcache_block_size": 16, **options})
     prefilled = count_prefilled(llm)
     context, choices = text[:81], [[40], [41, 42], [43], [44, 45, 46]]
     prompts = [context + choice for choice in choices]
