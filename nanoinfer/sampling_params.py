@@ -47,8 +47,8 @@ class SamplingParams:
     logprobs: the output has the log-probability of each generated token, and of this many most likely ones; 0: of the
         generated token alone; they come from the model's own logits, before any setting changes them
     prompt_logprobs: as logprobs, for each token of the prompt
-    prompt_logprobs_start: the prompt's tokens before this position get no log-probabilities; so the blocks that end
-        before the position may come from the KV cache
+    prompt_logprobs_start: the prompt's tokens before this position get no log-probabilities; the engine computes the
+        token just before it, and may take the blocks before that token from the KV cache
     skip_special_tokens: True: the text leaves out special tokens
     detokenize: False: the output has token ids alone, a little sooner
 
