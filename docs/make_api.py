@@ -17,15 +17,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import nanoinfer
-from nanoinfer import LLM, LogProb, RequestOutput, SampleOutput, SamplingParams, StreamOutput, Timings, WorkerError
+from nanoinfer import (
+    LLM,
+    LogProb,
+    RequestOutput,
+    SampleOutput,
+    SamplingParams,
+    Score,
+    StreamOutput,
+    Timings,
+    WorkerError,
+)
 from nanoinfer.config import Config
 from nanoinfer.engine.sequence import FinishReason
-from nanoinfer.inputs import Chats, Prompt
+from nanoinfer.inputs import Chats, Prompt, Tokens
 from nanoinfer.runner.memory_plan import MemoryPlan
 
 FILE = Path(__file__).with_name("api.md")
 ENTRY = re.compile(r"(\w+): (.*)")
-ALIASES = {"Prompt": Prompt, "Chats": Chats, "FinishReason": FinishReason}
+ALIASES = {"Tokens": Tokens, "Prompt": Prompt, "Chats": Chats, "FinishReason": FinishReason}
 
 HEAD = """\
 # Options and results
@@ -71,6 +81,7 @@ def render() -> str:
             *_section("LogProb", LogProb, {}),
             *_section("Timings", Timings, _keys(Timings)),
             *_section("StreamOutput", StreamOutput, _keys(StreamOutput)),
+            *_section("Score", Score, _keys(Score)),
             *_section("MemoryPlan", MemoryPlan, _fields(MemoryPlan)),
             *_section("WorkerError", WorkerError, {}),
             "## BUNDLED_MODEL\n",

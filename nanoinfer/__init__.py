@@ -6,7 +6,7 @@ from pathlib import Path
 from nanoinfer.engine.workers import WorkerError
 from nanoinfer.llm import LLM
 from nanoinfer.logprob import LogProb
-from nanoinfer.outputs import RequestOutput, SampleOutput, StreamOutput, Timings
+from nanoinfer.outputs import RequestOutput, SampleOutput, Score, StreamOutput, Timings
 from nanoinfer.sampling_params import SamplingParams
 
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled" / "shakespeare-qwen3")
@@ -24,6 +24,7 @@ __all__ = [
     "RequestOutput",
     "SampleOutput",
     "SamplingParams",
+    "Score",
     "StreamOutput",
     "Timings",
     "WorkerError",

@@ -11,16 +11,19 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
+from nanoinfer.detokenizer import decoder
 from nanoinfer.grammar import Grammar, Grammars
 from nanoinfer.sampling_params import SamplingParams
 
 # In the keys of messages and prompts, such as image_url and images:
 MEDIA = ("image", "video", "audio", "multi_modal", "mm_processor")
 TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a mapping, as vLLM names them
+A_PROMPT = "a string or a list of token ids"
 A_MAPPING = f"a mapping with {TEXT!r} or with {TOKEN_IDS!r} alone"
 MOST_SHOWN = 60  # characters of a prompt in an error message
 
-Prompt = str | ListLike[int] | Mapping[str, object]
+Tokens = str | ListLike[int]
+Prompt = Tokens | Mapping[str, object]
 ChatMessage = Mapping[str, Any]
 Chats = ListLike[ChatMessage] | ListLike[ListLike[ChatMessage]]
 
@@ -79,6 +82,32 @@ class Inputs:
         (settings,) = self._check_params(1, sampling_params)
         return self._prepare("prompt", prompt, settings)
 
+    def check_continuations(self, prompt: Prompt, continuations: Tokens | ListLike[Tokens]) -> list[Prepared]:
+        """Return the prompt with each of its continuations, ready to be scored."""
+        name, given = _unwrap("prompt", prompt) if isinstance(prompt, Mapping) else ("prompt", prompt)
+        given = given if isinstance(given, str) else _token_ids(name, given)
+        items = [continuations] if isinstance(continuations, str) else continuations
+        entries = _list("continuations", items, f"{A_PROMPT}, or a list of these")
+        if entries and as_int(entries[0]) is not None:
+            entries = [entries]
+        return [self._follow(name, given, f"continuations[{i}]", entry) for i, entry in enumerate(entries)]
+
+    def _follow(self, prompt_name: str, prompt: Tokens, name: str, continuation: Tokens) -> Prepared:
+        """Return a prompt with one continuation. LLM.score says where the tokens of two texts are divided."""
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            first = self._tokenize(prompt_name, prompt.rstrip())
+            rest = self._tokenize(name, prompt + continuation)[len(first) :]
+        else:
+            first = self._to_token_ids(prompt_name, prompt)
+            rest = self._to_token_ids(name, continuation, add_special_tokens=False)
+        if not first:
+            raise ValueError(f"{prompt_name} is empty: it must have at least one token")
+        if not rest:
+            raise ValueError(f"{name} is {short(continuation, MOST_SHOWN)}: must add a token to the prompt's")
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=len(first))
+        token_ids = self._check_token_ids(f"{prompt_name} + {name}", first + rest, params)
+        return Prepared(token_ids, None, params, None)
+
     def check_chats(
         self,
         messages: Chats,
@@ -92,7 +121,8 @@ class Inputs:
         for index, text in enumerate(texts):
             name = f"messages[{index}]"
             token_ids = self._tokenize(name, text, add_special_tokens=False)  # the template has written them
-            prepared.append(Prepared(self._check_token_ids(name, token_ids), text, *settings[index]))
+            checked = self._check_token_ids(name, token_ids, settings[index].params)
+            prepared.append(Prepared(checked, text, *settings[index]))
         return prepared
 
     def _render(self, messages: Chats, template: dict[str, Any]) -> list[str]:
@@ -119,6 +149,28 @@ class Inputs:
             )
         except Exception as error:
             raise ValueError(f"{name}: the chat template does not take it: {error}") from error
+
+    def tokenize(self, texts: str | ListLike[str]) -> list[int] | list[list[int]]:
+        """Return the tokens of a text, or of each text in a list."""
+        self._known_tokenizer("tokenize")
+        if isinstance(texts, str):
+            return self._tokenize("texts", texts)
+        entries = _list("texts", texts, "a string or a list of strings")
+        for index, entry in enumerate(entries):
+            if not isinstance(entry, str):
+                raise ValueError(f"texts[{index}] is {short(entry, MOST_SHOWN)}: must be a string")
+        return [self._tokenize(f"texts[{index}]", entry) for index, entry in enumerate(entries)]
+
+    def detokenize(self, ids: ListLike[int] | ListLike[ListLike[int]]) -> str | list[str]:
+        """Return the text of a list of tokens, or of each list in a list."""
+        decode = decoder(self._known_tokenizer("detokenize"), skip_special_tokens=True)
+        entries = _list("ids", ids, "a list of token ids, or a list of such lists")
+        if not entries or as_int(entries[0]) is not None:
+            return decode(self._check_ids("ids", entries))
+        return [decode(self._check_ids(f"ids[{index}]", entry)) for index, entry in enumerate(entries)]
+
+    def _check_ids(self, name: str, ids: object) -> list[int]:
+        return self._check_range(name, _token_ids(name, ids, "a list of token ids"))
 
     def _check_params(
         self, count: int, sampling_params: SamplingParams | ListLike[SamplingParams] | None
@@ -169,30 +221,47 @@ class Inputs:
 
     def check_detokenizer(self, name: str) -> None:
         """Raise ValueError if the tokenizer cannot make text token by token, which `name` needs."""
+        if not self._known_tokenizer(name).is_fast:
+            raise ValueError(f"{name} needs a tokenizer.json, which {self._folder!r} does not have")
+
+    def _known_tokenizer(self, name: str) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             raise ValueError(f"{name} needs text, but {self.config.model!r} has no tokenizer")
-        if not self.tokenizer.is_fast:
-            raise ValueError(f"{name} needs a tokenizer.json, which {self._folder!r} does not have")
+        return self.tokenizer
 
     def _prepare(self, name: str, prompt: object, settings: Settings) -> Prepared:
         if isinstance(prompt, Mapping):
             name, prompt = _unwrap(name, prompt)
         text = prompt if isinstance(prompt, str) else None
-        token_ids = _token_ids(name, prompt) if text is None else self._tokenize(name, text)
-        return Prepared(self._check_token_ids(name, token_ids), text, *settings)
+        token_ids = self._check_token_ids(name, self._to_token_ids(name, prompt), settings.params)
+        return Prepared(token_ids, text, *settings)
 
-    def _check_token_ids(self, name: str, token_ids: list[int]) -> list[int]:
+    def _to_token_ids(self, name: str, prompt: object, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenize(name, prompt, add_special_tokens)
+        return _token_ids(name, prompt)
+
+    def _check_token_ids(self, name: str, token_ids: list[int], params: SamplingParams) -> list[int]:
         if not token_ids:
             raise ValueError(f"{name} is empty: it must have at least one token")
+        self._check_range(name, token_ids)
+        length, most = len(token_ids), self.config.max_model_len
+        if params.max_tokens == 0 and length > most:
+            raise ValueError(f"{name} has {length} tokens: must be at most max_model_len={most}")
+        if params.max_tokens > 0 and length >= most:
+            raise ValueError(
+                f"{name} has {length} tokens: must be fewer than max_model_len={most}, to leave room for a token"
+            )
+        if params.prompt_logprobs_start >= length:
+            start = short(params.prompt_logprobs_start)
+            raise ValueError(f"prompt_logprobs_start={start}: must be less than {length}, the tokens of {name}")
+        return token_ids
+
+    def _check_range(self, name: str, token_ids: list[int]) -> list[int]:
         vocab_size = self.config.description.vocab_size
-        for token_id in (min(token_ids), max(token_ids)):
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} has token id {short(token_id)}: must be from 0 to {vocab_size - 1}")
-        if len(token_ids) >= self.config.max_model_len:
-            raise ValueError(
-                f"{name} has {len(token_ids)} tokens: must be fewer than"
-                f" max_model_len={self.config.max_model_len}, to leave room for a token"
-            )
         return token_ids
 
     def _tokenize(self, name: str, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -228,16 +297,17 @@ def _unwrap(name: str, prompt: Mapping[Any, Any]) -> tuple[str, str | ListLike[i
     return f"{name}[{key!r}]", value
 
 
-def _token_ids(name: str, prompt: Any) -> list[int]:
-    entries, what = as_list(prompt), "must be a string or a list of token ids"
+def _token_ids(name: str, prompt: Any, what: str = A_PROMPT) -> list[int]:
+    entries = as_list(prompt)
     if entries is None:
-        raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: {what}")
+        raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: must be {what}")
     if set(map(type, entries)) <= {int}:  # most prompts are, and a long one should not cost more
         return entries
     token_ids = []
     for entry in entries:
         if (token_id := as_int(entry)) is None:
-            raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: {what}, and {short(entry, MOST_SHOWN)} is none")
+            shown, wrong = short(prompt, MOST_SHOWN), short(entry, MOST_SHOWN)
+            raise ValueError(f"{name} is {shown}: must be {what}, and {wrong} is none")
         token_ids.append(token_id)
     return token_ids
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as ListLike
-from typing import Any
+from typing import Any, overload
 
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -16,8 +16,8 @@ from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine, StepResult
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import has_tokenizer
-from nanoinfer.inputs import Chats, Inputs, Prepared, Prompt
-from nanoinfer.outputs import RequestOutput, StreamOutput
+from nanoinfer.inputs import Chats, Inputs, Prepared, Prompt, Tokens
+from nanoinfer.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.request import Requests
 from nanoinfer.sampling_params import SamplingParams
 
@@ -133,6 +133,55 @@ class LLM:
         if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
             self._inputs.check_detokenizer("stream")
         return Stream(self._stream(prepared))
+
+    @hints_for("score")
+    def score(self, prompt: Prompt, continuations: Tokens | ListLike[Tokens]) -> list[Score]:
+        """Compute how likely the model finds each continuation of a prompt; returns a Score for each.
+
+        prompt: a string, a list of token ids, or a mapping with one of these, as for generate
+        continuations: strings or lists of token ids; a lone one counts as a list of one
+
+        The LLM tokenizes prompt and continuation together, if both are text. The first part, as long as the prompt's
+        own tokens, is the prompt, and the rest is the continuation. Spaces at the prompt's end count as the
+        continuation's. A text beside token ids is tokenized by itself, a continuation without special tokens.
+
+        Raises ValueError as generate does, and for a continuation that adds no token to the prompt's.
+        """
+        self.engine.check_open()
+        prepared = self._inputs.check_continuations(prompt, continuations)
+        return [score_of(output) for output in self._generate(prepared, use_tqdm=False)]
+
+    @overload
+    def tokenize(self, texts: str) -> list[int]: ...
+
+    @overload
+    def tokenize(self, texts: list[str]) -> list[list[int]]: ...
+
+    @hints_for("tokenize")
+    def tokenize(self, texts: str | ListLike[str]) -> list[int] | list[list[int]]:
+        """Return the tokens that generate makes of a text as a prompt, or of each text in a list.
+
+        texts: a string, or a list of strings
+
+        Raises ValueError for what is no text, and without a tokenizer.
+        """
+        return self._inputs.tokenize(texts)
+
+    @overload
+    def detokenize(self, ids: ListLike[int]) -> str: ...
+
+    @overload
+    def detokenize(self, ids: ListLike[ListLike[int]]) -> list[str]: ...
+
+    @hints_for("detokenize")
+    def detokenize(self, ids: ListLike[int] | ListLike[ListLike[int]]) -> str | list[str]:
+        """Return the text of a list of tokens, or of each list in a list, without special tokens.
+
+        ids: a list of token ids, or a list of such lists
+
+        Raises ValueError for what is no token of the model's, and without a tokenizer.
+        """
+        return self._inputs.detokenize(ids)
 
     @hints_for("add_request")
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:

@@ -86,8 +86,8 @@ class RequestOutput(SampleOutput):
     request_id: the number that add_request returned; generate, chat and stream number their requests too
     prompt: the prompt's text, for a chat as its template wrote it; None if the prompt was token ids
     prompt_token_ids: the prompt's tokens
-    prompt_logprobs: like logprobs, for each token of the prompt; None for the first token, which nothing precedes;
-        None as a whole if SamplingParams did not ask
+    prompt_logprobs: like logprobs, for each token of the prompt; None for the first token, which nothing precedes, and
+        for tokens before prompt_logprobs_start; None as a whole if SamplingParams did not ask
     num_cached_tokens: this many tokens of the prompt came from the KV cache
     timings: when the request was queued, had its first token, and ended
     samples: all n samples, the first included
@@ -144,3 +144,30 @@ class StreamOutput(Output):
     stop_reason: int | str | None
     logprobs: list[Mapping[int, LogProb]] | None
     prompt_logprobs: list[Mapping[int, LogProb] | None] | None
+
+
+class Score(Output):
+    """A continuation's log-probability behind its prompt, a dictionary whose keys are attributes too.
+
+    logprob: the sum of its tokens' log-probabilities
+    is_greedy: whether no other token is likelier than the continuation's, in any place
+    token_ids: its tokens
+    logprobs: each token's log-probability, which knows the token's rank and text
+    """
+
+    __slots__ = ()
+
+    logprob: float
+    is_greedy: bool
+    token_ids: list[int]
+    logprobs: list[LogProb]
+
+
+def score_of(output: RequestOutput) -> Score:
+    """Return the score of those tokens of a prompt whose log-probabilities the output has."""
+    assert output.prompt_logprobs is not None
+    places = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+    scored = [(token_id, entry[token_id]) for token_id, entry in places if entry is not None]
+    token_ids, logprobs = [token_id for token_id, _ in scored], [logprob for _, logprob in scored]
+    is_greedy = all(logprob.rank == 1 for logprob in logprobs)
+    return Score(logprob=sum(logprobs), is_greedy=is_greedy, token_ids=token_ids, logprobs=logprobs)

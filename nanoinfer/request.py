@@ -70,8 +70,10 @@ class Sample:
     @property
     def prompt_logprobs(self) -> list[Mapping[int, LogProb] | None] | None:
         """The prompt's log-probabilities, if they are asked for and this is the first sample; otherwise None."""
-        asked = self.seq.params.prompt_logprobs is not None and self.seq.sample_index == 0
-        return [None, *self._logprobs(self.seq.prompt_logprobs)] if asked else None
+        params = self.seq.params
+        if params.prompt_logprobs is None or self.seq.sample_index > 0:
+            return None
+        return [None] * max(1, params.prompt_logprobs_start) + self._logprobs(self.seq.prompt_logprobs)
 
     def output(self) -> SampleOutput:
         """Return the result of the sequence, which has ended."""

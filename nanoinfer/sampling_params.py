@@ -26,7 +26,8 @@ class SamplingParams:
     dataclasses.replace(params, seed=1).
 
     temperature: the sampler divides the logits by this number before it draws; 0 always takes the most likely token
-    max_tokens: a sample ends after this many generated tokens, or sooner where max_model_len is reached
+    max_tokens: a sample ends after this many generated tokens, or sooner where max_model_len is reached; 0: the engine
+        computes prompt_logprobs alone, and the prompt may fill max_model_len; n must be 1 then
     ignore_eos: True: a sample goes on after an end-of-sequence token, as benchmarks want
     seed: a request with a seed draws with the same randomness each time, whatever runs beside it; None: the engine
         makes a seed from its own seed and the request's number, so that the same call twice on one LLM differs
@@ -46,7 +47,9 @@ class SamplingParams:
     min_tokens: before this many generated tokens, no end-of-sequence token, stop token or stop string ends a sample
     logprobs: the output has the log-probability of each generated token, and of this many most likely ones; 0: of the
         generated token alone; they come from the model's own logits, before any setting changes them
-    prompt_logprobs: as logprobs, for each token of the prompt; such a request takes no prefix from the KV cache
+    prompt_logprobs: as logprobs, for each token of the prompt
+    prompt_logprobs_start: the prompt's tokens before this position get no log-probabilities; the engine computes the
+        token just before it, and may take the blocks before that token from the KV cache
     skip_special_tokens: True: the text leaves out special tokens
     detokenize: False: the output has token ids alone, a little sooner
     structured_outputs: the text has the form that one of these asks for: {"json": a JSON Schema, as a mapping, a text
@@ -76,6 +79,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -84,6 +88,7 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             self._set(name, check_flag(name, getattr(self, name)))
         self._check_integers()
+        self._check_prompt_logprobs()
         self._check_numbers()
         self._check_logit_bias()
         self._check_stops()
@@ -95,13 +100,14 @@ class SamplingParams:
 
     def _check_integers(self) -> None:
         for name, low, high, what in (
-            ("max_tokens", 1, None, ""),
+            ("max_tokens", 0, None, ""),
             ("min_tokens", 0, None, ""),
             ("n", 1, MOST_SAMPLES, ""),
             ("top_k", -1, None, "a positive integer, or 0 or -1 for all tokens"),
             ("seed", 0, 2**63 - 1, "None or an integer from 0 to 2**63 - 1"),
             ("logprobs", 0, None, "None or an integer of at least 0"),
             ("prompt_logprobs", 0, None, "None or an integer of at least 0"),
+            ("prompt_logprobs_start", 0, None, ""),
         ):
             value = getattr(self, name)
             if value is not None or name not in OPTIONAL:
@@ -109,6 +115,22 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             least, most = short(self.min_tokens), short(self.max_tokens)
             raise ValueError(f"min_tokens={least}: must be at most max_tokens={most}")
+
+    def _check_prompt_logprobs(self) -> None:
+        if self.max_tokens == 0 and self.n > 1:
+            raise ValueError(f"n={short(self.n)}: must be 1 with max_tokens=0, because samples would be empty")
+        if self.prompt_logprobs is not None:
+            return
+        if self.max_tokens == 0:
+            raise ValueError(
+                "max_tokens=0: must be at least 1 with prompt_logprobs=None, or nothing is asked for;"
+                " prompt_logprobs=0 scores the prompt"
+            )
+        if self.prompt_logprobs_start > 0:
+            start = short(self.prompt_logprobs_start)
+            raise ValueError(
+                f"prompt_logprobs_start={start}: must be 0 without prompt_logprobs; pass prompt_logprobs=0 beside it"
+            )
 
     def _check_numbers(self) -> None:
         for name, low, high, what in (

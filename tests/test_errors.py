@@ -207,6 +207,8 @@ class TestSamplingParams:
             {"min_tokens": 65},
             {"logprobs": -1},
             {"prompt_logprobs": True},
+            {"prompt_logprobs_start": -1},
+            {"prompt_logprobs_start": 3},
             {"skip_special_tokens": None},
             {"detokenize": "yes"},
         ],
@@ -227,6 +229,10 @@ class TestSamplingParams:
             ({"stop": 5}, "stop=5: must be a list"),
             ({"stop_token_ids": [3, "x"]}, "stop_token_ids has 'x': must be a list of token ids"),
             ({"stop": "a", "detokenize": False}, r"stop=\('a',\) needs detokenize=True"),
+            ({"max_tokens": 0}, "must be at least 1 with prompt_logprobs=None.*; prompt_logprobs=0 scores the prompt"),
+            ({"max_tokens": 0, "prompt_logprobs": 0, "n": 2}, "n=2: must be 1 with max_tokens=0"),
+            ({"max_tokens": 0, "prompt_logprobs": 0, "min_tokens": 1}, "min_tokens=1: must be at most max_tokens=0"),
+            ({"prompt_logprobs_start": 3}, "must be 0 without prompt_logprobs; pass prompt_logprobs=0"),
         ],
         ids=repr,
     )
@@ -248,6 +254,14 @@ class TestSamplingParams:
     ) -> None:
         with pytest.raises(ValueError, match=message):
             llm.generate([[5], [6]], [greedy(1), SamplingParams(**wrong)])
+        assert llm.engine.is_finished
+
+    def test_what_does_not_fit_a_prompt_is_found_before_anything_runs(self, llm: LLM) -> None:
+        scored = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=2)
+        with pytest.raises(ValueError, match=r"prompt_logprobs_start=2: must be less than 2, the tokens of prompts\[1"):
+            llm.generate([[5] * 3, [5] * 2], scored)
+        with pytest.raises(ValueError, match=r"prompts\[0\] has 65 tokens: must be at most max_model_len=64"):
+            llm.generate([[5] * 65], scored)
         assert llm.engine.is_finished
 
     def test_lists_of_different_lengths(self, llm: LLM) -> None:

@@ -49,6 +49,13 @@ def test_route(count: int, used: int, scoring: Scoring, normalised: bool) -> Non
     assert_close(ours.weights, expected.weights)
 
 
+def test_route_of_pieces() -> None:
+    pieces = randn(3, 33, 60)
+    ours, expected = route_triton(pieces, 4), route_reference(pieces, 4)
+    assert torch.equal(ours.experts, expected.experts)
+    assert_close(ours.weights, expected.weights)
+
+
 def test_among_equal_scores_the_first_experts_win() -> None:
     logits = torch.randint(0, 3, (50, 64), device=randn(1).device).float()
     ours, expected = (f(logits, 8) for f in (route_triton, route_reference))
@@ -103,8 +110,11 @@ def test_expert_mlps(tokens: int, count: int, used: int, hidden_size: int, size:
     even = torch.rand(tokens, count, device=x.device).argsort()[:, :used]
     for experts in (even, torch.arange(used, device=x.device).expand(tokens, used).contiguous()):
         routes = routes_of(experts)
-        ours = expert_mlps_triton(x, routes, gate_up, down, "silu")
-        assert_close(ours, expert_mlps_reference(x.float(), routes, gate_up.float(), down.float(), "silu"))
+        expected = expert_mlps_reference(x.float(), routes, gate_up.float(), down.float(), "silu")
+        assert_close(expert_mlps_triton(x, routes, gate_up, down, "silu"), expected)
+        pieces = expert_mlps_triton(x, routes, gate_up, down, "silu", may_split=True)
+        assert pieces.shape == ((used, *x.shape) if tokens > 1 else x.shape)
+        assert_close(pieces.float().sum(dim=0).to(dtype) if tokens > 1 else pieces, expected)
 
 
 @torch.inference_mode()

@@ -100,6 +100,7 @@ def relative(x: torch.Tensor, expected: torch.Tensor) -> float:
 KINDS = [
     "llama biases, llama3 rope", "mistral window", "ministral3 window", "qwen2 yarn, windows", "qwen3", "phi3 partial",
     "gemma2", "gemma3", "olmo2", "olmo3", "granite", "smollm3 windows, biases", "glm4",
+    "mixtral", "olmoe", "qwen2moe", "qwen3moe",
 ]  # fmt: skip
 
 

@@ -48,6 +48,7 @@ from nanoinfer.kernels.norm.rms_norm import (
 )
 from nanoinfer.kernels.ranks.all_reduce_norm import all_reduce_add_rms_norm
 from nanoinfer.kernels.ranks.best_of_ranks import best_of_ranks
+from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.kernels.rows import (
     advance_rows_reference,
     advance_rows_triton,
@@ -98,12 +99,14 @@ def norms(size: int, dtype: torch.dtype) -> list[Norm]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
-@pytest.mark.parametrize("num_pieces", [1, 3])
-def test_norms_before_and_after_a_branch(num_pieces: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("num_pieces", "are_short"), [(1, True), (3, False), (3, True)])
+def test_norms_before_and_after_a_branch(num_pieces: int, are_short: bool, dtype: torch.dtype) -> None:
     """Both the kernels and their references agree with torch's norm."""
     pieces, residual = randn(num_pieces, 5, 96), randn(5, 96, dtype=dtype)
+    if are_short:
+        pieces = pieces.to(dtype)
     x = pieces if num_pieces > 1 else pieces[0].to(dtype)
-    whole = pieces.sum(dim=0)
+    whole = pieces.float().sum(dim=0)
     for pre in norms(96, dtype):
         for out in (rms_norm_triton(x, pre), rms_norm(x, pre)):
             assert out.dtype == dtype
@@ -313,6 +316,56 @@ def test_all_reduce_add_rms_norm(dtype: torch.dtype, ranks: int, one_owner: bool
                 assert not is_empty(sent).any()
             others = [source for source in range(ranks) if source != rank]
             assert is_empty(inboxes[peer][others]).all()
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+def test_one_row_norm_linear_adds_up_the_ranks_parts(dtype: torch.dtype, ranks: int, has_residual: bool) -> None:
+    """The messages stay in this rank's inbox, for all programs to read, and those of the sum before leave it."""
+    size, out_features = 96, 600
+    parts, weight = randn(ranks, 1, size, dtype=dtype), randn(out_features, size, dtype=dtype)
+    parts[:, :, ::7] = -0.0
+    norm, post = Norm(randn(size, dtype=dtype), 1e-6), Norm(randn(size, dtype=dtype), 1e-6)
+    residual = randn(1, size, dtype=dtype) if has_residual else None
+    expected_total = parts.float().sum(dim=0)
+    if residual is not None:
+        expected_total = normed(expected_total, post) + residual.float()
+    stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+
+    for rank in range(ranks):
+        inboxes = [empty_inbox(ranks, size, dtype=dtype) for _ in range(ranks)]
+        stale = [randn(ranks, size, dtype=dtype) for _ in range(ranks)]
+        unread = [box.clone() for box in stale]
+        peers = [peer for peer in range(ranks) if peer != rank]
+        for peer in peers:
+            inboxes[rank][peer] = parts[peer] + 0.0
+        lanes = (torch.tensor([box.data_ptr() for box in boxes], device=DEVICE) for boxes in (inboxes, stale))
+        kept, x = torch.empty(1, size, dtype=dtype, device=DEVICE), parts[rank].clone()
+        lane = VectorLane(*lanes, rank, stop)
+        out, total = one_row_norm_linear(
+            x, residual, norm, weight, post=post if has_residual else None, lane=lane, normed=kept
+        )
+        assert_close(total, expected_total)
+        assert_close(kept, normed(total, norm))
+        assert_close(out, kept.float() @ weight.float().T)
+        assert is_empty(stale[rank][peers]).all()
+        for peer in peers:
+            assert torch.equal(inboxes[rank][peer], (parts[peer] + 0.0)[0])
+            assert torch.equal(inboxes[peer][rank], parts[rank, 0])
+            assert not is_empty(inboxes[peer][rank]).any()
+            assert is_empty(inboxes[peer][peers]).all()
+            assert torch.equal(stale[peer], unread[peer])
+
+
+def test_all_reduce_empties_the_lane_of_a_vector() -> None:
+    x, inboxes, stale = randn(1, 96), empty_inbox(2, 2, 1, 96, dtype=torch.float32), randn(2, 2, 96)
+    inboxes[0, 1] = 1.0
+    lanes = [torch.tensor([box.data_ptr() for box in boxes], device=DEVICE) for boxes in (inboxes, stale)]
+    stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    all_reduce_add_rms_norm(x, None, Norm(randn(96), 1e-6), lanes[0], 0, stop, stale=lanes[1])
+    assert is_empty(stale[0, 1]).all()
+    assert not is_empty(stale[1]).any()
 
 
 @pytest.mark.parametrize("plus_one", [False, True])

@@ -381,11 +381,14 @@ def test_two_ranks(
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("name", ["llama biases, llama3 rope", "gemma2", "gemma3", "olmo2 biases", "granite", "glm4"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama biases, llama3 rope", "gemma2", "gemma3", "olmo2 biases", "granite", "glm4", "qwen2moe", "qwen3moe"],
+)
 def test_two_gpus(
     name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
 ) -> None:
-    """Models with norms after branches, or biases, take another way through the sums over ranks."""
+    """Models with norms after branches, biases or experts take another way through the sums over ranks."""
     folder, model = family(name)
     run(make_llm(folder, tensor_parallel_size=2, kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
 

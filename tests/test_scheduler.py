@@ -39,8 +39,9 @@ def sequence(prompt_len: int, max_tokens: int = 5, ignore_eos: bool = False, sta
 def samples(
     n: int, prompt: list[int], max_tokens: int = 5, stop_ids: tuple[int, ...] = (), seed: int = 0
 ) -> list[Sequence]:
-    """The sequences of one request."""
-    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids)
+    """The sequences of one request; without tokens to generate, the second half of its prompt is scored."""
+    scored = {} if max_tokens else {"prompt_logprobs": 0, "prompt_logprobs_start": len(prompt) // 2}
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_ids, **scored)
     return [
         Sequence(prompt, params, seed + i, 40, frozenset(stop_ids), request_id=seed, sample_index=i) for i in range(n)
     ]
@@ -66,7 +67,7 @@ def run(sched: Scheduler) -> list[Sequence]:
 
 def test_prompts_go_first_in_the_order_they_came_and_long_ones_in_chunks() -> None:
     sched = scheduler(budget=10)
-    a, b, c = sequence(4), sequence(13), sequence(3)
+    a, b, c = sequence(4), sequence(13, start=30), sequence(3, start=50)
     for seq in (a, b, c):
         sched.add(seq)
     assert prefill(sched.schedule(in_flight=False)) == [(a, 0, 4), (b, 0, 6)]
@@ -165,6 +166,46 @@ def test_the_samples_of_a_prompt_share_its_blocks() -> None:
     assert [fork.copied_block for fork in step.forks] == [(tables[0][1], tables[1][1]), (tables[0][1], tables[2][1])]
     assert sched.block_manager.num_free == 4
     assert decode(sched.schedule(in_flight=True)) == group
+
+
+def test_prompts_of_one_step_share_blocks() -> None:
+    sched = scheduler()
+    first, second, third = sequence(10), sequence(13), sequence(7)
+    for seq in (first, second, third):
+        sched.add(seq)
+    assert prefill(sched.schedule(in_flight=False)) == [(first, 0, 10), (second, 8, 13), (third, 4, 7)]
+    assert first.block_table[:2] == second.block_table[:2]
+    assert first.block_table[:1] == third.block_table[:1]
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_step_that_was_never_launched_leaves_no_names(is_launched: bool) -> None:
+    sched = scheduler(budget=10)
+    first, second, again = sequence(17), sequence(6, start=50), sequence(17)
+    for seq in (first, second):
+        sched.add(seq)
+    launched = sched.schedule(in_flight=False)
+    assert prefill(launched) == [(first, 0, 10)]
+    if is_launched:
+        assert prefill(sched.schedule(in_flight=True)) == [(first, 10, 17), (second, 0, 3)]
+    sched.abort_all()
+    sched.add(again)
+    assert prefill(sched.schedule(in_flight=False))[0][1] == (8 if is_launched else 0)
+
+
+def test_one_that_is_only_scored_ends_with_its_prompt_and_has_no_row() -> None:
+    sched, row_map = scheduler(budget=6), RowMap()
+    (scored,), plain = samples(1, list(range(10, 20)), max_tokens=0), sequence(2, start=50)
+    for seq in (scored, plain):
+        sched.add(seq)
+    first, second = sched.schedule(in_flight=False), sched.schedule(in_flight=True)
+    assert prefill(second) == [(scored, 6, 10), (plain, 0, 2)]
+    assert [row_map.describe(step)[1] for step in (first, second)] == [[], [plain]]
+    assert sched.postprocess(first, []) == ([], 0)
+    assert decode(sched.schedule(in_flight=True)) == [plain]
+    assert sched.postprocess(second, [(plain, 5)]) == ([scored], 0)
+    assert (scored.finish_reason, scored.output_token_ids) == ("length", [])
+    assert list(sched.running) == [plain]
 
 
 def test_samples_that_find_no_room_start_later_from_the_cache() -> None:
@@ -416,11 +457,13 @@ def check_decoding(sched: Scheduler) -> None:
 
 
 def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]) -> None:
-    """Postprocess; then check that exactly the blocks have names that steps already read back computed."""
+    """Postprocess; then check that exactly the blocks have names that planned prefill steps, or read decodes, fill."""
     seqs = [chunk.seq for chunk in step.chunks] if isinstance(step, PrefillStep) else step.seqs
     tables = [(seq.num_released, list(seq.block_table)) for seq in seqs]  # empty if an earlier step ended it
+    ends = [min(seq.num_scheduled, len(seq)) for seq in seqs]
     sched.postprocess(step, tokens)
-    ends = [chunk.end for chunk in step.chunks] if isinstance(step, PrefillStep) else [len(seq) - 1 for seq in seqs]
+    if isinstance(step, DecodeStep):
+        ends = [len(seq) - 1 for seq in seqs]
     for (released, table), end in zip(tables, ends, strict=True):
         named = [sched.block_manager.blocks[block].content is not None for block in table[released:]]
         assert named == [index < end // BLOCK for index in range(released, len(table))]
@@ -435,7 +478,7 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
     requests=st.lists(
         st.tuples(
             st.integers(1, 30),
-            st.integers(1, 20),
+            st.integers(0, 20),
             st.booleans(),
             st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 3)),
             st.sampled_from([1, 1, 2, 5]),
@@ -457,7 +500,8 @@ def test_every_request_ends_with_its_own_tokens(
 ) -> None:
     """Random requests, some with several samples, arrive and are aborted at random times.
 
-    Prompts share prefixes, and also have equal blocks after different ones. The device sees messages alone.
+    Prompts share prefixes, and also have equal blocks after different ones. Some prompts are only scored. The device
+    sees messages alone.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("MIN_PREFILL_TOKENS", "MAX_FREE_ROWS"), worth, strict=True):
@@ -488,10 +532,10 @@ def check_what_is_read(step: Step, message: StepMessage, device: Device, seqs: l
 def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
     row_map, device = RowMap(), Device(sched.long_from)
     rows, budget, window = sched.max_num_seqs, sched.max_num_batched_tokens, sched.window or 1000
-    pending = deque(
-        samples(n, ([first] * num_first + [then] * length)[:length], most, () if ignore else (EOS,), seed=10 * i)
-        for i, (length, most, ignore, (first, num_first, then), n) in enumerate(requests)
-    )
+    pending: deque[list[Sequence]] = deque()
+    for i, (length, most, ignore, (first, num_first, then), n) in enumerate(requests):
+        prompt = ([first] * num_first + [then] * length)[:length]
+        pending.append(samples(n if most else 1, prompt, most, () if ignore else (EOS,), seed=10 * i))
     seqs, in_flight, idle = [seq for group in pending for seq in group], deque(), 0
     forgotten: set[Sequence] = set()
     while pending or not sched.is_finished or in_flight:
@@ -506,6 +550,12 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
             row_map.clear()
             in_flight.clear()
         step = sched.schedule(in_flight=bool(in_flight))
+        if step is not None and arrivals.random() < 0.01:  # an interrupt comes before the step is launched
+            forgotten.update(sched.waiting, sched.running)
+            sched.abort_all()
+            row_map.clear()
+            in_flight.clear()
+            continue
         if step is not None:
             message, order = row_map.describe(step)
             assert len(row_map.seqs) <= rows
@@ -530,4 +580,4 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
             assert tokens == expected[: len(tokens)]
         else:
             assert tokens == expected
-            assert seq.finish_reason == ("stop" if tokens[-1] in seq.stop_ids else "length")
+            assert seq.finish_reason == ("stop" if seq.stop_ids.intersection(tokens[-1:]) else "length")

@@ -39,6 +39,7 @@ class BlockManager:
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.cached_blocks: dict[Content, int] = {}  # content -> the block that holds it; an equal hash is not enough
         self._serials = count(2)  # 0 and 1 stand before the first block of short and long sequences
+        self._planned: list[int] = []  # blocks that got their names from the newest prefill step
 
     @property
     def num_free(self) -> int:
@@ -53,12 +54,11 @@ class BlockManager:
     def allocate(self, seq: Sequence) -> int | None:
         """Give a sequence that holds no blocks all that its tokens need, cached prefix first.
 
-        Returns how many leading tokens have their keys and values in the cache already. That is never all of them,
-        because the last token's logits are needed. With too few free blocks, returns None and changes nothing.
-        A sequence that wants the logits of its whole prompt gets no cached prefix.
+        Returns how many leading tokens have their keys and values in the cache already. These all precede the first
+        position whose logits are needed. With too few free blocks, returns None and changes nothing.
         """
         assert not seq.block_table
-        cached = [] if seq.wants_prompt_logprobs else self._cached_prefix(seq)
+        cached = self._cached_prefix(seq)
         needed = -(-len(seq) // self.block_size) - len(cached)
         if needed + sum(block in self.free_blocks for block in cached) > self.num_free:
             return None
@@ -101,8 +101,20 @@ class BlockManager:
         """Give the sequence one more block; there must be a free one."""
         self._extend(seq)
 
+    def begin_prefill(self) -> None:
+        """Begin to plan a prefill step. All steps before have been launched, so that their blocks keep their names."""
+        self._planned.clear()
+
+    def plan(self, seq: Sequence, num_tokens: int) -> None:
+        """Name the blocks that the first `num_tokens` tokens fill once the step that is being planned has run.
+
+        Other sequences of the same step may share these blocks: each layer writes all keys before it attends.
+        """
+        self._planned += seq.block_table[seq.num_named : num_tokens // self.block_size]
+        self.record(seq, num_tokens)
+
     def record(self, seq: Sequence, num_tokens: int) -> None:
-        """Name the blocks that the first `num_tokens` tokens fill: their keys and values are now in the cache.
+        """Name the blocks that the first `num_tokens` tokens fill.
 
         Blocks of equal content get one serial, so that a lookup finds the blocks that follow any of them.
         """
@@ -131,7 +143,12 @@ class BlockManager:
         seq.num_released = seq.num_named = 0
 
     def free_all(self) -> None:
-        """Take back every block, whatever state an interrupt left it in; a block with a name keeps its content."""
+        """Take back every block, whatever state an interrupt left it in; a block with a name keeps its content.
+
+        The newest prefill step may not have been launched: its blocks lose their names.
+        """
+        for block_id in self._planned:
+            self._forget(block_id)
         for block in self.blocks:
             block.ref_count = 0
         named = set(self.cached_blocks.values())
@@ -141,7 +158,7 @@ class BlockManager:
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         found: list[int] = []
         serial = int(seq.is_long)
-        for index in range((len(seq) - 1) // self.block_size):
+        for index in range(seq.first_logits // self.block_size):
             block_id = self.cached_blocks.get(self._content(seq, index, serial))
             if block_id is None:
                 break
@@ -170,9 +187,14 @@ class BlockManager:
 
     def _extend(self, seq: Sequence) -> None:
         block_id, _ = self.free_blocks.popitem(last=False)
+        self._forget(block_id)
+        block = self.blocks[block_id]
+        block.serial, block.ref_count = next(self._serials), 1
+        seq.block_table.append(block_id)
+
+    def _forget(self, block_id: int) -> None:
+        """Take the name of a block."""
         block = self.blocks[block_id]
         if block.content is not None and self.cached_blocks.get(block.content) == block_id:
             del self.cached_blocks[block.content]
-        block.content, block.serial = None, next(self._serials)
-        block.ref_count = 1
-        seq.block_table.append(block_id)
+        block.content = None

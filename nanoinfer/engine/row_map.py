@@ -76,13 +76,15 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_table, is_long=seq.is_long)
     if seq.wants_prompt_logprobs:
         message.num_logprobs = seq.params.prompt_logprobs
+        message.num_unscored = max(0, seq.first_logits - chunk.start)
         message.next_token = None if chunk.is_last else seq.token_ids[chunk.end]
     return message
 
 
 def _describe_joins(step: PrefillStep) -> dict[Sequence, JoinMessage]:
     """Describe the sequences that get their first token from a step, in the order of their rows."""
-    chunks = {chunk.seq: index for index, chunk in enumerate(step.chunks) if chunk.is_last}
+    complete = {chunk.seq: index for index, chunk in enumerate(step.chunks) if chunk.is_last}
+    chunks = {seq: index for seq, index in complete.items() if not seq.is_only_scored}
     joins = {seq: _describe_join(seq, index) for seq, index in chunks.items()}
     for fork in step.forks:
         joins[fork.seq] = _describe_join(fork.seq, chunks[fork.source])

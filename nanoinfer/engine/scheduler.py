@@ -23,7 +23,7 @@ class Chunk:
     seq: Sequence
     start: int
     end: int
-    is_last: bool  # the sequence's first new token is sampled from it
+    is_last: bool  # the sequence's tokens end with it, and its next one is sampled from it, if it gets any
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class PrefillStep:
 
     chunks: list[Chunk]
     forks: list[Fork]
+
+    @property
+    def scored(self) -> list[Sequence]:
+        """The sequences that end with this step, because they get no tokens."""
+        return [chunk.seq for chunk in self.chunks if chunk.is_last and chunk.seq.is_only_scored]
 
     @property
     def num_tokens(self) -> int:
@@ -138,6 +143,7 @@ class Scheduler:
         return sum(map(len, islice(self.waiting, free_rows))) >= MIN_PREFILL_TOKENS
 
     def _schedule_prefill(self) -> PrefillStep | None:
+        self.block_manager.begin_prefill()
         chunks: list[Chunk] = []
         forks: list[Fork] = []
         budget = self.max_num_batched_tokens
@@ -155,6 +161,7 @@ class Scheduler:
             end = min(len(seq), start + budget)
             chunks.append(Chunk(seq, start, end, is_last=end == len(seq)))
             seq.num_scheduled = end
+            self.block_manager.plan(seq, end)
             budget -= end - start
             if end == len(seq):
                 self._start(seq)
@@ -248,7 +255,7 @@ class Scheduler:
         Returns the sequences that ended with that step, and how many tokens were dropped because theirs had ended.
         """
         self._record(step)
-        ended, num_dropped = [], 0
+        ended, num_dropped = self._end_scored(step), 0
         running = SequenceStatus.RUNNING
         for seq, token_id in tokens:
             if seq.status is running and token_id not in seq.stop_ids:
@@ -259,8 +266,15 @@ class Scheduler:
                 ended.append(seq)
         return ended, num_dropped
 
+    def _end_scored(self, step: Step) -> list[Sequence]:
+        scored = step.scored if isinstance(step, PrefillStep) else []
+        ended = [seq for seq in scored if not seq.is_finished]
+        for seq in ended:
+            self.finish(seq, "length")
+        return ended
+
     def _record(self, step: Step) -> None:
-        """Name the blocks that a step has filled, and take back those that the window has left behind.
+        """Name the blocks that a decode step has filled, and take back those that the window has left behind.
 
         In a decode step, only the sequences in `due` can have such blocks.
 
@@ -275,7 +289,7 @@ class Scheduler:
             filled = [(seq, len(seq)) for seq in step.due]
         for seq, end in filled:
             if not seq.is_finished:
-                self.block_manager.record(seq, end)
+                self.block_manager.record(seq, end)  # a prompt's blocks have their names since `schedule`
                 if self.window is not None:
                     num_unseen = seq.num_scheduled - self.window + 1
                     self.block_manager.release(seq, min(num_unseen, end))

@@ -126,9 +126,20 @@ class Sequence:
         return self.token_ids[-1] in self.stop_ids  # a guided sequence also ends where its text can only end
 
     @property
+    def is_only_scored(self) -> bool:
+        """Whether the sequence ends with its prompt, and never has a row."""
+        return self.params.max_tokens == 0
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the prompt's log-probabilities are still to be computed."""
         return self.params.prompt_logprobs is not None and self.sample_index == 0 and self.is_fresh
+
+    @property
+    def first_logits(self) -> int:
+        """The first position whose logits are needed: keys and values before it may come from the cache."""
+        last = len(self) - 1
+        return min(last, max(0, self.params.prompt_logprobs_start - 1)) if self.wants_prompt_logprobs else last
 
     @property
     def is_exhausted(self) -> bool:

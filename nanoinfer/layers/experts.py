@@ -35,12 +35,13 @@ class Router(nn.Module):
 
         Returns also the joint's results: the experts' input and the residual stream.
         """
-        if joint.tp.size == 1:
-            x = joint.scaled(x)
-            logits, joined, residual = norm_and_linear(x, residual, joint.pre_norm, self.weight, joint.post_norm)
+        lane = joint.lane(x)
+        if joint.tp.size == 1 or lane is not None:
+            x, norm, post = joint.scaled(x), joint.pre_norm, joint.post_norm
+            logits, joined, residual = norm_and_linear(x, residual, norm, self.weight, post, lane)
         else:
             joined, residual = joint(x, residual)
-            logits = linear(joined, self.weight)
+            logits = linear(joined, self.weight, may_split=True)
         return route(logits, self.used, self.scoring, self.normalised), joined, residual
 
     def skew(self) -> None:
@@ -103,11 +104,15 @@ class MixtureOfExperts(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
-        """Return the branch's result, this rank's part of it, and the residual stream; the next joint adds the two."""
+        """Return the branch's result, this rank's part of it, and the residual stream; the next joint adds the two.
+
+        A single rank may return pieces, which the next joint adds.
+        """
         routes, joined, residual = self.router(x, residual, joint)
         if self.taken is not None:
             self.taken[: len(joined)] = routes.experts
-        out = self.experts(joined, routes, self.activation)
+        may_split = self.shared is None and joint.tp.size == 1
+        out = self.experts(joined, routes, self.activation, may_split)
         return out if self.shared is None else out + self.shared(joined), residual
 
     def keep_taken(self, most: int) -> None:

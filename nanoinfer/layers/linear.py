@@ -54,9 +54,10 @@ class ColumnParallelLinear(nn.Module):
         Returns this rank's share of each projection, side by side in [tokens, share], and the residual stream. With an
         activation, the share is that of act(gate) * up alone.
         """
-        if self.tp.size == 1:
+        lane = joint.lane(x)
+        if self.tp.size == 1 or lane is not None:
             x = joint.scaled(x)
-            return self.matrix.norm_product(x, residual, joint.pre_norm, joint.post_norm, self.activation)
+            return self.matrix.norm_product(x, residual, joint.pre_norm, joint.post_norm, self.activation, lane)
         joined, residual = joint(x, residual)
         return self.project(joined), residual
 

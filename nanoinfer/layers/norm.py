@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear.dispatch import takes_lane
 from nanoinfer.kernels.norm.rms_norm import Norm, add_residual, add_rms_norm, norm_add_rms_norm, rms_norm
 from nanoinfer.kernels.ranks.all_reduce_norm import all_reduce_add_rms_norm
+from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.parallel.inbox import Inbox
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.shards import Fill, Shard
@@ -83,6 +85,13 @@ class Joint(nn.Module):
         """Multiply the branch's result by the joint's scale."""
         return x if self.scale == 1 else x * self.scale
 
+    def lane(self, x: Tensor) -> VectorLane | None:
+        """Return a lane if the product that follows is to add up the ranks' parts of x, as it can for one token."""
+        inbox = self.tp.inbox
+        if inbox is None or not inbox.takes(x) or not takes_lane(x):
+            return None
+        return VectorLane(*inbox.vector_lane(), inbox.rank, inbox.stop)
+
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add x to residual and normalise the sum.
 
@@ -107,7 +116,7 @@ class Joint(nn.Module):
         post, pre = self.post_norm, self.pre_norm
         lane = inbox.embedding_lane if residual is None else inbox.layer_lane()
         one_owner = not self.whole and self.tp.size > 2 and len(x) >= ONE_OWNER_TOKENS
-        how = lane, inbox.rank, inbox.stop, one_owner
+        how = lane, inbox.rank, inbox.stop, one_owner, inbox.take_stale()
         if post is None:
             assert pre is not None
             return all_reduce_add_rms_norm(x, residual, pre, *how)

@@ -16,6 +16,7 @@ from torch import Tensor
 GRANULARITY = 2 << 20  # CUDA shares whole pages, and ours must hold nobody else's memory
 LAZY_ENABLE_PEER_ACCESS = 1
 SUM_LANES = 3  # two for the layers' sums, one for the embedding's
+VECTOR_LANES = 4  # three would do in a step; a step's last one must also differ from the next step's first
 
 
 class Inbox:
@@ -36,13 +37,16 @@ class Inbox:
         self.max_rows, self.features, self.dtype = max_rows, features, dtype
         self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # if not 0, kernels stop waiting for messages
         self._sum_bytes = -(-size * max_rows * features * dtype.itemsize // 16) * 16
+        self._vector_bytes = -(-size * features * dtype.itemsize // 16) * 16
+        number_bytes = SUM_LANES * self._sum_bytes + VECTOR_LANES * self._vector_bytes
         candidate_bytes = size * max_rows * 2 * 4
-        self._memory = _allocate(SUM_LANES * self._sum_bytes + candidate_bytes)
-        _clear(self._memory, SUM_LANES * self._sum_bytes, dtype)
-        _clear(self._memory + SUM_LANES * self._sum_bytes, candidate_bytes, torch.float32)
+        self._memory = _allocate(number_bytes + candidate_bytes)
+        _clear(self._memory, number_bytes, dtype)
+        _clear(self._memory + number_bytes, candidate_bytes, torch.float32)
         torch.cuda.synchronize()
         self._opened: list[int] = []
-        self._layer = 0
+        self._layer = self._vector = 0
+        self._stale: Tensor | None = None
 
     @property
     def handle(self) -> Tensor:
@@ -58,7 +62,8 @@ class Inbox:
 
     def _find_lanes(self, addresses: list[int]) -> Tensor:
         """Return the address of each lane on each rank, [lanes, ranks] int64; the lane for candidates comes last."""
-        return torch.arange(SUM_LANES + 1).unsqueeze(1) * self._sum_bytes + torch.tensor(addresses)
+        sizes = [self._sum_bytes] * SUM_LANES + [self._vector_bytes] * VECTOR_LANES
+        return torch.tensor([0, *sizes]).cumsum(0).unsqueeze(1) + torch.tensor(addresses)
 
     def takes(self, x: Tensor) -> bool:
         """Whether this inbox can sum x, by its shape and type."""
@@ -69,6 +74,18 @@ class Inbox:
         self._layer = 1 - self._layer
         return self._lanes[self._layer]
 
+    def vector_lane(self) -> tuple[Tensor, Tensor | None]:
+        """Return the lane of the next sum of a single vector, and the stale one; several take turns."""
+        stale = self.take_stale()
+        self._vector = (self._vector + 1) % VECTOR_LANES
+        self._stale = self._lanes[SUM_LANES + self._vector]
+        return self._stale, stale
+
+    def take_stale(self) -> Tensor | None:
+        """Return the lane of the last sum of a single vector, once: the next sum empties this rank's inbox there."""
+        stale, self._stale = self._stale, None
+        return stale
+
     @property
     def embedding_lane(self) -> Tensor:
         """The lane for the embedding's sum, before the first layer."""
@@ -77,7 +94,7 @@ class Inbox:
     @property
     def candidates_lane(self) -> Tensor:
         """The lane for kernels.ranks.best_of_ranks, after the last layer."""
-        return self._lanes[SUM_LANES]
+        return self._lanes[-1]
 
     def give_up(self) -> None:
         """Make kernels stop waiting for messages that will not come. Any thread may call this."""

@@ -16,8 +16,17 @@ class ChunkMessage:
     start: int  # position of the first token
     block_table: list[int]  # a block that all layers' windows have left behind has a meaningless number
     num_logprobs: int | None = None  # prompt_logprobs, for the token that follows each of these in the prompt
+    num_unscored: int = 0  # for prompt_logprobs: nobody asks what follows these first tokens of the chunk
     next_token: int | None = None  # for prompt_logprobs: the prompt's token behind this chunk, if it goes on
     is_long: bool = False  # whether the sequence has the rotary frequencies of long ones
+
+    @property
+    def scored(self) -> array[int]:
+        """The prompt's tokens whose log-probabilities the chunk gives: each follows one of its last tokens."""
+        if self.num_logprobs is None:
+            return array("i")
+        following = self.token_ids[1:] + array("i", [] if self.next_token is None else [self.next_token])
+        return following[self.num_unscored :]
 
 
 @dataclass(slots=True)

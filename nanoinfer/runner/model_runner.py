@@ -31,7 +31,7 @@ from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, M
 from nanoinfer.runner.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.threads import Threads
-from nanoinfer.runner.transfer import upload
+from nanoinfer.runner.transfer import upload_all
 from nanoinfer.weights.plain_matrix import pack_weights
 from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
@@ -311,22 +311,24 @@ class ModelRunner:
         return Launched(message.num_rows, logits, prompt_logprobs)
 
     def _prompt_logprobs(self, chunks: list[ChunkMessage], hidden: Tensor) -> list[LogProbs]:
-        """Return log-probabilities of the prompts' tokens but the first, by the logits of the one before; by chunk."""
-        logprobs, end = [], 0
+        """Return the log-probabilities asked for of the prompts' tokens, by the logits of the one before; by chunk."""
+        places, tokens, begin = array("i"), array("i"), 0
+        counts: list[int] = []
+        keys: list[int] = []
         for index, chunk in enumerate(chunks):
-            start, end = end, end + len(chunk.token_ids)
-            if chunk.num_logprobs is None:
-                continue
-            known = chunk.token_ids[1:] + array("i", [] if chunk.next_token is None else [chunk.next_token])
-            if not known:
-                continue
-            on_device = upload(known, self.device)
-            for some, tokens in zip(
-                hidden[start:end].split(LOGITS_AT_ONCE), on_device.split(LOGITS_AT_ONCE), strict=False
-            ):
-                logits = self.logits_processors.gather(self.model.compute_logits(some[: len(tokens)])).float()
-                keys, counts = [index] * len(tokens), [chunk.num_logprobs] * len(tokens)
-                logprobs.append(LogProbs.of(logits, tokens, counts, keys))
+            scored, first = chunk.scored, begin + chunk.num_unscored
+            places.extend(range(first, first + len(scored)))
+            tokens.extend(scored)
+            counts += [chunk.num_logprobs or 0] * len(scored)
+            keys += [index] * len(scored)
+            begin += len(chunk.token_ids)
+        device_places, device_tokens = upload_all([places, tokens], self.device)
+        logprobs: list[LogProbs] = []
+        for start in range(0, len(tokens), LOGITS_AT_ONCE):
+            some = slice(start, start + LOGITS_AT_ONCE)
+            logits = self.model.compute_logits(hidden[device_places[some].long()])
+            logits = self.logits_processors.gather(logits).float()
+            logprobs.append(LogProbs.of(logits, device_tokens[some], counts[some], keys[some]))
         return logprobs
 
     def _decode(self, message: DecodeMessage) -> Launched:

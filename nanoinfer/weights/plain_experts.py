@@ -48,9 +48,9 @@ class PlainExperts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(count, 2 * share, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(count, hidden_size, share), requires_grad=False)
 
-    def forward(self, x: Tensor, routes: Routes, activation: Activation) -> Tensor:
+    def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
-        return expert_mlps(x, routes, self.gate_up, self.down, activation)
+        return expert_mlps(x, routes, self.gate_up, self.down, activation, may_split)
 
     def shards(self) -> Iterator[Shard]:
         """Yield each expert's shards, and those of the stacked tensors that a checkpoint may have instead."""

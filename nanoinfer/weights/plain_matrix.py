@@ -16,6 +16,7 @@ from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.kernels.norm.rms_norm import Norm
+from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.weights.shards import Shard
 
 
@@ -56,10 +57,16 @@ class PlainMatrix(nn.Module):
         return linear(x, self.weight, self.bias if with_bias else None, activation, may_split)
 
     def norm_product(
-        self, x: Tensor, residual: Tensor | None, pre: Norm | None, post: Norm | None, activation: Activation | None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        pre: Norm | None,
+        post: Norm | None,
+        activation: Activation | None,
+        lane: VectorLane | None,
     ) -> tuple[Tensor, Tensor]:
         """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
-        return norm_linear(x, residual, pre, self.weight, self.bias, activation, post)
+        return norm_linear(x, residual, pre, self.weight, self.bias, activation, post, lane)
 
     def pack(self) -> None:
         """Let a filled weight give way to its packed form, where that is faster."""

@@ -23,16 +23,21 @@ from nanoinfer.kernels.linear.one_wave import add_product
 BLOCK = 1024  # of the numbers of a token that a program adds up
 
 
-def expert_mlps(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activation: Activation) -> Tensor:
+def expert_mlps(
+    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activation: Activation, may_split: bool = False
+) -> Tensor:
     """Add up, for each token, the weighted results of its experts, in the order in which its router ranks them.
 
     x: [tokens, hidden_size]
     gate_up: [experts, 2 * size, hidden_size], an expert's gates before its ups
     down: [experts, hidden_size, size]
+    may_split: the result may also be pieces that the kernels in kernels.norm add up, [used, tokens, hidden_size]: the
+        weighted results of the tokens' likeliest experts, of their second ones, and so on
     An expert computes down @ (act(gate @ x) * (up @ x)). Returns [tokens, hidden_size].
     """
-    function = expert_mlps_triton if x.is_cuda else expert_mlps_reference
-    return function(x, routes, gate_up, down, activation)
+    if x.is_cuda:
+        return expert_mlps_triton(x, routes, gate_up, down, activation, may_split)
+    return expert_mlps_reference(x, routes, gate_up, down, activation)
 
 
 def expert_mlps_reference(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activation: Activation) -> Tensor:
@@ -44,11 +49,13 @@ def expert_mlps_reference(x: Tensor, routes: Routes, gate_up: Tensor, down: Tens
         if len(choices):
             gated = gate_mul(F.linear(x[choices // used], gate_up[expert]), activation)
             results[choices] = F.linear(gated, down[expert])
-    return combine_reference(results.view(tokens, used, -1), routes.weights)
+    return (results.view(tokens, used, -1).float() * routes.weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
-def expert_mlps_triton(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activation: Activation) -> Tensor:
-    """expert_mlps as five launches, or for one token two, whatever the routing."""
+def expert_mlps_triton(
+    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activation: Activation, may_split: bool = False
+) -> Tensor:
+    """expert_mlps as four launches and, unless `may_split`, a fifth for the sum; for one token two."""
     if is_one_row(x, routes, down):
         return one_row_expert_mlps(x, routes, gate_up, down, activation)
     tokens, used = routes.experts.shape
@@ -56,10 +63,10 @@ def expert_mlps_triton(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor,
     block_m = choices_in_a_tile(tokens * used, count)
     groups = group_triton(routes.experts, count, block_m)
     gated = x.new_empty(tokens * used, size)
-    _multiply(x, gate_up, gated, groups, block_m, used, activation)
-    results = x.new_empty(tokens, used, hidden_size)
-    _multiply(gated, down, results.view(tokens * used, hidden_size), groups, block_m, used, None)
-    return combine_triton(results, routes.weights)
+    _multiply(x, gate_up, gated, groups, block_m, routes, activation)
+    results = x.new_empty(used, tokens, hidden_size)
+    _multiply(gated, down, results.view(used * tokens, hidden_size), groups, block_m, routes, None)
+    return results if may_split and tokens > 1 else add_pieces_triton(results)
 
 
 def choices_in_a_tile(choices: int, count: int) -> int:
@@ -96,14 +103,14 @@ class Tiling:
 
 
 def _multiply(
-    x: Tensor, weight: Tensor, out: Tensor, groups: Groups, block_m: int, used: int, activation: Activation | None
+    x: Tensor, weight: Tensor, out: Tensor, groups: Groups, block_m: int, routes: Routes, activation: Activation | None
 ) -> None:
     """Multiply each choice's input with its expert's weight, [experts, out_features, in_features].
 
     activation: given for the first product, which reads x of the choices' tokens and writes in the order of `groups`;
-        None for the second, which reads that and writes each choice to its own place
+        None for the second, which reads that, applies the choices' weights, and writes what expert_mlps' pieces are
     """
-    in_features, out_features = weight.shape[2], out.shape[1]
+    (tokens, used), in_features, out_features = routes.experts.shape, weight.shape[2], out.shape[1]
     assert x.is_contiguous()
     assert weight.is_contiguous()
     gated = activation is not None
@@ -115,7 +122,9 @@ def _multiply(
         x,
         weight,
         out,
+        routes.weights,
         *groups,
+        tokens,
         out_features,
         in_features,
         items,
@@ -131,13 +140,15 @@ def _multiply(
     )
 
 
-@triton.jit(do_not_specialize=["items"])
+@triton.jit(do_not_specialize=["tokens", "items"])
 def _expert_kernel(
     x_ptr,
     weight_ptr,
     out_ptr,
+    choice_weights_ptr,
     choices_ptr,
     tiles_ptr,
+    tokens,
     out_features,
     in_features,
     items,
@@ -161,7 +172,7 @@ def _expert_kernel(
             exists = position < end
             choice = tl.load(choices_ptr + position, mask=exists, other=0)
             source = choice // USED if GATED else position
-            target = position if GATED else choice
+            target = position if GATED else choice % USED * tokens + choice // USED
             n = item % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
             k = tl.arange(0, BLOCK_K)
             has_output = n < out_features
@@ -185,6 +196,9 @@ def _expert_kernel(
                     up_weight = tl.load(up_ptrs, mask=weight_mask, other=OTHER)
                     up_acc = add_product(up_acc, x, up_weight, TOKENS_LEFT)
 
+            if not GATED:
+                choice_weights = tl.load(choice_weights_ptr + choice, mask=exists, other=0.0)
+                acc *= choice_weights[:, None] if TOKENS_LEFT else choice_weights[None, :]
             out = acc.to(out_ptr.dtype.element_ty)
             if GATED:
                 out = gate_mul_block(out, up_acc.to(out.dtype), ACTIVATION)
@@ -194,31 +208,24 @@ def _expert_kernel(
             tl.store(targets, out, mask=exists[:, None] & has_output[None, :])
 
 
-def combine_reference(results: Tensor, weights: Tensor) -> Tensor:
-    """Add up each token's weighted results: [tokens, used, hidden_size] and [tokens, used] to [tokens, hidden_size]."""
-    return (results.float() * weights.unsqueeze(-1)).sum(dim=1).to(results.dtype)
-
-
-def combine_triton(results: Tensor, weights: Tensor) -> Tensor:
-    """combine_reference as one launch; it adds in the order of `used`."""
-    tokens, used, hidden_size = results.shape
-    out = results.new_empty(tokens, hidden_size)
-    grid = (tokens, triton.cdiv(hidden_size, BLOCK))
-    _combine_kernel[grid](results, weights, out, hidden_size, USED=used, BLOCK=BLOCK, **early_launch(results))
+def add_pieces_triton(pieces: Tensor) -> Tensor:
+    """Add up pieces, [pieces, tokens, size] to [tokens, size], in float32 and in their order."""
+    count, tokens, size = pieces.shape
+    out = pieces.new_empty(tokens, size)
+    grid = (tokens, triton.cdiv(size, BLOCK))
+    _add_pieces_kernel[grid](pieces, out, tokens * size, size, PIECES=count, BLOCK=BLOCK, **early_launch(pieces))
     return out
 
 
 @triton.jit
-def _combine_kernel(
-    results_ptr, weights_ptr, out_ptr, hidden_size, USED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+def _add_pieces_kernel(
+    pieces_ptr, out_ptr, stride, size, PIECES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
     wait_for_predecessor(EARLY)
-    token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < hidden_size
+    place = tl.program_id(0).to(tl.int64) * size + i
     total = tl.zeros([BLOCK], tl.float32)
-    for rank in tl.static_range(USED):
-        choice = token * USED + rank
-        result = tl.load(results_ptr + choice * hidden_size + i, mask=mask, other=0.0)
-        total += tl.load(weights_ptr + choice) * result.to(tl.float32)
-    tl.store(out_ptr + token * hidden_size + i, total, mask=mask)
+    for piece in tl.static_range(PIECES):
+        from_piece = pieces_ptr + piece * stride.to(tl.int64) + place
+        total += tl.load(from_piece, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, total, mask=i < size)

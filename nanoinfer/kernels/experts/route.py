@@ -43,7 +43,7 @@ def route(logits: Tensor, used: int, scoring: Scoring = "softmax", normalised: b
     """Choose each token's experts: those of its `used` largest scores. Among equals the first experts win.
 
     If a token's logits are NaN, its weights are NaN, and its experts are any.
-    logits: [tokens, experts]
+    logits: [tokens, experts], or [pieces, tokens, experts] float32 that add up to it
     scoring: the function that turns logits into scores: softmax over the experts, or the sigmoid of each
     normalised: a token's weights are its chosen scores divided by their sum; else the scores themselves
     """
@@ -52,7 +52,7 @@ def route(logits: Tensor, used: int, scoring: Scoring = "softmax", normalised: b
 
 def route_reference(logits: Tensor, used: int, scoring: Scoring = "softmax", normalised: bool = False) -> Routes:
     """route in torch."""
-    wide = logits.float()
+    wide = (logits if logits.dim() == 2 else logits.sum(dim=0)).float()
     scores = wide.softmax(dim=-1) if scoring == "softmax" else wide.sigmoid()
     values, experts = scores.sort(dim=-1, descending=True, stable=True)
     weights = values[:, :used]
@@ -63,7 +63,7 @@ def route_reference(logits: Tensor, used: int, scoring: Scoring = "softmax", nor
 
 def route_triton(logits: Tensor, used: int, scoring: Scoring = "softmax", normalised: bool = False) -> Routes:
     """route as one launch."""
-    tokens, count = logits.shape
+    tokens, count = logits.shape[-2:]
     experts = torch.empty((tokens, used), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, used), dtype=torch.float32, device=logits.device)
     _route_kernel[(tokens,)](
@@ -71,7 +71,9 @@ def route_triton(logits: Tensor, used: int, scoring: Scoring = "softmax", normal
         experts,
         weights,
         count,
-        logits.stride(0),
+        logits.stride(-2),
+        tokens * count,
+        PIECES=len(logits) if logits.dim() == 3 else 1,
         USED=used,
         SOFTMAX=scoring == "softmax",
         NORMALISED=normalised,
@@ -83,13 +85,15 @@ def route_triton(logits: Tensor, used: int, scoring: Scoring = "softmax", normal
     return Routes(experts, weights)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["piece_stride"])
 def _route_kernel(
     logits_ptr,
     experts_ptr,
     weights_ptr,
     count,
     stride,
+    piece_stride,
+    PIECES: tl.constexpr,
     USED: tl.constexpr,
     SOFTMAX: tl.constexpr,
     NORMALISED: tl.constexpr,
@@ -101,7 +105,10 @@ def _route_kernel(
     token = tl.program_id(0).to(tl.int64)
     expert, rank = tl.arange(0, BLOCK), tl.arange(0, BLOCK_USED)
     exists = expert < count
-    wide = tl.load(logits_ptr + token * stride + expert, mask=exists, other=float("-inf")).to(tl.float32)
+    place = logits_ptr + token * stride + expert
+    wide = tl.load(place, mask=exists, other=float("-inf")).to(tl.float32)
+    for piece in tl.static_range(1, PIECES):
+        wide += tl.load(place + piece * piece_stride, mask=exists, other=0.0)
     if SOFTMAX:
         exps = tl.exp(wide - tl.max(wide))
         scores = exps / tl.sum(exps)

@@ -11,6 +11,9 @@ from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES, one_row_linear, on
 from nanoinfer.kernels.linear.one_wave import find_one_wave, one_wave_linear
 from nanoinfer.kernels.linear.packed import PackedWeight
 from nanoinfer.kernels.norm.rms_norm import Norm, add_residual, add_rms_norm, norm_add_rms_norm, rms_norm
+from nanoinfer.kernels.ranks.send_receive import VectorLane
+
+MAX_LANE_FEATURES = 2048  # of 4,096, every program's looks at the inbox cost more than a launch (measured on H200s)
 
 
 def linear(
@@ -30,7 +33,7 @@ def linear(
     """
     if isinstance(weight, PackedWeight):
         out = weight.product(x, bias)
-    elif _is_one_row(x, weight):
+    elif _is_one_row(x):
         return one_row_linear(x, weight, bias, activation)
     elif wave := find_one_wave(x, weight, activation is not None, may_split):
         return one_wave_linear(x, weight, wave, bias, activation)
@@ -47,6 +50,7 @@ def norm_linear(
     bias: Tensor | None = None,
     activation: Activation | None = None,
     post: Norm | None = None,
+    lane: VectorLane | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return linear(rms_norm(total, norm), weight, bias, activation) and total = x + residual.
 
@@ -54,24 +58,32 @@ def norm_linear(
     residual: [tokens, in_features]; None: the total is x
     norm: None: the total itself is multiplied
     post: if given, the total is rms_norm(x, post) + residual; needs a residual
+    lane: if given, x stands for the sum of all ranks' x; only where takes_lane(x)
     """
     assert post is None or residual is not None
-    if isinstance(weight, Tensor) and _is_one_row(x, weight):
-        return one_row_norm_linear(x, residual, norm, weight, bias, activation, post)
+    if isinstance(weight, Tensor) and _is_one_row(x):
+        return one_row_norm_linear(x, residual, norm, weight, bias, activation, post, lane)
+    assert lane is None
     normed, total = _norm(x, residual, norm, post)
     return linear(normed, weight, bias, activation), total
 
 
 def norm_and_linear(
-    x: Tensor, residual: Tensor | None, norm: Norm | None, weight: Tensor, post: Norm | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Norm | None,
+    weight: Tensor,
+    post: Norm | None = None,
+    lane: VectorLane | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return norm_linear's product, the product's input, rms_norm(total, norm), and the total."""
-    if _is_one_row(x, weight):
+    """Return norm_linear's product, or pieces of it; the product's input, rms_norm(total, norm); and the total."""
+    if _is_one_row(x):
         normed = torch.empty_like(x)
-        out, total = one_row_norm_linear(x, residual, norm, weight, post=post, normed=normed)
+        out, total = one_row_norm_linear(x, residual, norm, weight, post=post, lane=lane, normed=normed)
         return out, normed, total
+    assert lane is None
     normed, total = _norm(x, residual, norm, post)
-    return linear(normed, weight), normed, total
+    return linear(normed, weight, may_split=True), normed, total
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, post: Norm | None) -> tuple[Tensor, Tensor]:
@@ -84,5 +96,10 @@ def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, post: Norm | No
     return add_rms_norm(x, residual, norm) if post is None else norm_add_rms_norm(x, residual, post, norm)
 
 
-def _is_one_row(x: Tensor, weight: Tensor) -> bool:
-    return x.is_cuda and len(x) == 1 and weight.shape[1] <= MAX_IN_FEATURES
+def takes_lane(x: Tensor) -> bool:
+    """Return whether norm_linear can add up the ranks' parts of x, [tokens, in_features]."""
+    return _is_one_row(x) and x.shape[1] <= MAX_LANE_FEATURES
+
+
+def _is_one_row(x: Tensor) -> bool:
+    return x.is_cuda and len(x) == 1 and x.shape[1] <= MAX_IN_FEATURES

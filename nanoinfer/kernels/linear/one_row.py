@@ -1,7 +1,8 @@
 """The product of a single token's vector and a weight, with the norm before it, as fast as the weight can be read.
 
 A separate launch for the norm of one token costs as much as a small product. So each program here adds and normalises
-the whole input for itself, while its first loads of the weight are on their way.
+the whole input for itself, while its first loads of the weight are on their way. For the same reason each program adds
+up the ranks' parts of the input for itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block
+from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 
 MAX_IN_FEATURES = 16384  # the longest input that one program's registers hold beside two tiles of the weight
 MIN_TILE = 8192  # numbers of the weight per load of a program; at least two of its rows, or reductions cost more
@@ -35,14 +37,15 @@ def one_row_norm_linear(
     bias: Tensor | None = None,
     activation: Activation | None = None,
     post: Norm | None = None,
+    lane: VectorLane | None = None,
     normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute kernels.linear.dispatch.norm_linear for x of [1, in_features], not pieces, in one launch.
 
     normed: [1, in_features], filled with the product's input if given
     """
-    total = x if residual is None else torch.empty_like(x)
-    return _launch(x, weight, bias, activation, residual, total, norm, post, normed), total
+    total = x if residual is None and lane is None else torch.empty_like(x)
+    return _launch(x, weight, bias, activation, residual, total, norm, post, lane, normed), total
 
 
 def _launch(
@@ -54,8 +57,10 @@ def _launch(
     total: Tensor | None = None,
     norm: Norm | None = None,
     post: Norm | None = None,
+    lane: VectorLane | None = None,
     normed: Tensor | None = None,
 ) -> Tensor:
+    ranks = len(lane.inboxes) if lane else 1
     weight_rows, in_features = weight.shape
     assert x.is_contiguous()
     assert weight.is_contiguous()
@@ -74,10 +79,17 @@ def _launch(
         out,
         total,
         normed,
+        lane.inboxes if lane else None,
+        lane.stale if lane else None,
+        lane.stop if lane else None,
         in_features,
         weight_rows,
         post.eps if post else None,
         norm.eps if norm else None,
+        STALE=lane is not None and lane.stale is not None,
+        RANK=lane.rank if lane else 0,
+        RANKS=ranks,
+        RANKS_BLOCK=triton.next_power_of_2(ranks),
         POST=post is not None,
         POST_PLUS_ONE=post is not None and post.plus_one,
         ADD=residual is not None,
@@ -105,10 +117,17 @@ def _one_row_kernel(
     out_ptr,
     total_ptr,
     normed_ptr,
+    inboxes_ptr,
+    stale_ptr,
+    stop_ptr,
     in_features,
     weight_rows,
     post_eps,
     eps,
+    STALE: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANKS_BLOCK: tl.constexpr,
     POST: tl.constexpr,
     POST_PLUS_ONE: tl.constexpr,
     ADD: tl.constexpr,
@@ -136,10 +155,15 @@ def _one_row_kernel(
     wait_for_predecessor(EARLY)
 
     x = tl.load(x_ptr + k, mask=inside, other=0.0)
+    if RANKS > 1:
+        x = add_ranks(
+            x, k, inside, in_features, program, inboxes_ptr, stale_ptr, stop_ptr, STALE, RANK, RANKS, RANKS_BLOCK
+        )
     if POST:
         x = norm_block(x, post_weight, in_features, post_eps, POST_PLUS_ONE)
     if ADD:
         x += tl.load(residual_ptr + k, mask=inside, other=0.0)
+    if ADD or RANKS > 1:
         tl.store(total_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
     if NORM:
         x = norm_block(x, norm_weight, in_features, eps, PLUS_ONE)

@@ -25,7 +25,9 @@ from nanoinfer.kernels.launch import (
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
 
 MAX_TOKENS = 256  # more were not measured against cuBLAS
+SMALL = 1 << 20  # numbers of a weight; cuBLAS takes longer to launch than such a product takes, however it is cut
 LARGE = 8 << 20  # numbers of a weight; the limits for larger ones were measured with 3,584 to 5,120 outputs on an H200
+LONG = 2048  # inputs; cuBLAS computes tiles of more than 64 tokens and so many inputs in less time
 MIN_BUSY = 0.7  # the share of the multiprocessors that must have a tile
 MAX_PIECES = 8
 MAX_STAGES = 5
@@ -55,13 +57,13 @@ def find_one_wave(x: Tensor, weight: Tensor, gated: bool = False, may_split: boo
     multiprocessors = num_multiprocessors(x.device)
     wave = cut(len(x), out_features, in_features, multiprocessors, may_split)
     tiles = math.prod(wave.grid)
-    if not multiprocessors // 3 <= tiles <= multiprocessors:
+    if tiles > multiprocessors or (tiles < multiprocessors // 3 and weight.numel() > SMALL):
         return None
-    if weight.numel() > LARGE and len(x) > 16:
-        # Reading such a weight takes longer than a launch, and cuBLAS leaves fewer multiprocessors idle.
-        is_idle = tiles < MIN_BUSY * multiprocessors
-        return None if is_idle or (len(x) > 64 and wave.pieces == 1) else wave
-    return wave
+    if len(x) > 64 and wave.pieces == 1 and in_features >= LONG:
+        return None
+    # Reading a large weight takes longer than a launch, and cuBLAS leaves fewer multiprocessors idle.
+    is_idle = weight.numel() > LARGE and len(x) > 16 and tiles < MIN_BUSY * multiprocessors
+    return None if is_idle else wave
 
 
 def cut(tokens: int, out_features: int, in_features: int, multiprocessors: int, may_split: bool) -> Wave:

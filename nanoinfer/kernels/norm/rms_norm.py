@@ -28,7 +28,7 @@ class Norm(NamedTuple):
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight, over the last dimension (Zhang and Sennrich, 2019).
 
-    x: [tokens, size], or [pieces, tokens, size] float32 that add up to it
+    x: [tokens, size], or [pieces, tokens, size] that add up to it, in float32
     Returns [tokens, size] in x's dtype; the sum of pieces takes the weight's.
     """
     if x.is_cuda:
@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(x + residual), x + residual), both [tokens, size].
 
-    x: [tokens, size], or [pieces, tokens, size] float32 that add up to it; residual: [tokens, size]
+    x: [tokens, size], or [pieces, tokens, size] that add up to it, in float32; residual: [tokens, size]
     """
     function = add_rms_norm_triton if x.is_cuda else add_rms_norm_reference
     return function(x, residual, norm)
@@ -96,7 +96,7 @@ def add_residual_reference(x: Tensor, residual: Tensor, post: Norm | None = None
 
 
 def _add_pieces(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.sum(dim=0).to(dtype) if x.dim() == 3 else x
+    return x.float().sum(dim=0).to(dtype) if x.dim() == 3 else x
 
 
 def rms_norm_triton(x: Tensor, norm: Norm) -> Tensor:
@@ -195,9 +195,12 @@ def _rms_norm_kernel(
         weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
     wait_for_predecessor(EARLY)
     x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0)
-    for piece in tl.static_range(1, PIECES):
-        x += tl.load(x_ptr + piece * piece_stride + start + offsets, mask=mask, other=0.0)
-    x = x.to(out_ptr.dtype.element_ty)
+    if PIECES > 1:
+        x = x.to(tl.float32)
+        for piece in tl.static_range(1, PIECES):
+            place = start + piece * piece_stride.to(tl.int64) + offsets
+            x += tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(out_ptr.dtype.element_ty)
     if POST:
         x = norm_block(x, post_weight, size, post_eps, POST_PLUS_ONE)
     if ADD:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block, norm_warps
-from nanoinfer.kernels.ranks.send_receive import inbox_of, receive, send, send_to_all
+from nanoinfer.kernels.ranks.send_receive import empty, inbox_of, receive, send, send_to_all
 
 
 def all_reduce_add_rms_norm(
@@ -20,6 +20,7 @@ def all_reduce_add_rms_norm(
     rank: int,
     stop: Tensor,
     one_owner: bool = False,
+    stale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add up every rank's x, in float32 and rounded once; then compute kernels.norm.rms_norm.add_rms_norm of the sum.
 
@@ -29,9 +30,11 @@ def all_reduce_add_rms_norm(
     one_owner: one rank alone adds and normalises a token's vector, and sends the result to the others. With many ranks
         this is less traffic, but one more trip over the wire. Each rank then has x + residual for its own tokens only,
         and undefined numbers for the others. In the next such call with as many tokens, it owns the same ones.
+    stale: as in VectorLane; with it, x must be one vector
     Returns (rms_norm(total), total) for total = the sum + residual, both [tokens, size].
     """
     tokens, size = x.shape
+    assert stale is None or tokens == 1
     ranks = len(inboxes)
     out, total = torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(size)
@@ -44,6 +47,7 @@ def all_reduce_add_rms_norm(
         out,
         total,
         inboxes,
+        stale,
         stop,
         tokens,
         size,
@@ -53,6 +57,7 @@ def all_reduce_add_rms_norm(
         ADD=residual is not None,
         PLUS_ONE=norm.plus_one,
         ONE_OWNER=one_owner,
+        STALE=stale is not None,
         BLOCK=block,
         RANKS_BLOCK=triton.next_power_of_2(ranks),
         num_warps=norm_warps(block),
@@ -69,6 +74,7 @@ def _all_reduce_norm_kernel(
     out_ptr,
     total_ptr,
     inboxes_ptr,
+    stale_ptr,
     stop_ptr,
     tokens,
     size,
@@ -78,6 +84,7 @@ def _all_reduce_norm_kernel(
     ADD: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     ONE_OWNER: tl.constexpr,
+    STALE: tl.constexpr,
     BLOCK: tl.constexpr,
     RANKS_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -90,6 +97,10 @@ def _all_reduce_norm_kernel(
     matrix = tokens * size  # the numbers of one rank's part; an inbox has room for one from each rank
     wait_for_predecessor(EARLY)
 
+    if STALE:
+        peers = tl.arange(0, RANKS_BLOCK)[:, None]
+        stale = inbox_of(stale_ptr, RANK, x_ptr.dtype) + peers * size + offsets[None, :]
+        empty(stale, (peers < RANKS) & (peers != RANK) & mask[None, :])
     owner = program % RANKS if ONE_OWNER else RANK
     for row in range(program, tokens, programs):
         place = row * size + offsets

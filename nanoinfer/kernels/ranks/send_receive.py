@@ -6,11 +6,28 @@ message holds negative zeros, which no sender sends.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 NEGATIVE_ZERO = tl.constexpr(-(2**31))  # float32's, as an int32; Triton 3.6 treats -0.0 as 0.0
 LOOKS = tl.constexpr(1024)  # at the inbox, before one look at `stop`
+
+
+class VectorLane(NamedTuple):
+    """Where the ranks' parts of one vector meet. All programs of the kernel that adds them read them there.
+
+    inboxes: [ranks] int64, the address on each rank of room for [ranks, size] of the vector's dtype
+    stale: the same of the lane that the sum before has used, if this rank's part of it is still to be emptied
+    stop: as for receive
+    """
+
+    inboxes: Tensor
+    stale: Tensor | None
+    rank: int
+    stop: Tensor
 
 
 @triton.jit
@@ -35,8 +52,47 @@ def send_to_all(inboxes_ptr, place, x, mask, RANK: tl.constexpr, RANKS: tl.const
 
 
 @triton.jit
-def receive(ptrs, mask, stop_ptr):
-    """Wait until another rank's message is at ptrs; return it, and leave the place empty.
+def add_ranks(
+    x,
+    place,
+    mask,
+    size,
+    program,
+    inboxes_ptr,
+    stale_ptr,
+    stop_ptr,
+    STALE: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANKS_BLOCK: tl.constexpr,
+):
+    """Add every rank's x, a vector of `size` numbers, in an order that is the same on all ranks.
+
+    Every program calls this; the first one sends. No program may empty a lane that others still read, so the next sum
+    does. A lane may be used again two sums after that: to send the sum between, a rank must have emptied this lane.
+    """
+    own = inbox_of(inboxes_ptr, RANK, tl.pointer_type(x.dtype))
+    first_only = place < tl.where(program == 0, size, 0)
+    send_to_all(inboxes_ptr, RANK * size + place, x, first_only, RANK, RANKS)
+    ranks = tl.arange(0, RANKS_BLOCK)[:, None]
+    from_peers = (ranks < RANKS) & (ranks != RANK) & mask[None, :]
+    places = ranks * size + place[None, :]
+    if STALE:
+        empty(inbox_of(stale_ptr, RANK, tl.pointer_type(x.dtype)) + places, from_peers & first_only[None, :])
+    parts = receive(own + places, from_peers, stop_ptr, EMPTY=False)
+    return tl.sum(tl.where(ranks == RANK, x[None, :], parts).to(tl.float32), axis=0).to(x.dtype)
+
+
+@triton.jit
+def empty(ptrs, mask):
+    """Store negative zeros."""
+    zeros = tl.full(ptrs.shape, NEGATIVE_ZERO, tl.int32).to(tl.float32, bitcast=True)
+    tl.store(ptrs, zeros.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def receive(ptrs, mask, stop_ptr, EMPTY: tl.constexpr = True):
+    """Wait until another rank's message is at ptrs; return it, and if EMPTY leave the place empty.
 
     stop_ptr: int32; not 0 means that no message will come: the wait ends, and the result is undefined
     """
@@ -49,9 +105,9 @@ def receive(ptrs, mask, stop_ptr):
         looks += 1
         if looks % LOOKS == 0:
             waiting = tl.where(tl.load(stop_ptr, volatile=True) != 0, 0, waiting)
-    tl.debug_barrier()  # several threads may look at one place: none may empty it before all have seen the message
-    empty = tl.full(x.shape, NEGATIVE_ZERO, tl.int32).to(tl.float32, bitcast=True).to(x.dtype)
-    tl.store(ptrs, empty, mask=mask)
+    if EMPTY:
+        tl.debug_barrier()  # several threads may look at one place: none may empty it before all have seen the message
+        empty(ptrs, mask)
     return x
 
 

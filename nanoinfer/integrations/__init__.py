@@ -1,0 +1,1 @@
+"""Libraries that call us: one small file for each."""
