@@ -110,20 +110,27 @@ def _route_kernel(
     for piece in tl.static_range(1, PIECES):
         wide += tl.load(place + piece * piece_stride, mask=exists, other=0.0)
     if SOFTMAX:
-        exps = tl.exp(wide - tl.max(wide))
-        scores = exps / tl.sum(exps)
+        scores = tl.exp(wide - tl.max(wide))
+        total = tl.sum(scores)
+        scores /= total
     else:
         scores = tl.sigmoid(wide)
-    order = tl.where(exists, tl.where(scores == scores, scores, 0.0), -1.0)  # NaN must not hide the experts' numbers
+        total = tl.sum(scores)
+    # Scores are positive, so their bits are in their order; a warp reduces integers in one instruction.
+    bits = tl.where(scores == scores, scores, 0.0).to(tl.int32, bitcast=True)  # NaN must not hide the experts' numbers
+    bits = tl.where(exists, bits, -1)
     experts = tl.zeros([BLOCK_USED], tl.int32)
-    weights = tl.zeros([BLOCK_USED], tl.float32)
+    best = tl.zeros([BLOCK_USED], tl.int32)
     for i in tl.static_range(USED):
-        index = tl.min(tl.where(order == tl.max(order), expert, BLOCK))
+        top = tl.max(bits)
+        index = tl.min(tl.where(bits == top, expert, BLOCK))
         experts = tl.where(rank == i, index, experts)
-        weights = tl.where(rank == i, tl.sum(tl.where(expert == index, scores, 0.0)), weights)
-        order = tl.where(expert == index, -2.0, order)
+        best = tl.where(rank == i, top, best)
+        bits = tl.where(expert == index, -2, bits)
+    weights = best.to(tl.float32, bitcast=True)
     if NORMALISED:
         weights = weights / tl.sum(weights)
+    weights = tl.where(total == total, weights, total)
     tl.store(experts_ptr + token * USED + rank, experts, mask=rank < USED)
     tl.store(weights_ptr + token * USED + rank, weights, mask=rank < USED)
 
