@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 MOST_KEPT = 256  # compiled grammars
 # Between the tokens of JSON: without a bound, a model that likes white space may never come to an end.
 SPACE = "[ ]?"
+# llguidance knows beforehand which tokens these match whole. With six lengths of pieces of a JSON string, the masks in
+# strings of bounded length take two thirds of the time that they take with llguidance's own two.
+PIECE = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{PIECE}{{1,{most}}}" for most in (1, 2, 4, 8, 14, 30)), f"{PIECE}+"]
 
 
 class Grammar:
@@ -92,4 +96,4 @@ def _convert(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids:
         raise ValueError("needs the llguidance package: pip install 'nanoinfer[structured]'") from error
     known = 1 + max(tokenizer.get_vocab().values())
     # A model may have more tokens than its tokenizer, or fewer.
-    return from_tokenizer(tokenizer, max(known, vocab_size), sorted(eos_token_ids) or None)
+    return from_tokenizer(tokenizer, max(known, vocab_size), sorted(eos_token_ids) or None, SLICES)

@@ -13,7 +13,7 @@ from nanoinfer.grammar import Grammar, error_of
 from nanoinfer.runner.message import MaskMessage
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
 
 Mask = npt.NDArray[np.uint32]  # one sequence's; bit i % 32 of word i // 32 is token i's
 ALL = -1  # 32 tokens that may all be drawn
@@ -24,15 +24,10 @@ class Matchers:
 
     def __init__(self) -> None:
         self._matchers: dict[Sequence, LLMatcher] = {}
-        self._executor: LLExecutor | None = None  # its threads make masks side by side
         self._num_words = 0  # of a mask
 
     def add(self, seq: Sequence, grammar: Grammar) -> None:
         """Let a sequence that has generated nothing follow a grammar."""
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor()
         self._num_words = grammar.num_words
         self._matchers[seq] = grammar.matcher()
 
@@ -66,15 +61,16 @@ class Matchers:
         return ("stop", None) if matcher.is_stopped() and not ended_by_token else None
 
     def masks(self, seqs: list[Sequence]) -> MaskMessage:
-        """Make the masks of the sequences' next tokens; all tokens are allowed where a sequence has ended meanwhile."""
-        assert self._executor is not None
+        """Make the masks of the sequences' next tokens; all tokens are allowed where a sequence has ended meanwhile.
+
+        One thread makes them: copies of a matcher share a lock, on which llguidance's own threads only wait.
+        """
         num_words = self._num_words
         words = array("i", [ALL]) * (len(seqs) * num_words)
         masks = np.frombuffer(words, dtype=np.uint32).reshape(-1, num_words)
-        alive = [(self._matchers[seq], row) for row, seq in enumerate(seqs) if seq in self._matchers]
-        if alive:
-            self._executor.unsafe_compute_mask_ptr(alive, masks.ctypes.data, masks.strides[0], len(masks))
         for mask, seq in zip(masks, seqs, strict=True):
+            if (matcher := self._matchers.get(seq)) is not None:
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if seq.num_output_tokens < seq.params.min_tokens:
                 _suppress(mask, seq.stop_ids)
         return MaskMessage(len(seqs), words)
