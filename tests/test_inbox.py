@@ -20,14 +20,17 @@ from conftest import HAS_CUDA, Oracle, greedy
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import Config
 from nanoinfer.engine import workers
+from nanoinfer.kernels.linear import dispatch
 from nanoinfer.layers import norm
-from nanoinfer.parallel.inbox import SUM_LANES, Inbox
+from nanoinfer.parallel.inbox import Inbox
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights import plain_matrix
 
 pytestmark = pytest.mark.skipif(HAS_CUDA, reason="needs interpreted kernels, which a CUDA device rules out")
 RANKS = 2
 FOLDER = "NANOINFER_TEST_INBOXES"  # environment: where the ranks' files are
 ONE_OWNER = "NANOINFER_TEST_ONE_OWNER"  # environment: the least number of rows for one_owner
+LANES = "NANOINFER_TEST_LANES"  # environment: if set, products of one token add up the ranks' parts
 run_worker = workers.run_worker
 
 
@@ -38,13 +41,16 @@ class FileInbox(Inbox):
         self.rank = rank
         self.max_rows, self.features, self.dtype = max_rows, features, torch.float32
         self.stop = torch.zeros(1, dtype=torch.int32)
-        self._sum_bytes = RANKS * max_rows * features * 4
-        self._shape = (SUM_LANES * self._sum_bytes + RANKS * max_rows * 2 * 4) // 4
+        self._shape = sum(self._measure(RANKS)) // 4
         self._map(rank, "w+")[:] = -0.0
-        self._layer = 0
+        self.num_vectors = 0  # that products have added up
 
     def _map(self, rank: int, mode: str) -> np.memmap:
         return np.memmap(Path(os.environ[FOLDER]) / f"rank{rank}", np.float32, mode, shape=self._shape)
+
+    def vector_lane(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.num_vectors += 1
+        return super().vector_lane()
 
     def open_all(self) -> None:
         self._files = [self._map(rank, "r+") for rank in range(RANKS)]
@@ -61,7 +67,10 @@ def use_file_inboxes() -> None:
     TensorParallel.open_inbox = open_inbox
     TensorParallel._close_inbox = lambda tp, failed=False: setattr(tp, "inbox", None)
     add = norm.all_reduce_add_rms_norm
-    norm.all_reduce_add_rms_norm = lambda x, *args: add(x, *args[:-1], len(x) >= int(os.environ[ONE_OWNER]))
+    norm.all_reduce_add_rms_norm = lambda x, *args: add(x, *args[:5], len(x) >= int(os.environ[ONE_OWNER]), *args[6:])
+    if LANES in os.environ:
+        dispatch._is_one_row = lambda x: len(x) == 1  # so that these kernels are interpreted too
+        plain_matrix.can_pack = lambda *_: False
 
 
 def run_worker_with_file_inboxes(
@@ -71,9 +80,10 @@ def run_worker_with_file_inboxes(
     run_worker(config, rank, port, segment, semaphores, errors)
 
 
-@pytest.mark.parametrize("one_owner_from", [1, 3, 100])
+@pytest.mark.parametrize(("one_owner_from", "with_lanes"), [(1, False), (3, True), (100, False)])
 def test_tokens_are_those_of_one_rank(
     one_owner_from: int,
+    with_lanes: bool,
     make_llm: Callable[..., LLM],
     oracle: Oracle,
     tmp_path: Path,
@@ -81,10 +91,14 @@ def test_tokens_are_those_of_one_rank(
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv(ONE_OWNER, str(one_owner_from))
+    if with_lanes:
+        monkeypatch.setenv(LANES, "1")
     for owner, name in [
         (TensorParallel, "open_inbox"),
         (TensorParallel, "_close_inbox"),
         (norm, "all_reduce_add_rms_norm"),
+        (dispatch, "_is_one_row"),
+        (plain_matrix, "can_pack"),
     ]:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # so that pytest restores it
     monkeypatch.setattr(workers, "run_worker", run_worker_with_file_inboxes)
@@ -95,7 +109,9 @@ def test_tokens_are_those_of_one_rank(
     assert [output["token_ids"] for output in outputs] == [oracle.greedy(prompt, 5, True) for prompt in prompts]
     params = SamplingParams(temperature=1.0, max_tokens=5, seed=3, ignore_eos=True)
     drawn = [output["token_ids"] for output in two.generate(prompts, params, use_tqdm=False)]
-    ours = two.engine.runner.tp.inbox._files[0]
+    inbox = two.engine.runner.tp.inbox
+    assert (inbox.num_vectors > 0) == with_lanes
+    ours = inbox._files[0]
     assert np.signbit(ours).all()  # every message was taken
     assert not ours.any()
     two.close()

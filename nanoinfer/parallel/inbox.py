@@ -36,17 +36,20 @@ class Inbox:
         self.rank = rank
         self.max_rows, self.features, self.dtype = max_rows, features, dtype
         self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # if not 0, kernels stop waiting for messages
-        self._sum_bytes = -(-size * max_rows * features * dtype.itemsize // 16) * 16
-        self._vector_bytes = -(-size * features * dtype.itemsize // 16) * 16
-        number_bytes = SUM_LANES * self._sum_bytes + VECTOR_LANES * self._vector_bytes
-        candidate_bytes = size * max_rows * 2 * 4
+        number_bytes, candidate_bytes = self._measure(size)
         self._memory = _allocate(number_bytes + candidate_bytes)
         _clear(self._memory, number_bytes, dtype)
         _clear(self._memory + number_bytes, candidate_bytes, torch.float32)
         torch.cuda.synchronize()
         self._opened: list[int] = []
+
+    def _measure(self, size: int) -> tuple[int, int]:
+        """Return how many bytes the lanes for sums take, and the lane for candidates, which comes last."""
+        row_bytes = size * self.features * self.dtype.itemsize
+        self._sum_bytes, self._vector_bytes = (-(-rows * row_bytes // 16) * 16 for rows in (self.max_rows, 1))
         self._layer = self._vector = 0
         self._stale: Tensor | None = None
+        return SUM_LANES * self._sum_bytes + VECTOR_LANES * self._vector_bytes, size * self.max_rows * 2 * 4
 
     @property
     def handle(self) -> Tensor:
