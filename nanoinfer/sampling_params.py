@@ -46,7 +46,7 @@ class SamplingParams:
     include_stop_str_in_output: True: the text ends with the stop string or stop token; False: before it
     min_tokens: before this many generated tokens, no end-of-sequence token, stop token or stop string ends a sample
     logprobs: the output has the log-probability of each generated token, and of this many most likely ones; 0: of the
-        generated token alone; they come from the model's own logits, before any setting changes them
+        generated token alone; LLM's logprobs_mode says of which distribution
     prompt_logprobs: as logprobs, for each token of the prompt
     prompt_logprobs_start: the prompt's tokens before this position get no log-probabilities; the engine computes the
         token just before it, and may take the blocks before that token from the KV cache
@@ -56,7 +56,7 @@ class SamplingParams:
         or a pydantic class}, {"json_object": True}, {"regex": text}, {"choice": list of texts}, or {"grammar": text, in
         Lark or GBNF}; needs `pip install 'nanoinfer[structured]'`. A sample ends where its text can only end, and at
         an end-of-sequence token even with ignore_eos; max_tokens may cut it before. JSON has at most one space between
-        its tokens. Log-probabilities are still the model's own
+        its tokens
 
     Raises a ValueError that names the setting, its value and the range, if a setting is out of its range.
     """

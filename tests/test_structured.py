@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -120,6 +121,19 @@ def test_every_output_is_valid_by_its_schema(options: dict, make_llm: Callable[.
     llm = make_llm(device="cpu", max_num_seqs=64, **options)
     for output, schema in zip(generate(llm, params), schemas, strict=True):
         assert_valid(output, schema)
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=str)
+def test_processed_logprobs_are_those_of_the_tokens_that_the_form_allows(
+    options: dict, make_llm: Callable[..., LLM]
+) -> None:
+    llm = make_llm(device="cpu", logprobs_mode="processed_logprobs", **options)
+    params = [guided(seed, logprobs=2048, top_p=top_p, max_tokens=40) for seed in range(3) for top_p in (1.0, 0.9)]
+    for output in generate(llm, params):
+        for entry, token in zip(output["logprobs"], output["token_ids"], strict=True):
+            assert sum(map(math.exp, entry.values())) == pytest.approx(1, abs=1e-5)
+            assert token in entry
+            assert len(entry) < 2000  # no place of a person allows every token
 
 
 class TestForms:

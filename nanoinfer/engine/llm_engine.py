@@ -230,12 +230,12 @@ class LLMEngine:
     def _record_logprobs(self, done: InFlight) -> None:
         """Give the sequences the log-probabilities of the tokens that they are about to get, and of their prompts."""
         assert done.tokens is not None
-        for logprobs in done.tokens.logprobs:
+        for logprobs in done.tokens.extras.logprobs:
             for place, entry in logprobs.entries():
                 if not done.seqs[place].is_finished:
                     done.seqs[place].logprobs.append(entry)
         if isinstance(done.step, PrefillStep):
-            for logprobs in done.tokens.prompt_logprobs:
+            for logprobs in done.tokens.extras.prompt_logprobs:
                 for chunk, entry in logprobs.entries():
                     done.step.chunks[chunk].seq.prompt_logprobs.append(entry)
 

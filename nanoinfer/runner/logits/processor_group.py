@@ -28,6 +28,7 @@ class LogitsProcessorGroup:
     row_numbers: [rows] int64, these rows in the batch
     is_shaped: whether any of these rows needs its logits in float32, to change them or for log-probabilities
     is_guided: whether these rows, all of them, have masks
+    asks: whether any of these rows asks for log-probabilities
     """
 
     def __init__(self, wanted: dict[int, LogitsMessage], device: torch.device) -> None:
@@ -40,6 +41,7 @@ class LogitsProcessorGroup:
         self._bias = self._find_bias()
         self._suppressed = self._find_suppressed()
         self._asked = [i for i, params in enumerate(self._params) if params.logprobs is not None]
+        self.asks = bool(self._asked)
         self._asked_rows = self._ints(self._asked)
         self._penalties = self._find_penalties() if self.has_penalties else None
         self._filters = self._find_filters() if any(params.has_filters for params in self._params) else None
@@ -77,7 +79,7 @@ class LogitsProcessorGroup:
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, first_row: int) -> list[LogProbs]:
         """Return the log-probabilities asked for, by row from first_row on; logits: [rows, vocabulary] float32."""
-        if not self._asked:
+        if not self.asks:
             return []
         counts = [self._params[i].logprobs or 0 for i in self._asked]
         keys = [self._numbers[i] - first_row for i in self._asked]

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.kernels.sampling.distribution import distribution
 from nanoinfer.kernels.sampling.draw import draw
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.logits.logprobs import LogProbs
+from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
 from nanoinfer.runner.message import DecodeMessage, LogitsMessage, MaskMessage, PrefillMessage
 from nanoinfer.runner.transfer import upload
@@ -30,12 +31,20 @@ class LogitsProcessors:
     """
 
     def __init__(
-        self, vocab_size: int, max_num_seqs: int, max_model_len: int, device: torch.device, tp: TensorParallel
+        self,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        tp: TensorParallel,
+        is_processed: bool,
     ) -> None:
+        """is_processed: whether log-probabilities are those of the distributions that tokens are drawn from."""
         self.wanted: dict[int, LogitsMessage] = {}
         self.vocab_size = vocab_size
         self.device = device
         self.tp = tp
+        self.is_processed = is_processed
         self._groups: list[LogitsProcessorGroup] = []  # of all wanted rows, kept while these are the same
         self._history_shape = (max_num_seqs, max_model_len)
         self._history: Tensor | None = None  # [rows, max_model_len] int32, made when the first row needs it
@@ -78,20 +87,20 @@ class LogitsProcessors:
         temperatures: Tensor,
         seeds: Tensor,
         positions: Tensor,
+        extras: Extras,
         masks: MaskMessage | None = None,
-    ) -> list[LogProbs]:
+    ) -> None:
         """Draw again for the rows of `wanted`, from first_row on.
 
         logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], as for kernels.sampling.draw
         token_ids: [rows] int32, the tokens drawn for all rows from first_row on; the new draws replace theirs
+        extras: gets what the rows' requests ask for beside the tokens
         masks: for those of these rows that are guided; None if none is
-        Returns the log-probabilities asked for, by row from first_row on.
         """
         if first_row > 0:
             groups = self._divide([row for row in self.wanted if row >= first_row])
         else:
             groups = self._groups = self._groups or self._divide(list(self.wanted))
-        logprobs: list[LogProbs] = []
         groups_masks = self._upload_masks(masks)
         for group in groups:
             at = group.row_numbers - first_row
@@ -109,9 +118,10 @@ class LogitsProcessors:
             token_ids[at] = drawn
             if group.has_penalties and self._history is not None:
                 self._history[group.row_numbers, group_positions.long()] = drawn
-            logprobs += group.logprobs(some, drawn, first_row)
+            if group.asks and self.is_processed:
+                some = distribution(shaped, group_temperatures, drawn, cutoff)
+            extras.logprobs += group.logprobs(some, drawn, first_row)
         self._count_draw(first_row)
-        return logprobs
 
     def _upload_masks(self, masks: MaskMessage | None) -> Iterator[Tensor]:
         """Return the masks of each group of guided rows, [rows, words] int32 on the device."""
