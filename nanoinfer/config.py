@@ -44,6 +44,8 @@ class Config:
         tokens
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on the CPU
+    lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32; an
+        embedding that is the same matrix keeps `dtype` beside it; "auto": all of this has `dtype`
     logprobs_mode: "raw_logprobs": log-probabilities come from the model's own logits; "processed_logprobs": from the
         distribution that each token was drawn from, after penalties, bias, masks, temperature and filters. A token that
         could not be drawn has no entry then, and at temperature 0 the drawn token has 0.0. Nobody drew a prompt's
@@ -75,6 +77,7 @@ class Config:
     num_kvcache_blocks: int | None = None
     attention_backend: str = "auto"
     dtype: str = "auto"
+    lm_head_dtype: str = "auto"
     logprobs_mode: str = RAW
     device: str = "auto"
     seed: int = 0
@@ -106,6 +109,7 @@ class Config:
         self.max_model_len = min(self.max_model_len, self.description.max_position)
         self.description = self.description.within(self.max_model_len)
         self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
+        self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
         self.attention_backend = choose_backend(
             self.attention_backend,
             self.device,
@@ -119,6 +123,11 @@ class Config:
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as torch names it."""
         return DTYPES[self.dtype]
+
+    @property
+    def torch_head_dtype(self) -> torch.dtype:
+        """The dtype of the logits, and of the matrix that computes them."""
+        return self.torch_dtype if self.lm_head_dtype == "auto" else torch.float32
 
     def _find_tokenizer(self) -> str | None:
         """Return the folder of the tokenizer that the options ask for; None: the checkpoint's own."""
@@ -190,10 +199,12 @@ def _resolve_device(device: str | torch.device, ranks: int) -> str:
     return "cuda"
 
 
+def _name(dtype: str | torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
 def _resolve_dtype(dtype: str | torch.dtype, device: str, hf_config: PretrainedConfig) -> str:
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
-    dtype = check_choice("dtype", dtype, ["auto", *DTYPES])
+    dtype = check_choice("dtype", _name(dtype), ["auto", *DTYPES])
     if dtype != "auto":
         return dtype
     if device == "cpu":

@@ -1,18 +1,21 @@
-"""Log-probabilities that a trainer can use: of the distribution that was drawn from."""
+"""Log-probabilities that a trainer can use: of the distribution that was drawn from, or of logits in float32."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import Oracle, greedy
+from test_models import CASES, VOCAB, build
 from test_sampling import definition, wants
 
-from nanoinfer import LLM, LogProb, SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, LogProb, SamplingParams
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processors import LogitsProcessors
@@ -155,3 +158,76 @@ def test_raw_logprobs_are_the_models_own(make_llm: Callable[..., LLM], oracle: O
 def test_an_unknown_mode_is_refused(make_llm: Callable[..., LLM]) -> None:
     with pytest.raises(ValueError, match="logprobs_mode='raw': must be one of 'raw_logprobs', 'processed_logprobs'"):
         make_llm(logprobs_mode="raw")
+
+
+class TestLogitsInFloat32:
+    """The model of each case is in bfloat16, but for its output projection."""
+
+    NAMES = ("llama tied, linear rope", "qwen3", "granite", "gemma2 low caps")  # two are tied, one scales, one caps
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("name", NAMES)
+    @torch.inference_mode()
+    def test_they_equal_transformers(self, name: str, ranks: int, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+        model = build(CASES[name], tmp_path)
+        options = {"dtype": "bfloat16", "lm_head_dtype": "float32", "max_model_len": 64, "tensor_parallel_size": ranks}
+        llm = make_llm(str(tmp_path), device="cpu", **options)
+        hidden, logits = self.watch(llm)
+        prompt = list(range(3, 20))
+        (output,) = llm.generate([prompt], greedy(1, logprobs=VOCAB), use_tqdm=False)
+
+        expected = F.linear(hidden[-1].float(), model.lm_head.weight) * llm.config.description.logit_scale
+        if (cap := llm.config.description.logit_cap) is not None:
+            expected = cap * (expected / cap).tanh()
+        torch.testing.assert_close(logits[-1], expected[:, : logits[-1].shape[1]])  # the ids of rank 0
+        ours = torch.tensor([output.logprobs[0][token] for token in range(VOCAB)])
+        torch.testing.assert_close(ours, expected[-1].log_softmax(0))
+
+        theirs = model(input_ids=torch.tensor([prompt])).logits[0, -1].log_softmax(0)
+        assert (ours - theirs).abs().max() < 0.25  # bfloat16 rounds the hidden states
+
+    @staticmethod
+    def watch(llm: LLM) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return two lists to which each step adds its hidden states, and rank 0's logits of these."""
+        hidden: list[torch.Tensor] = []
+        logits: list[torch.Tensor] = []
+        model = llm.engine.runner.model
+        compute_logits = model.compute_logits
+
+        def watched(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            hidden.append(x.clone())
+            result = compute_logits(x, out)
+            logits.append(result.clone())
+            return result
+
+        model.compute_logits = watched
+        return hidden, logits
+
+    def test_decode_steps_have_them_too(self, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
+        llm = make_llm(dtype="bfloat16", lm_head_dtype=torch.float32, enforce_eager=True)
+        hidden, logits = self.watch(llm)
+        llm.generate([PROMPT], greedy(5, ignore_eos=True), use_tqdm=False)
+        assert len(logits) == 5
+        for x, ours in zip(hidden, logits, strict=True):
+            assert (x.dtype, ours.dtype) == (torch.bfloat16, torch.float32)
+            expected = F.linear(x.cpu().float(), oracle.model.lm_head.weight)
+            torch.testing.assert_close(ours.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+    def test_only_a_tied_matrix_is_held_twice(self, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+        build(CASES["qwen3"], tmp_path)
+        tied, untied, plain = (
+            make_llm(folder, dtype="bfloat16", **options).engine.runner.model
+            for folder, options in (
+                (BUNDLED_MODEL, {"lm_head_dtype": "float32"}),
+                (str(tmp_path), {"lm_head_dtype": "float32"}),
+                (BUNDLED_MODEL, {}),
+            )
+        )
+        dtypes = [(model.embedding.weight.dtype, model.lm_head.weight.dtype) for model in (tied, untied, plain)]
+        assert dtypes == [(torch.bfloat16, torch.float32)] * 2 + [(torch.bfloat16, torch.bfloat16)]
+        assert plain.lm_head is plain.embedding
+
+    def test_another_dtype_is_refused(self, make_llm: Callable[..., LLM]) -> None:
+        for dtype in ("float16", torch.float16):
+            with pytest.raises(ValueError, match="lm_head_dtype='float16': must be one of 'auto', 'float32'"):
+                make_llm(lm_head_dtype=dtype)

@@ -128,14 +128,15 @@ class ModelRunner:
             log.warning("%s: its language model is run, as text only; images are not supported", config.model)
         self.backend = make_backend(config.attention_backend, model.windows)
         with self.device, _default_dtype(config.torch_dtype):
-            decoder = Decoder(model, config.max_model_len, self.backend, self.tp)
+            decoder = Decoder(model, config.max_model_len, self.backend, self.tp, config.torch_head_dtype)
         source.fill(table_of(decoder))
         if config.load_format == "dummy_skewed":
             skew_routers(decoder)
         pack_weights(decoder)
         self.model = decoder
         self.sampler = Sampler(decoder.first_id, self.tp)
-        self.logits = torch.empty((config.max_num_seqs, decoder.num_ids), dtype=config.torch_dtype, device=self.device)
+        shape = config.max_num_seqs, decoder.num_ids
+        self.logits = torch.empty(shape, dtype=config.torch_head_dtype, device=self.device)
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""
