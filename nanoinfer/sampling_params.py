@@ -50,6 +50,7 @@ class SamplingParams:
     prompt_logprobs: as logprobs, for each token of the prompt
     prompt_logprobs_start: the prompt's tokens before this position get no log-probabilities; the engine computes the
         token just before it, and may take the blocks before that token from the KV cache
+    kept_tokens: True: the output says for each generated token how many tokens could have been drawn in its place
     skip_special_tokens: True: the text leaves out special tokens
     detokenize: False: the output has token ids alone, a little sooner
     structured_outputs: the text has the form that one of these asks for: {"json": a JSON Schema, as a mapping, a text
@@ -80,12 +81,13 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    kept_tokens: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "kept_tokens", "skip_special_tokens", "detokenize"):
             self._set(name, check_flag(name, getattr(self, name)))
         self._check_integers()
         self._check_prompt_logprobs()
@@ -185,7 +187,7 @@ class SamplingParams:
     def is_plain(self) -> bool:
         """Whether a draw needs only logits, temperature and seed, once min_tokens have been generated."""
         wants_more = self.has_penalties or self.has_filters or self.logit_bias or self.is_guided
-        return not wants_more and self.logprobs is None
+        return not (wants_more or self.kept_tokens) and self.logprobs is None
 
     @property
     def is_guided(self) -> bool:

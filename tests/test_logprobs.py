@@ -1,10 +1,11 @@
-"""Log-probabilities that a trainer can use: of the distribution that was drawn from, or of logits in float32."""
+"""What a trainer can use: log-probabilities of the distribution that was drawn from, kept tokens, float32 logits."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,16 @@ def assert_is_definition(entry: Mapping[int, LogProb], expected: torch.Tensor) -
     torch.testing.assert_close(ours, expected[kept].log(), rtol=1e-5, atol=1e-4)
 
 
+def assert_is_kept(
+    kept: tuple[int, float], logits: torch.Tensor, params: SamplingParams, tokens: list[int], expected: torch.Tensor
+) -> None:
+    """Check a count and a log mass by brute force; expected: the probabilities after tokens were left out."""
+    count, log_mass = kept
+    before = definition(logits, replace(params, top_k=0, top_p=1, min_p=0, min_tokens=0), tokens)
+    assert count == (expected > 0).sum()
+    assert log_mass == pytest.approx(before[expected > 0].sum().log().item(), abs=1e-4)
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_processed_logprobs_are_those_of_the_definition(settings: dict[str, Any]) -> None:
     """Ten rows of random logits, each with a history of its own."""
@@ -72,7 +83,7 @@ def test_processed_logprobs_are_those_of_the_definition(settings: dict[str, Any]
     in_range = {**settings, "stop_token_ids": [4, 5]} if "stop_token_ids" in settings else settings
     if "logit_bias" in settings:
         in_range = {**settings, "logit_bias": {4: 4.0, 21: -3.0}}
-    params = sampled(logprobs=size, **in_range)
+    params = sampled(logprobs=size, kept_tokens=True, **in_range)
     logits, histories = torch.randn(count, size) * 2, torch.randint(size, (count, 6)).tolist()
     for row, tokens in enumerate(histories):
         processors.join(row, wants(params, tokens))
@@ -80,21 +91,25 @@ def test_processed_logprobs_are_those_of_the_definition(settings: dict[str, Any]
     temperatures, seeds = torch.full((count,), params.temperature), torch.arange(count)
     processors.redraw(0, logits, token_ids, temperatures, seeds, torch.full((count,), 6, dtype=torch.int32), extras)
     entries = dict(entry for logprobs in extras.logprobs for entry in logprobs.entries())
+    kept = dict(entry for kept_tokens in extras.kept_tokens for entry in kept_tokens.entries())
     for row, tokens in enumerate(histories):
-        entry = entries[row].logprobs(None)
-        assert_is_definition(entry, definition(logits[row].double(), params, tokens))
+        entry, expected = entries[row].logprobs(None), definition(logits[row].double(), params, tokens)
+        assert_is_definition(entry, expected)
+        assert_is_kept(kept[row], logits[row].double(), params, tokens, expected)
         assert_is_distribution(entry, int(token_ids[row]))
 
 
 @pytest.mark.parametrize("options", SPREAD, ids=str)
 def test_every_token_of_a_text(options: dict[str, Any], make_llm: Callable[..., LLM], oracle: Oracle) -> None:
     llm = make_llm_of(make_llm, **options)
-    params = [sampled(seed, **settings) for seed, settings in enumerate(SETTINGS)]
+    params = [sampled(seed, kept_tokens=True, **settings) for seed, settings in enumerate(SETTINGS)]
     for output, setting in zip(llm.generate([PROMPT] * len(params), params, use_tqdm=False), params, strict=True):
         tokens = PROMPT + output.token_ids
         logits = oracle.logits(tokens).double()
-        for place, entry in enumerate(output.logprobs, len(PROMPT)):
-            assert_is_definition(entry, definition(logits[place - 1], setting, tokens[:place]))
+        for place, (entry, kept) in enumerate(zip(output.logprobs, output.kept_tokens, strict=True), len(PROMPT)):
+            expected = definition(logits[place - 1], setting, tokens[:place])
+            assert_is_definition(entry, expected)
+            assert_is_kept(kept, logits[place - 1], setting, tokens[:place], expected)
             assert_is_distribution(entry, tokens[place])
 
 
@@ -109,24 +124,44 @@ def test_few_tokens_are_listed_as_they_are_among_all(make_llm: Callable[..., LLM
 
 
 def test_at_temperature_0_the_drawn_token_has_all_the_mass(make_llm: Callable[..., LLM], oracle: Oracle) -> None:
-    (output,) = make_llm_of(make_llm).generate([PROMPT], greedy(9, logprobs=4, ignore_eos=True), use_tqdm=False)
+    params = greedy(9, logprobs=4, kept_tokens=True, ignore_eos=True)
+    (output,) = make_llm_of(make_llm).generate([PROMPT], params, use_tqdm=False)
     assert output.token_ids == oracle.greedy(PROMPT, 9, ignore_eos=True)
     assert output.logprobs == [{token: 0.0} for token in output.token_ids]
     assert output.cumulative_logprob == 0
+    assert output.kept_tokens == [(1, 0.0)] * 9
 
 
 def test_streams_and_samples_have_the_logprobs_of_generate(make_llm: Callable[..., LLM]) -> None:
-    llm, params = make_llm_of(make_llm), sampled(3, top_p=0.9, temperature=0.7, n=3, prompt_logprobs=2)
+    llm, params = (
+        make_llm_of(make_llm),
+        sampled(3, top_p=0.9, temperature=0.7, n=3, prompt_logprobs=2, kept_tokens=True),
+    )
     (output,) = llm.generate([PROMPT], params, use_tqdm=False)
     streamed: list[list[Mapping[int, LogProb]]] = [[], [], []]
+    kept: list[list[tuple[int, float]]] = [[], [], []]
     for new in llm.stream([PROMPT], params):
         streamed[new.sample] += new.logprobs
+        kept[new.sample] += new.kept_tokens
         if new.prompt_logprobs is not None:
             assert new.prompt_logprobs == output.prompt_logprobs
     assert streamed == [sample.logprobs for sample in output.samples]
+    assert kept == [sample.kept_tokens for sample in output.samples]
     for sample in output.samples:
         for entry, token in zip(sample.logprobs, sample.token_ids, strict=True):
             assert_is_distribution(entry, token)
+
+
+def test_kept_tokens_come_in_every_mode_to_those_who_ask(make_llm: Callable[..., LLM]) -> None:
+    params = [sampled(1, top_k=5, logprobs=None, kept_tokens=wanted) for wanted in (True, False)]
+    raw, processed = (
+        make_llm(logprobs_mode=mode).generate([PROMPT] * 2, params, use_tqdm=False)
+        for mode in ("raw_logprobs", "processed_logprobs")
+    )
+    assert [count for count, _ in raw[0].kept_tokens] == [5] * 12
+    assert raw[0].kept_tokens == processed[0].kept_tokens
+    assert (raw[1].kept_tokens, raw[0].logprobs) == (None, None)
+    assert raw[0].token_ids == raw[1].token_ids
 
 
 @pytest.mark.parametrize("options", SPREAD, ids=str)

@@ -155,7 +155,7 @@ def test_tokens_are_drawn_as_often_as_they_should(params: SamplingParams) -> Non
 
     positions = torch.full((draws,), len(tokens), dtype=torch.int32)
     group = LogitsProcessorGroup({0: wants(params, tokens)}, torch.device("cpu"))
-    shaped = group.shape(logits[None], positions[:1], torch.tensor([[*tokens, 0, 0]]))
+    shaped = group.forbid(group.shape(logits[None], positions[:1], torch.tensor([[*tokens, 0, 0]])))
     temperatures, seeds = torch.full((draws,), params.temperature), torch.arange(draws) * 7 + 3
     cutoff = group.find_cutoff(shaped, temperatures[:1])
     if cutoff is not None:

@@ -136,6 +136,18 @@ def test_processed_logprobs_are_those_of_the_tokens_that_the_form_allows(
             assert len(entry) < 2000  # no place of a person allows every token
 
 
+def test_kept_tokens_lead_from_the_models_logprobs_to_the_processed_ones(make_llm: Callable[..., LLM]) -> None:
+    raw, processed = (
+        generate(make_llm(logprobs_mode=mode), guided(5, logprobs=0, top_p=0.9, max_tokens=40, kept_tokens=True))[0]
+        for mode in ("raw_logprobs", "processed_logprobs")
+    )
+    assert raw["token_ids"] == processed["token_ids"]
+    assert raw["kept_tokens"] == processed["kept_tokens"]
+    log_mass = sum(mass for _, mass in raw["kept_tokens"])
+    assert processed.cumulative_logprob == pytest.approx(raw.cumulative_logprob - log_mass, abs=1e-3)
+    assert min(count for count, _ in raw["kept_tokens"]) == 1  # a form leaves no choice in some places
+
+
 class TestForms:
     @pytest.mark.parametrize(
         ("wanted", "pattern"),

@@ -42,10 +42,10 @@ class LogitsMessage:
 
     @property
     def is_shaped(self) -> bool:
-        """Whether the row needs its logits in float32, to change them or for log-probabilities."""
+        """Whether the row needs its logits in float32, to change them or to tell of them."""
         params = self.params
         changes = params.has_penalties or params.logit_bias or self.suppressed or params.is_guided
-        return bool(changes) or params.logprobs is not None
+        return bool(changes) or params.logprobs is not None or params.kept_tokens
 
 
 @dataclass(slots=True)

@@ -106,20 +106,23 @@ class LogitsProcessors:
             at = group.row_numbers - first_row
             group_temperatures, group_positions = temperatures[at], positions[at]
             some = self.gather(group.select(logits, first_row))
-            shaped = some
+            shaped = allowed = some
             if group.is_shaped:
                 some = some.float()
                 history = (
                     self._history[group.row_numbers] if group.has_penalties and self._history is not None else None
                 )
-                shaped = group.shape(some, group_positions, history, next(groups_masks) if group.is_guided else None)
-            cutoff = group.find_cutoff(shaped, group_temperatures)
-            drawn = draw(shaped, group_temperatures, seeds[at], group_positions, cutoff=cutoff)[1]
+                shaped = group.shape(some, group_positions, history)
+                allowed = group.forbid(shaped, next(groups_masks) if group.is_guided else None)
+            cutoff = group.find_cutoff(allowed, group_temperatures)
+            drawn = draw(allowed, group_temperatures, seeds[at], group_positions, cutoff=cutoff)[1]
             token_ids[at] = drawn
             if group.has_penalties and self._history is not None:
                 self._history[group.row_numbers, group_positions.long()] = drawn
-            if group.asks and self.is_processed:
-                some = distribution(shaped, group_temperatures, drawn, cutoff)
+            if group.asks_kept or (group.asks and self.is_processed):
+                kept = distribution(allowed, group_temperatures, drawn, cutoff)
+                extras.kept_tokens += group.kept_tokens(shaped, kept, group_temperatures, first_row)
+                some = kept if self.is_processed else some
             extras.logprobs += group.logprobs(some, drawn, first_row)
         self._count_draw(first_row)
 
