@@ -19,6 +19,7 @@ from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.weights.sources import FileSource
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 HAVE_DEFAULTS = ("max_num_seqs", "max_model_len")  # if they are None
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
@@ -43,6 +44,12 @@ class Config:
         tokens
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on the CPU
+    lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32; an
+        embedding that is the same matrix keeps `dtype` beside it; "auto": all of this has `dtype`
+    logprobs_mode: "raw_logprobs": log-probabilities come from the model's own logits; "processed_logprobs": from the
+        distribution that each token was drawn from, after penalties, bias, masks, temperature and filters. A token that
+        could not be drawn has no entry then, and at temperature 0 the drawn token has 0.0. Nobody drew a prompt's
+        tokens, so of the settings only the temperature changes theirs, and temperature 0 counts as 1
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
         chooses the GPUs
     seed: a request without a seed of its own gets one that is made from this number
@@ -70,6 +77,8 @@ class Config:
     num_kvcache_blocks: int | None = None
     attention_backend: str = "auto"
     dtype: str = "auto"
+    lm_head_dtype: str = "auto"
+    logprobs_mode: str = RAW
     device: str = "auto"
     seed: int = 0
     load_format: str = "safetensors"
@@ -87,6 +96,7 @@ class Config:
         self._check_numbers()
         self.enforce_eager = check_flag("enforce_eager", self.enforce_eager)
         self.load_format = check_choice("load_format", self.load_format, ["safetensors", "dummy", "dummy_skewed"])
+        self.logprobs_mode = check_choice("logprobs_mode", self.logprobs_mode, [RAW, PROCESSED])
         self.device = _resolve_device(self.device, self.tensor_parallel_size)
         if check_flag("trust_remote_code", self.trust_remote_code):
             raise ValueError("trust_remote_code=True: must be False: no remote code runs here")
@@ -99,6 +109,7 @@ class Config:
         self.max_model_len = min(self.max_model_len, self.description.max_position)
         self.description = self.description.within(self.max_model_len)
         self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
+        self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
         self.attention_backend = choose_backend(
             self.attention_backend,
             self.device,
@@ -112,6 +123,11 @@ class Config:
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as torch names it."""
         return DTYPES[self.dtype]
+
+    @property
+    def torch_head_dtype(self) -> torch.dtype:
+        """The dtype of the logits, and of the matrix that computes them."""
+        return self.torch_dtype if self.lm_head_dtype == "auto" else torch.float32
 
     def _find_tokenizer(self) -> str | None:
         """Return the folder of the tokenizer that the options ask for; None: the checkpoint's own."""
@@ -183,10 +199,12 @@ def _resolve_device(device: str | torch.device, ranks: int) -> str:
     return "cuda"
 
 
+def _name(dtype: str | torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
 def _resolve_dtype(dtype: str | torch.dtype, device: str, hf_config: PretrainedConfig) -> str:
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
-    dtype = check_choice("dtype", dtype, ["auto", *DTYPES])
+    dtype = check_choice("dtype", _name(dtype), ["auto", *DTYPES])
     if dtype != "auto":
         return dtype
     if device == "cpu":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+MINUS_INFINITY = float("-inf")
+
 Decode = Callable[[list[int]], str]
 
 
@@ -48,6 +50,8 @@ class Candidates(NamedTuple):
 
     token_ids: the token itself, then the most likely ones in their order; values: their log-probabilities
     rank: the token's own
+
+    A likely token of log-probability -inf could not be drawn.
     """
 
     token_ids: list[int]
@@ -55,7 +59,10 @@ class Candidates(NamedTuple):
     rank: int
 
     def logprobs(self, decode: Decode | None) -> dict[int, LogProb]:
-        """Return token id -> log-probability. decode: makes text from tokens; None: there is no tokenizer."""
+        """Return token id -> log-probability, for the token itself and the likely ones that could be drawn.
+
+        decode: makes text from tokens; None: there is no tokenizer
+        """
         ranks, rank = [self.rank], 1
         for place in range(1, len(self.values)):
             if place > 1 and self.values[place] < self.values[place - 1]:
@@ -64,4 +71,5 @@ class Candidates(NamedTuple):
         return {
             token_id: LogProb(value, rank, None if decode is None else token_id, decode)
             for token_id, value, rank in zip(self.token_ids, self.values, ranks, strict=True)
+            if value != MINUS_INFINITY or token_id == self.token_ids[0]
         }

@@ -42,6 +42,9 @@ class SampleOutput(Output):
     stop_reason: the stop string or stop token that ended the sample, or the error's message; otherwise None
     logprobs: for each generated token a mapping from token ids to a LogProb, the token itself always among them;
         None if SamplingParams did not ask
+    kept_tokens: for each generated token, how many tokens could have been drawn in its place, and the log of the
+        probability that these had together at this temperature, before min_tokens, a form (structured_outputs) and
+        filters left out the others; at temperature 0 one token, and 0.0; None if SamplingParams did not ask
 
     A SampleOutput has one more attribute, which is no key:
 
@@ -56,6 +59,7 @@ class SampleOutput(Output):
     finish_reason: FinishReason
     stop_reason: int | str | None
     logprobs: list[Mapping[int, LogProb]] | None
+    kept_tokens: list[tuple[int, float]] | None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -130,6 +134,7 @@ class StreamOutput(Output):
     finish_reason: as in SampleOutput, in the sample's last output; None before
     stop_reason: as in SampleOutput, in the sample's last output; None before
     logprobs: as in SampleOutput, for the new tokens
+    kept_tokens: as in SampleOutput, for the new tokens
     prompt_logprobs: as in RequestOutput, in the first output of a prompt's first sample; None otherwise
     """
 
@@ -143,6 +148,7 @@ class StreamOutput(Output):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     logprobs: list[Mapping[int, LogProb]] | None
+    kept_tokens: list[tuple[int, float]] | None
     prompt_logprobs: list[Mapping[int, LogProb] | None] | None
 
 

@@ -64,6 +64,7 @@ class Sample:
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             logprobs=None if seq.params.logprobs is None else self._logprobs(seq.logprobs[start:]),
+            kept_tokens=seq.kept_tokens[start:] if seq.params.kept_tokens else None,
             prompt_logprobs=self.prompt_logprobs if start == 0 else None,
         )
 
@@ -86,6 +87,7 @@ class Sample:
             finish_reason=seq.finish_reason or "abort",
             stop_reason=seq.stop_reason,
             logprobs=None if seq.params.logprobs is None else self._logprobs(seq.logprobs),
+            kept_tokens=seq.kept_tokens if seq.params.kept_tokens else None,
         )
 
     def _logprobs(self, places: list[Candidates]) -> list[Mapping[int, LogProb]]:

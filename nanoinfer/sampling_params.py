@@ -46,17 +46,18 @@ class SamplingParams:
     include_stop_str_in_output: True: the text ends with the stop string or stop token; False: before it
     min_tokens: before this many generated tokens, no end-of-sequence token, stop token or stop string ends a sample
     logprobs: the output has the log-probability of each generated token, and of this many most likely ones; 0: of the
-        generated token alone; they come from the model's own logits, before any setting changes them
+        generated token alone; LLM's logprobs_mode says of which distribution
     prompt_logprobs: as logprobs, for each token of the prompt
     prompt_logprobs_start: the prompt's tokens before this position get no log-probabilities; the engine computes the
         token just before it, and may take the blocks before that token from the KV cache
+    kept_tokens: True: the output says for each generated token how many tokens could have been drawn in its place
     skip_special_tokens: True: the text leaves out special tokens
     detokenize: False: the output has token ids alone, a little sooner
     structured_outputs: the text has the form that one of these asks for: {"json": a JSON Schema, as a mapping, a text
         or a pydantic class}, {"json_object": True}, {"regex": text}, {"choice": list of texts}, or {"grammar": text, in
         Lark or GBNF}; needs `pip install 'nanoinfer[structured]'`. A sample ends where its text can only end, and at
         an end-of-sequence token even with ignore_eos; max_tokens may cut it before. JSON has at most one space between
-        its tokens. Log-probabilities are still the model's own
+        its tokens
 
     Raises a ValueError that names the setting, its value and the range, if a setting is out of its range.
     """
@@ -80,12 +81,13 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    kept_tokens: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "kept_tokens", "skip_special_tokens", "detokenize"):
             self._set(name, check_flag(name, getattr(self, name)))
         self._check_integers()
         self._check_prompt_logprobs()
@@ -185,7 +187,7 @@ class SamplingParams:
     def is_plain(self) -> bool:
         """Whether a draw needs only logits, temperature and seed, once min_tokens have been generated."""
         wants_more = self.has_penalties or self.has_filters or self.logit_bias or self.is_guided
-        return not wants_more and self.logprobs is None
+        return not (wants_more or self.kept_tokens) and self.logprobs is None
 
     @property
     def is_guided(self) -> bool:

@@ -50,13 +50,13 @@ def reference_support(logits: list[float], top_k: int, top_p: float, min_p: floa
     """Return the tokens that may be drawn, computed in float64 from the definitions."""
     scores = torch.tensor(logits, dtype=torch.float64)
     kth = scores.sort(descending=True).values[top_k - 1]
-    probabilities = scores.masked_fill(scores < kth, MINUS_INFINITY).softmax(0)
+    probabilities = scores.masked_fill(scores < kth, MINUS_INFINITY).softmax(0).tolist()
     support, mass = [], 0.0
     for token in sorted(range(len(logits)), key=lambda token: (-probabilities[token], -token)):
         if probabilities[token] == 0 or (top_p < 1 and support and mass >= top_p):
             break
         support.append(token)
-        mass += probabilities[token].item()
+        mass += probabilities[token]
     return {token for token in support if probabilities[token] >= min_p * probabilities[support[0]]}
 
 
@@ -155,7 +155,7 @@ def test_tokens_are_drawn_as_often_as_they_should(params: SamplingParams) -> Non
 
     positions = torch.full((draws,), len(tokens), dtype=torch.int32)
     group = LogitsProcessorGroup({0: wants(params, tokens)}, torch.device("cpu"))
-    shaped = group.shape(logits[None], positions[:1], torch.tensor([[*tokens, 0, 0]]))
+    shaped = group.forbid(group.shape(logits[None], positions[:1], torch.tensor([[*tokens, 0, 0]])))
     temperatures, seeds = torch.full((draws,), params.temperature), torch.arange(draws) * 7 + 3
     cutoff = group.find_cutoff(shaped, temperatures[:1])
     if cutoff is not None:
@@ -182,8 +182,8 @@ def definition(logits: torch.Tensor, params: SamplingParams, tokens: list[int]) 
     for token in set(tokens[2:]):
         logits[token] -= params.presence_penalty + params.frequency_penalty * tokens[2:].count(token)
     scores = logits / params.temperature
-    support = reference_support(scores.tolist(), params.top_k or 12, params.top_p, params.min_p)
-    mask = torch.tensor([token not in support for token in range(12)])
+    support = reference_support(scores.tolist(), params.top_k or len(scores), params.top_p, params.min_p)
+    mask = torch.tensor([token not in support for token in range(len(scores))])
     return scores.masked_fill(mask, MINUS_INFINITY).softmax(0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -120,6 +121,31 @@ def test_every_output_is_valid_by_its_schema(options: dict, make_llm: Callable[.
     llm = make_llm(device="cpu", max_num_seqs=64, **options)
     for output, schema in zip(generate(llm, params), schemas, strict=True):
         assert_valid(output, schema)
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=str)
+def test_processed_logprobs_are_those_of_the_tokens_that_the_form_allows(
+    options: dict, make_llm: Callable[..., LLM]
+) -> None:
+    llm = make_llm(device="cpu", logprobs_mode="processed_logprobs", **options)
+    params = [guided(seed, logprobs=2048, top_p=top_p, max_tokens=40) for seed in range(3) for top_p in (1.0, 0.9)]
+    for output in generate(llm, params):
+        for entry, token in zip(output["logprobs"], output["token_ids"], strict=True):
+            assert sum(map(math.exp, entry.values())) == pytest.approx(1, abs=1e-5)
+            assert token in entry
+            assert len(entry) < 2000  # no place of a person allows every token
+
+
+def test_kept_tokens_lead_from_the_models_logprobs_to_the_processed_ones(make_llm: Callable[..., LLM]) -> None:
+    raw, processed = (
+        generate(make_llm(logprobs_mode=mode), guided(5, logprobs=0, top_p=0.9, max_tokens=40, kept_tokens=True))[0]
+        for mode in ("raw_logprobs", "processed_logprobs")
+    )
+    assert raw["token_ids"] == processed["token_ids"]
+    assert raw["kept_tokens"] == processed["kept_tokens"]
+    log_mass = sum(mass for _, mass in raw["kept_tokens"])
+    assert processed.cumulative_logprob == pytest.approx(raw.cumulative_logprob - log_mass, abs=1e-3)
+    assert min(count for count, _ in raw["kept_tokens"]) == 1  # a form leaves no choice in some places
 
 
 class TestForms:

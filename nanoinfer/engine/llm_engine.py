@@ -200,7 +200,7 @@ class LLMEngine:
             blocks_used=self.scheduler.block_manager.share_used,
             advanced=done.seqs,
         )
-        self._record_logprobs(done)
+        self._record_extras(done)
         if isinstance(done.step, PrefillStep):
             for seq in done.seqs:
                 if not seq.is_finished:
@@ -227,15 +227,20 @@ class LLMEngine:
                 self.finish(seq, *end)
         return ended
 
-    def _record_logprobs(self, done: InFlight) -> None:
-        """Give the sequences the log-probabilities of the tokens that they are about to get, and of their prompts."""
+    def _record_extras(self, done: InFlight) -> None:
+        """Give the sequences what they want beside the tokens that they are about to get, and beside their prompts."""
         assert done.tokens is not None
-        for logprobs in done.tokens.logprobs:
+        extras = done.tokens.extras
+        for logprobs in extras.logprobs:
             for place, entry in logprobs.entries():
                 if not done.seqs[place].is_finished:
                     done.seqs[place].logprobs.append(entry)
+        for kept_tokens in extras.kept_tokens:
+            for place, kept in kept_tokens.entries():
+                if not done.seqs[place].is_finished:
+                    done.seqs[place].kept_tokens.append(kept)
         if isinstance(done.step, PrefillStep):
-            for logprobs in done.tokens.prompt_logprobs:
+            for logprobs in extras.prompt_logprobs:
                 for chunk, entry in logprobs.entries():
                     done.step.chunks[chunk].seq.prompt_logprobs.append(entry)
 

@@ -76,6 +76,7 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_table, is_long=seq.is_long)
     if seq.wants_prompt_logprobs:
         message.num_logprobs = seq.params.prompt_logprobs
+        message.temperature = seq.temperature
         message.num_unscored = max(0, seq.first_logits - chunk.start)
         message.next_token = None if chunk.is_last else seq.token_ids[chunk.end]
     return message

@@ -36,6 +36,7 @@ class Sequence:
         "finished_at",
         "first_token_at",
         "is_long",
+        "kept_tokens",
         "last_serial",
         "logprobs",
         "max_len",
@@ -81,6 +82,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token, the stop string, or the error's message
         self.logprobs: list[Candidates] = []  # of the generated tokens, if asked for
+        self.kept_tokens: list[tuple[int, float]] = []  # of the generated tokens, if asked for
         self.prompt_logprobs: list[Candidates] = []  # of the prompt's tokens but the first, if asked for
         self.queued_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.max_len = min(len(prompt) + params.max_tokens, max_model_len)

@@ -19,9 +19,18 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, tp: TensorParallel, other_name: str | None = None
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        tp: TensorParallel,
+        other_name: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """name: the tensor's name without ".weight"; other_name: a second name that a checkpoint may store it under"""
+        """name: the tensor's name without ".weight"; other_name: a second name that a checkpoint may store it under
+
+        dtype: the matrix's; None: torch's default
+        """
         super().__init__()
         self.name, self.other_name = name, other_name
         self.tp = tp
@@ -29,7 +38,7 @@ class VocabParallelEmbedding(nn.Module):
         share = -(-vocab_size // tp.size)
         self.first_id = min(tp.rank * share, vocab_size)
         rows = min(self.first_id + share, vocab_size) - self.first_id
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype), requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Look up [tokens] int32 ids; returns this rank's part, [tokens, hidden_size], zeros for other ranks' ids."""
@@ -41,8 +50,11 @@ class VocabParallelEmbedding(nn.Module):
         return rows * ours.unsqueeze(1)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Use the matrix as output projection: [rows, hidden_size] to [rows, this rank's token ids], into `out`."""
-        return torch.mm(hidden, self.weight.t(), out=out)
+        """Use the matrix as output projection: [rows, hidden_size] to [rows, this rank's token ids], into `out`.
+
+        The product and the result have the matrix's dtype.
+        """
+        return torch.mm(hidden.to(self.weight.dtype), self.weight.t(), out=out)
 
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's rows of the matrix, once for each name that they may have."""

@@ -133,7 +133,15 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A whole model. The runner uses the members that runner.model_runner.CausalLM declares."""
 
-    def __init__(self, model: Description, max_model_len: int, backend: AttentionBackend, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        model: Description,
+        max_model_len: int,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+        head_dtype: torch.dtype,
+    ) -> None:
+        """head_dtype: the logits', and that of the matrix that computes them."""
         super().__init__()
         self.num_layers = model.num_layers
         self.num_kv_heads = share_of_heads(model.num_kv_heads, tp.size)
@@ -155,9 +163,10 @@ class Decoder(nn.Module):
             mlp = _make_mlp(model, layer, tp)
             self.blocks.append(Block(next(joints), attention, next(joints), mlp))
         self.joint = next(joints)
-        self.lm_head = (
-            self.embedding if model.tied else VocabParallelEmbedding(HEAD, model.vocab_size, model.hidden_size, tp)
-        )
+        self.lm_head = self.embedding
+        if not model.tied or head_dtype != self.embedding.weight.dtype:
+            name, other_name = (EMBEDDING, HEAD) if model.tied else (HEAD, None)
+            self.lm_head = VocabParallelEmbedding(name, model.vocab_size, model.hidden_size, tp, other_name, head_dtype)
         self.logit_scale, self.logit_cap = model.logit_scale, model.logit_cap
 
     @property

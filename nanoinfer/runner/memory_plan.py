@@ -78,7 +78,7 @@ def _check_rows(config: Config, limit: int) -> None:
     """Refuse too many rows: each has logits, a block table, and room for the tokens so far, which penalties need."""
     vocab_size = -(-config.description.vocab_size // config.tensor_parallel_size)
     blocks = -(-config.max_model_len // config.kvcache_block_size)
-    row_bytes = vocab_size * config.torch_dtype.itemsize + 4 * (blocks + config.max_model_len)
+    row_bytes = vocab_size * config.torch_head_dtype.itemsize + 4 * (blocks + config.max_model_len)
     most = int(limit * MAX_ROWS_SHARE) // row_bytes
     if config.max_num_seqs > most:
         raise ValueError(

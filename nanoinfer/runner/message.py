@@ -16,6 +16,7 @@ class ChunkMessage:
     start: int  # position of the first token
     block_table: list[int]  # a block that all layers' windows have left behind has a meaningless number
     num_logprobs: int | None = None  # prompt_logprobs, for the token that follows each of these in the prompt
+    temperature: float = 1.0  # for prompt_logprobs, where these are processed
     num_unscored: int = 0  # for prompt_logprobs: nobody asks what follows these first tokens of the chunk
     next_token: int | None = None  # for prompt_logprobs: the prompt's token behind this chunk, if it goes on
     is_long: bool = False  # whether the sequence has the rotary frequencies of long ones
@@ -41,10 +42,10 @@ class LogitsMessage:
 
     @property
     def is_shaped(self) -> bool:
-        """Whether the row needs its logits in float32, to change them or for log-probabilities."""
+        """Whether the row needs its logits in float32, to change them or to tell of them."""
         params = self.params
         changes = params.has_penalties or params.logit_bias or self.suppressed or params.is_guided
-        return bool(changes) or params.logprobs is not None
+        return bool(changes) or params.logprobs is not None or params.kept_tokens
 
 
 @dataclass(slots=True)

@@ -16,22 +16,22 @@ from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend, make_backend
 from nanoinfer.attention.context import Context
-from nanoinfer.config import Config
+from nanoinfer.config import PROCESSED, Config
 from nanoinfer.layers.experts import skew_routers
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
+from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.input_batch import InputBatch, PrefillInputs
 from nanoinfer.runner.kv_cache import BLOCKS_AT_ONCE, KVCacheSpec, copy_blocks
-from nanoinfer.runner.logits.logprobs import LogProbs
-from nanoinfer.runner.logits.processors import LOGITS_AT_ONCE, LogitsProcessors
+from nanoinfer.runner.logits.processors import LogitsProcessors
+from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.threads import Threads
-from nanoinfer.runner.transfer import upload_all
 from nanoinfer.weights.plain_matrix import pack_weights
 from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
@@ -128,14 +128,15 @@ class ModelRunner:
             log.warning("%s: its language model is run, as text only; images are not supported", config.model)
         self.backend = make_backend(config.attention_backend, model.windows)
         with self.device, _default_dtype(config.torch_dtype):
-            decoder = Decoder(model, config.max_model_len, self.backend, self.tp)
+            decoder = Decoder(model, config.max_model_len, self.backend, self.tp, config.torch_head_dtype)
         source.fill(table_of(decoder))
         if config.load_format == "dummy_skewed":
             skew_routers(decoder)
         pack_weights(decoder)
         self.model = decoder
         self.sampler = Sampler(decoder.first_id, self.tp)
-        self.logits = torch.empty((config.max_num_seqs, decoder.num_ids), dtype=config.torch_dtype, device=self.device)
+        shape = config.max_num_seqs, decoder.num_ids
+        self.logits = torch.empty(shape, dtype=config.torch_head_dtype, device=self.device)
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""
@@ -233,7 +234,12 @@ class ModelRunner:
         self.kv_cache = self._cache_spec.allocate(num_blocks, self.device)
         self.batch = InputBatch(config.max_num_seqs, self.max_blocks, config.kvcache_block_size, self.device)
         self.logits_processors = LogitsProcessors(
-            config.description.vocab_size, config.max_num_seqs, config.max_model_len, self.device, self.tp
+            config.description.vocab_size,
+            config.max_num_seqs,
+            config.max_model_len,
+            self.device,
+            self.tp,
+            is_processed=config.logprobs_mode == PROCESSED,
         )
 
     def _run_largest_prefill(self) -> None:
@@ -286,50 +292,33 @@ class ModelRunner:
 
     def _finish(self, launched: Launched, masks: MaskMessage | None = None) -> PendingTokens | None:
         """Draw again for the rows that want more than a temperature."""
-        first_row, logits, batch = launched.first_row, launched.logits, self.batch
+        first_row, logits, extras, batch = launched.first_row, launched.logits, launched.extras, self.batch
         rows = slice(first_row, first_row + len(logits))
         token_ids = batch.last_tokens[rows]
-        logprobs: list[LogProbs] = []
         if self.logits_processors.wanted:  # the rows have advanced: batch.positions are the drawn tokens'
             how = batch.temperatures[rows], batch.seeds[rows], batch.positions[rows]
-            logprobs = self.logits_processors.redraw(first_row, logits, token_ids, *how, masks)
-        return PendingTokens(token_ids, logprobs, launched.prompt_logprobs) if self.tp.rank == 0 else None
+            self.logits_processors.redraw(first_row, logits, token_ids, *how, extras, masks)
+        return PendingTokens(token_ids, extras) if self.tp.rank == 0 else None
 
     def _prefill(self, message: PrefillMessage) -> Launched:
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.max_blocks)
         hidden = self.model(prompts.token_ids, prompts.context)
-        prompt_logprobs = self._prompt_logprobs(message.chunks, hidden)
+        is_processed = self.logits_processors.is_processed
+        extras = Extras(prompt_logprobs=prompt_logprobs(message.chunks, hidden, self._full_logits, is_processed))
         copy_blocks(self.kv_cache, prompts.copied_blocks)
         if not message.joins:
-            return Launched(message.num_rows, self.logits[:0], prompt_logprobs)
+            return Launched(message.num_rows, self.logits[:0], extras)
         logits = self.model.compute_logits(hidden[prompts.last_indices])
         token_ids = self.sampler(logits, prompts.temperatures, prompts.seeds, prompts.sample_positions)
         for row, join in enumerate(message.joins, message.num_rows):
             if join.logits is not None:
                 self.logits_processors.join(row, join.logits)
         self.batch.join(prompts, token_ids)
-        return Launched(message.num_rows, logits, prompt_logprobs)
+        return Launched(message.num_rows, logits, extras)
 
-    def _prompt_logprobs(self, chunks: list[ChunkMessage], hidden: Tensor) -> list[LogProbs]:
-        """Return the log-probabilities asked for of the prompts' tokens, by the logits of the one before; by chunk."""
-        places, tokens, begin = array("i"), array("i"), 0
-        counts: list[int] = []
-        keys: list[int] = []
-        for index, chunk in enumerate(chunks):
-            scored, first = chunk.scored, begin + chunk.num_unscored
-            places.extend(range(first, first + len(scored)))
-            tokens.extend(scored)
-            counts += [chunk.num_logprobs or 0] * len(scored)
-            keys += [index] * len(scored)
-            begin += len(chunk.token_ids)
-        device_places, device_tokens = upload_all([places, tokens], self.device)
-        logprobs: list[LogProbs] = []
-        for start in range(0, len(tokens), LOGITS_AT_ONCE):
-            some = slice(start, start + LOGITS_AT_ONCE)
-            logits = self.model.compute_logits(hidden[device_places[some].long()])
-            logits = self.logits_processors.gather(logits).float()
-            logprobs.append(LogProbs.of(logits, device_tokens[some], counts[some], keys[some]))
-        return logprobs
+    def _full_logits(self, hidden: Tensor) -> Tensor:
+        """Compute the logits of all tokens, [n, vocabulary] float32, from [n, hidden_size]."""
+        return self.logits_processors.gather(self.model.compute_logits(hidden)).float()
 
     def _decode(self, message: DecodeMessage) -> Launched:
         num_rows, graphs = message.num_rows, self.graphs
@@ -337,7 +326,7 @@ class ModelRunner:
             self._decode_rows(num_rows, message.max_context_len)
         else:
             graphs.replay(num_rows)
-        return Launched(0, self.logits[:num_rows], [])
+        return Launched(0, self.logits[:num_rows])
 
     def _decode_rows(self, num_rows: int, max_context_len: int) -> None:
         """Run one decode step over the first rows, all of it on the device."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from nanoinfer.runner.logits.logprobs import LogProbs
+from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.transfer import to_host
 
 POLL_SECONDS = 50e-6
@@ -20,25 +20,21 @@ class Launched:
     """A step whose rows have tokens that were drawn by temperature alone.
 
     first_row: these rows' first; logits: [rows, this rank's token ids], in the order of the rows
-    prompt_logprobs: the log-probabilities of prompts, by chunk
+    extras: what the step gave so far beside the tokens
     """
 
     first_row: int
     logits: Tensor
-    prompt_logprobs: list[LogProbs]
+    extras: Extras = field(default_factory=Extras)
 
 
 class PendingTokens:
     """The tokens of a launched step, on their way to the host."""
 
-    def __init__(self, token_ids: Tensor, logprobs: list[LogProbs], prompt_logprobs: list[LogProbs]) -> None:
-        """token_ids: [rows] int32, empty when the step samples none.
-
-        logprobs: the log-probabilities asked for, by place in token_ids; prompt_logprobs: the prompts', by chunk
-        """
+    def __init__(self, token_ids: Tensor, extras: Extras) -> None:
+        """token_ids: [rows] int32, empty when the step samples none."""
         self._host = to_host(token_ids)
-        self.logprobs = [entry.to_host() for entry in logprobs]  # to be read after `wait`
-        self.prompt_logprobs = [entry.to_host() for entry in prompt_logprobs]
+        self.extras = extras.to_host()  # to be read after `wait`
         self._event: torch.cuda.Event | None = None
         if token_ids.is_cuda:
             self._event = torch.cuda.Event()

@@ -11,6 +11,7 @@ from torch import Tensor
 from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff
 from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.kernels.sampling.penalties import penalize
+from nanoinfer.runner.logits.kept_tokens import KeptTokens
 from nanoinfer.runner.logits.logprobs import LogProbs
 from nanoinfer.runner.message import LogitsMessage
 from nanoinfer.runner.transfer import upload
@@ -28,6 +29,7 @@ class LogitsProcessorGroup:
     row_numbers: [rows] int64, these rows in the batch
     is_shaped: whether any of these rows needs its logits in float32, to change them or for log-probabilities
     is_guided: whether these rows, all of them, have masks
+    asks, asks_kept: whether any of these rows asks for log-probabilities, or for kept_tokens
     """
 
     def __init__(self, wanted: dict[int, LogitsMessage], device: torch.device) -> None:
@@ -40,7 +42,11 @@ class LogitsProcessorGroup:
         self._bias = self._find_bias()
         self._suppressed = self._find_suppressed()
         self._asked = [i for i, params in enumerate(self._params) if params.logprobs is not None]
+        self.asks = bool(self._asked)
         self._asked_rows = self._ints(self._asked)
+        self._kept = [i for i, params in enumerate(self._params) if params.kept_tokens]
+        self.asks_kept = bool(self._kept)
+        self._kept_rows = self._ints(self._kept)
         self._penalties = self._find_penalties() if self.has_penalties else None
         self._filters = self._find_filters() if any(params.has_filters for params in self._params) else None
 
@@ -51,18 +57,24 @@ class LogitsProcessorGroup:
             return x[start - first_row : start - first_row + len(self._numbers)]
         return x[self.row_numbers - first_row]
 
-    def shape(self, logits: Tensor, positions: Tensor, tokens: Tensor | None, masks: Tensor | None = None) -> Tensor:
-        """Return the logits to draw from: biased, penalized, and without tokens that may not be drawn.
+    def shape(self, logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
+        """Return the logits biased and penalized.
 
         logits: [rows, vocabulary] float32, like the result; positions: [rows], of the tokens to be drawn
         tokens: [rows, max_model_len] int32, the tokens so far; None if no row has penalties
-        masks: as for kernels.sampling.masks; None if the rows are not guided
         """
         if self._bias is not None:
             rows, ids, values = self._bias
             logits = logits.index_put((rows, ids), values, accumulate=True)
         if self._penalties is not None and tokens is not None:
             logits = penalize(logits, tokens.long(), positions, *self._penalties)
+        return logits
+
+    def forbid(self, logits: Tensor, masks: Tensor | None = None) -> Tensor:
+        """Return the logits with -inf for the tokens that may not be drawn.
+
+        masks: as for kernels.sampling.masks; None if the rows are not guided
+        """
         if self._suppressed is not None:
             logits = logits.index_put(self._suppressed, logits.new_full((), MINUS_INFINITY))
         if masks is not None:
@@ -77,11 +89,18 @@ class LogitsProcessorGroup:
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, first_row: int) -> list[LogProbs]:
         """Return the log-probabilities asked for, by row from first_row on; logits: [rows, vocabulary] float32."""
-        if not self._asked:
+        if not self.asks:
             return []
         counts = [self._params[i].logprobs or 0 for i in self._asked]
         keys = [self._numbers[i] - first_row for i in self._asked]
         return [LogProbs.of(logits[self._asked_rows], token_ids[self._asked_rows], counts, keys)]
+
+    def kept_tokens(self, shaped: Tensor, kept: Tensor, temperatures: Tensor, first_row: int) -> list[KeptTokens]:
+        """Return the KeptTokens asked for, by row from first_row on; the tensors are as for KeptTokens.of."""
+        if not self.asks_kept:
+            return []
+        rows, keys = self._kept_rows, [self._numbers[i] - first_row for i in self._kept]
+        return [KeptTokens.of(shaped[rows], kept[rows], temperatures[rows], keys)]
 
     def _find_bias(self) -> tuple[Tensor, Tensor, Tensor] | None:
         entries = [

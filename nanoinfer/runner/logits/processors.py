@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.kernels.sampling.distribution import distribution
 from nanoinfer.kernels.sampling.draw import draw
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.logits.logprobs import LogProbs
+from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
 from nanoinfer.runner.message import DecodeMessage, LogitsMessage, MaskMessage, PrefillMessage
 from nanoinfer.runner.transfer import upload
@@ -30,12 +31,20 @@ class LogitsProcessors:
     """
 
     def __init__(
-        self, vocab_size: int, max_num_seqs: int, max_model_len: int, device: torch.device, tp: TensorParallel
+        self,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        tp: TensorParallel,
+        is_processed: bool,
     ) -> None:
+        """is_processed: whether log-probabilities are those of the distributions that tokens are drawn from."""
         self.wanted: dict[int, LogitsMessage] = {}
         self.vocab_size = vocab_size
         self.device = device
         self.tp = tp
+        self.is_processed = is_processed
         self._groups: list[LogitsProcessorGroup] = []  # of all wanted rows, kept while these are the same
         self._history_shape = (max_num_seqs, max_model_len)
         self._history: Tensor | None = None  # [rows, max_model_len] int32, made when the first row needs it
@@ -78,40 +87,44 @@ class LogitsProcessors:
         temperatures: Tensor,
         seeds: Tensor,
         positions: Tensor,
+        extras: Extras,
         masks: MaskMessage | None = None,
-    ) -> list[LogProbs]:
+    ) -> None:
         """Draw again for the rows of `wanted`, from first_row on.
 
         logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], as for kernels.sampling.draw
         token_ids: [rows] int32, the tokens drawn for all rows from first_row on; the new draws replace theirs
+        extras: gets what the rows' requests ask for beside the tokens
         masks: for those of these rows that are guided; None if none is
-        Returns the log-probabilities asked for, by row from first_row on.
         """
         if first_row > 0:
             groups = self._divide([row for row in self.wanted if row >= first_row])
         else:
             groups = self._groups = self._groups or self._divide(list(self.wanted))
-        logprobs: list[LogProbs] = []
         groups_masks = self._upload_masks(masks)
         for group in groups:
             at = group.row_numbers - first_row
             group_temperatures, group_positions = temperatures[at], positions[at]
             some = self.gather(group.select(logits, first_row))
-            shaped = some
+            shaped = allowed = some
             if group.is_shaped:
                 some = some.float()
                 history = (
                     self._history[group.row_numbers] if group.has_penalties and self._history is not None else None
                 )
-                shaped = group.shape(some, group_positions, history, next(groups_masks) if group.is_guided else None)
-            cutoff = group.find_cutoff(shaped, group_temperatures)
-            drawn = draw(shaped, group_temperatures, seeds[at], group_positions, cutoff=cutoff)[1]
+                shaped = group.shape(some, group_positions, history)
+                allowed = group.forbid(shaped, next(groups_masks) if group.is_guided else None)
+            cutoff = group.find_cutoff(allowed, group_temperatures)
+            drawn = draw(allowed, group_temperatures, seeds[at], group_positions, cutoff=cutoff)[1]
             token_ids[at] = drawn
             if group.has_penalties and self._history is not None:
                 self._history[group.row_numbers, group_positions.long()] = drawn
-            logprobs += group.logprobs(some, drawn, first_row)
+            if group.asks_kept or (group.asks and self.is_processed):
+                kept = distribution(allowed, group_temperatures, drawn, cutoff)
+                extras.kept_tokens += group.kept_tokens(shaped, kept, group_temperatures, first_row)
+                some = kept if self.is_processed else some
+            extras.logprobs += group.logprobs(some, drawn, first_row)
         self._count_draw(first_row)
-        return logprobs
 
     def _upload_masks(self, masks: MaskMessage | None) -> Iterator[Tensor]:
         """Return the masks of each group of guided rows, [rows, words] int32 on the device."""

@@ -1,0 +1,30 @@
+"""Extras: what a step gives beside its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nanoinfer.runner.logits.kept_tokens import KeptTokens
+from nanoinfer.runner.logits.logprobs import LogProbs
+
+
+@dataclass
+class Extras:
+    """What a step gives beside its tokens, because requests ask for it.
+
+    logprobs: log-probabilities of the drawn tokens, by the token's place among them
+    kept_tokens: how many tokens could have been drawn, by the drawn token's place
+    prompt_logprobs: log-probabilities of prompts, by chunk
+    """
+
+    logprobs: list[LogProbs] = field(default_factory=list)
+    kept_tokens: list[KeptTokens] = field(default_factory=list)
+    prompt_logprobs: list[LogProbs] = field(default_factory=list)
+
+    def to_host(self) -> Extras:
+        """Copy to host memory; from a CUDA device the copy is complete with the stream's next event."""
+        return Extras(
+            [entry.to_host() for entry in self.logprobs],
+            [entry.to_host() for entry in self.kept_tokens],
+            [entry.to_host() for entry in self.prompt_logprobs],
+        )

@@ -1,0 +1,46 @@
+"""The log-probabilities of prompts' tokens, each by the logits of the token before it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from torch import Tensor
+
+from nanoinfer.kernels.sampling.distribution import at_temperature
+from nanoinfer.runner.logits.logprobs import LogProbs
+from nanoinfer.runner.logits.processors import LOGITS_AT_ONCE
+from nanoinfer.runner.message import ChunkMessage
+from nanoinfer.runner.transfer import upload, upload_all
+
+
+def prompt_logprobs(
+    chunks: list[ChunkMessage], hidden: Tensor, compute_logits: Callable[[Tensor], Tensor], is_processed: bool
+) -> list[LogProbs]:
+    """Return the log-probabilities that the chunks' requests ask for, by chunk.
+
+    hidden: the step's hidden states, [tokens, hidden_size], one chunk after another
+    compute_logits: makes [n, vocabulary] float32 of [n, hidden_size]
+    is_processed: whether logits are divided by the requests' temperatures
+    """
+    places, tokens, temperatures, begin = array("i"), array("i"), array("f"), 0
+    counts: list[int] = []
+    keys: list[int] = []
+    for index, chunk in enumerate(chunks):
+        scored, first = chunk.scored, begin + chunk.num_unscored
+        places.extend(range(first, first + len(scored)))
+        tokens.extend(scored)
+        temperatures.extend([chunk.temperature] * len(scored))
+        counts += [chunk.num_logprobs or 0] * len(scored)
+        keys += [index] * len(scored)
+        begin += len(chunk.token_ids)
+    device_places, device_tokens = upload_all([places, tokens], hidden.device)
+    device_temperatures = upload(temperatures, hidden.device) if is_processed else None
+    logprobs: list[LogProbs] = []
+    for start in range(0, len(tokens), LOGITS_AT_ONCE):
+        some = slice(start, start + LOGITS_AT_ONCE)
+        logits = compute_logits(hidden[device_places[some].long()])
+        if device_temperatures is not None:
+            logits = at_temperature(logits, device_temperatures[some])
+        logprobs.append(LogProbs.of(logits, device_tokens[some], counts[some], keys[some]))
+    return logprobs
