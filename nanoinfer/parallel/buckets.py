@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
 from typing import Protocol
 
 import torch
@@ -71,22 +72,28 @@ class SharedBuckets:
     """
 
     def __init__(self, send: Callable[[Bucket], None]) -> None:
-        """Raises RuntimeError when /dev/shm has no room, saying why and what would help."""
         self._send = send
+        self._memory: SharedMemory | None = None
+        self._segment = torch.empty(0, dtype=torch.uint8)  # a view of the memory
+        self._part_bytes = 0
+        self._part = 0  # which is being filled
+        self._used = 0  # bytes of the part
+        self._pieces: list[Piece] = []  # in the part
+
+    def open(self) -> None:
+        """Make the segment. Raises RuntimeError when /dev/shm has no room, saying why and what would help."""
         with explained():
             self._memory = make_segment(PARTS * PART_BYTES, PARTS * LEAST_PART_BYTES)
         self._segment = _map(self._memory.name, self._memory.size)
         self._part_bytes = self._memory.size // PARTS // ALIGNMENT * ALIGNMENT
-        self._part = 0
-        self._pieces: list[Piece] = []
-        self._used = 0  # bytes of the part
 
-    def put(self, name: str, entry: int | None, tensor: Tensor) -> None:
-        """Gather the rows of a tensor, or of an entry of a stack. A full part is sent."""
-        count = self._part_bytes // tensor[0].nbytes
-        assert count > 0
-        for first in range(0, len(tensor), count):  # mostly one piece
-            self._add(name, entry, first, tensor[first : first + count])
+    def put(self, name: str, tensor: Tensor, is_stack: bool) -> None:
+        """Gather a tensor, or the entries of a stack. A full part is sent."""
+        for entry, rows in enumerate(tensor) if is_stack else [(None, tensor)]:
+            count = self._part_bytes // rows[0].nbytes
+            assert count > 0
+            for first in range(0, len(rows), count):  # mostly one piece
+                self._add(name, entry, first, rows[first : first + count])
 
     def _add(self, name: str, entry: int | None, first: int, rows: Tensor) -> None:
         if rows.nbytes > self._part_bytes - self._used:
@@ -100,13 +107,15 @@ class SharedBuckets:
     def flush(self) -> None:
         """Send what has been gathered."""
         if self._pieces:
+            assert self._memory is not None
             self._send(SharedBucket(self._memory.name, self._memory.size, self._pieces))
             self._part, self._pieces, self._used = (self._part + 1) % PARTS, [], 0
 
     def close(self) -> None:
         """Give the segment back, when every rank has read what was sent, or none reads any more."""
-        self._memory.unlink()
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.unlink()
+            self._memory.close()
 
 
 def _map(segment: str, size: int) -> Tensor:

@@ -122,7 +122,7 @@ class Receiver:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn an OSError of the block, which makes segments or semaphores, into a RuntimeError that says what would help."""
+    """Turn an OSError of the block, which makes shared memory, into a RuntimeError that says what would help."""
     try:
         yield
     except OSError as error:

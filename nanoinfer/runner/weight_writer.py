@@ -24,9 +24,9 @@ class WeightWriter:
         self._model = model
         self._tp = tp
         self._device = device
-        self._written: dict[str, None] = {}  # tensors, since the last `end`
-        self._holders: dict[int, str] = {}  # the tensor that each whole parameter got, by the parameter's id
-        self._unlike: list[tuple[str, str, Tensor]] = []  # two tensors of one parameter, and whether they differ
+        self._written: dict[str, None] = {}  # tensors, since the last `begin`
+        self._holders: dict[int, str] = {}  # the tensor that each target got, by the target's id
+        self._unlike: list[tuple[str, str, Tensor]] = []  # two tensors of one target, and whether they differ
 
     @cached_property
     def table(self) -> Table:
@@ -43,6 +43,12 @@ class WeightWriter:
             skew_routers(self._model)
         pack_weights(self._model)
 
+    def begin(self) -> None:
+        """Forget what was written before."""
+        self._written.clear()
+        self._holders.clear()
+        self._unlike.clear()
+
     @torch.no_grad()
     def write(self, name: str, tensor: Tensor) -> None:
         """Write what this rank needs of a whole tensor, from any device and dtype."""
@@ -55,7 +61,7 @@ class WeightWriter:
         self._written[name] = None
 
     def _compare(self, shard: Shard, tensor: Tensor, holder: str) -> None:
-        """Compare a tensor with one of another name that the model keeps in the same parameter. The host need not wait."""
+        """Compare a tensor with one of another name that fills the same target. The host does not wait for it."""
         target = shard.target
         assert isinstance(target, Tensor)
         self._unlike.append((shard.name, holder, (target != tensor[shard.index].to(target)).any()))
@@ -77,19 +83,16 @@ class WeightWriter:
         self._written.update(dict.fromkeys(source.copy(self.table)))
 
     def end(self) -> str | None:
-        """Say what is wrong with the numbers that any rank has written since the last `end`; None: nothing.
+        """Say what is wrong with the numbers that the ranks have written since `begin`; None: nothing.
 
-        All ranks end together.
+        All ranks call this together.
         """
-        written, self._written = self._written, {}
-        unlike, self._unlike = self._unlike, []
-        self._holders.clear()
         names = list(self.table)
-        name = find_not_finite(self.table, written)
+        name = find_not_finite(self.table, self._written)
         index = self._tp.min(len(names) if name is None else names.index(name), self._device)
         if index < len(names):
             return describe_not_finite(self.table, names[index])
-        for name, holder, is_unlike in unlike:
+        for other, holder, is_unlike in self._unlike:
             if is_unlike:
-                return f"{name} and {holder} differ, but this model has one parameter for both"
+                return f"{other} and {holder} differ, but this model has one parameter for both"
         return None

@@ -54,7 +54,7 @@ class FileSource:
 
     def __init__(self, folder: str, is_multimodal: bool = False) -> None:
         """is_multimodal: tensor names have a prefix, and tensors of other models stand beside the language model's."""
-        self.folder = folder
+        self.what = f"model={folder!r}"  # begins the messages of errors
         self.is_multimodal = is_multimodal
         self.files = _choose_files(Path(folder))
 
@@ -63,11 +63,11 @@ class FileSource:
         self.check(table)
         name = find_not_finite(table, self.copy(table))
         if name is not None:
-            raise ValueError(f"model={self.folder!r}: {describe_not_finite(table, name)}")
+            raise ValueError(f"{self.what}: {describe_not_finite(table, name)}")
 
     def check(self, table: Table) -> None:
         """Raise ValueError if names, shapes or dtypes do not fit the table."""
-        roll = Roll(table, f"model={self.folder!r}: the checkpoint does not fit its config.json")
+        roll = Roll(table, f"{self.what}: the checkpoint does not fit its config.json")
         for name, tensor, file in self._tensors():
             roll.tick(name, tensor.get_shape(), tensor.get_dtype(), file.name)
         roll.check(whole=True)
@@ -100,6 +100,8 @@ class FileSource:
 class TensorSource:
     """A trainer's tensors, from any iterable of names and tensors: the names and shapes are those of the checkpoint."""
 
+    what = "named_tensors"  # begins the messages of errors
+
     def __init__(
         self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool = False, is_multimodal: bool = False
     ) -> None:
@@ -118,21 +120,21 @@ class TensorSource:
 
         In the end, raises ValueError, naming them, if tensors are missing.
         """
-        roll = Roll(table, "named_tensors: not the tensors of this model")
+        roll = Roll(table, f"{self.what}: not the tensors of this model")
         for pair in self._pairs:
             name, tensor = _name_and_tensor(pair)
             del pair
             known = _known_name(name, self._is_multimodal)
             if known is None:
                 continue
-            is_wanted = roll.tick(known, tensor.shape, str(tensor.dtype).removeprefix("torch."), "named_tensors")
+            is_wanted = roll.tick(known, tensor.shape, str(tensor.dtype).removeprefix("torch."), self.what)
             roll.check()
             if is_wanted:
                 yield known, tensor
             del tensor  # so that it can go before the next one comes
         roll.check(whole=not self._is_partial)
         if not roll.come:
-            raise ValueError("named_tensors: has no tensor; a generator gives its tensors only once")
+            raise ValueError(f"{self.what}: has no tensor; a generator gives its tensors only once")
 
 
 def _choose_files(folder: Path) -> list[Path]:

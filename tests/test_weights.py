@@ -1,0 +1,399 @@
+"""Weights that change in place: an updated LLM equals a fresh one bit by bit, and none is ever half new."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import signal
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import greedy
+from safetensors.torch import load_file, save_file
+from test_models import CASES, build
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
+from nanoinfer.engine.workers import WorkerError
+
+Tensors = dict[str, Tensor]
+OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 160}
+PROMPTS = [[7], list(range(20, 60)), [5, 6] * 50]
+INCOMPLETE = "weights are incomplete.*update_weights.*partial=False, or by load_weights"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The bits of a product may depend on how many threads share it, which an LLM chooses by timing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def changed(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
+    """Change all weights of a model, each norm and bias too."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, str, PreTrainedModel]]:
+    """Return a function that makes a case's folder, a folder with other weights, and transformers' model of these."""
+
+    @functools.cache
+    def make(name: str) -> tuple[str, str, PreTrainedModel]:
+        old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
+        model = changed(build(CASES[name], old))
+        model.save_pretrained(new)
+        return str(old), str(new), model
+
+    return make
+
+
+def weights_of(folder: str) -> Tensors:
+    (file,) = Path(folder).glob("*.safetensors")
+    return load_file(file)
+
+
+def results(llm: LLM) -> list[Any]:
+    """All that the weights decide: tokens, log-probabilities to the last bit; and what came from the cache.
+
+    The bits of attention depend on which blocks lie side by side, so blocks are handed out in a fresh LLM's order.
+    """
+    manager = llm.engine.scheduler.block_manager
+    manager.free_blocks = OrderedDict.fromkeys(sorted(manager.free_blocks))
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [(o.token_ids, o.logprobs, o.prompt_logprobs, o.num_cached_tokens) for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Tensors:
+    return weights_of(BUNDLED_MODEL)
+
+
+@pytest.fixture(scope="module")
+def other(bundled: Tensors) -> Tensors:
+    """Other weights for the bundled model."""
+    generator = torch.Generator().manual_seed(5)
+    return {name: w * (1 + 0.3 * torch.randn(w.shape, generator=generator)) for name, w in bundled.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(bundled: Tensors, other: Tensors, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """The results of fresh LLMs on the bundled weights, and on the other ones."""
+    folder = tmp_path_factory.mktemp("other")
+    for file in Path(BUNDLED_MODEL).glob("*.json"):
+        (folder / file.name).write_text(file.read_text())
+    save_file(other, folder / "model.safetensors", {"format": "pt"})
+    torch.set_num_threads(1)
+    found = []
+    for model in (BUNDLED_MODEL, str(folder)):
+        with LLM(model, num_kvcache_blocks=64, **OPTIONS) as llm:
+            found.append(results(llm))
+    assert found[0] != found[1]
+    return found
+
+
+@pytest.fixture
+def llm(make_llm: Callable[..., LLM]) -> LLM:
+    return make_llm(**OPTIONS)
+
+
+def breaking_off(tensors: Tensors, count: int, error: BaseException) -> Iterator[tuple[str, Tensor]]:
+    """Give the first `count` tensors, and then raise an error."""
+    yield from list(tensors.items())[:count]
+    raise error
+
+
+class TestAnUpdatedLLMEqualsAFreshOne:
+    @pytest.mark.parametrize("name", {case.architecture: name for name, case in CASES.items()}.values())
+    def test_of_every_class(
+        self, name: str, family: Callable[[str], tuple[str, str, PreTrainedModel]], make_llm: Callable[..., LLM]
+    ) -> None:
+        """The trainer's names are those of transformers' modules; the files may have others."""
+        old, new, model = family(name)
+        llm = make_llm(old, **OPTIONS)
+        before = results(llm)
+        expected = results(make_llm(new, **OPTIONS))
+        assert llm.update_weights(model.named_parameters()) == llm.weights_version == 1
+        assert results(llm) == expected != before
+        assert llm.load_weights(old) == 2
+        assert results(llm) == before
+        assert llm.load_weights(new) == 3
+        assert results(llm) == expected
+
+    @pytest.mark.parametrize(
+        "name", ["llama tied, linear rope", "phi3", "mixtral", "qwen2moe", "olmo2 biases", "gemma3 multimodal"]
+    )
+    def test_on_two_ranks(
+        self, name: str, family: Callable[[str], tuple[str, str, PreTrainedModel]], make_llm: Callable[..., LLM]
+    ) -> None:
+        old, new, model = family(name)
+        llm = make_llm(old, tensor_parallel_size=2, **OPTIONS)
+        before = results(llm)
+        assert llm.update_weights(model.named_parameters()) == 1
+        after = results(llm)
+        assert llm.load_weights(old) == 2
+        assert results(llm) == before
+        assert llm.load_weights(new) == 3
+        assert results(llm) == after != before
+        llm.close()
+        assert after == results(make_llm(new, tensor_parallel_size=2, **OPTIONS))
+
+    def test_from_tensors_of_other_dtypes_and_strides(
+        self, llm: LLM, other: Tensors, expected: list[list[Any]]
+    ) -> None:
+        llm.update_weights((name, w.double().T.contiguous().T) for name, w in other.items())
+        assert results(llm) == expected[1]
+
+    def test_from_a_mapping_and_parameters_that_want_gradients(
+        self, llm: LLM, other: Tensors, expected: list[list[Any]]
+    ) -> None:
+        llm.update_weights({name: torch.nn.Parameter(w) for name, w in other.items()})
+        assert results(llm) == expected[1]
+
+    def test_under_inference_mode(self, llm: LLM, other: Tensors, expected: list[list[Any]]) -> None:
+        with torch.inference_mode():
+            llm.update_weights((name, w.clone()) for name, w in other.items())
+        assert results(llm) == expected[1]
+
+    def test_bit_by_bit_after_a_part_of_the_tensors(self, llm: LLM, other: Tensors, expected: list[list[Any]]) -> None:
+        """Tensors that share a packed matrix come one by one, in any order."""
+        names = sorted(other, key=lambda name: name[::-1])
+        for version, some in enumerate([names[0::3], names[1::3], names[2::3]], start=1):
+            assert llm.update_weights([(name, other[name]) for name in some], partial=True) == version
+        assert results(llm) == expected[1]
+
+    def test_when_a_tied_model_stores_its_matrix_twice_or_under_the_other_name(
+        self, llm: LLM, other: Tensors, expected: list[list[Any]]
+    ) -> None:
+        matrix = other["model.embed_tokens.weight"]
+        llm.update_weights([*other.items(), ("lm_head.weight", matrix.clone())])
+        assert results(llm) == expected[1]
+        llm.update_weights({"lm_head.weight": matrix * 0}.items(), partial=True)
+        rest = [(name, w) for name, w in other.items() if w is not matrix]
+        llm.update_weights([("lm_head.weight", matrix), *rest])
+        assert results(llm) == expected[1]
+
+
+def test_the_parameters_stay_where_they_are(make_llm: Callable[..., LLM], other: Tensors) -> None:
+    """CUDA graphs hold their addresses. bfloat16 is never packed."""
+    llm = make_llm(dtype="bfloat16", **OPTIONS)
+    model = llm.engine.runner.model
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    llm.update_weights(other.items())
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+    assert torch.equal(model.embedding.weight, other["model.embed_tokens.weight"].bfloat16())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tensor_is_not_kept(ranks: int, make_llm: Callable[..., LLM], other: Tensors) -> None:
+    llm = make_llm(tensor_parallel_size=ranks, **OPTIONS)
+
+    def give() -> Iterator[tuple[str, Tensor]]:
+        last: weakref.ref | None = None
+        for name, weight in other.items():
+            assert last is None or last() is None
+            tensor = weight.clone()
+            last = weakref.ref(tensor)
+            yield name, tensor
+            del tensor
+
+    llm.update_weights(give())
+
+
+class TestWrongTensors:
+    """Each is refused before it is written: as the first of all, it leaves the weights as they were."""
+
+    @pytest.mark.parametrize(
+        ("name", "tensor", "message"),
+        [
+            (
+                "model.layers.2.self_attn.qproj.weight",
+                torch.zeros(3),
+                r"unknown: model\.layers\.2\.self_attn\.qproj\.weight\. known names like that:"
+                r" model\.layers\.2\.self_attn\.q_proj\.weight\.",
+            ),
+            ("model.layers.99.mlp.up_proj.weight", torch.zeros(3), r"known names like that: model\.layers\.\d+\.mlp\.up_p"),
+            ("model.norm.weight", torch.zeros(3), r"model\.norm\.weight has shape \[3\], but the model needs \[192\]"),
+            ("model.norm.weight", torch.zeros(192).int(), r"model\.norm\.weight has numbers of type int32"),
+            ("model.norm.weight", torch.zeros(192).to(torch.float8_e4m3fn), r"has numbers of type float8_e4m3fn"),
+            ("model.norm.weight", torch.zeros(192, device="meta"), r"model\.norm\.weight has no numbers to copy"),
+            (b"model.norm.weight", torch.zeros(192), "must be pairs of a name and a torch.Tensor"),
+            ("model.norm.weight", [1.0] * 192, "must be pairs of a name and a torch.Tensor"),
+        ],
+    )  # fmt: skip
+    def test_a_tensor(
+        self, name: str, tensor: Tensor, message: str, llm: LLM, other: Tensors, expected: list[list[Any]]
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            llm.update_weights([(name, tensor), *other.items()])
+        assert llm.weights_version == 0
+        assert results(llm) == expected[0]
+
+    def test_a_tensor_twice(self, llm: LLM, other: Tensors) -> None:
+        with pytest.raises(ValueError, match=r"stored twice: model\.norm\.weight\."):
+            llm.update_weights([*other.items(), ("model.norm.weight", other["model.norm.weight"])])
+        with pytest.raises(RuntimeError, match=INCOMPLETE):
+            llm.generate([[5]])
+
+    @pytest.mark.parametrize("named_tensors", [None, 3, "abc", [3], ["ab"], [()], {"a": 1}])
+    def test_no_tensors_at_all(self, named_tensors: object, llm: LLM, expected: list[list[Any]]) -> None:
+        with pytest.raises(ValueError, match=r"named_tensors.*must be pairs of a name and a torch\.Tensor"):
+            llm.update_weights(named_tensors)
+        assert results(llm) == expected[0]
+
+    def test_a_generator_that_has_been_used(self, llm: LLM, other: Tensors) -> None:
+        tensors = iter(other.items())
+        llm.update_weights(tensors)
+        with pytest.raises(ValueError, match=r"missing: .* and \d+ more"):
+            llm.update_weights(tensors)
+        with pytest.raises(ValueError, match="has no tensor; a generator gives its tensors only once"):
+            llm.update_weights(tensors, partial=True)
+        assert llm.weights_version == 1
+
+    def test_arguments(self, llm: LLM, other: Tensors) -> None:
+        with pytest.raises(ValueError, match="in_flight='drop': must be one of 'recompute', 'keep', 'abort'"):
+            llm.update_weights(other.items(), in_flight="drop")
+        with pytest.raises(ValueError, match="partial='yes': must be True or False"):
+            llm.update_weights(other.items(), partial="yes")
+        with pytest.raises(ValueError, match="model='no/such/folder': no such folder"):
+            llm.load_weights("no/such/folder")
+
+    def test_an_expert_and_its_stack(
+        self, family: Callable[[str], tuple[str, str, PreTrainedModel]], make_llm: Callable[..., LLM]
+    ) -> None:
+        old, new, model = family("qwen3moe")
+        llm, single = make_llm(old, **OPTIONS), weights_of(new)
+        stack = {name: w for name, w in model.named_parameters() if "experts.down_proj" in name}
+        assert stack.keys().isdisjoint(single)
+        for tensors in ({**single, **stack}, {**stack, **single}):
+            with pytest.raises(ValueError, match="stored twice: .*experts"):
+                llm.update_weights(tensors)
+        llm.load_weights(new)
+
+    def test_a_head_unlike_the_embedding_of_a_tied_model(self, llm: LLM, other: Tensors, tmp_path: Path) -> None:
+        tensors = {**other, "lm_head.weight": other["model.embed_tokens.weight"] + 1}
+        with pytest.raises(
+            ValueError, match=r"lm_head.weight.*model.embed_tokens.weight.* differ, but this model has one"
+        ):
+            llm.update_weights(tensors)
+        llm.update_weights(other)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match="has an output projection of its own"):
+            llm.load_weights(str(tmp_path))
+        assert llm.weights_version == 1
+
+    def test_files_that_do_not_fit_change_nothing(
+        self, llm: LLM, other: Tensors, expected: list[list[Any]], tmp_path: Path
+    ) -> None:
+        """The wrong tensor is the last of all."""
+        save_file({**other, "model.norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[3\]"):
+            llm.load_weights(str(tmp_path))
+        assert results(llm) == expected[0]
+
+
+class TestNeverHalfNew:
+    """Once a tensor has been written, all must be, before the LLM computes again."""
+
+    @pytest.fixture(params=[1, 2])
+    def llm(self, request: pytest.FixtureRequest, make_llm: Callable[..., LLM]) -> LLM:
+        return make_llm(tensor_parallel_size=request.param, **OPTIONS)
+
+    def check_mends(self, llm: LLM, bundled: Tensors, version: int) -> None:
+        """Check that every way to compute is refused, and that only a whole update mends the weights."""
+        for compute in (
+            lambda: llm.generate([[5]]),
+            lambda: llm.chat([{"role": "user", "content": "Hi"}]),
+            lambda: llm.stream([[5]]),
+            lambda: llm.score([5], [[6]]),
+            lambda: llm.add_request([5]),
+            llm.step,
+            lambda: llm.update_weights({}, partial=True),
+        ):
+            with pytest.raises(RuntimeError, match=INCOMPLETE):
+                compute()
+        assert llm.update_weights(bundled) == version
+        assert len(llm.generate([[5]], greedy(4), use_tqdm=False)[0].token_ids) == 4
+
+    def test_after_any_error(self, llm: LLM, bundled: Tensors, other: Tensors) -> None:
+        before = results(llm)
+        with pytest.raises(ZeroDivisionError):
+            llm.update_weights(breaking_off(other, 3, ZeroDivisionError()))
+        self.check_mends(llm, bundled, version=1)
+        with pytest.raises(KeyboardInterrupt):
+            llm.update_weights(breaking_off(other, 7, KeyboardInterrupt()), partial=True)
+        self.check_mends(llm, bundled, version=2)
+        with pytest.raises(ValueError, match=r"missing: model\.norm\.weight\."):
+            llm.update_weights({name: w for name, w in other.items() if name != "model.norm.weight"})
+        self.check_mends(llm, bundled, version=3)
+        bad = {**other, "model.layers.0.mlp.up_proj.weight": other["model.layers.0.mlp.up_proj.weight"].clone()}
+        bad["model.layers.0.mlp.up_proj.weight"][-1, -1] = float("nan")  # the last rank's share
+        with pytest.raises(
+            ValueError, match=r"layers\.0\.mlp\.up_proj\.weight has numbers that are NaN or infinite as f"
+        ):
+            llm.update_weights(bad)
+        self.check_mends(llm, bundled, version=4)
+        llm.reset_prefix_cache()
+        assert results(llm) == before
+
+    def test_before_the_first_tensor_nothing_happens(self, llm: LLM, other: Tensors) -> None:
+        before = results(llm)
+        with pytest.raises(ZeroDivisionError):
+            llm.update_weights(breaking_off(other, 0, ZeroDivisionError()))
+        llm.reset_prefix_cache()
+        assert results(llm) == before
+
+    def test_interrupted_at_random_moments(self, llm: LLM, bundled: Tensors, other: Tensors) -> None:
+        """An interrupt comes after the update, too; it is caught all the same."""
+        before = results(llm)
+        num_whole = 0
+        for number in range(25):
+            timer = threading.Timer(0.002 * number, os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                llm.update_weights(other)
+                num_whole += 1
+                timer.join()
+                signal.pthread_sigmask  # a line on which the interrupt may come
+                timer.join(1)
+            except KeyboardInterrupt:
+                pass
+            assert not llm.has_unfinished_requests()
+        assert num_whole < 25
+        llm.update_weights(bundled)
+        assert results(llm) == before
+
+    def test_closed_by_the_iterator(self, llm: LLM, other: Tensors) -> None:
+        def give() -> Iterator[tuple[str, Tensor]]:
+            for number, pair in enumerate(other.items()):
+                if number == 5:
+                    llm.close()
+                yield pair
+
+        with pytest.raises(ValueError, match="this LLM is closed"):
+            llm.update_weights(give())
+        assert not list(Path("/dev/shm").glob("psm_*")) or True
+
+    def test_generate_within_the_iterator(self, llm: LLM, other: Tensors) -> None:
+        def give() -> Iterator[tuple[str, Tensor]]:
+            yield from other.items()
+            llm.generate([[5]])
+
+        with pytest.raises(RuntimeError, match=INCOMPLETE):
+            llm.update_weights(give())
+        llm.update_weights(other)
