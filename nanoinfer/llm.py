@@ -48,8 +48,8 @@ class LLM:
 
     ValueError: an option, an argument or a setting cannot work, or the LLM is closed; the message names the argument,
         its value and what would work; nothing has run yet
-    RuntimeError: the weights are incomplete, or the LLM is busy: another thread generates, a stream is open, or requests
-        of add_request have not ended
+    RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not
+        ended; or an update of the weights broke off, and they are incomplete
     WorkerError: a tensor-parallel rank died or hangs; the LLM is closed, and later calls raise the error again
     KeyboardInterrupt: Ctrl-C in generate, chat, stream or step drops every request and leaves the LLM usable. With
         several ranks it takes effect when the step is complete. A second Ctrl-C, more than a second after the first,

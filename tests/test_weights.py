@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import os
+import pickle
 import signal
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -15,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import greedy
+from conftest import assert_close, greedy
 from safetensors.torch import load_file, save_file
 from test_models import CASES, build
 from torch import Tensor
@@ -23,6 +26,7 @@ from transformers import PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.engine.workers import WorkerError
+from nanoinfer.parallel import buckets
 
 Tensors = dict[str, Tensor]
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 160}
@@ -135,9 +139,7 @@ class TestAnUpdatedLLMEqualsAFreshOne:
         assert llm.load_weights(new) == 3
         assert results(llm) == expected
 
-    @pytest.mark.parametrize(
-        "name", ["llama tied, linear rope", "phi3", "mixtral", "qwen2moe", "olmo2 biases", "gemma3 multimodal"]
-    )
+    @pytest.mark.parametrize("name", ["phi3", "qwen2moe", "olmo2 biases", "gemma3 multimodal"])
     def test_on_two_ranks(
         self, name: str, family: Callable[[str], tuple[str, str, PreTrainedModel]], make_llm: Callable[..., LLM]
     ) -> None:
@@ -156,7 +158,9 @@ class TestAnUpdatedLLMEqualsAFreshOne:
     def test_from_tensors_of_other_dtypes_and_strides(
         self, llm: LLM, other: Tensors, expected: list[list[Any]]
     ) -> None:
-        llm.update_weights((name, w.double().T.contiguous().T) for name, w in other.items())
+        llm.update_weights(
+            (name, w.double().mT.contiguous().mT if w.ndim == 2 else w.double()) for name, w in other.items()
+        )
         assert results(llm) == expected[1]
 
     def test_from_a_mapping_and_parameters_that_want_gradients(
@@ -227,7 +231,7 @@ class TestWrongTensors:
                 r"unknown: model\.layers\.2\.self_attn\.qproj\.weight\. known names like that:"
                 r" model\.layers\.2\.self_attn\.q_proj\.weight\.",
             ),
-            ("model.layers.99.mlp.up_proj.weight", torch.zeros(3), r"known names like that: model\.layers\.\d+\.mlp\.up_p"),
+            ("model.layers.99.mlp.up_proj.weight", torch.zeros(3), r"like that: model\.layers\.\d+\.mlp\.up_p"),
             ("model.norm.weight", torch.zeros(3), r"model\.norm\.weight has shape \[3\], but the model needs \[192\]"),
             ("model.norm.weight", torch.zeros(192).int(), r"model\.norm\.weight has numbers of type int32"),
             ("model.norm.weight", torch.zeros(192).to(torch.float8_e4m3fn), r"has numbers of type float8_e4m3fn"),
@@ -281,7 +285,7 @@ class TestWrongTensors:
         stack = {name: w for name, w in model.named_parameters() if "experts.down_proj" in name}
         assert stack.keys().isdisjoint(single)
         for tensors in ({**single, **stack}, {**stack, **single}):
-            with pytest.raises(ValueError, match="stored twice: .*experts"):
+            with pytest.raises(ValueError, match=r"stored twice: .*experts"):
                 llm.update_weights(tensors)
         llm.load_weights(new)
 
@@ -359,24 +363,28 @@ class TestNeverHalfNew:
         assert results(llm) == before
 
     def test_interrupted_at_random_moments(self, llm: LLM, bundled: Tensors, other: Tensors) -> None:
-        """An interrupt comes after the update, too; it is caught all the same."""
         before = results(llm)
-        num_whole = 0
-        for number in range(25):
-            timer = threading.Timer(0.002 * number, os.kill, (os.getpid(), signal.SIGINT))
+        begin = time.perf_counter()
+        llm.update_weights(other)
+        seconds = time.perf_counter() - begin
+        broken = 0
+        for number in range(20):
+            with pytest.raises(KeyboardInterrupt):
+                self.update_interrupted(llm, other, seconds * number / 16)
             try:
-                timer.start()
-                llm.update_weights(other)
-                num_whole += 1
-                timer.join()
-                signal.pthread_sigmask  # a line on which the interrupt may come
-                timer.join(1)
-            except KeyboardInterrupt:
-                pass
-            assert not llm.has_unfinished_requests()
-        assert num_whole < 25
+                llm.engine.check_ready()
+            except RuntimeError:
+                broken += 1
+                llm.update_weights(bundled)
+        assert 0 < broken < 20
         llm.update_weights(bundled)
         assert results(llm) == before
+
+    def update_interrupted(self, llm: LLM, tensors: Tensors, seconds: float) -> None:
+        """Send this process a SIGINT some time after the update begins, or when it has ended."""
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+        llm.update_weights(tensors)
+        time.sleep(10)
 
     def test_closed_by_the_iterator(self, llm: LLM, other: Tensors) -> None:
         def give() -> Iterator[tuple[str, Tensor]]:
@@ -387,7 +395,6 @@ class TestNeverHalfNew:
 
         with pytest.raises(ValueError, match="this LLM is closed"):
             llm.update_weights(give())
-        assert not list(Path("/dev/shm").glob("psm_*")) or True
 
     def test_generate_within_the_iterator(self, llm: LLM, other: Tensors) -> None:
         def give() -> Iterator[tuple[str, Tensor]]:
@@ -397,3 +404,305 @@ class TestNeverHalfNew:
         with pytest.raises(RuntimeError, match=INCOMPLETE):
             llm.update_weights(give())
         llm.update_weights(other)
+
+
+def request(seed: int = 1, **settings: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.8, "seed": seed, "max_tokens": 40, "ignore_eos": True, **settings})
+
+
+def test_equal_prompts_share_nothing_of_the_old_weights(llm: LLM, bundled: Tensors) -> None:
+    prompt = [[5, 6, 7, 8] * 20]
+
+    def cached() -> int:
+        return llm.generate(prompt, greedy(2), use_tqdm=False)[0].num_cached_tokens
+
+    assert [cached(), cached()] == [0, 64]
+    llm.update_weights(bundled)
+    assert [cached(), cached()] == [0, 64]
+    llm.update_weights({"model.norm.weight": bundled["model.norm.weight"]}, partial=True)
+    assert [cached(), cached()] == [0, 64]
+    llm.reset_prefix_cache()
+    assert [cached(), cached()] == [0, 64]
+
+
+class TestRequestsThatRun:
+    """Between two steps of a loop of one's own, the weights may change."""
+
+    PROMPTS = ([5] * 40, [6, 7] * 20, [8])
+
+    def begin(self, llm: LLM, steps: int, **settings: Any) -> list[int]:
+        ids = [llm.add_request(prompt, request(seed, **settings)) for seed, prompt in enumerate(self.PROMPTS)]
+        outputs = [output for _ in range(steps) for output in llm.step()]
+        assert not outputs
+        return ids
+
+    def finish(self, llm: LLM) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        while llm.has_unfinished_requests():
+            outputs += llm.step()
+        return sorted(outputs, key=lambda output: output.request_id)
+
+    def test_recompute_draws_on_as_if_the_tokens_so_far_were_a_prompt(
+        self, llm: LLM, make_llm: Callable[..., LLM], other: Tensors
+    ) -> None:
+        self.begin(llm, steps=10, logprobs=0)
+        llm.update_weights(other)
+        fresh = make_llm(**OPTIONS)
+        fresh.update_weights(other)
+        for seed, output in enumerate(self.finish(llm)):
+            prompt, tokens = output.prompt_token_ids, output.token_ids
+            (first, old), (start, new) = output.weights_versions
+            assert (first, old, new) == (0, 0, 1)
+            assert 5 < start < 12
+            params = request(seed, logprobs=0, max_tokens=40 - start)
+            (again,) = fresh.generate([prompt + tokens[:start]], params, use_tqdm=False)
+            assert tokens[start:] == again.token_ids
+            assert logprobs_of(output)[start:] == pytest.approx(logprobs_of(again), abs=1e-4)
+
+    def test_each_token_counts_for_the_version_that_drew_it(
+        self, llm: LLM, make_llm: Callable[..., LLM], other: Tensors
+    ) -> None:
+        """The step in flight has been launched with the old weights."""
+        old = self.reference(make_llm)
+        self.begin(llm, steps=10)
+        llm.update_weights(other)
+        for output, expected in zip(self.finish(llm), old, strict=True):
+            start = output.weights_versions[1][0]
+            assert output.token_ids[:start] == expected.token_ids[:start]
+            assert output.token_ids != expected.token_ids
+
+    def reference(self, make_llm: Callable[..., LLM]) -> list[RequestOutput]:
+        llm = make_llm(**OPTIONS)
+        params = [request(seed) for seed in range(len(self.PROMPTS))]
+        return llm.generate(list(self.PROMPTS), params, use_tqdm=False)
+
+    def test_keep_goes_on_over_the_old_keys_and_values(
+        self, llm: LLM, make_llm: Callable[..., LLM], bundled: Tensors, other: Tensors
+    ) -> None:
+        """With the same weights, it changes nothing. With others, tokens differ from those that recompute gives."""
+        expected = self.reference(make_llm)
+        self.begin(llm, steps=10)
+        llm.update_weights(bundled, in_flight="keep")
+        outputs = self.finish(llm)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+        assert all(len(o.weights_versions) == 2 for o in outputs)
+        found = []
+        for in_flight in ("keep", "recompute"):
+            self.begin(llm, steps=10, logprobs=0)
+            llm.update_weights(other, in_flight=in_flight)
+            assert llm.engine.scheduler.num_preemptions == 0
+            found.append([logprobs_of(output) for output in self.finish(llm)])
+            llm.update_weights(bundled)
+        assert found[0] != found[1]
+
+    def test_what_is_kept_is_never_shared(self, llm: LLM, make_llm: Callable[..., LLM], other: Tensors) -> None:
+        """Blocks that a kept sequence fills later hang on old keys, too."""
+        self.begin(llm, steps=10)
+        llm.update_weights(other, in_flight="keep")
+        outputs = self.finish(llm)
+        prompts = [output.prompt_token_ids + output.token_ids for output in outputs]
+        again = llm.generate(prompts, greedy(4), use_tqdm=False)
+        assert [output.num_cached_tokens for output in again] == [0, 0, 0]
+        fresh = make_llm(**OPTIONS)
+        fresh.update_weights(other)
+        expected = fresh.generate(prompts, greedy(4), use_tqdm=False)
+        assert [o.token_ids for o in again] == [o.token_ids for o in expected]
+
+    def test_abort_returns_what_there_is_and_it_goes_on_later(
+        self, llm: LLM, make_llm: Callable[..., LLM], bundled: Tensors
+    ) -> None:
+        expected = self.reference(make_llm)
+        ids = self.begin(llm, steps=10)
+        llm.update_weights(bundled, in_flight="abort")
+        outputs = sorted(llm.step(), key=lambda output: output.request_id)
+        assert not llm.has_unfinished_requests()
+        assert [output.request_id for output in outputs] == ids
+        for seed, (output, whole) in enumerate(zip(outputs, expected, strict=True)):
+            assert output.finish_reason == "abort"
+            assert output.weights_versions == [(0, 0)]
+            done = output.token_ids
+            assert 5 < len(done) < 12
+            prompt = [*output.prompt_token_ids, *done]
+            (rest,) = llm.generate([prompt], request(seed, max_tokens=40 - len(done)), use_tqdm=False)
+            assert done + rest.token_ids == whole.token_ids
+            assert rest.weights_versions == [(0, 1)]
+
+    @pytest.mark.parametrize("in_flight", ["recompute", "keep", "abort"])
+    def test_requests_in_every_state(self, in_flight: str, make_llm: Callable[..., LLM], bundled: Tensors) -> None:
+        """Some wait, one is half prefilled, some decode, some stop. New weights that equal the old change nothing."""
+        options = {**OPTIONS, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+        params = [
+            request(1, n=3, max_tokens=9),
+            request(2, prompt_logprobs=0, logprobs=1),
+            request(3, stop=["e", "t"]),
+            request(4, max_tokens=3),
+            request(5, max_tokens=0, prompt_logprobs=0),
+        ]
+        prompts = [[5] * 40, [6, 7] * 30, [8], list(range(20, 90)), [9, 5] * 35]
+        expected = make_llm(**options).generate(prompts, params, use_tqdm=False)
+        llm = make_llm(**options)
+        manager = llm.engine.scheduler.block_manager
+        for steps in range(1, 40, 2):
+            llm.reset_prefix_cache()
+            ids = [llm.add_request(prompt, settings) for prompt, settings in zip(prompts, params, strict=True)]
+            outputs = [output for _ in range(steps) for output in llm.step()]
+            llm.update_weights(bundled, in_flight=in_flight)
+            outputs += self.finish(llm)
+            assert manager.num_free == len(manager.blocks)
+            assert sorted(output.request_id for output in outputs) == ids
+            for output in outputs:
+                self.check_beginning(output, expected[output.request_id - ids[0]], is_whole=in_flight != "abort")
+
+    def check_beginning(self, output: RequestOutput, expected: RequestOutput, is_whole: bool) -> None:
+        """Check that an output is the expected one, or if it is not whole, a beginning of it."""
+        for sample, wanted in zip(output.samples, expected.samples, strict=True):
+            count = len(wanted.token_ids) if is_whole else len(sample.token_ids)
+            assert sample.token_ids == wanted.token_ids[:count]
+            assert_close(sample.logprobs, wanted.logprobs and wanted.logprobs[:count])
+        if is_whole:
+            assert_close(output.prompt_logprobs, expected.prompt_logprobs)
+
+    def test_a_request_that_has_not_begun_has_one_version(self, llm: LLM, bundled: Tensors) -> None:
+        llm.add_request([5], greedy(3))
+        for in_flight in ("keep", "recompute"):
+            llm.update_weights(bundled, in_flight=in_flight)
+        (output,) = self.finish(llm)
+        assert output.weights_versions == [(0, 2)]
+
+    def test_a_broken_update_keeps_them(self, llm: LLM, bundled: Tensors) -> None:
+        self.begin(llm, steps=10)
+        with pytest.raises(ZeroDivisionError):
+            llm.update_weights(breaking_off(bundled, 5, ZeroDivisionError()))
+        with pytest.raises(RuntimeError, match=INCOMPLETE):
+            llm.step()
+        llm.update_weights(bundled)
+        assert [len(output.token_ids) for output in self.finish(llm)] == [40, 40, 40]
+
+    def test_a_call_that_generates_is_not_disturbed(self, llm: LLM, bundled: Tensors) -> None:
+        stream = llm.stream([[5]], greedy(4))
+        assert next(stream).weights_versions == [(0, 0)]
+        for change in (lambda: llm.update_weights(bundled), lambda: llm.load_weights(BUNDLED_MODEL)):
+            with pytest.raises(RuntimeError, match="a stream is open"):
+                change()
+        with pytest.raises(RuntimeError, match="a stream is open"):
+            llm.reset_prefix_cache()
+        stream.close()
+        assert llm.update_weights(bundled) == 1
+
+
+def logprobs_of(output: RequestOutput) -> list[float]:
+    return [entry[token] for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_hundred_updates_do_not_grow(ranks: int, make_llm: Callable[..., LLM], bundled: Tensors) -> None:
+    llm = make_llm(tensor_parallel_size=ranks, **OPTIONS)
+    processes = llm.engine.workers.processes if llm.engine.workers else []
+    pids = [os.getpid(), *(process.pid for process in processes)]
+
+    def held() -> tuple[list[int], list[int], list[int], set[str]]:
+        """Return each process's memory, threads and descriptors, and the names in /dev/shm."""
+        gc.collect()
+        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
+        threads, files = ([len(os.listdir(f"/proc/{pid}/{kind}")) for pid in pids] for kind in ("task", "fd"))
+        return pages, threads, files, {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
+
+    def update(number: int) -> None:
+        tensors = list(bundled.items())
+        if number % 3 == 0:
+            llm.load_weights(BUNDLED_MODEL)
+        elif number % 3 == 1:
+            llm.update_weights(tensors)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                llm.update_weights(breaking_off(bundled, number % len(tensors), ZeroDivisionError()))
+            llm.update_weights(bundled)
+
+    before = results(llm)
+    for number in range(10):
+        update(number)
+    pages, *rest = held()
+    for number in range(100):
+        update(number)
+    pages_after, *rest_after = held()
+    assert rest_after == rest
+    assert (
+        max(after - old for after, old in zip(pages_after, pages, strict=True)) * os.sysconf("SC_PAGE_SIZE") < 4 << 20
+    )
+    assert results(llm) == before
+
+
+class TestBuckets:
+    """Tensors reach the other ranks through shared memory."""
+
+    def test_a_bucket_smaller_than_a_tensor(
+        self, make_llm: Callable[..., LLM], bundled: Tensors, other: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(buckets, "PART_BYTES", 3000)
+        monkeypatch.setattr(buckets, "LEAST_PART_BYTES", 3000)
+        llm = make_llm(tensor_parallel_size=2, **OPTIONS)
+        llm.update_weights(other)
+        small = results(llm)
+        monkeypatch.undo()
+        llm.update_weights(bundled)
+        assert results(llm) != small
+        llm.update_weights(other)
+        assert results(llm) == small
+
+    def test_a_stack_of_experts_in_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(buckets, "PART_BYTES", 1024)
+        monkeypatch.setattr(buckets, "LEAST_PART_BYTES", 1024)
+        sent: list[buckets.Bucket] = []
+        found = torch.zeros(3, 50, 6, dtype=torch.float64)
+
+        def send(bucket: buckets.Bucket) -> None:
+            """Read a bucket two messages late, as a rank may."""
+            sent.append(pickle.loads(pickle.dumps(bucket)))
+            if len(sent) > 2:
+                sent.pop(0).read(take)
+
+        def take(piece: buckets.Piece, rows: Tensor) -> None:
+            assert piece.name == "stack"
+            found[piece.entry, piece.first : piece.first + len(rows)] = rows
+
+        stack = torch.randn(3, 50, 6, dtype=torch.float64)
+        shared = buckets.SharedBuckets(send)
+        shared.open()
+        shared.put("stack", stack, is_stack=True)
+        shared.flush()
+        for bucket in sent:
+            bucket.read(take)
+        shared.close()
+        assert torch.equal(found, stack)
+
+    def test_no_room_in_shared_memory(
+        self, make_llm: Callable[..., LLM], bundled: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nothing has been written then."""
+        llm = make_llm(tensor_parallel_size=2, **OPTIONS)
+        before = results(llm)
+
+        def full(file: int, offset: int, num_bytes: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(RuntimeError, match="several ranks need shared memory in /dev/shm, but it is full"):
+            llm.update_weights(bundled)
+        llm.reset_prefix_cache()
+        assert results(llm) == before
+
+    def test_a_rank_that_dies_is_named(self, make_llm: Callable[..., LLM], other: Tensors) -> None:
+        llm = make_llm(tensor_parallel_size=2, **OPTIONS)
+        names = set(os.listdir("/dev/shm"))
+
+        def give() -> Iterator[tuple[str, Tensor]]:
+            for number, pair in enumerate(other.items()):
+                if number == 5:
+                    llm.engine.workers.send("weights.no_such_method", ())
+                yield pair
+
+        with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*no_such_method"):
+            llm.update_weights(give())
+        with pytest.raises(WorkerError, match="this LLM is closed"):
+            llm.update_weights(other)
+        assert set(os.listdir("/dev/shm")) <= names
