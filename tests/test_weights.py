@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_lifecycle
 import torch
 from conftest import assert_close, greedy
 from safetensors.torch import load_file, save_file
+from test_lifecycle import HOST_FILES, Interrupt
 from test_models import CASES, build
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -577,6 +580,34 @@ class TestRequestsThatRun:
             llm.step()
         llm.update_weights(bundled)
         assert [len(output.token_ids) for output in self.finish(llm)] == [40, 40, 40]
+
+    @pytest.mark.parametrize("in_flight", ["recompute", "keep", "abort"])
+    def test_an_interrupt_at_any_line_leaves_no_mixture(
+        self, in_flight: str, llm: LLM, bundled: Tensors, other: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The test interrupts at every 293rd line, and near the end at each but where the lock is given back."""
+        monkeypatch.setattr(test_lifecycle, "HOST_FILES", (*HOST_FILES, "sources.py", "roll.py", "weight_writer.py"))
+        expected = results(llm)
+
+        def update(trace: Interrupt) -> None:
+            self.begin(llm, steps=5)
+            sys.settrace(trace)
+            try:
+                llm.update_weights(other, in_flight=in_flight)
+            finally:
+                sys.settrace(None)
+
+        whole = Interrupt()
+        update(whole)
+        self.finish(llm)
+        for line in [*range(1, whole.count - 15, 293), *range(whole.count - 15, whole.count - 1)]:
+            with pytest.raises(KeyboardInterrupt):
+                update(Interrupt(line))
+            before = llm.weights_version
+            assert llm.update_weights(bundled, in_flight=in_flight) == before + 1
+            self.finish(llm)
+            llm.reset_prefix_cache()
+            assert results(llm) == expected, f"interrupted at line {line}"
 
     def test_a_call_that_generates_is_not_disturbed(self, llm: LLM, bundled: Tensors) -> None:
         stream = llm.stream([[5]], greedy(4))
