@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from nanoinfer.checks import as_int
 from nanoinfer.hints import ELSEWHERE
-from nanoinfer.hub import CONFIG_FILES, find_folder
+from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.models import check_architectures
 
 GENERATION_SETTINGS = (
@@ -37,7 +37,7 @@ class Checkpoint:
     @classmethod
     def open(cls, model: str, revision: str | None = None) -> Checkpoint:
         """Read a folder, or download a Hub id first. Raises ValueError if a file is missing or cannot be read."""
-        folder = find_folder("model", model, revision, [*CONFIG_FILES, "*.safetensors"])
+        folder = find_folder("model", model, revision, CHECKPOINT_FILES)
         hf_config = _read_config(folder)
         generation = _read_generation_config(folder)
         return cls(

@@ -10,6 +10,7 @@ from huggingface_hub import snapshot_download
 from nanoinfer.checks import short
 
 CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+CHECKPOINT_FILES = [*CONFIG_FILES, "*.safetensors"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 REVISIONS = {"model": "revision", "tokenizer": "tokenizer_revision"}
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable
 from collections.abc import Sequence as ListLike
 from typing import Any, overload
 
+from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanoinfer.checks import check_flag, check_none
 from nanoinfer.config import Config
-from nanoinfer.engine.llm_engine import LLMEngine, StepResult
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.hints import hints_for
-from nanoinfer.hub import has_tokenizer
+from nanoinfer.hub import CHECKPOINT_FILES, find_folder, has_tokenizer
 from nanoinfer.inputs import Chats, Inputs, Prepared, Prompt, Tokens
 from nanoinfer.outputs import RequestOutput, Score, StreamOutput, score_of
-from nanoinfer.request import Requests
+from nanoinfer.progress import Rates, Stream
+from nanoinfer.request import InFlight, Requests
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.weights.sources import FileSource, TensorSource
 
 NO_LORA = "there is no LoRA here"
 
@@ -37,6 +39,7 @@ class LLM:
         reports it once, at level INFO
     tokenizer: the checkpoint's own tokenizer, or that of the option; None if there is none: then prompts are token ids,
         and texts are empty
+    weights_version: how often update_weights and load_weights have changed the weights
 
     An LLM holds its device memory and processes until close(), the end of its `with` block, or its deletion. One thread
     at a time can use it.
@@ -45,7 +48,8 @@ class LLM:
 
     ValueError: an option, an argument or a setting cannot work, or the LLM is closed; the message names the argument,
         its value and what would work; nothing has run yet
-    RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not ended
+    RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not
+        ended; or an update of the weights broke off, and they are incomplete
     WorkerError: a tensor-parallel rank died or hangs; the LLM is closed, and later calls raise the error again
     KeyboardInterrupt: Ctrl-C in generate, chat, stream or step drops every request and leaves the LLM usable. With
         several ranks it takes effect when the step is complete. A second Ctrl-C, more than a second after the first,
@@ -80,7 +84,7 @@ class LLM:
 
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
         """
-        self.engine.check_open()
+        self.engine.check_ready()
         use_tqdm = check_flag("use_tqdm", use_tqdm)
         check_none("lora_request", lora_request, NO_LORA)
         return self._generate(self._inputs.check(prompts, sampling_params), use_tqdm)
@@ -104,7 +108,7 @@ class LLM:
 
         Raises ValueError, before anything runs, as generate does, and for a chat that the template refuses.
         """
-        self.engine.check_open()
+        self.engine.check_ready()
         use_tqdm = check_flag("use_tqdm", use_tqdm)
         check_none("lora_request", lora_request, NO_LORA)
         return self._generate(self._inputs.check_chats(messages, sampling_params, template), use_tqdm)
@@ -128,7 +132,7 @@ class LLM:
 
         Raises ValueError, before anything runs, as generate does.
         """
-        self.engine.check_open()
+        self.engine.check_ready()
         prepared = self._inputs.check(prompts, sampling_params)
         if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
             self._inputs.check_detokenizer("stream")
@@ -147,7 +151,7 @@ class LLM:
 
         Raises ValueError as generate does, and for a continuation that adds no token to the prompt's.
         """
-        self.engine.check_open()
+        self.engine.check_ready()
         prepared = self._inputs.check_continuations(prompt, continuations)
         return [score_of(output) for output in self._generate(prepared, use_tqdm=False)]
 
@@ -192,7 +196,7 @@ class LLM:
 
         Raises ValueError as generate does.
         """
-        self.engine.check_open()
+        self.engine.check_ready()
         prepared = self._inputs.check_one(prompt, sampling_params)
         with self._turn(), self._requests:
             return self._requests.add(prepared).id
@@ -202,7 +206,7 @@ class LLM:
 
         If the step raises, or Ctrl-C interrupts it, every request is dropped; has_unfinished_requests() is False then.
         """
-        self.engine.check_open()
+        self.engine.check_ready()
         with self._turn(), self._requests:
             if not self._requests.finished:  # abort may have ended some
                 self._requests.step()
@@ -227,6 +231,64 @@ class LLM:
         request = self._requests.find(request_id)
         if request is not None:
             self._requests.abort(request)
+
+    @hints_for("update_weights")
+    def update_weights(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        partial: bool = False,
+        in_flight: InFlight = "recompute",
+    ) -> int:
+        """Write a trainer's tensors into the weights, in place; returns the new weights_version.
+
+        named_tensors: names and tensors as the checkpoint has them, such as model.named_parameters(), or a mapping;
+            tensors of any device, and of 16, 32 or 64 bits, each of which is written as it comes and not kept
+        partial: True: the other weights stay as they are; False: all tensors of the model must come
+        in_flight: what becomes of the requests of add_request that have begun. "recompute": they keep their tokens,
+            and their prompts and tokens are computed again, so that later tokens and log-probabilities are those of
+            the new weights alone; "keep": they go on with the keys and values of the old weights; "abort": they end,
+            and the next step returns them
+
+        Afterwards no request shares what the old weights have computed. If named_tensors raises an error, or Ctrl-C
+        comes, the weights are incomplete: generate and the like raise RuntimeError until all weights have been written.
+        Raises ValueError for a tensor that does not fit, before it is written, for numbers that are not finite, and
+        for tensors that are missing in the end. Then, too, the weights are incomplete, unless none was written.
+        """
+        self.engine.check_open()
+        if check_flag("partial", partial):
+            self.engine.check_ready()
+        source = TensorSource(named_tensors, partial, self.config.description.is_multimodal)
+        begin = self._requests.before_new_weights(in_flight)
+        with self._turn():
+            return self.engine.update_weights(source, begin)
+
+    @hints_for("load_weights")
+    def load_weights(self, model: str, revision: str | None = None, in_flight: InFlight = "recompute") -> int:
+        """Write the weights of another checkpoint of the same model, as update_weights does.
+
+        model: a folder with *.safetensors, or a Hub id
+        revision: the branch, tag or commit of a Hub id; None: its main branch
+        in_flight: as for update_weights
+
+        Raises ValueError if names, shapes or dtypes do not fit, before anything is written.
+        """
+        self.engine.check_open()
+        folder = find_folder("model", model, revision, CHECKPOINT_FILES)
+        source = FileSource(folder, self.config.description.is_multimodal)
+        begin = self._requests.before_new_weights(in_flight)
+        with self._turn():
+            return self.engine.load_weights(source, begin)
+
+    @property
+    def weights_version(self) -> int:
+        """How often the weights have been changed."""
+        return self.engine.weights_version
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request share what has been computed so far."""
+        self.engine.check_open()
+        with self._turn():
+            self.engine.scheduler.reset_prefix_cache()
 
     def default_sampling_params(self) -> SamplingParams:
         """Return SamplingParams with the checkpoint's generation_config.json; other settings have our defaults.
@@ -258,8 +320,8 @@ class LLM:
         """
         if self._busy.locked():
             raise RuntimeError(
-                "another thread is generating with this LLM, or a stream is open: pass all prompts in one call,"
-                " or close the stream"
+                "another thread is generating with this LLM or writes its weights, or a stream is open: pass all"
+                " prompts in one call, or close the stream"
             )
         if alone and self.has_unfinished_requests():
             raise RuntimeError("requests of add_request have not ended: call step until they have, or abort them")
@@ -303,56 +365,6 @@ class LLM:
                 if use_tqdm and (rates.update(result) or newly):
                     bar.set_postfix_str(str(rates), refresh=False)
                     bar.update(newly)
-
-
-class Stream(Iterator[StreamOutput]):
-    """The outputs of one call of LLM.stream. After an error, each further `next` raises RuntimeError with its reason.
-
-    `close`, or the stream's deletion, aborts the samples that have not ended.
-    """
-
-    def __init__(self, outputs: Generator[StreamOutput, None, None]) -> None:
-        self._outputs = outputs
-        self._failure: str | None = None  # not the error itself: its traceback keeps what the engine holds
-
-    def __next__(self) -> StreamOutput:
-        if self._failure is not None:
-            raise RuntimeError(f"this stream has ended, make another: {self._failure}")
-        try:
-            return next(self._outputs)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.close()  # an interrupt may come after the generator has yielded, which leaves it open
-            self._failure = str(error) or type(error).__name__
-            raise
-
-    def close(self) -> None:
-        """Abort the samples that have not ended."""
-        self._outputs.close()
-
-
-class Rates:
-    """Tokens per second of prefill and of decode, each over the time that its steps took."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._prefill = [0, 0.0]  # tokens, seconds
-        self._decode = [0, 0.0]
-
-    def update(self, result: StepResult) -> bool:
-        """Count one step, over the time since the step before it; returns whether it was a prefill step."""
-        if result.ready_at is None:
-            return False
-        counter = self._prefill if result.num_prefill_tokens else self._decode
-        counter[0] += result.num_prefill_tokens + result.num_decode_tokens
-        counter[1] += result.ready_at - self._last
-        self._last = result.ready_at
-        return result.num_prefill_tokens > 0
-
-    def __str__(self) -> str:
-        prefill, decode = (tokens / max(seconds, 1e-9) for tokens, seconds in (self._prefill, self._decode))
-        return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
 
 
 def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:

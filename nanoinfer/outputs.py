@@ -40,6 +40,8 @@ class SampleOutput(Output):
         max_model_len; "abort" after llm.abort; "error" when the text could not be made or its grammar grew too
         complex, which ends this sample alone
     stop_reason: the stop string or stop token that ended the sample, or the error's message; otherwise None
+    weights_versions: pairs (first, version): from token_ids[first] on, llm.weights_version was `version`; there are
+        several pairs if llm.update_weights or llm.load_weights came in between
     logprobs: for each generated token a mapping from token ids to a LogProb, the token itself always among them;
         None if SamplingParams did not ask
     kept_tokens: for each generated token, how many tokens could have been drawn in its place, and the log of the
@@ -58,6 +60,7 @@ class SampleOutput(Output):
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: int | str | None
+    weights_versions: list[tuple[int, int]]
     logprobs: list[Mapping[int, LogProb]] | None
     kept_tokens: list[tuple[int, float]] | None
 
@@ -133,6 +136,7 @@ class StreamOutput(Output):
     token_ids: the new tokens
     finish_reason: as in SampleOutput, in the sample's last output; None before
     stop_reason: as in SampleOutput, in the sample's last output; None before
+    weights_versions: as in SampleOutput, for all tokens so far
     logprobs: as in SampleOutput, for the new tokens
     kept_tokens: as in SampleOutput, for the new tokens
     prompt_logprobs: as in RequestOutput, in the first output of a prompt's first sample; None otherwise
@@ -147,6 +151,7 @@ class StreamOutput(Output):
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    weights_versions: list[tuple[int, int]]
     logprobs: list[Mapping[int, LogProb]] | None
     kept_tokens: list[tuple[int, float]] | None
     prompt_logprobs: list[Mapping[int, LogProb] | None] | None

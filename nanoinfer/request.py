@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.checks import as_int, short
+from nanoinfer.checks import as_int, check_choice, short
 from nanoinfer.detokenizer import Detokenizer, decode, decoder
 from nanoinfer.engine.llm_engine import LLMEngine, StepResult
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.inputs import Prepared
 from nanoinfer.logprob import Candidates, LogProb
 from nanoinfer.outputs import RequestOutput, SampleOutput, StreamOutput, Timings
+
+InFlight = Literal["recompute", "keep", "abort"]  # what becomes of running requests when the weights change
 
 
 class Sample:
@@ -63,6 +66,7 @@ class Sample:
             token_ids=seq.token_ids[seq.num_prompt_tokens + start :].tolist(),
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
+            weights_versions=seq.weights_versions,
             logprobs=None if seq.params.logprobs is None else self._logprobs(seq.logprobs[start:]),
             kept_tokens=seq.kept_tokens[start:] if seq.params.kept_tokens else None,
             prompt_logprobs=self.prompt_logprobs if start == 0 else None,
@@ -86,6 +90,7 @@ class Sample:
             token_ids=seq.output_token_ids,
             finish_reason=seq.finish_reason or "abort",
             stop_reason=seq.stop_reason,
+            weights_versions=seq.weights_versions,
             logprobs=None if seq.params.logprobs is None else self._logprobs(seq.logprobs),
             kept_tokens=seq.kept_tokens if seq.params.kept_tokens else None,
         )
@@ -196,6 +201,11 @@ class Requests:
     def step(self) -> StepResult:
         """Run one step of the engine, and update the texts of the samples that it advanced."""
         result = self._engine.step()
+        self._update(result)
+        return result
+
+    def _update(self, result: StepResult) -> None:
+        """Update the texts of the samples that a step advanced, and retire those that ended."""
         ended = result.finished
         if self._watched:
             watched = [self._watched[seq] for seq in result.advanced if seq in self._watched]
@@ -205,7 +215,22 @@ class Requests:
             self._changed += [sample for sample in watched if sample.streams and not sample.seq.is_finished]
             ended = ended + [sample.seq for sample in running if sample.seq.is_finished]
         self._retire(ended)
-        return result
+
+    def before_new_weights(self, in_flight: InFlight) -> Callable[[], None]:
+        """Return the function that prepares the requests for new weights; in_flight: as for LLM.update_weights."""
+        check_choice("in_flight", in_flight, list(get_args(InFlight)))
+
+        def prepare() -> None:
+            with self:
+                for result in self._engine.drain():
+                    self._update(result)
+                if in_flight == "recompute":
+                    self._engine.scheduler.restart()
+                elif in_flight == "abort":
+                    for request in list(self._running.values()):
+                        self.abort(request)
+
+        return prepare
 
     def find(self, request_id: int) -> Request | None:
         """Return the request, or None if it has ended. Raises ValueError for an id that no request has had."""

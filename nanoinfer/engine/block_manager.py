@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import count
 
 from nanoinfer.engine.sequence import Sequence
@@ -154,6 +155,18 @@ class BlockManager:
         named = set(self.cached_blocks.values())
         held = [block_id for block_id in range(len(self.blocks)) if block_id not in self.free_blocks]
         self.free_blocks = OrderedDict.fromkeys(sorted([*self.free_blocks, *held], key=named.__contains__))
+
+    def forget_all(self, seqs: Iterable[Sequence]) -> None:
+        """Take the names of all blocks, so that no later sequence shares one.
+
+        seqs: all sequences that hold blocks. The blocks that they fill from now on follow blocks without a name, so no
+        other sequence finds them
+        """
+        self.cached_blocks.clear()
+        for block in self.blocks:
+            block.content = None
+        for seq in seqs:
+            seq.last_serial = next(self._serials)
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         found: list[int] = []

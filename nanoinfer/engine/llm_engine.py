@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.interrupts import delayed_interrupt
@@ -19,10 +21,13 @@ from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.workers import WorkerError, Workers
 from nanoinfer.grammar import Grammar
+from nanoinfer.models.description import EMBEDDING, HEAD
+from nanoinfer.parallel.buckets import Bucket, SharedBuckets
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.pending_tokens import PendingTokens
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.weights.sources import FileSource, TensorSource
 
 
 @dataclass
@@ -75,6 +80,8 @@ class LLMEngine:
         self.matchers = Matchers()
         self.in_flight: deque[InFlight] = deque()
         self.on_step: Callable[[StepResult], None] | None = None  # called with each step that is read back
+        self.weights_version = 0  # the updates that have ended well
+        self._is_whole = True  # otherwise an update is under way or broke off, and the weights are a mixture
         self.num_requests = 0  # that have been added so far, ended ones included
 
     def add_request(self, prompt: list[int], params: SamplingParams, grammar: Grammar | None = None) -> list[Sequence]:
@@ -98,6 +105,7 @@ class LLMEngine:
             own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
             seq = Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, request_id, index)
             seq.queued_at = time.perf_counter()
+            seq.use_weights(self.weights_version)
             seqs.append(seq)
             self.scheduler.add(seq)
             if grammar is not None:
@@ -123,7 +131,7 @@ class LLMEngine:
 
         The masks of guided rows need the tokens of the step before. The host makes them while the device computes.
         """
-        self.check_open()
+        self.check_ready()
         with self._undivided():
             result, launched = StepResult([]), None
             step = self.scheduler.schedule(in_flight=bool(self.in_flight))
@@ -145,11 +153,92 @@ class LLMEngine:
             tokens = self.runner.call("launch" if guided else "run", message)
         return InFlight(step, seqs, guided, tokens)
 
-    def drain(self) -> None:
+    def drain(self) -> list[StepResult]:
         """Read back every step in flight."""
+        results = []
         with self._undivided():
             while self.in_flight:
-                self._read_back(self.in_flight.popleft())
+                results.append(self._read_back(self.in_flight.popleft()))
+        return results
+
+    def update_weights(self, source: TensorSource, begin: Callable[[], None]) -> int:
+        """Write a trainer's tensors into the weights; returns the new version.
+
+        begin: called before the first write; leaves no step in flight
+        """
+        table = self.runner.weights.table
+        buckets = None if self.workers is None else SharedBuckets(self._send)
+        is_begun = False
+        try:
+            for name, tensor in source.tensors(table):
+                self.check_open()  # the source runs code that is not ours
+                if not is_begun:
+                    self._begin_writing(begin, buckets)
+                    is_begun = True
+                self._write(name, tensor, buckets)
+                del tensor  # so that it can go before the next one comes
+            if buckets is not None:
+                with self._undivided():
+                    buckets.flush()
+        finally:
+            fault = self._end_writing(buckets)
+        return self._accept(source.what, fault)
+
+    def load_weights(self, source: FileSource, begin: Callable[[], None]) -> int:
+        """Write the tensors of files into the weights; returns the new version. begin: as for update_weights."""
+        source.check(self.runner.weights.table)
+        if self.config.description.tied and source.has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight"):
+            raise ValueError(f"{source.what}: has an output projection of its own, but this model's is the embedding")
+        self._begin_writing(begin)
+        with self._undivided(), self._one_fate():
+            self.runner.call("weights.read", source)
+        return self._accept(source.what, self._end_writing())
+
+    def _begin_writing(self, begin: Callable[[], None], buckets: SharedBuckets | None = None) -> None:
+        """Forget what the old weights have computed. From here on the weights are a mixture."""
+        begin()
+        self.scheduler.reset_prefix_cache()
+        with self._undivided():
+            if buckets is not None:
+                buckets.open()
+            with self._one_fate():
+                self.runner.call("weights.begin")
+        self._is_whole = False
+
+    def _write(self, name: str, tensor: Tensor, buckets: SharedBuckets | None) -> None:
+        writer = self.runner.weights
+        writer.write(name, tensor)
+        if buckets is not None:
+            with self._undivided():
+                buckets.put(name, tensor, is_stack=writer.table[name][0].entry is not None)
+
+    def _send(self, bucket: Bucket) -> None:
+        assert self.workers is not None
+        with self._one_fate():
+            self.workers.send("weights.write_bucket", (bucket,))
+
+    def _end_writing(self, buckets: SharedBuckets | None = None) -> str | None:
+        """Wait until every rank has written what it got; returns what is wrong with the numbers, if anything is."""
+        try:
+            if self.is_closed:
+                return None
+            with self._undivided(), self._one_fate():
+                return self.runner.call("weights.end")
+        finally:
+            if buckets is not None:
+                buckets.close()
+
+    def _accept(self, what: str, fault: str | None) -> int:
+        """Count new weights, if nothing is wrong with them; returns their version."""
+        self.check_open()
+        if fault is not None:
+            raise ValueError(f"{what}: {fault}")
+        version = self.weights_version + 1
+        for seq in self.scheduler.unfinished:
+            seq.use_weights(version)
+        self.weights_version = version
+        self._is_whole = True
+        return version
 
     def _make_runner(self) -> ModelRunner:
         config, workers = self.config, self.workers
@@ -267,6 +356,15 @@ class LLMEngine:
             raise WorkerError(f"this LLM is closed, make another: {self._failure}")
         if self.is_closed:
             raise ValueError("this LLM is closed: make another")
+
+    def check_ready(self) -> None:
+        """Raise RuntimeError if the weights are a mixture of old and new ones, and as check_open does."""
+        self.check_open()
+        if not self._is_whole:
+            raise RuntimeError(
+                "the weights are incomplete: an update of them has not ended well; write all of them by"
+                " update_weights(named_tensors) with partial=False, or by load_weights(model)"
+            )
 
     @property
     def is_closed(self) -> bool:

@@ -116,6 +116,11 @@ class Scheduler:
         """Whether every sequence has its last token."""
         return not (self.waiting or self.running)
 
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that wait or run."""
+        return [*self.running, *self.waiting]
+
     def schedule(self, in_flight: bool) -> Step | None:
         """Plan the next step; None when nothing can run before the steps in flight have been postprocessed.
 
@@ -241,6 +246,20 @@ class Scheduler:
         self.waiting.move_to_end(seq, last=False)
         if first.block_table:  # a half-done prompt stays first: otherwise it would hold its blocks for nothing
             self.waiting.move_to_end(first, last=False)
+
+    def restart(self) -> None:
+        """Let every sequence that has begun start again from its tokens. No step is in flight."""
+        for seq in self.waiting:
+            if seq.block_table:  # a half-done prompt
+                self.block_manager.free(seq)
+                seq.num_scheduled = 0
+                seq.prompt_logprobs.clear()
+        for seq in reversed(self.running.copy()):
+            self._requeue(seq)
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later sequence share a block that has been computed, or that a sequence which has begun computes."""
+        self.block_manager.forget_all([seq for seq in self.unfinished if seq.block_table])
 
     def _stop(self, seq: Sequence) -> None:
         """Take back a running sequence's blocks, and its place among those that run."""

@@ -57,6 +57,7 @@ class Sequence:
         "stop_reason",
         "temperature",
         "token_ids",
+        "versions",
     )
 
     def __init__(
@@ -85,6 +86,7 @@ class Sequence:
         self.kept_tokens: list[tuple[int, float]] = []  # of the generated tokens, if asked for
         self.prompt_logprobs: list[Candidates] = []  # of the prompt's tokens but the first, if asked for
         self.queued_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
+        self.versions: list[tuple[int, int]] = []  # see `use_weights`
         self.max_len = min(len(prompt) + params.max_tokens, max_model_len)
         self.status = SequenceStatus.WAITING
         self.num_scheduled = 0
@@ -109,6 +111,17 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """How many tokens have been generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def use_weights(self, version: int) -> None:
+        """Note that this version of the weights draws the next tokens."""
+        if self.versions and self.versions[-1][0] == self.num_output_tokens:
+            self.versions.pop()  # it has drawn none
+        self.versions.append((self.num_output_tokens, version))
+
+    @property
+    def weights_versions(self) -> list[tuple[int, int]]:
+        """The versions that drew the generated tokens, each with the first of its tokens; the first is always there."""
+        return [entry for entry in self.versions if entry[0] < max(1, self.num_output_tokens)]
 
     @property
     def is_finished(self) -> bool:

@@ -8,7 +8,8 @@ import os
 import pickle
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.synchronize import Semaphore
 from typing import Any
@@ -32,12 +33,12 @@ class Sender:
         context = mp.get_context("spawn")
         self.semaphores: list[Semaphore] = []
         try:
-            self.semaphores += [context.Semaphore(0) for _ in range(num_workers)]
-            self.memory = _make_segment(segment_bytes)
-        except OSError as error:
-            reason = _explain(error)
+            with explained():
+                self.semaphores += [context.Semaphore(0) for _ in range(num_workers)]
+                self.memory = make_segment(segment_bytes, LEAST_SEGMENT_BYTES)
+        except RuntimeError:
             self.semaphores.clear()
-            raise RuntimeError(f"several ranks need shared memory in {FOLDER}, but {reason}") from error
+            raise
         self._bytes = _view(self.memory)
         self._linked = True
         self._data_at = HEADER.size + 2 * COUNT.size * num_workers
@@ -45,7 +46,10 @@ class Sender:
         self._written = 0
 
     def send(self, message: object, check: Callable[[], None]) -> None:
-        """Write a message for every worker; calls `check`, which may raise, while a worker is behind."""
+        """Write a message for every worker, when all have received the one before.
+
+        Calls `check`, which may raise, while a worker is behind.
+        """
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         capacity = len(self._bytes) - self._data_at
         for start in range(0, len(data), capacity):
@@ -116,19 +120,31 @@ class Receiver:
         COUNT.pack_into(self._bytes, self._counts_at + COUNT.size, self._beats)
 
 
-def _make_segment(num_bytes: int) -> SharedMemory:
-    """Make a segment and reserve its pages. A write to a page that is not there would end the process by SIGBUS."""
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn an OSError of the block, which makes shared memory, into a RuntimeError that says what would help."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(f"several ranks need shared memory in {FOLDER}, but {_explain(error)}") from error
+
+
+def make_segment(num_bytes: int, least: int) -> SharedMemory:
+    """Make a segment and reserve its pages. A write to a page that is not there would end the process by SIGBUS.
+
+    If /dev/shm has no room, the segment is halved until it has, down to `least` bytes.
+    """
     memory = SharedMemory(create=True, size=num_bytes)
     try:
         _reserve(memory)
     except OSError as error:
         memory.unlink()
         memory.close()
-        if error.errno != errno.ENOSPC or num_bytes <= LEAST_SEGMENT_BYTES:
+        if error.errno != errno.ENOSPC or num_bytes // 2 < least:
             raise
     else:
         return memory
-    return _make_segment(num_bytes // 2)
+    return make_segment(num_bytes // 2, least)
 
 
 def _reserve(memory: SharedMemory) -> None:

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 from nanoinfer.attention import AttentionBackend, make_backend
 from nanoinfer.attention.context import Context
 from nanoinfer.config import PROCESSED, Config
-from nanoinfer.layers.experts import skew_routers
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -32,9 +32,7 @@ from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, M
 from nanoinfer.runner.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.threads import Threads
-from nanoinfer.weights.plain_matrix import pack_weights
-from nanoinfer.weights.shards import table_of
-from nanoinfer.weights.sources import FileSource, RandomSource, Source
+from nanoinfer.runner.weight_writer import WeightWriter
 
 log = logging.getLogger("nanoinfer")
 
@@ -81,6 +79,7 @@ class ModelRunner:
     """
 
     model: CausalLM
+    weights: WeightWriter
     backend: AttentionBackend
     sampler: Sampler
     logits: Tensor
@@ -119,20 +118,13 @@ class ModelRunner:
     def _load(self) -> None:
         """Build the model and fill its weights."""
         config, model = self.config, self.config.description
-        source: Source
-        if config.load_format == "safetensors":
-            source = FileSource(config.model, model.is_multimodal)
-        else:
-            source = RandomSource(config.seed)
         if model.is_multimodal and self.tp.rank == 0:
             log.warning("%s: its language model is run, as text only; images are not supported", config.model)
         self.backend = make_backend(config.attention_backend, model.windows)
         with self.device, _default_dtype(config.torch_dtype):
             decoder = Decoder(model, config.max_model_len, self.backend, self.tp, config.torch_head_dtype)
-        source.fill(table_of(decoder))
-        if config.load_format == "dummy_skewed":
-            skew_routers(decoder)
-        pack_weights(decoder)
+        self.weights = WeightWriter(decoder, self.tp, self.device)
+        self.weights.load(config)
         self.model = decoder
         self.sampler = Sampler(decoder.first_id, self.tp)
         shape = config.max_num_seqs, decoder.num_ids
@@ -260,10 +252,10 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated() - before
 
     def call(self, method: str, *args: Any) -> Any:
-        """Run a method on every rank; returns this rank's result."""
+        """Run a method on every rank, such as "run" or "weights.end"; returns this rank's result."""
         if self.send is not None:
             self.send(method, args)
-        return getattr(self, method)(*args)
+        return attrgetter(method)(self)(*args)
 
     @torch.inference_mode()
     def run(self, message: StepMessage) -> PendingTokens | None:
@@ -349,7 +341,9 @@ class ModelRunner:
                 self._drop_graphs()
             self.tp.close(failed)
             self._launched = None
-            for name in ("graphs", "model", "sampler", "logits", "batch", "logits_processors", "kv_cache", "backend"):
+            for name in (
+                "graphs", "model", "weights", "sampler", "logits", "batch", "logits_processors", "kv_cache", "backend",
+            ):  # fmt: skip
                 self.__dict__.pop(name, None)
             gc.collect()
             if self.device.type == "cuda":

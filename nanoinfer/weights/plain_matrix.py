@@ -78,7 +78,6 @@ class PlainMatrix(nn.Module):
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of NAME.weight, and of NAME.bias if there is a bias, for each of the sections."""
         weight, first = self.weight, 0
-        assert isinstance(weight, Tensor)  # not yet packed
         for section in self.sections:
             rows = slice(first, first + section.rows)
             first += section.rows

@@ -8,6 +8,9 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear.packed import PackedRows
+
+Target = Tensor | PackedRows
 Fill = Literal["noise", "ones", "zeros"]
 
 
@@ -25,7 +28,7 @@ class Shard:
     """
 
     name: str
-    target: Tensor
+    target: Target
     shape: tuple[int, ...]
     start: int = 0
     dim: int = 0
@@ -36,9 +39,19 @@ class Shard:
     @property
     def index(self) -> tuple[slice | int, ...]:
         """The index that slices the whole tensor."""
-        index: list[slice | int] = [slice(None)] * self.target.dim()
+        index: list[slice | int] = [slice(None)] * len(self.target.shape)
         index[self.dim] = slice(self.start, self.start + self.target.shape[self.dim])
         return tuple(index) if self.entry is None else (self.entry, *index)
+
+    def copy_rows(self, rows: Tensor, first: int) -> None:
+        """Copy what the target needs of some rows of the tensor, or of its entry; the first of them is row `first`."""
+        target, start = self.target, self.start
+        if self.dim == 1:
+            target[first : first + len(rows)].copy_(rows[:, start : start + target.shape[1]])
+            return
+        begin, end = max(first, start), min(first + len(rows), start + target.shape[0])
+        if begin < end:
+            target[begin - start : end - start].copy_(rows[begin - first : end - first])
 
 
 Table = dict[str, list[Shard]]  # by the tensor's name

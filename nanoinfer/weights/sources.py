@@ -1,9 +1,9 @@
-"""Sources: where a model's weights come from. Each fills a whole table of shards."""
+"""Sources: where a model's weights come from: files, random numbers, or a trainer's tensors."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,16 +11,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanoinfer.weights.shards import Shard, Table
+from nanoinfer.checks import short
+from nanoinfer.weights.finite import describe_not_finite, find_not_finite
+from nanoinfer.weights.roll import Roll
+from nanoinfer.weights.shards import Table
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-COMPUTED = ("rotary_emb.inv_freq",)  # tensors that some checkpoints store and no model reads
 LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
 OTHER_MODELS = ("vision_tower.", "multi_modal_projector.", "visual.")  # begin the names of its other tensors
+NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
 
 
 class Source(Protocol):
-    """Gives the tensors that a table names."""
+    """Gives the tensors that a table names when a model is loaded."""
 
     def fill(self, table: Table) -> None:
         """Fill every target of the table; raises ValueError, naming them, if tensors are missing or do not fit."""
@@ -34,10 +37,12 @@ class RandomSource:
         self.seed = seed
 
     def fill(self, table: Table) -> None:
-        """Fill every target of the table, always alike for the same seed."""
+        """Fill every target of the table, always alike for the same seed. No target is packed yet."""
         shards = [shard for entries in table.values() for shard in entries if not shard.replaces]
-        generator = torch.Generator(shards[0].target.device).manual_seed(self.seed)
+        generator: torch.Generator | None = None
         for shard in shards:
+            assert isinstance(shard.target, Tensor)
+            generator = generator or torch.Generator(shard.target.device).manual_seed(self.seed)
             if shard.random == "noise":
                 shard.target.normal_(0, 0.02, generator=generator)
             else:
@@ -49,36 +54,33 @@ class FileSource:
 
     def __init__(self, folder: str, is_multimodal: bool = False) -> None:
         """is_multimodal: tensor names have a prefix, and tensors of other models stand beside the language model's."""
-        self.folder = folder
+        self.what = f"model={folder!r}"  # begins the messages of errors
         self.is_multimodal = is_multimodal
         self.files = _choose_files(Path(folder))
 
     def fill(self, table: Table) -> None:
-        """Fill every target of the table, straight from the mapped files; raises ValueError as Source.fill says."""
-        unknown: list[str] = []
-        twice: set[str] = set()
-        filled: dict[str, list[Tensor]] = {}
+        """Fill every target of the table; raises ValueError as Source.fill says."""
+        self.check(table)
+        name = find_not_finite(table, self.copy(table))
+        if name is not None:
+            raise ValueError(f"{self.what}: {describe_not_finite(table, name)}")
+
+    def check(self, table: Table) -> None:
+        """Raise ValueError if names, shapes or dtypes do not fit the table."""
+        roll = Roll(table, f"{self.what}: the checkpoint does not fit its config.json")
         for name, tensor, file in self._tensors():
-            if name in filled:
-                twice.add(name)
-            elif name in table:
-                _check_numbers(name, tensor, file)
+            roll.tick(name, tensor.get_shape(), tensor.get_dtype(), file.name)
+        roll.check(whole=True)
+
+    def copy(self, table: Table) -> list[str]:
+        """Copy tensors, which fit, straight from the mapped files into their targets; returns the tensors' names."""
+        copied = []
+        for name, tensor, _ in self._tensors():
+            if name in table:
                 for shard in table[name]:
-                    _copy(shard, tensor, file)
-                filled[name] = [shard.target for shard in table[name]]
-            elif not name.endswith(COMPUTED):
-                unknown.append(name)
-        replaced = {other for name in filled for other in table[name][0].replaces}
-        missing = [name for name in table.keys() - filled - replaced if not table[name][0].replaces]
-        twice |= {
-            name for name in filled if table[name][0].entry is not None and filled.keys() & table[name][0].replaces
-        }
-        if missing or unknown or twice:
-            raise ValueError(
-                f"model={self.folder!r}: the checkpoint does not fit its config.json:"
-                f"{_list('missing', sorted(missing))}{_list('unknown', unknown)}{_list('stored twice', sorted(twice))}"
-            )
-        _check_finite(self.folder, filled)
+                    shard.target.copy_(tensor[shard.index])
+                copied.append(name)
+        return copied
 
     def has_own_head(self, head: str, embedding: str) -> bool:
         """Return whether the files hold an output projection unlike the embedding. Arguments: the two tensors' names"""
@@ -90,16 +92,49 @@ class FileSource:
         for file in self.files:
             with _open(file) as reader:
                 for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
-                    known = self._known_name(name)
+                    known = _known_name(name, self.is_multimodal)
                     if known is not None:
                         yield known, reader.get_slice(name), file
 
-    def _known_name(self, name: str) -> str | None:
-        if not self.is_multimodal:
-            return name
-        if name.removeprefix("model.").startswith(OTHER_MODELS):
-            return None
-        return name.replace(LANGUAGE_MODEL, "", 1)
+
+class TensorSource:
+    """A trainer's tensors, from any iterable of names and tensors: the names and shapes are those of the checkpoint."""
+
+    what = "named_tensors"  # begins the messages of errors
+
+    def __init__(
+        self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool = False, is_multimodal: bool = False
+    ) -> None:
+        """partial: tensors may be missing; is_multimodal: as for FileSource"""
+        if isinstance(named_tensors, Mapping):
+            named_tensors = named_tensors.items()
+        try:
+            self._pairs = iter(named_tensors)
+        except TypeError:
+            raise ValueError(f"named_tensors={short(named_tensors)}: {NEEDED}") from None
+        self._is_partial = partial
+        self._is_multimodal = is_multimodal
+
+    def tensors(self, table: Table) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor and its name in the language model as it comes, if it fits; raises ValueError if not.
+
+        In the end, raises ValueError, naming them, if tensors are missing.
+        """
+        roll = Roll(table, f"{self.what}: not the tensors of this model")
+        for pair in self._pairs:
+            name, tensor = _name_and_tensor(pair)
+            del pair
+            known = _known_name(name, self._is_multimodal)
+            if known is None:
+                continue
+            is_wanted = roll.tick(known, tensor.shape, str(tensor.dtype).removeprefix("torch."), self.what)
+            roll.check()
+            if is_wanted:
+                yield known, tensor
+            del tensor  # so that it can go before the next one comes
+        roll.check(whole=not self._is_partial)
+        if not roll.come:
+            raise ValueError(f"{self.what}: has no tensor; a generator gives its tensors only once")
 
 
 def _choose_files(folder: Path) -> list[Path]:
@@ -140,35 +175,23 @@ def _open(file: Path) -> Any:
         raise ValueError(f"{file}: cannot be read: {error}") from error
 
 
-def _check_numbers(name: str, tensor: Any, file: Path) -> None:
-    dtype = tensor.get_dtype()
-    if dtype not in ("F64", "F32", "F16", "BF16"):
-        raise ValueError(f"{file.name}: {name} has numbers of type {dtype}, which are not supported as weights")
+def _known_name(name: str, is_multimodal: bool) -> str | None:
+    """Return a tensor's name in the language model; None if the tensor belongs to another part of the checkpoint."""
+    if not is_multimodal:
+        return name
+    if name.removeprefix("model.").startswith(OTHER_MODELS):
+        return None
+    return name.replace(LANGUAGE_MODEL, "", 1)
 
 
-def _copy(shard: Shard, tensor: Any, file: Path) -> None:
-    shape = tuple(tensor.get_shape())
-    if shape != shard.shape:
-        raise ValueError(f"{file.name}: {shard.name} has shape {list(shape)}, but the model needs {list(shard.shape)}")
-    shard.target.copy_(tensor[shard.index])
-
-
-def _check_finite(folder: str, filled: dict[str, list[Tensor]]) -> None:
-    """Raise ValueError if a target holds NaN or infinity. It looks at each number only if their sum is not finite."""
-    targets = [(name, target) for name, entries in filled.items() for target in entries]
-    if not targets:
-        return
-    sums = torch.stack([target.sum(dtype=torch.float32) for _, target in targets])
-    for index in (~sums.isfinite()).nonzero().flatten().tolist():
-        name, target = targets[index]
-        if not target.isfinite().all():
-            dtype = str(target.dtype).removeprefix("torch.")
-            raise ValueError(f"model={folder!r}: {name} has numbers that are NaN or infinite as {dtype}")
-
-
-def _list(kind: str, names: Iterable[str], most: int = 5) -> str:
-    names = list(names)
-    if not names:
-        return ""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return f" {kind}: {', '.join(names[:most])}{rest}."
+def _name_and_tensor(pair: Any) -> tuple[str, Tensor]:
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+        raise ValueError(f"named_tensors has {short(pair)}: {NEEDED}")
+    name, tensor = pair
+    if not (isinstance(name, str) and isinstance(tensor, Tensor)):
+        raise ValueError(f"named_tensors has {short(pair)}: {NEEDED}")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise ValueError(
+            f"named_tensors: {name} has no numbers to copy: its layout is {tensor.layout}, on {tensor.device}"
+        )
+    return name, tensor.detach()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,24 @@ class PackedWeight:
 
     def __init__(self, weight: Tensor) -> None:
         """Pack a copy of weight, [out_features, in_features] float32."""
-        pack = torch.ops.mkldnn._reorder_linear_weight
-        self._blocks = [pack(block.contiguous(), ROWS) for block in weight.split(INPUTS, dim=1)]
+        self.shape = weight.shape
+        self._blocks = [_pack(block) for block in weight.split(INPUTS, dim=1)]
+
+    def __getitem__(self, rows: slice) -> PackedRows:
+        """Return neighbouring rows, to be read or written."""
+        first, end, _ = rows.indices(self.shape[0])
+        return PackedRows(self, first, end)
+
+    def read(self, rows: slice) -> Tensor:
+        """Return a copy of neighbouring rows, no longer packed."""
+        return torch.cat([block.to_dense()[rows] for block in self._blocks], dim=1)
+
+    def write(self, rows: slice, values: Tensor) -> None:
+        """Write neighbouring rows. Only one block at a time is not packed."""
+        for index, columns in enumerate(values.split(INPUTS, dim=1)):
+            block = self._blocks[index].to_dense()
+            block[rows] = columns.to(block)
+            self._blocks[index] = _pack(block)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x @ weight.T + bias: [tokens, in_features] to [tokens, out_features]; bias: [out_features]."""
@@ -25,6 +43,37 @@ class PackedWeight:
         for columns, block in others:
             out = multiply.binary(columns, out, block, None, "add")
         return out
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows `first` to `end` of a packed weight, which are written as a slice of a tensor is."""
+
+    weight: PackedWeight
+    first: int
+    end: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """[rows, in_features], as a tensor has it."""
+        return torch.Size((self.end - self.first, self.weight.shape[1]))
+
+    def __getitem__(self, rows: slice) -> PackedRows:
+        first, end, _ = rows.indices(self.shape[0])
+        return PackedRows(self.weight, self.first + first, self.first + end)
+
+    def copy_(self, values: Tensor) -> None:
+        """Write all of these rows, from any dtype and device."""
+        self.weight.write(slice(self.first, self.end), values)
+
+    def unpacked(self) -> Tensor:
+        """Return a copy of these rows."""
+        return self.weight.read(slice(self.first, self.end))
+
+
+def _pack(block: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(block.contiguous(), ROWS)
+    return packed
 
 
 def can_pack(weight: Tensor) -> bool:

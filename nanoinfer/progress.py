@@ -1,0 +1,59 @@
+"""What a caller sees of requests that run: a stream of their outputs, and the rates of a progress bar."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+
+from nanoinfer.engine.llm_engine import StepResult
+from nanoinfer.outputs import StreamOutput
+
+
+class Stream(Iterator[StreamOutput]):
+    """The outputs of one call of LLM.stream. After an error, each further `next` raises RuntimeError with its reason.
+
+    `close`, or the stream's deletion, aborts the samples that have not ended.
+    """
+
+    def __init__(self, outputs: Generator[StreamOutput, None, None]) -> None:
+        self._outputs = outputs
+        self._failure: str | None = None  # not the error itself: its traceback keeps what the engine holds
+
+    def __next__(self) -> StreamOutput:
+        if self._failure is not None:
+            raise RuntimeError(f"this stream has ended, make another: {self._failure}")
+        try:
+            return next(self._outputs)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.close()  # an interrupt may come after the generator has yielded, which leaves it open
+            self._failure = str(error) or type(error).__name__
+            raise
+
+    def close(self) -> None:
+        """Abort the samples that have not ended."""
+        self._outputs.close()
+
+
+class Rates:
+    """Tokens per second of prefill and of decode, each over the time that its steps took."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._prefill = [0, 0.0]  # tokens, seconds
+        self._decode = [0, 0.0]
+
+    def update(self, result: StepResult) -> bool:
+        """Count one step, over the time since the step before it; returns whether it was a prefill step."""
+        if result.ready_at is None:
+            return False
+        counter = self._prefill if result.num_prefill_tokens else self._decode
+        counter[0] += result.num_prefill_tokens + result.num_decode_tokens
+        counter[1] += result.ready_at - self._last
+        self._last = result.ready_at
+        return result.num_prefill_tokens > 0
+
+    def __str__(self) -> str:
+        prefill, decode = (tokens / max(seconds, 1e-9) for tokens, seconds in (self._prefill, self._decode))
+        return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"

@@ -1,0 +1,98 @@
+"""WeightWriter: writes into one rank's weights, in place, when the model is loaded and when its weights change."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.config import Config
+from nanoinfer.layers.experts import skew_routers
+from nanoinfer.parallel.buckets import Bucket, Piece
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.finite import describe_not_finite, find_not_finite
+from nanoinfer.weights.plain_matrix import pack_weights
+from nanoinfer.weights.shards import Shard, Table, table_of
+from nanoinfer.weights.sources import FileSource, RandomSource
+
+
+class WeightWriter:
+    """Writes tensors where the table of shards says. Parameters stay where they are, so that CUDA graphs stay valid."""
+
+    def __init__(self, model: nn.Module, tp: TensorParallel, device: torch.device) -> None:
+        self._model = model
+        self._tp = tp
+        self._device = device
+        self._written: dict[str, None] = {}  # tensors, since the last `begin`
+        self._holders: dict[int, str] = {}  # the tensor that each target got, by the target's id
+        self._unlike: list[tuple[str, str, Tensor]] = []  # two tensors of one target, and whether they differ
+
+    @cached_property
+    def table(self) -> Table:
+        """The model's table of shards, once its weights are packed."""
+        return table_of(self._model)
+
+    def load(self, config: Config) -> None:
+        """Fill the weights of a model that has just been built; raises ValueError as Source.fill does."""
+        if config.load_format == "safetensors":
+            FileSource(config.model, config.description.is_multimodal).fill(table_of(self._model))
+        else:
+            RandomSource(config.seed).fill(table_of(self._model))
+        if config.load_format == "dummy_skewed":
+            skew_routers(self._model)
+        pack_weights(self._model)
+
+    def begin(self) -> None:
+        """Forget what was written before."""
+        self._written.clear()
+        self._holders.clear()
+        self._unlike.clear()
+
+    @torch.no_grad()
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write what this rank needs of a whole tensor, from any device and dtype."""
+        for shard in self.table[name]:
+            holder = self._holders.setdefault(id(shard.target), name)
+            if holder == name:
+                shard.target.copy_(tensor[shard.index])
+            else:
+                self._compare(shard, tensor, holder)
+        self._written[name] = None
+
+    def _compare(self, shard: Shard, tensor: Tensor, holder: str) -> None:
+        """Compare a tensor with one of another name that fills the same target. The host does not wait for it."""
+        target = shard.target
+        assert isinstance(target, Tensor)
+        self._unlike.append((shard.name, holder, (target != tensor[shard.index].to(target)).any()))
+
+    @torch.no_grad()
+    def write_bucket(self, bucket: Bucket) -> None:
+        """Write what this rank needs of the tensors in a bucket."""
+        bucket.read(self._write_piece)
+
+    def _write_piece(self, piece: Piece, rows: Tensor) -> None:
+        for shard in self.table[piece.name]:
+            if shard.entry == piece.entry:
+                shard.copy_rows(rows, piece.first)
+        self._written[piece.name] = None
+
+    @torch.no_grad()
+    def read(self, source: FileSource) -> None:
+        """Write the tensors of files that fit the table."""
+        self._written.update(dict.fromkeys(source.copy(self.table)))
+
+    def end(self) -> str | None:
+        """Say what is wrong with the numbers that the ranks have written since `begin`; None: nothing.
+
+        All ranks call this together.
+        """
+        names = list(self.table)
+        name = find_not_finite(self.table, self._written)
+        index = self._tp.min(len(names) if name is None else names.index(name), self._device)
+        if index < len(names):
+            return describe_not_finite(self.table, names[index])
+        for other, holder, is_unlike in self._unlike:
+            if is_unlike:
+                return f"{other} and {holder} differ, but this model has one parameter for both"
+        return None

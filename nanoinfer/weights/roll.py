@@ -1,0 +1,90 @@
+"""Roll: the list of a table's tensors, on which each is ticked off as it comes."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from nanoinfer.weights.shards import Table
+
+FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}  # as files and as torch name them
+COMPUTED = ("rotary_emb.inv_freq",)  # tensors that some checkpoints store and no model reads
+NUMBER = re.compile(r"\d+")
+MOST_NAMES = 5  # in an error message
+
+
+class Roll:
+    """Each tensor of a table may come once, and in the end none may be missing.
+
+    come: the names of the tensors that have come, in their order
+    """
+
+    def __init__(self, table: Table, source: str) -> None:
+        """source: where the tensors come from, which begins the messages"""
+        self.come: dict[str, None] = {}
+        self._table = table
+        self._source = source
+        self._in_stacks: set[str] = set()  # tensors that need not come any more
+        self._unknown: list[str] = []
+        self._twice: list[str] = []
+
+    def tick(self, name: str, shape: Iterable[int], dtype: str, place: str) -> bool:
+        """Tick a tensor off; returns whether it is to be read.
+
+        place: where the tensor was found
+        Raises ValueError if its shape or its dtype is wrong. `check` raises it for a tensor that is unknown, or twice.
+        """
+        shards = self._table.get(name)
+        if shards is None:
+            if not name.endswith(COMPUTED):
+                self._unknown.append(name)
+            return False
+        is_stack, replaced = shards[0].entry is not None, shards[0].replaces
+        if name in self.come or name in self._in_stacks or (is_stack and self.come.keys() & replaced):
+            self._twice.append(name)
+            return False
+        if dtype not in FLOATS:
+            raise ValueError(f"{place}: {name} has numbers of type {dtype}, which are not supported as weights")
+        found, needed = list(shape), list(shards[0].shape)
+        if found != needed:
+            raise ValueError(f"{place}: {name} has shape {found}, but the model needs {needed}")
+        self.come[name] = None
+        if is_stack:
+            self._in_stacks.update(replaced)
+        return True
+
+    def check(self, whole: bool = False) -> None:
+        """Raise ValueError if a tensor was unknown or came twice, or with `whole`, if one is missing."""
+        missing = self._missing() if whole else []
+        if missing or self._unknown or self._twice:
+            raise ValueError(
+                f"{self._source}:{_list('missing', missing)}{_list('unknown', self._unknown)}"
+                f"{_list('known names like that', self._like_unknown())}{_list('stored twice', sorted(self._twice))}"
+            )
+
+    def _missing(self) -> list[str]:
+        replaced = {other for name in self.come for other in self._table[name][0].replaces}
+        names = self._table.keys() - self.come.keys() - replaced
+        return sorted(name for name in names if not self._table[name][0].replaces)
+
+    def _like_unknown(self) -> list[str]:
+        """Return the known names that are most like the unknown ones, with these ones' numbers of layers and experts.
+
+        There are few kinds of names, if numbers do not count, so that the search is short.
+        """
+        kinds = {NUMBER.sub("{}", name): name for name in self._table}
+        found: list[str] = []
+        for name in self._unknown[:MOST_NAMES]:
+            for kind in difflib.get_close_matches(NUMBER.sub("{}", name), kinds, n=1):
+                numbers = NUMBER.findall(name)
+                ours = kind.format(*numbers) if kind.count("{}") == len(numbers) else ""
+                found.append(ours if ours in self._table else kinds[kind])
+        return list(dict.fromkeys(found))
+
+
+def _list(kind: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f" {kind}: {', '.join(names[:MOST_NAMES])}{rest}."
