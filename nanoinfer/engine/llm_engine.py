@@ -173,15 +173,15 @@ class LLMEngine:
             for name, tensor in source.tensors(table):
                 self.check_open()  # the source runs code that is not ours
                 if not is_begun:
-                    self._begin_writing(begin, buckets)
                     is_begun = True
+                    self._begin_writing(begin, buckets)
                 self._write(name, tensor, buckets)
                 del tensor  # so that it can go before the next one comes
             if buckets is not None:
                 with self._undivided():
                     buckets.flush()
         finally:
-            fault = self._end_writing(buckets)
+            fault = self._end_writing(buckets) if is_begun else None
         return self._accept(source.what, fault)
 
     def load_weights(self, source: FileSource, begin: Callable[[], None]) -> int:

@@ -14,7 +14,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.plain_matrix import pack_weights
 from nanoinfer.weights.shards import Shard, Table, table_of
-from nanoinfer.weights.sources import FileSource, RandomSource
+from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
 
 class WeightWriter:
@@ -35,10 +35,12 @@ class WeightWriter:
 
     def load(self, config: Config) -> None:
         """Fill the weights of a model that has just been built; raises ValueError as Source.fill does."""
+        source: Source
         if config.load_format == "safetensors":
-            FileSource(config.model, config.description.is_multimodal).fill(table_of(self._model))
+            source = FileSource(config.model, config.description.is_multimodal)
         else:
-            RandomSource(config.seed).fill(table_of(self._model))
+            source = RandomSource(config.seed)
+        source.fill(table_of(self._model))
         if config.load_format == "dummy_skewed":
             skew_routers(self._model)
         pack_weights(self._model)

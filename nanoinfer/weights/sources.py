@@ -67,7 +67,7 @@ class FileSource:
 
     def check(self, table: Table) -> None:
         """Raise ValueError if names, shapes or dtypes do not fit the table."""
-        roll = Roll(table, f"{self.what}: the checkpoint does not fit its config.json")
+        roll = Roll(table, f"{self.what}: the checkpoint does not fit the model")
         for name, tensor, file in self._tensors():
             roll.tick(name, tensor.get_shape(), tensor.get_dtype(), file.name)
         roll.check(whole=True)
