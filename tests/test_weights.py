@@ -172,10 +172,22 @@ class TestAnUpdatedLLMEqualsAFreshOne:
         llm.update_weights({name: torch.nn.Parameter(w) for name, w in other.items()})
         assert results(llm) == expected[1]
 
-    def test_under_inference_mode(self, llm: LLM, other: Tensors, expected: list[list[Any]]) -> None:
+    @pytest.mark.parametrize("is_made_within", [False, True])
+    def test_within_inference_mode_and_outside(
+        self,
+        is_made_within: bool,
+        make_llm: Callable[..., LLM],
+        bundled: Tensors,
+        other: Tensors,
+        expected: list[list[Any]],
+    ) -> None:
+        with torch.inference_mode(is_made_within):
+            llm = make_llm(**OPTIONS)
         with torch.inference_mode():
             llm.update_weights((name, w.clone()) for name, w in other.items())
         assert results(llm) == expected[1]
+        llm.update_weights(bundled)
+        assert results(llm) == expected[0]
 
     def test_bit_by_bit_after_a_part_of_the_tensors(self, llm: LLM, other: Tensors, expected: list[list[Any]]) -> None:
         """Tensors that share a packed matrix come one by one, in any order."""

@@ -51,7 +51,7 @@ class WeightWriter:
         self._holders.clear()
         self._unlike.clear()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def write(self, name: str, tensor: Tensor) -> None:
         """Write what this rank needs of a whole tensor, from any device and dtype."""
         for shard in self.table[name]:
@@ -68,7 +68,7 @@ class WeightWriter:
         assert isinstance(target, Tensor)
         self._unlike.append((shard.name, holder, (target != tensor[shard.index].to(target)).any()))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def write_bucket(self, bucket: Bucket) -> None:
         """Write what this rank needs of the tensors in a bucket."""
         bucket.read(self._write_piece)
@@ -79,7 +79,7 @@ class WeightWriter:
                 shard.copy_rows(rows, piece.first)
         self._written[piece.name] = None
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def read(self, source: FileSource) -> None:
         """Write the tensors of files that fit the table."""
         self._written.update(dict.fromkeys(source.copy(self.table)))
