@@ -402,12 +402,12 @@ class TestNeverHalfNew:
         llm.update_weights(tensors)
         time.sleep(10)
 
-    def test_closed_by_the_iterator(self, llm: LLM, other: Tensors) -> None:
+    @pytest.mark.parametrize("count", [0, 5, 99], ids=["at once", "in the middle", "in the end"])
+    def test_closed_by_the_iterator(self, count: int, llm: LLM, other: Tensors) -> None:
         def give() -> Iterator[tuple[str, Tensor]]:
-            for number, pair in enumerate(other.items()):
-                if number == 5:
-                    llm.close()
-                yield pair
+            yield from list(other.items())[:count]
+            llm.close()
+            yield from list(other.items())[count:]
 
         with pytest.raises(ValueError, match="this LLM is closed"):
             llm.update_weights(give())

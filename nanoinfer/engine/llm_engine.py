@@ -177,6 +177,7 @@ class LLMEngine:
                     self._begin_writing(begin, buckets)
                 self._write(name, tensor, buckets)
                 del tensor  # so that it can go before the next one comes
+            self.check_open()
             if buckets is not None:
                 with self._undivided():
                     buckets.flush()
@@ -230,7 +231,6 @@ class LLMEngine:
 
     def _accept(self, what: str, fault: str | None) -> int:
         """Count new weights, if nothing is wrong with them; returns their version."""
-        self.check_open()
         if fault is not None:
             raise ValueError(f"{what}: {fault}")
         version = self.weights_version + 1
