@@ -31,11 +31,12 @@ from nanoinfer import (
 from nanoinfer.config import Config
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.inputs import Chats, Prompt, Tokens
+from nanoinfer.request import Fate
 from nanoinfer.runner.memory_plan import MemoryPlan
 
 FILE = Path(__file__).with_name("api.md")
 ENTRY = re.compile(r"(\w+): (.*)")
-ALIASES = {"Tokens": Tokens, "Prompt": Prompt, "Chats": Chats, "FinishReason": FinishReason}
+ALIASES = {"Tokens": Tokens, "Prompt": Prompt, "Chats": Chats, "FinishReason": FinishReason, "Fate": Fate}
 
 HEAD = """\
 # Options and results

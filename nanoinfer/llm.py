@@ -19,7 +19,7 @@ from nanoinfer.hub import CHECKPOINT_FILES, find_folder, has_tokenizer
 from nanoinfer.inputs import Chats, Inputs, Prepared, Prompt, Tokens
 from nanoinfer.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.progress import Rates, Stream
-from nanoinfer.request import InFlight, Requests
+from nanoinfer.request import Fate, Requests
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
 
@@ -237,7 +237,7 @@ class LLM:
         self,
         named_tensors: Iterable[tuple[str, Tensor]],
         partial: bool = False,
-        in_flight: InFlight = "recompute",
+        in_flight: Fate = "recompute",
     ) -> int:
         """Write a trainer's tensors into the weights, in place; returns the new weights_version.
 
@@ -251,8 +251,10 @@ class LLM:
 
         Afterwards no request shares what the old weights have computed. If named_tensors raises an error, or Ctrl-C
         comes, the weights are incomplete: generate and the like raise RuntimeError until all weights have been written.
-        Raises ValueError for a tensor that does not fit, before it is written, for numbers that are not finite, and
-        for tensors that are missing in the end. Then, too, the weights are incomplete, unless none was written.
+
+        Raises ValueError for a tensor that does not fit, before the LLM writes it. Raises ValueError in the end for
+        numbers that are not finite, and for tensors that are missing. The weights are then incomplete too, if the LLM
+        has written any.
         """
         self.engine.check_open()
         if check_flag("partial", partial):
@@ -263,7 +265,7 @@ class LLM:
             return self.engine.update_weights(source, begin)
 
     @hints_for("load_weights")
-    def load_weights(self, model: str, revision: str | None = None, in_flight: InFlight = "recompute") -> int:
+    def load_weights(self, model: str, revision: str | None = None, in_flight: Fate = "recompute") -> int:
         """Write the weights of another checkpoint of the same model, as update_weights does.
 
         model: a folder with *.safetensors, or a Hub id

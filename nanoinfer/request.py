@@ -15,7 +15,7 @@ from nanoinfer.inputs import Prepared
 from nanoinfer.logprob import Candidates, LogProb
 from nanoinfer.outputs import RequestOutput, SampleOutput, StreamOutput, Timings
 
-InFlight = Literal["recompute", "keep", "abort"]  # what becomes of running requests when the weights change
+Fate = Literal["recompute", "keep", "abort"]  # of the requests that run when the weights change
 
 
 class Sample:
@@ -216,9 +216,9 @@ class Requests:
             ended = ended + [sample.seq for sample in running if sample.seq.is_finished]
         self._retire(ended)
 
-    def before_new_weights(self, in_flight: InFlight) -> Callable[[], None]:
+    def before_new_weights(self, in_flight: Fate) -> Callable[[], None]:
         """Return the function that prepares the requests for new weights; in_flight: as for LLM.update_weights."""
-        check_choice("in_flight", in_flight, list(get_args(InFlight)))
+        check_choice("in_flight", in_flight, list(get_args(Fate)))
 
         def prepare() -> None:
             with self:

@@ -188,6 +188,21 @@ def test_long_and_short_sequences_share_nothing() -> None:
     assert again.block_table[:2] == long.block_table[:2]
 
 
+def test_what_a_sequence_fills_after_all_names_were_taken_is_not_shared() -> None:
+    """Its keys and values depend on those of the blocks before."""
+    manager = BlockManager(8, BLOCK)
+    seq = sequence([1, 2, 3, 4, 5, 6, 7, 8])
+    manager.allocate(seq)
+    manager.record(seq, 4)
+    manager.forget_all([seq])
+    manager.record(seq, 8)
+    manager.free(seq)
+    other = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert manager.allocate(other) == 0
+    manager.record(other, 9)
+    assert manager.allocate(sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])) == 8
+
+
 class RandomOperations(RuleBasedStateMachine):
     """Random sequences of two token ids, so that many prefixes are equal, in a cache that is always too small."""
 
@@ -200,6 +215,8 @@ class RandomOperations(RuleBasedStateMachine):
         # For each block, the prefix whose keys and values it would hold, and whether they are those of a long sequence.
         self.content: dict[int, tuple[bool, tuple[int, ...]]] = {}
         self.prefixes: dict[int, tuple[bool, tuple[int, ...]]] = {}  # by Block.serial, never deleted
+        self.old_seqs: set[Sequence] = set()  # those that had blocks when all names were taken, and their forks
+        self.old_blocks: set[int] = set()  # what they have computed then and since
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30), is_long=st.booleans())
     def add(self, tokens: list[int], is_long: bool) -> None:
@@ -214,6 +231,7 @@ class RandomOperations(RuleBasedStateMachine):
         assert len(seq.block_table) == -(-len(tokens) // BLOCK)
         for index in range(cached // BLOCK):  # a hit must hold this very prefix
             assert self.content[seq.block_table[index]] == (is_long, tuple(tokens[: (index + 1) * BLOCK]))
+        assert not self.old_blocks.intersection(seq.block_table[: cached // BLOCK])
         seq.num_scheduled = cached
         self.live.append(seq)
 
@@ -224,6 +242,7 @@ class RandomOperations(RuleBasedStateMachine):
         end = min(seq.num_scheduled + count, len(seq))
         for index in range(seq.num_scheduled // BLOCK, end // BLOCK):
             self.content[seq.block_table[index]] = (seq.is_long, tuple(seq.token_ids[: (index + 1) * BLOCK]))
+            (self.old_blocks.add if seq in self.old_seqs else self.old_blocks.discard)(seq.block_table[index])
         self.manager.record(seq, end)
         seq.num_scheduled = end
 
@@ -257,11 +276,20 @@ class RandomOperations(RuleBasedStateMachine):
         self.manager.record(other, len(seq))
         other.num_scheduled = len(seq)
         self.live.append(other)
+        if seq in self.old_seqs:
+            self.old_seqs.add(other)
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100))
     def free(self, which: int) -> None:
         self.manager.free(self.live.pop(which % len(self.live)))
+
+    @rule()
+    def forget_all(self) -> None:
+        self.manager.forget_all(self.live)
+        assert not self.manager.cached_blocks
+        self.old_seqs.update(self.live)
+        self.old_blocks.update(range(len(self.manager.blocks)))
 
     @invariant()
     def no_block_is_both_free_and_used_and_counts_equal_the_tables(self) -> None:

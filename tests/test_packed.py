@@ -41,6 +41,19 @@ def test_a_packed_product_of_many_inputs_rounds_no_worse_than_half_again_the_pla
     assert ours < 1.5 * plain
 
 
+def test_rows_of_a_packed_weight_are_written_and_read() -> None:
+    weight, values = torch.randn(700, 300), torch.randn(10, 300, dtype=torch.bfloat16)
+    packed = PackedWeight(weight)
+    rows = packed[100:400]
+    assert rows.shape == (300, 300)
+    rows[50:60].copy_(values)
+    weight[150:160] = values
+    assert torch.equal(packed.unpacked(), weight)
+    assert torch.equal(rows.unpacked(), weight[100:400])
+    x = torch.randn(3, 300)
+    assert torch.equal(packed.product(x, None), PackedWeight(weight).product(x, None))
+
+
 def test_only_float32_weights_of_many_outputs_are_packed() -> None:
     assert can_pack(torch.empty(128, 64))
     assert not can_pack(torch.empty(127, 64))

@@ -357,6 +357,23 @@ def test_one_that_starts_again_waits_behind_a_prompt_that_is_half_done() -> None
     check_blocks(sched)
 
 
+def test_all_that_have_begun_start_again_in_their_order() -> None:
+    sched = scheduler(blocks=40, budget=10)
+    first, second, halfway, later = (sequence(7, 9, start=start) for start in (10, 30, 50, 70))
+    for seq in (first, second, halfway, later):
+        sched.add(seq)
+    for _ in range(2):
+        step = sched.schedule(in_flight=False)
+        sched.postprocess(step, [(chunk.seq, 5) for chunk in step.chunks if chunk.is_last])
+    assert list(sched.running) == [first, second]
+    assert halfway.num_scheduled == 6
+    sched.restart()
+    assert list(sched.waiting) == [first, second, halfway, later]
+    assert [len(seq) for seq in sched.waiting] == [8, 8, 7, 7]
+    assert sched.block_manager.num_free == 40
+    check_blocks(sched)
+
+
 class Device:
     """A rank's rows, built from messages alone. Each row "samples" its tokens from what the messages said."""
 
@@ -365,6 +382,9 @@ class Device:
         self.long_from = long_from
         # (block, offset) -> the token written there last, and whether for a long sequence
         self.cache: dict[tuple[int, int], tuple[int, bool]] = {}
+        self.version = 0  # of the weights
+        self.versions: dict[tuple[int, int], int] = {}  # of the weights that computed a place of the cache
+        self.kept: set[Sequence] = set()  # those that go on with keys of older weights
 
     def run(self, message: StepMessage) -> list[int]:
         for source, destination in message.moves:
@@ -381,6 +401,7 @@ class Device:
                     source, destination = join.copied_block
                     for offset in range(BLOCK):
                         self.cache[destination, offset] = self.cache.get((source, offset), (-1, False))
+                        self.versions[destination, offset] = self.versions.get((source, offset), -1)
                 end = chunk.start + len(chunk.token_ids)
                 self.rows.append({"len": end, "table": list(join.block_table), "seed": join.seed})
             return [self.sample(row) for row in self.rows[message.num_rows :]]
@@ -399,6 +420,13 @@ class Device:
 
     def write(self, table: list[int], position: int, token: int, is_long: bool) -> None:
         self.cache[table[position // BLOCK], position % BLOCK] = token, is_long
+        self.versions[table[position // BLOCK], position % BLOCK] = self.version
+
+    def renew(self, sched: Scheduler) -> None:
+        """Take new weights. No step is in flight."""
+        sched.reset_prefix_cache()
+        self.version += 1
+        self.kept = {seq for seq in sched.unfinished if seq.block_table}
 
     def read(self, table: list[int], start: int, end: int) -> list[tuple[int, bool]]:
         return [self.cache[table[position // BLOCK], position % BLOCK] for position in range(start, end)]
@@ -456,15 +484,20 @@ def check_decoding(sched: Scheduler) -> None:
         assert seq.check_at == next(length for length in later if length % BLOCK == 0 or length in ends)
 
 
-def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]) -> None:
-    """Postprocess; then check that exactly the blocks have names that planned prefill steps, or read decodes, fill."""
+def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]], kept: set[Sequence]) -> None:
+    """Postprocess; then check that exactly the blocks have names that planned prefill steps, or read decodes, fill.
+
+    kept: sequences whose blocks have lost their names
+    """
     seqs = [chunk.seq for chunk in step.chunks] if isinstance(step, PrefillStep) else step.seqs
     tables = [(seq.num_released, list(seq.block_table)) for seq in seqs]  # empty if an earlier step ended it
     ends = [min(seq.num_scheduled, len(seq)) for seq in seqs]
     sched.postprocess(step, tokens)
     if isinstance(step, DecodeStep):
         ends = [len(seq) - 1 for seq in seqs]
-    for (released, table), end in zip(tables, ends, strict=True):
+    for seq, (released, table), end in zip(seqs, tables, ends, strict=True):
+        if seq in kept:
+            continue
         named = [sched.block_manager.blocks[block].content is not None for block in table[released:]]
         assert named == [index < end // BLOCK for index in range(released, len(table))]
     if isinstance(step, DecodeStep) and sched.window is not None:
@@ -498,7 +531,7 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
 def test_every_request_ends_with_its_own_tokens(
     depth, requests, blocks, rows, budget, worth, window, long_from, kind, arrivals
 ) -> None:
-    """Random requests, some with several samples, arrive and are aborted at random times.
+    """Random requests, some with several samples, arrive and are aborted at random times. Weights change.
 
     Prompts share prefixes, and also have equal blocks after different ones. Some prompts are only scored. The device
     sees messages alone.
@@ -527,6 +560,8 @@ def check_what_is_read(step: Step, message: StepMessage, device: Device, seqs: l
         is_long = device.is_long(len(seq) if isinstance(message, PrefillMessage) else end)
         if end <= len(tokens):  # nobody reads tokens after the one that ends the sequence
             assert device.read(seq.block_table, first, end) == [(token, is_long) for token in tokens[first:end]]
+            places = [(seq.block_table[position // BLOCK], position % BLOCK) for position in range(first, end)]
+            assert seq in device.kept or {device.versions[place] for place in places} == {device.version}
 
 
 def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
@@ -549,6 +584,13 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
             sched.abort_all()
             row_map.clear()
             in_flight.clear()
+        if arrivals.random() < 0.02:
+            while in_flight:
+                postprocess(sched, *in_flight.popleft(), device.kept)
+            if arrivals.random() < 0.5:
+                sched.restart()
+                assert not any(seq.block_table for seq in sched.unfinished)
+            device.renew(sched)
         step = sched.schedule(in_flight=bool(in_flight))
         if step is not None and arrivals.random() < 0.01:  # an interrupt comes before the step is launched
             forgotten.update(sched.waiting, sched.running)
@@ -557,6 +599,9 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
             in_flight.clear()
             continue
         if step is not None:
+            if isinstance(step, PrefillStep):
+                device.kept -= {chunk.seq for chunk in step.chunks if chunk.start == 0}  # it starts again
+                device.kept |= {fork.seq for fork in step.forks if fork.source in device.kept}
             message, order = row_map.describe(step)
             assert len(row_map.seqs) <= rows
             assert [seq.row for seq in row_map.seqs] == list(range(len(row_map.seqs)))
@@ -571,7 +616,7 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
         idle = idle + 1 if step is None and not sched.is_finished else 0
         assert idle <= depth + 1, "nothing runs and nothing is in flight: the engine would hang"
         if in_flight and (step is None or len(in_flight) == depth):
-            postprocess(sched, *in_flight.popleft())
+            postprocess(sched, *in_flight.popleft(), device.kept)
         check_blocks(sched)
         check_decoding(sched)
     for seq in seqs:

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from transformers import PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.engine.workers import WorkerError
-from nanoinfer.parallel import buckets
+from nanoinfer.parallel import buckets, channel
 
 Tensors = dict[str, Tensor]
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 160}
@@ -172,10 +173,22 @@ class TestAnUpdatedLLMEqualsAFreshOne:
         llm.update_weights({name: torch.nn.Parameter(w) for name, w in other.items()})
         assert results(llm) == expected[1]
 
-    def test_under_inference_mode(self, llm: LLM, other: Tensors, expected: list[list[Any]]) -> None:
+    @pytest.mark.parametrize("is_made_within", [False, True])
+    def test_within_inference_mode_and_outside(
+        self,
+        is_made_within: bool,
+        make_llm: Callable[..., LLM],
+        bundled: Tensors,
+        other: Tensors,
+        expected: list[list[Any]],
+    ) -> None:
+        with torch.inference_mode(is_made_within):
+            llm = make_llm(**OPTIONS)
         with torch.inference_mode():
             llm.update_weights((name, w.clone()) for name, w in other.items())
         assert results(llm) == expected[1]
+        llm.update_weights(bundled)
+        assert results(llm) == expected[0]
 
     def test_bit_by_bit_after_a_part_of_the_tensors(self, llm: LLM, other: Tensors, expected: list[list[Any]]) -> None:
         """Tensors that share a packed matrix come one by one, in any order."""
@@ -389,12 +402,12 @@ class TestNeverHalfNew:
         llm.update_weights(tensors)
         time.sleep(10)
 
-    def test_closed_by_the_iterator(self, llm: LLM, other: Tensors) -> None:
+    @pytest.mark.parametrize("count", [0, 5, 99], ids=["at once", "in the middle", "in the end"])
+    def test_closed_by_the_iterator(self, count: int, llm: LLM, other: Tensors) -> None:
         def give() -> Iterator[tuple[str, Tensor]]:
-            for number, pair in enumerate(other.items()):
-                if number == 5:
-                    llm.close()
-                yield pair
+            yield from list(other.items())[:count]
+            llm.close()
+            yield from list(other.items())[count:]
 
         with pytest.raises(ValueError, match="this LLM is closed"):
             llm.update_weights(give())
@@ -621,22 +634,38 @@ class TestRequestsThatRun:
         assert llm.update_weights(bundled) == 1
 
 
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The segments for buckets that the test has made. Others' segments come and go, too."""
+    made: list[Path] = []
+
+    def make_segment(num_bytes: int, least: int) -> SharedMemory:
+        memory = channel.make_segment(num_bytes, least)
+        made.append(Path(channel.FOLDER) / memory.name)
+        return memory
+
+    monkeypatch.setattr(buckets, "make_segment", make_segment)
+    return made
+
+
 def logprobs_of(output: RequestOutput) -> list[float]:
     return [entry[token] for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_hundred_updates_do_not_grow(ranks: int, make_llm: Callable[..., LLM], bundled: Tensors) -> None:
+def test_a_hundred_updates_do_not_grow(
+    ranks: int, make_llm: Callable[..., LLM], bundled: Tensors, segments: list[Path]
+) -> None:
     llm = make_llm(tensor_parallel_size=ranks, **OPTIONS)
     processes = llm.engine.workers.processes if llm.engine.workers else []
     pids = [os.getpid(), *(process.pid for process in processes)]
 
-    def held() -> tuple[list[int], list[int], list[int], set[str]]:
-        """Return each process's memory, threads and descriptors, and the names in /dev/shm."""
+    def held() -> tuple[list[int], list[int], list[int]]:
+        """Return each process's pages of memory, threads and descriptors."""
         gc.collect()
         pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
         threads, files = ([len(os.listdir(f"/proc/{pid}/{kind}")) for pid in pids] for kind in ("task", "fd"))
-        return pages, threads, files, {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
+        return pages, threads, files
 
     def update(number: int) -> None:
         tensors = list(bundled.items())
@@ -657,6 +686,8 @@ def test_a_hundred_updates_do_not_grow(ranks: int, make_llm: Callable[..., LLM],
         update(number)
     pages_after, *rest_after = held()
     assert rest_after == rest
+    assert bool(segments) == (ranks > 1)
+    assert not any(segment.exists() for segment in segments)
     assert (
         max(after - old for after, old in zip(pages_after, pages, strict=True)) * os.sysconf("SC_PAGE_SIZE") < 4 << 20
     )
@@ -722,9 +753,10 @@ class TestBuckets:
         llm.reset_prefix_cache()
         assert results(llm) == before
 
-    def test_a_rank_that_dies_is_named(self, make_llm: Callable[..., LLM], other: Tensors) -> None:
+    def test_a_rank_that_dies_is_named(
+        self, make_llm: Callable[..., LLM], other: Tensors, segments: list[Path]
+    ) -> None:
         llm = make_llm(tensor_parallel_size=2, **OPTIONS)
-        names = set(os.listdir("/dev/shm"))
 
         def give() -> Iterator[tuple[str, Tensor]]:
             for number, pair in enumerate(other.items()):
@@ -736,4 +768,5 @@ class TestBuckets:
             llm.update_weights(give())
         with pytest.raises(WorkerError, match="this LLM is closed"):
             llm.update_weights(other)
-        assert set(os.listdir("/dev/shm")) <= names
+        (segment,) = segments
+        assert not segment.exists()

@@ -173,15 +173,16 @@ class LLMEngine:
             for name, tensor in source.tensors(table):
                 self.check_open()  # the source runs code that is not ours
                 if not is_begun:
-                    self._begin_writing(begin, buckets)
                     is_begun = True
+                    self._begin_writing(begin, buckets)
                 self._write(name, tensor, buckets)
                 del tensor  # so that it can go before the next one comes
+            self.check_open()
             if buckets is not None:
                 with self._undivided():
                     buckets.flush()
         finally:
-            fault = self._end_writing(buckets)
+            fault = self._end_writing(buckets) if is_begun else None
         return self._accept(source.what, fault)
 
     def load_weights(self, source: FileSource, begin: Callable[[], None]) -> int:
@@ -230,7 +231,6 @@ class LLMEngine:
 
     def _accept(self, what: str, fault: str | None) -> int:
         """Count new weights, if nothing is wrong with them; returns their version."""
-        self.check_open()
         if fault is not None:
             raise ValueError(f"{what}: {fault}")
         version = self.weights_version + 1

@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoinfer.parallel.channel import FOLDER, explained, make_segment
 
 PARTS = 3  # of a segment, each of which holds one bucket at a time
-PART_BYTES = 8 << 20
+PART_BYTES = 16 << 20
 LEAST_PART_BYTES = 1 << 20  # the row of a tensor fits
 ALIGNMENT = 64
 

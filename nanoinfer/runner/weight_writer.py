@@ -14,7 +14,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.plain_matrix import pack_weights
 from nanoinfer.weights.shards import Shard, Table, table_of
-from nanoinfer.weights.sources import FileSource, RandomSource
+from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
 
 class WeightWriter:
@@ -35,10 +35,12 @@ class WeightWriter:
 
     def load(self, config: Config) -> None:
         """Fill the weights of a model that has just been built; raises ValueError as Source.fill does."""
+        source: Source
         if config.load_format == "safetensors":
-            FileSource(config.model, config.description.is_multimodal).fill(table_of(self._model))
+            source = FileSource(config.model, config.description.is_multimodal)
         else:
-            RandomSource(config.seed).fill(table_of(self._model))
+            source = RandomSource(config.seed)
+        source.fill(table_of(self._model))
         if config.load_format == "dummy_skewed":
             skew_routers(self._model)
         pack_weights(self._model)
@@ -49,7 +51,7 @@ class WeightWriter:
         self._holders.clear()
         self._unlike.clear()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def write(self, name: str, tensor: Tensor) -> None:
         """Write what this rank needs of a whole tensor, from any device and dtype."""
         for shard in self.table[name]:
@@ -66,7 +68,7 @@ class WeightWriter:
         assert isinstance(target, Tensor)
         self._unlike.append((shard.name, holder, (target != tensor[shard.index].to(target)).any()))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def write_bucket(self, bucket: Bucket) -> None:
         """Write what this rank needs of the tensors in a bucket."""
         bucket.read(self._write_piece)
@@ -77,7 +79,7 @@ class WeightWriter:
                 shard.copy_rows(rows, piece.first)
         self._written[piece.name] = None
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def read(self, source: FileSource) -> None:
         """Write the tensors of files that fit the table."""
         self._written.update(dict.fromkeys(source.copy(self.table)))

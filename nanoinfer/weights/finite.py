@@ -7,21 +7,30 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.linear.packed import PackedRows
+from nanoinfer.kernels.linear.packed import PackedRows, PackedWeight
 from nanoinfer.weights.shards import Table, Target
 
 
 def find_not_finite(table: Table, names: Iterable[str]) -> str | None:
     """Return the first of the tensors whose targets hold NaN or infinity; None: no target does.
 
-    The search looks at each number of a target only if their sum is not finite.
+    The search looks at each target only if the sum of a parameter's numbers is not finite.
     """
     targets = [(name, shard.target) for name in names for shard in table[name]]
-    if not targets:
+    wholes = {id(whole): whole for whole in (_whole(target) for _, target in targets)}  # fewer than targets
+    if not wholes:
         return None
-    sums = torch.stack([_numbers(target).sum(dtype=torch.float32) for _, target in targets])
-    suspects = [targets[index] for index in (~sums.isfinite()).nonzero().flatten().tolist()]
-    return next((name for name, target in suspects if not _numbers(target).isfinite().all()), None)
+    sums = torch.stack([_numbers(whole).sum(dtype=torch.float32) for whole in wholes.values()])
+    if sums.isfinite().all():
+        return None
+    return next((name for name, target in targets if not _numbers(target).isfinite().all()), None)
+
+
+def _whole(target: Target) -> Tensor | PackedWeight:
+    """Return the parameter of which the target is a slice."""
+    if isinstance(target, PackedRows):
+        return target.weight
+    return target if target._base is None else target._base
 
 
 def describe_not_finite(table: Table, name: str) -> str:
@@ -30,5 +39,5 @@ def describe_not_finite(table: Table, name: str) -> str:
     return f"{name} has numbers that are NaN or infinite as {dtype}"
 
 
-def _numbers(target: Target) -> Tensor:
-    return target.unpacked() if isinstance(target, PackedRows) else target
+def _numbers(values: Tensor | PackedRows | PackedWeight) -> Tensor:
+    return values if isinstance(values, Tensor) else values.unpacked()

@@ -67,7 +67,7 @@ class FileSource:
 
     def check(self, table: Table) -> None:
         """Raise ValueError if names, shapes or dtypes do not fit the table."""
-        roll = Roll(table, f"{self.what}: the checkpoint does not fit its config.json")
+        roll = Roll(table, f"{self.what}: the checkpoint does not fit the model")
         for name, tensor, file in self._tensors():
             roll.tick(name, tensor.get_shape(), tensor.get_dtype(), file.name)
         roll.check(whole=True)
@@ -120,18 +120,16 @@ class TensorSource:
 
         In the end, raises ValueError, naming them, if tensors are missing.
         """
-        roll = Roll(table, f"{self.what}: not the tensors of this model")
+        roll = Roll(table, f"{self.what} do not fit the model")
         for pair in self._pairs:
             name, tensor = _name_and_tensor(pair)
-            del pair
             known = _known_name(name, self._is_multimodal)
-            if known is None:
-                continue
-            is_wanted = roll.tick(known, tensor.shape, str(tensor.dtype).removeprefix("torch."), self.what)
-            roll.check()
-            if is_wanted:
-                yield known, tensor
-            del tensor  # so that it can go before the next one comes
+            if known is not None:
+                is_wanted = roll.tick(known, tensor.shape, str(tensor.dtype).removeprefix("torch."), self.what)
+                roll.check()
+                if is_wanted:
+                    yield known, tensor
+            del pair, tensor  # so that they can go before the next ones come
         roll.check(whole=not self._is_partial)
         if not roll.come:
             raise ValueError(f"{self.what}: has no tensor; a generator gives its tensors only once")

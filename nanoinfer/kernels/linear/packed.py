@@ -24,8 +24,8 @@ class PackedWeight:
         first, end, _ = rows.indices(self.shape[0])
         return PackedRows(self, first, end)
 
-    def read(self, rows: slice) -> Tensor:
-        """Return a copy of neighbouring rows, no longer packed."""
+    def unpacked(self, rows: slice = slice(None)) -> Tensor:
+        """Return a copy of neighbouring rows."""
         return torch.cat([block.to_dense()[rows] for block in self._blocks], dim=1)
 
     def write(self, rows: slice, values: Tensor) -> None:
@@ -68,7 +68,7 @@ class PackedRows:
 
     def unpacked(self) -> Tensor:
         """Return a copy of these rows."""
-        return self.weight.read(slice(self.first, self.end))
+        return self.weight.unpacked(slice(self.first, self.end))
 
 
 def _pack(block: Tensor) -> Tensor:
