@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.engine.routed_experts import ExpertIds
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.logprob import LogProb
 
@@ -45,6 +46,9 @@ class SampleOutput(Output):
     kept_tokens: for each generated token, how many tokens could have been drawn in its place, and the log of the
         probability that these had together at this temperature, before min_tokens, a form (structured_outputs) and
         filters left out the others; at temperature 0 one token, and 0.0; None if SamplingParams did not ask
+    routed_experts: [tokens, layers, experts a token uses] uint8, or int16 where a layer has more than 256 experts: the
+        experts that each token of prompt and output took, the likeliest first, in the layers that have experts; the
+        last generated token took none yet; None without LLM's routed_experts
 
     A SampleOutput has one more attribute, which is no key:
 
@@ -60,6 +64,7 @@ class SampleOutput(Output):
     stop_reason: int | str | None
     logprobs: list[Mapping[int, LogProb]] | None
     kept_tokens: list[tuple[int, float]] | None
+    routed_experts: ExpertIds | None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -135,6 +140,7 @@ class StreamOutput(Output):
     stop_reason: as in SampleOutput, in the sample's last output; None before
     logprobs: as in SampleOutput, for the new tokens
     kept_tokens: as in SampleOutput, for the new tokens
+    routed_experts: as in SampleOutput, in the sample's last output; None before
     prompt_logprobs: as in RequestOutput, in the first output of a prompt's first sample; None otherwise
     """
 
@@ -149,6 +155,7 @@ class StreamOutput(Output):
     stop_reason: int | str | None
     logprobs: list[Mapping[int, LogProb]] | None
     kept_tokens: list[tuple[int, float]] | None
+    routed_experts: ExpertIds | None
     prompt_logprobs: list[Mapping[int, LogProb] | None] | None
 
 
