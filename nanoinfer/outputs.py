@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.engine.routed_experts import ExpertIds
+import numpy as np
+import numpy.typing as npt
+
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.logprob import LogProb
 
@@ -64,7 +66,7 @@ class SampleOutput(Output):
     stop_reason: int | str | None
     logprobs: list[Mapping[int, LogProb]] | None
     kept_tokens: list[tuple[int, float]] | None
-    routed_experts: ExpertIds | None
+    routed_experts: npt.NDArray[np.integer[Any]] | None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -155,7 +157,7 @@ class StreamOutput(Output):
     stop_reason: int | str | None
     logprobs: list[Mapping[int, LogProb]] | None
     kept_tokens: list[tuple[int, float]] | None
-    routed_experts: ExpertIds | None
+    routed_experts: npt.NDArray[np.integer[Any]] | None
     prompt_logprobs: list[Mapping[int, LogProb] | None] | None
 
 
