@@ -30,7 +30,7 @@ def record_extras(step: Step, seqs: list[Sequence], extras: Extras) -> None:
 
 
 def _record_experts(step: Step, seqs: list[Sequence], taken: ExpertIds) -> None:
-    """taken: [tokens, layers, used], of all tokens that the step computed"""
+    """Give the sequences the experts of their tokens. taken: [tokens, layers, used], of all tokens of the step"""
     if isinstance(step, PrefillStep):
         begin = 0
         for chunk in step.chunks:

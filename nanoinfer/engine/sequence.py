@@ -148,7 +148,7 @@ class Sequence:
 
     @property
     def num_reusable(self) -> int:
-        """How many of the first tokens may come from the cache: neither logits nor unknown experts are wanted there."""
+        """How many of the first tokens may come from the cache: their experts are known, their logits not needed."""
         known = self.first_logits if self.routed_experts is None else len(self.routed_experts)
         return min(self.first_logits, known)
 
