@@ -50,6 +50,9 @@ class Config:
         distribution that each token was drawn from, after penalties, bias, masks, temperature and filters. A token that
         could not be drawn has no entry then, and at temperature 0 the drawn token has 0.0. Nobody drew a prompt's
         tokens, so of the settings only the temperature changes theirs, and temperature 0 counts as 1
+    routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
+        so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
+        have experts
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
         chooses the GPUs
     seed: a request without a seed of its own gets one that is made from this number
@@ -79,6 +82,7 @@ class Config:
     dtype: str = "auto"
     lm_head_dtype: str = "auto"
     logprobs_mode: str = RAW
+    routed_experts: bool = False
     device: str = "auto"
     seed: int = 0
     load_format: str = "safetensors"
@@ -106,6 +110,8 @@ class Config:
         self.eos_token_ids = checkpoint.eos_token_ids
         self.generation_defaults = checkpoint.generation_defaults
         self.description = self._describe(checkpoint.hf_config)
+        if check_flag("routed_experts", self.routed_experts) and self.description.experts is None:
+            raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.max_model_len = min(self.max_model_len, self.description.max_position)
         self.description = self.description.within(self.max_model_len)
         self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)

@@ -31,6 +31,7 @@ ELSEWHERE = {
         ("stop_strings stop_sequences stop_words", "stop"),
         ("eos_token_id", "stop_token_ids"),
         ("top_logprobs", "logprobs"),
+        ("enable_return_routed_experts return_routed_experts", "routed_experts"),
         ("do_sample", "a temperature above 0 samples; SamplingParams(temperature=0) takes the most likely token"),
         ("max_length min_length", "SamplingParams(max_tokens=..., min_tokens=...) counts generated tokens alone"),
         ("best_of", "SamplingParams(n=...) gives all samples: choose among them"),

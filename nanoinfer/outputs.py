@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.logprob import LogProb
 
@@ -47,6 +50,9 @@ class SampleOutput(Output):
     kept_tokens: for each generated token, how many tokens could have been drawn in its place, and the log of the
         probability that these had together at this temperature, before min_tokens, a form (structured_outputs) and
         filters left out the others; at temperature 0 one token, and 0.0; None if SamplingParams did not ask
+    routed_experts: [tokens, layers, experts a token uses] uint8, or int16 where a layer has more than 256 experts: the
+        experts that each token of prompt and output took, the likeliest first, in the layers that have experts; the
+        last generated token took none yet; None without LLM's routed_experts
 
     A SampleOutput has one more attribute, which is no key:
 
@@ -63,6 +69,7 @@ class SampleOutput(Output):
     weights_versions: list[tuple[int, int]]
     logprobs: list[Mapping[int, LogProb]] | None
     kept_tokens: list[tuple[int, float]] | None
+    routed_experts: npt.NDArray[np.integer[Any]] | None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -139,6 +146,7 @@ class StreamOutput(Output):
     weights_versions: as in SampleOutput, for all tokens so far
     logprobs: as in SampleOutput, for the new tokens
     kept_tokens: as in SampleOutput, for the new tokens
+    routed_experts: as in SampleOutput, in the sample's last output; None before
     prompt_logprobs: as in RequestOutput, in the first output of a prompt's first sample; None otherwise
     """
 
@@ -154,6 +162,7 @@ class StreamOutput(Output):
     weights_versions: list[tuple[int, int]]
     logprobs: list[Mapping[int, LogProb]] | None
     kept_tokens: list[tuple[int, float]] | None
+    routed_experts: npt.NDArray[np.integer[Any]] | None
     prompt_logprobs: list[Mapping[int, LogProb] | None] | None
 
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from nanoinfer.checks import as_int, check_choice, short
 from nanoinfer.detokenizer import Detokenizer, decode, decoder
 from nanoinfer.engine.llm_engine import LLMEngine, StepResult
+from nanoinfer.engine.routed_experts import ExpertIds
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.inputs import Prepared
 from nanoinfer.logprob import Candidates, LogProb
@@ -69,6 +70,7 @@ class Sample:
             weights_versions=seq.weights_versions,
             logprobs=None if seq.params.logprobs is None else self._logprobs(seq.logprobs[start:]),
             kept_tokens=seq.kept_tokens[start:] if seq.params.kept_tokens else None,
+            routed_experts=self._routed_experts if seq.is_finished else None,
             prompt_logprobs=self.prompt_logprobs if start == 0 else None,
         )
 
@@ -93,7 +95,12 @@ class Sample:
             weights_versions=seq.weights_versions,
             logprobs=None if seq.params.logprobs is None else self._logprobs(seq.logprobs),
             kept_tokens=seq.kept_tokens if seq.params.kept_tokens else None,
+            routed_experts=self._routed_experts,
         )
+
+    @property
+    def _routed_experts(self) -> ExpertIds | None:
+        return None if self.seq.routed_experts is None else self.seq.routed_experts.array()
 
     def _logprobs(self, places: list[Candidates]) -> list[Mapping[int, LogProb]]:
         decode = None if self._tokenizer is None else decoder(self._tokenizer, skip_special_tokens=False)

@@ -50,7 +50,8 @@ class SamplingParams:
     prompt_logprobs: as logprobs, for each token of the prompt
     prompt_logprobs_start: the prompt's tokens before this position get no log-probabilities; the engine computes the
         token just before it, and may take the blocks before that token from the KV cache
-    kept_tokens: True: the output says for each generated token how many tokens could have been drawn in its place
+    kept_tokens: True: the output says for each generated token how many tokens could have been drawn in its place, and
+        how likely these were together before filters left out the others
     skip_special_tokens: True: the text leaves out special tokens
     detokenize: False: the output has token ids alone, a little sooner
     structured_outputs: the text has the form that one of these asks for: {"json": a JSON Schema, as a mapping, a text

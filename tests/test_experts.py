@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from test_kernels import DTYPES, assert_close, randn
 from test_loader import rank
 from test_models import CASES, build, run
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
-from nanoinfer import LLM
+from nanoinfer import LLM, RequestOutput, SamplingParams
 from nanoinfer.kernels.experts.products import expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import (
     Routes,
@@ -131,6 +132,94 @@ def test_a_layer_tells_the_experts_that_each_token_took(make_llm: Callable[..., 
         assert layer.taken is not None
         assert torch.equal(layer.taken[:40].cpu(), router_logits.topk(3).indices.int())
         assert (layer.taken[40:] == -1).all()
+
+
+WITH_EXPERTS = [
+    name for name, case in CASES.items() if case.settings.get("num_experts", case.settings.get("num_local_experts"))
+]
+PROMPTS = [[5], list(range(40)), [7] * 33, list(range(3, 90))]
+
+
+@torch.inference_mode()
+def assert_routes_equal_transformers(output: RequestOutput, model: PreTrainedModel, dtype: str = "uint8") -> None:
+    """Check the experts of all tokens but the last generated one, of each sample."""
+    for sample in output.samples:
+        tokens = (output.prompt_token_ids + sample.token_ids)[:-1]
+        logits = model(input_ids=torch.tensor([tokens]), output_router_logits=True).router_logits
+        used = sample.routed_experts.shape[2]
+        expected = torch.stack([layer.topk(used).indices for layer in logits if layer is not None], dim=1)
+        assert sample.routed_experts.dtype == dtype
+        assert sample.routed_experts.tolist() == expected.tolist()
+
+
+class TestRoutedExperts:
+    @pytest.mark.parametrize("name", WITH_EXPERTS)
+    def test_they_are_those_of_transformers(self, name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+        """The second time, the prompts' blocks are in the cache."""
+        model = build(CASES[name], tmp_path)
+        llm = make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320, routed_experts=True)
+        params = SamplingParams(max_tokens=20, n=2, seed=1, ignore_eos=True)
+        for _ in range(2):
+            for output in llm.generate(PROMPTS, params, use_tqdm=False):
+                assert_routes_equal_transformers(output, model)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"num_kvcache_blocks": 14, "max_num_batched_tokens": 50},
+            {"max_num_batched_tokens": 7, "max_num_seqs": 3},
+            {"tensor_parallel_size": 2},
+        ],
+        ids=str,
+    )
+    def test_preempted_in_chunks_and_on_two_ranks(
+        self, options: dict[str, int], make_llm: Callable[..., LLM], tmp_path: Path
+    ) -> None:
+        model = build(CASES["qwen2moe"], tmp_path)
+        llm = make_llm(
+            str(tmp_path), device="cpu", kvcache_block_size=16, max_model_len=200, routed_experts=True, **options
+        )
+        params = SamplingParams(max_tokens=40, n=3, seed=1, ignore_eos=True)
+        for output in llm.generate(PROMPTS, params, use_tqdm=False):
+            assert_routes_equal_transformers(output, model)
+        assert (llm.engine.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in options)
+
+    def test_more_than_256_experts(self, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+        case = CASES["qwen3moe"]
+        many = {"num_experts": 300, "num_experts_per_tok": 5, "moe_intermediate_size": 8}
+        model = build(replace(case, settings={**case.settings, **many}), tmp_path)
+        llm = make_llm(str(tmp_path), max_model_len=128, routed_experts=True)
+        for output in llm.generate(PROMPTS, greedy(5), use_tqdm=False):
+            assert_routes_equal_transformers(output, model, "int16")
+
+    def test_the_last_output_of_a_stream_has_them(self, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+        build(CASES["mixtral"], tmp_path)
+        llm = make_llm(str(tmp_path), max_model_len=64, routed_experts=True)
+        (output,) = llm.generate([[5, 6, 7]], greedy(4, ignore_eos=True), use_tqdm=False)
+        *others, last = llm.stream([[5, 6, 7]], greedy(4, ignore_eos=True))
+        assert [new.routed_experts for new in others] == [None] * 3
+        assert (last.routed_experts == output.routed_experts).all()
+        assert output.routed_experts.shape == (6, 4, 2)
+
+    def test_a_prompt_that_is_only_scored_has_all_of_its_tokens(
+        self, make_llm: Callable[..., LLM], tmp_path: Path
+    ) -> None:
+        build(CASES["mixtral"], tmp_path)
+        llm = make_llm(str(tmp_path), max_model_len=64, routed_experts=True)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=20)
+        (output,) = llm.generate([[5] * 30], params, use_tqdm=False)
+        assert output.routed_experts.shape == (30, 4, 2)
+
+    def test_nobody_gets_them_who_did_not_ask(self, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+        build(CASES["mixtral"], tmp_path)
+        llm = make_llm(str(tmp_path), max_model_len=64)
+        assert llm.generate([[5]], greedy(2), use_tqdm=False)[0].routed_experts is None
+        layers = [module for module in llm.engine.runner.model.modules() if isinstance(module, MixtureOfExperts)]
+        assert [layer.taken for layer in layers] == [None] * 4
+
+    def test_a_model_without_experts_has_none_to_tell(self, make_llm: Callable[..., LLM]) -> None:
+        with pytest.raises(ValueError, match="routed_experts=True: must be False: the model has no experts"):
+            make_llm(routed_experts=True)
 
 
 def test_skewed_routers_follow_zipfs_law() -> None:

@@ -171,7 +171,7 @@ class BlockManager:
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         found: list[int] = []
         serial = int(seq.is_long)
-        for index in range(seq.first_logits // self.block_size):
+        for index in range(seq.num_reusable // self.block_size):
             block_id = self.cached_blocks.get(self._content(seq, index, serial))
             if block_id is None:
                 break

@@ -16,6 +16,8 @@ from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.interrupts import delayed_interrupt
 from nanoinfer.engine.matchers import Matchers
+from nanoinfer.engine.record import record_extras
+from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
@@ -106,6 +108,8 @@ class LLMEngine:
             seq = Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, request_id, index)
             seq.queued_at = time.perf_counter()
             seq.use_weights(self.weights_version)
+            if (experts := self.config.description.experts) is not None and self.config.routed_experts:
+                seq.routed_experts = RoutedExperts(sum(experts.layers), experts.used, experts.number_type)
             seqs.append(seq)
             self.scheduler.add(seq)
             if grammar is not None:
@@ -289,7 +293,7 @@ class LLMEngine:
             blocks_used=self.scheduler.block_manager.share_used,
             advanced=done.seqs,
         )
-        self._record_extras(done)
+        record_extras(done.step, done.seqs, done.tokens.extras)
         if isinstance(done.step, PrefillStep):
             for seq in done.seqs:
                 if not seq.is_finished:
@@ -315,23 +319,6 @@ class LLMEngine:
                     ended.append(seq)
                 self.finish(seq, *end)
         return ended
-
-    def _record_extras(self, done: InFlight) -> None:
-        """Give the sequences what they want beside the tokens that they are about to get, and beside their prompts."""
-        assert done.tokens is not None
-        extras = done.tokens.extras
-        for logprobs in extras.logprobs:
-            for place, entry in logprobs.entries():
-                if not done.seqs[place].is_finished:
-                    done.seqs[place].logprobs.append(entry)
-        for kept_tokens in extras.kept_tokens:
-            for place, kept in kept_tokens.entries():
-                if not done.seqs[place].is_finished:
-                    done.seqs[place].kept_tokens.append(kept)
-        if isinstance(done.step, PrefillStep):
-            for logprobs in extras.prompt_logprobs:
-                for chunk, entry in logprobs.entries():
-                    done.step.chunks[chunk].seq.prompt_logprobs.append(entry)
 
     def abort_all(self) -> None:
         """Drop every request, those in flight included; the engine is then ready for new ones."""

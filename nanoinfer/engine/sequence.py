@@ -6,6 +6,7 @@ from array import array
 from enum import Enum, auto
 from typing import Literal
 
+from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.logprob import Candidates
 from nanoinfer.sampling_params import SamplingParams
 
@@ -49,6 +50,7 @@ class Sequence:
         "prompt_logprobs",
         "queued_at",
         "request_id",
+        "routed_experts",
         "row",
         "sample_index",
         "seed",
@@ -85,6 +87,7 @@ class Sequence:
         self.logprobs: list[Candidates] = []  # of the generated tokens, if asked for
         self.kept_tokens: list[tuple[int, float]] = []  # of the generated tokens, if asked for
         self.prompt_logprobs: list[Candidates] = []  # of the prompt's tokens but the first, if asked for
+        self.routed_experts: RoutedExperts | None = None  # None: nobody asks
         self.queued_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.versions: list[tuple[int, int]] = []  # see `use_weights`
         self.max_len = min(len(prompt) + params.max_tokens, max_model_len)
@@ -152,9 +155,15 @@ class Sequence:
 
     @property
     def first_logits(self) -> int:
-        """The first position whose logits are needed: keys and values before it may come from the cache."""
+        """The first position whose logits are needed."""
         last = len(self) - 1
         return min(last, max(0, self.params.prompt_logprobs_start - 1)) if self.wants_prompt_logprobs else last
+
+    @property
+    def num_reusable(self) -> int:
+        """How many of the first tokens may come from the cache: their experts are known, their logits not needed."""
+        known = self.first_logits if self.routed_experts is None else len(self.routed_experts)
+        return min(self.first_logits, known)
 
     @property
     def is_exhausted(self) -> bool:

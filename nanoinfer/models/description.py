@@ -68,6 +68,11 @@ class Experts:
     scoring: Scoring = "softmax"
     shared_size: int | None = None
 
+    @property
+    def number_type(self) -> Literal["uint8", "int16"]:
+        """The smallest type that holds an expert's number."""
+        return "uint8" if self.count <= 256 else "int16"
+
 
 @dataclass(frozen=True)
 class Description:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from nanoinfer.runner.logits.kept_tokens import KeptTokens
 from nanoinfer.runner.logits.logprobs import LogProbs
+from nanoinfer.runner.transfer import to_host
 
 
 @dataclass
@@ -15,11 +18,13 @@ class Extras:
     logprobs: log-probabilities of the drawn tokens, by the token's place among them
     kept_tokens: how many tokens could have been drawn, by the drawn token's place
     prompt_logprobs: log-probabilities of prompts, by chunk
+    experts: [tokens, layers, used], the experts that all tokens of the step took; None: nobody asks
     """
 
     logprobs: list[LogProbs] = field(default_factory=list)
     kept_tokens: list[KeptTokens] = field(default_factory=list)
     prompt_logprobs: list[LogProbs] = field(default_factory=list)
+    experts: Tensor | None = None
 
     def to_host(self) -> Extras:
         """Copy to host memory; from a CUDA device the copy is complete with the stream's next event."""
@@ -27,4 +32,5 @@ class Extras:
             [entry.to_host() for entry in self.logprobs],
             [entry.to_host() for entry in self.kept_tokens],
             [entry.to_host() for entry in self.prompt_logprobs],
+            None if self.experts is None else to_host(self.experts),
         )

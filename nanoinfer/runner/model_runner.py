@@ -30,6 +30,7 @@ from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.pending_tokens import Launched, PendingTokens
+from nanoinfer.runner.routing import Routing
 from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.weight_writer import WeightWriter
@@ -99,6 +100,7 @@ class ModelRunner:
         self.device = torch.device("cuda", tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.graphs = None
+        self.routing: Routing | None = None  # on rank 0, if outputs are to have the experts
         self._launched: Launched | None = None  # a step with guided rows, until `finish`
         self.threads = Threads()
         if config.device == "cpu" and tp.size > 1:  # ranks that fight for cores spin more than they compute
@@ -125,6 +127,10 @@ class ModelRunner:
             decoder = Decoder(model, config.max_model_len, self.backend, self.tp, config.torch_head_dtype)
         self.weights = WeightWriter(decoder, self.tp, self.device)
         self.weights.load(config)
+        if config.routed_experts and self.tp.rank == 0:
+            assert model.experts is not None
+            most = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
+            self.routing = Routing(decoder, most, getattr(torch, model.experts.number_type))
         self.model = decoder
         self.sampler = Sampler(decoder.first_id, self.tp)
         shape = config.max_num_seqs, decoder.num_ids
@@ -296,7 +302,8 @@ class ModelRunner:
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.max_blocks)
         hidden = self.model(prompts.token_ids, prompts.context)
         is_processed = self.logits_processors.is_processed
-        extras = Extras(prompt_logprobs=prompt_logprobs(message.chunks, hidden, self._full_logits, is_processed))
+        extras = self._extras(message.num_tokens)
+        extras.prompt_logprobs = prompt_logprobs(message.chunks, hidden, self._full_logits, is_processed)
         copy_blocks(self.kv_cache, prompts.copied_blocks)
         if not message.joins:
             return Launched(message.num_rows, self.logits[:0], extras)
@@ -318,7 +325,11 @@ class ModelRunner:
             self._decode_rows(num_rows, message.max_context_len)
         else:
             graphs.replay(num_rows)
-        return Launched(0, self.logits[:num_rows])
+        return Launched(0, self.logits[:num_rows], self._extras(num_rows))
+
+    def _extras(self, num_tokens: int) -> Extras:
+        """Return the Extras of a step whose model has run."""
+        return Extras(experts=None if self.routing is None else self.routing.taken(num_tokens))
 
     def _decode_rows(self, num_rows: int, max_context_len: int) -> None:
         """Run one decode step over the first rows, all of it on the device."""
@@ -340,7 +351,7 @@ class ModelRunner:
             if not failed:
                 self._drop_graphs()
             self.tp.close(failed)
-            self._launched = None
+            self._launched = self.routing = None
             for name in (
                 "graphs", "model", "weights", "sampler", "logits", "batch", "logits_processors", "kv_cache", "backend",
             ):  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Launched:
 
     first_row: int
     logits: Tensor
-    extras: Extras = field(default_factory=Extras)
+    extras: Extras
 
 
 class PendingTokens:

@@ -99,8 +99,8 @@ class LogitsProcessorGroup:
         """Return the KeptTokens asked for, by row from first_row on; the tensors are as for KeptTokens.of."""
         if not self.asks_kept:
             return []
-        rows, keys = self._kept_rows, [self._numbers[i] - first_row for i in self._kept]
-        return [KeptTokens.of(shaped[rows], kept[rows], temperatures[rows], keys)]
+        keys = [self._numbers[i] - first_row for i in self._kept]
+        return [KeptTokens.of(shaped, kept, temperatures, self._kept_rows, keys)]
 
     def _find_bias(self) -> tuple[Tensor, Tensor, Tensor] | None:
         entries = [
