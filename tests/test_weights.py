@@ -34,6 +34,7 @@ from nanoinfer.parallel import buckets, channel
 
 Tensors = dict[str, Tensor]
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 160}
+GPU_OPTIONS = {"kvcache_block_size": 16, "max_model_len": 160, "max_num_seqs": 4, "num_kvcache_blocks": 64}
 PROMPTS = [[7], list(range(20, 60)), [5, 6] * 50]
 INCOMPLETE = "weights are incomplete.*update_weights.*partial=False, or by load_weights"
 
@@ -207,6 +208,50 @@ class TestAnUpdatedLLMEqualsAFreshOne:
         rest = [(name, w) for name, w in other.items() if w is not matrix]
         llm.update_weights([("lm_head.weight", matrix), *rest])
         assert results(llm) == expected[1]
+
+
+@pytest.mark.gpu
+class TestOnAGPU:
+    """As above, under captured graphs."""
+
+    @pytest.mark.parametrize("enforce_eager", [False, True])
+    @pytest.mark.parametrize("name", {case.architecture: name for name, case in CASES.items()}.values())
+    def test_of_every_class(
+        self,
+        name: str,
+        enforce_eager: bool,
+        family: Callable[[str], tuple[str, str, PreTrainedModel]],
+        make_llm: Callable[..., LLM],
+    ) -> None:
+        old, new, model = family(name)
+        options = {**GPU_OPTIONS, "dtype": "bfloat16", "enforce_eager": enforce_eager}
+        llm = make_llm(old, **options)
+        before = results(llm)
+        expected = results(make_llm(new, **options))
+        llm.update_weights((name, weight.cuda()) for name, weight in model.named_parameters())
+        assert results(llm) == expected != before
+        llm.load_weights(old)
+        assert results(llm) == before
+        llm.update_weights(model.named_parameters())
+        assert results(llm) == expected
+
+    @pytest.mark.multi_gpu
+    @pytest.mark.parametrize("name", ["phi3", "qwen2moe", "olmo2 biases", "gemma3 multimodal"])
+    def test_on_two_ranks(
+        self, name: str, family: Callable[[str], tuple[str, str, PreTrainedModel]], make_llm: Callable[..., LLM]
+    ) -> None:
+        old, new, model = family(name)
+        options = {**GPU_OPTIONS, "dtype": "bfloat16", "tensor_parallel_size": 2}
+        llm = make_llm(old, **options)
+        before = results(llm)
+        llm.update_weights((name, weight.cuda()) for name, weight in model.named_parameters())
+        after = results(llm)
+        llm.load_weights(old)
+        assert results(llm) == before
+        llm.update_weights(model.named_parameters())
+        assert results(llm) == after != before
+        llm.close()
+        assert after == results(make_llm(new, **options))
 
 
 def test_the_parameters_stay_where_they_are(make_llm: Callable[..., LLM], other: Tensors) -> None:
