@@ -31,8 +31,8 @@ def expert_mlps(
     x: [tokens, hidden_size]
     gate_up: [experts, 2 * size, hidden_size], an expert's gates before its ups
     down: [experts, hidden_size, size]
-    may_split: the result may also be pieces that the kernels in kernels.norm add up, [used, tokens, hidden_size]: the
-        weighted results of the tokens' likeliest experts, of their second ones, and so on
+    may_split: the result may also be several pieces that the kernels in kernels.norm add up, [used, tokens,
+        hidden_size]: the weighted results of the tokens' likeliest experts, of their second ones, and so on
     An expert computes down @ (act(gate @ x) * (up @ x)). Returns [tokens, hidden_size].
     """
     if x.is_cuda:
@@ -66,6 +66,8 @@ def expert_mlps_triton(
     _multiply(x, gate_up, gated, groups, block_m, routes, activation)
     results = x.new_empty(used, tokens, hidden_size)
     _multiply(gated, down, results.view(used * tokens, hidden_size), groups, block_m, routes, None)
+    if used == 1:
+        return results[0]
     return results if may_split and tokens > 1 else add_pieces_triton(results)
 
 
