@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Collection, Mapping
-from functools import lru_cache
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 256  # compiled grammars
+NUM_THREADS = min(4, os.cpu_count() or 1)  # that make masks
+COPIES = 8  # of a compiled matcher, before another is compiled for another thread
 # Between the tokens of JSON: without a bound, a model that likes white space may never come to an end.
 SPACE = "[ ]?"
 # llguidance knows beforehand which tokens these match whole. With six lengths of pieces of a JSON string, the masks in
@@ -24,20 +28,30 @@ SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{PIECE}{{1,{most}}}" for most in (1, 2, 4,
 
 
 class Grammar:
-    """A compiled grammar, which gives each sequence a matcher of its own.
+    """A grammar, which gives each sequence a matcher of its own.
+
+    Copies of a matcher share a lock. So each thread that makes masks has copies of a matcher that it shares with none.
 
     num_words: a mask of the tokenizer's tokens has this many words of 32 bits
     eos_token_ids: the tokens that a mask allows where the text may end
     """
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-        self._matcher = matcher
+    def __init__(self, compile_anew: Callable[[], LLMatcher], threads: Iterator[int], tokenizer: LLTokenizer) -> None:
+        """threads: numbers of threads, from which each compiled matcher takes the next; raises as compile_anew does."""
+        self._compile_anew, self._threads = compile_anew, threads
+        self._compiled = [(compile_anew(), next(threads))]
+        self._num_copies = 0
         self.num_words = -(-tokenizer.vocab_size // 32)
         self.eos_token_ids = frozenset(tokenizer.eos_tokens)
 
-    def matcher(self) -> LLMatcher:
-        """Return a matcher that has read nothing."""
-        return self._matcher.deep_copy()
+    def matcher(self) -> tuple[LLMatcher, int]:
+        """Return a matcher that has read nothing, and the number of the thread that makes its masks."""
+        turn = self._num_copies // COPIES % NUM_THREADS
+        self._num_copies += 1
+        if turn == len(self._compiled):
+            self._compiled.append((self._compile_anew(), next(self._threads)))
+        matcher, thread = self._compiled[turn]
+        return matcher.deep_copy(), thread
 
 
 class Grammars:
@@ -46,14 +60,18 @@ class Grammars:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """vocab_size: the model's; eos_token_ids: the model's, or none: then the tokenizer's own."""
         self._tokenizer = _convert(tokenizer, vocab_size, eos_token_ids)
-        self._compile = lru_cache(MOST_KEPT)(self._compile_anew)
+        self._threads = itertools.cycle(range(NUM_THREADS))
+        self._compile = lru_cache(MOST_KEPT)(self._grammar)
 
     def compile(self, structured_outputs: Mapping[str, Any]) -> Grammar:
         """Compile what check_structured_outputs returned. Raises ValueError with the reason if that cannot be."""
         ((kind, wanted),) = structured_outputs.items()
         return self._compile(kind, wanted)
 
-    def _compile_anew(self, kind: str, wanted: Any) -> Grammar:
+    def _grammar(self, kind: str, wanted: Any) -> Grammar:
+        return Grammar(partial(self._compile_anew, kind, wanted), self._threads, self._tokenizer)
+
+    def _compile_anew(self, kind: str, wanted: Any) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(verbose_errors=False)
@@ -63,7 +81,7 @@ class Grammars:
         matcher.compute_bitmask()
         if matcher.is_error():
             raise ValueError(f"no token can begin its text: {error_of(matcher)}")
-        return Grammar(matcher, self._tokenizer)
+        return matcher
 
 
 def error_of(matcher: LLMatcher) -> str:

@@ -330,6 +330,7 @@ class LLMEngine:
     def close(self) -> None:
         """End the other ranks and give back all memory; safe to call twice."""
         with delayed_interrupt():
+            self.matchers.close()
             self._finalizer()
 
     def check_open(self) -> None:

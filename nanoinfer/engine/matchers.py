@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from nanoinfer.engine.sequence import FinishReason, Sequence
-from nanoinfer.grammar import Grammar, error_of
+from nanoinfer.grammar import NUM_THREADS, Grammar, error_of
 from nanoinfer.runner.message import MaskMessage
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ class Matchers:
     """The matcher of each guided sequence that has not ended. A preempted sequence keeps its own."""
 
     def __init__(self) -> None:
-        self._matchers: dict[Sequence, LLMatcher] = {}
+        self._matchers: dict[Sequence, tuple[LLMatcher, int]] = {}  # each with the number of its thread
         self._num_words = 0  # of a mask
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "masks")  # starts a thread when there is work for it
 
     def add(self, seq: Sequence, grammar: Grammar) -> None:
         """Let a sequence that has generated nothing follow a grammar."""
@@ -48,9 +50,9 @@ class Matchers:
 
         A sequence that had ended before has no matcher, and its newest token is none of its own.
         """
-        matcher = self._matchers.get(seq)
-        if matcher is None:
+        if seq not in self._matchers:
             return None
+        matcher, _ = self._matchers[seq]
         if seq.is_finished:
             self.drop(seq)
         ended_by_token = seq.finish_reason == "stop"
@@ -61,19 +63,30 @@ class Matchers:
         return ("stop", None) if matcher.is_stopped() and not ended_by_token else None
 
     def masks(self, seqs: list[Sequence]) -> MaskMessage:
-        """Make the masks of the sequences' next tokens; all tokens are allowed where a sequence has ended meanwhile.
-
-        One thread makes them: copies of a matcher share a lock, on which llguidance's own threads only wait.
-        """
-        num_words = self._num_words
-        words = array("i", [ALL]) * (len(seqs) * num_words)
-        masks = np.frombuffer(words, dtype=np.uint32).reshape(-1, num_words)
+        """Make the masks of the sequences' next tokens; all tokens are allowed where a sequence has ended meanwhile."""
+        words = array("i", [ALL]) * (len(seqs) * self._num_words)
+        masks = np.frombuffer(words, dtype=np.uint32).reshape(len(seqs), -1)
+        shares: dict[int, list[tuple[Mask, Sequence]]] = {}
         for mask, seq in zip(masks, seqs, strict=True):
-            if (matcher := self._matchers.get(seq)) is not None:
-                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if seq in self._matchers:
+                shares.setdefault(self._matchers[seq][1], []).append((mask, seq))
+        first, *others = shares.values() or [[]]
+        pending = [self._threads.submit(self._fill, share) for share in others]
+        self._fill(first)
+        for future in pending:
+            future.result()
+        return MaskMessage(len(seqs), words)
+
+    def _fill(self, share: list[tuple[Mask, Sequence]]) -> None:
+        for mask, seq in share:
+            matcher, _ = self._matchers[seq]
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if seq.num_output_tokens < seq.params.min_tokens:
                 _suppress(mask, seq.stop_ids)
-        return MaskMessage(len(seqs), words)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
 
 
 def _suppress(mask: Mask, token_ids: frozenset[int]) -> None:
