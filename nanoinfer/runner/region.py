@@ -114,7 +114,7 @@ class FromRegion(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See torch.overrides."""
         kwargs = kwargs or {}
-        if func is not torch.empty or kwargs.get("device", self.region.device) != self.region.device:
+        if func is not torch.empty or kwargs.get("device") not in (None, self.region.device):
             return func(*args, **kwargs)
         shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
         return self.region.tensor(tuple(shape), kwargs.get("dtype") or torch.get_default_dtype())
