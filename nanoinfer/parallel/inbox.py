@@ -8,10 +8,11 @@ until the process ends.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from nanoinfer.driver import call
 
 GRANULARITY = 2 << 20  # CUDA shares whole pages, and ours must hold nobody else's memory
 LAZY_ENABLE_PEER_ACCESS = 1
@@ -55,7 +56,7 @@ class Inbox:
     def handle(self) -> Tensor:
         """The handle by which other ranks open this inbox, [64] uint8."""
         handle = _Handle()
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._memory))
+        call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._memory))
         return torch.tensor(list(handle.reserved), dtype=torch.uint8)
 
     def open(self, handles: Tensor) -> None:
@@ -106,16 +107,16 @@ class Inbox:
     def close_others(self) -> None:
         """Close the other ranks' inboxes, before those ranks free them."""
         while self._opened:
-            _call("cuIpcCloseMemHandle", ctypes.c_uint64(self._opened.pop()))
+            call("cuIpcCloseMemHandle", ctypes.c_uint64(self._opened.pop()))
 
     def free(self) -> None:
         """Free this rank's inbox, once no other rank has it open."""
-        _call("cuMemFree_v2", ctypes.c_uint64(self._memory))
+        call("cuMemFree_v2", ctypes.c_uint64(self._memory))
 
     def _open(self, handle: Tensor) -> int:
         address = ctypes.c_uint64()
         copy = _Handle.from_buffer_copy(bytes(handle.tolist()))
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), copy, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
+        call("cuIpcOpenMemHandle_v2", ctypes.byref(address), copy, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
         self._opened.append(address.value)
         return address.value
 
@@ -131,17 +132,11 @@ class _Handle(ctypes.Structure):
 
 def _allocate(num_bytes: int) -> int:
     address = ctypes.c_uint64()
-    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(-(-num_bytes // GRANULARITY) * GRANULARITY))
+    call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(-(-num_bytes // GRANULARITY) * GRANULARITY))
     return address.value
 
 
 def _clear(address: int, num_bytes: int, dtype: torch.dtype) -> None:
     """Fill memory with negative zeros."""
     word = 0x80000000 if dtype.itemsize == 4 else 0x80008000
-    _call("cuMemsetD32_v2", ctypes.c_uint64(address), ctypes.c_uint(word), ctypes.c_size_t(num_bytes // 4))
-
-
-def _call(name: str, *args: Any) -> None:
-    """Call a function of the driver, on the current thread's context."""
-    if code := getattr(ctypes.CDLL("libcuda.so.1"), name)(*args):
-        raise RuntimeError(f"{name} failed with CUDA driver error {code}")
+    call("cuMemsetD32_v2", ctypes.c_uint64(address), ctypes.c_uint(word), ctypes.c_size_t(num_bytes // 4))
