@@ -93,6 +93,14 @@ def check_choice(name: str, value: Any, allowed: list[str]) -> str:
     return str(value)
 
 
+def check_subset(name: str, value: Any, allowed: list[str]) -> set[str]:
+    """Return the strings of a list. Raises ValueError if they are not all among the allowed ones."""
+    strings = as_list(value, ordered=False)
+    if strings is None or not all(isinstance(string, str) and string in allowed for string in strings):
+        raise ValueError(f"{name}={short(value)}: must be a list of any of {', '.join(map(repr, allowed))}")
+    return set(strings)
+
+
 def short(value: object, most: int = 500) -> str:
     """Show a value in an error message, with at most `most` characters of it."""
     try:

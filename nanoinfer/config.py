@@ -135,6 +135,11 @@ class Config:
         """The dtype of the logits, and of the matrix that computes them."""
         return self.torch_dtype if self.lm_head_dtype == "auto" else torch.float32
 
+    @property
+    def is_plain_cpu(self) -> bool:
+        """Whether the CPU computes, and does not interpret the device's kernels."""
+        return self.device == "cpu" and self.attention_backend == "torch"
+
     def _find_tokenizer(self) -> str | None:
         """Return the folder of the tokenizer that the options ask for; None: the checkpoint's own."""
         if self.tokenizer is None and self.tokenizer_revision is None:

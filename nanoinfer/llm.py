@@ -11,9 +11,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nanoinfer.checks import check_flag, check_none
+from nanoinfer.checks import check_flag, check_int, check_none, check_subset
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.sleeper import TAGS
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder, has_tokenizer
 from nanoinfer.inputs import Chats, Inputs, Prepared, Prompt, Tokens
@@ -49,7 +50,7 @@ class LLM:
     ValueError: an option, an argument or a setting cannot work, or the LLM is closed; the message names the argument,
         its value and what would work; nothing has run yet
     RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not
-        ended; or an update of the weights broke off, and they are incomplete
+        ended; or it sleeps; or an update of the weights broke off, and they are incomplete
     WorkerError: a tensor-parallel rank died or hangs; the LLM is closed, and later calls raise the error again
     KeyboardInterrupt: Ctrl-C in generate, chat, stream or step drops every request and leaves the LLM usable. With
         several ranks it takes effect when the step is complete. A second Ctrl-C, more than a second after the first,
@@ -256,9 +257,9 @@ class LLM:
         numbers that are not finite, and for tensors that are missing. The weights are then incomplete too, if the LLM
         has written any.
         """
-        self.engine.check_open()
+        self.engine.check_writable()
         if check_flag("partial", partial):
-            self.engine.check_ready()
+            self.engine.check_whole()
         source = TensorSource(named_tensors, partial, self.config.description.is_multimodal)
         begin = self._requests.before_new_weights(in_flight)
         with self._turn():
@@ -274,7 +275,7 @@ class LLM:
 
         Raises ValueError if names, shapes or dtypes do not fit, before anything is written.
         """
-        self.engine.check_open()
+        self.engine.check_writable()
         folder = find_folder("model", model, revision, CHECKPOINT_FILES)
         source = FileSource(folder, self.config.description.is_multimodal)
         begin = self._requests.before_new_weights(in_flight)
@@ -291,6 +292,38 @@ class LLM:
         self.engine.check_open()
         with self._turn():
             self.engine.scheduler.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the KV cache and of the weights back to the device, until `wake_up`.
+
+        level: 1: the weights are copied to pinned host memory first, and an LLM on the CPU keeps them where they are;
+            2: the weights are dropped, and must be written after wake_up, by update_weights or load_weights
+
+        What was computed so far is forgotten. A sleeping LLM may sleep again, deeper too, and be closed.
+
+        Raises RuntimeError while requests run, or if the host has no room for the weights.
+        """
+        self.engine.check_open()
+        check_int("level", level, 1, 2)
+        with self._turn(alone=True):
+            self.engine.sleep(keep_weights=level == 1)
+
+    def wake_up(self, tags: ListLike[str] | None = None) -> None:
+        """Take back what `sleep` has given away; what is awake stays as it is.
+
+        tags: "weights", "kv_cache" or both; None: both. New weights can be written before the KV cache comes back.
+
+        Raises RuntimeError if the device has no room any more. The LLM then sleeps on.
+        """
+        self.engine.check_open()
+        wanted = set(TAGS) if tags is None else check_subset("tags", tags, list(TAGS))
+        with self._turn():
+            self.engine.wake_up(wanted)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache, or both, are given away."""
+        return bool(self.engine.sleeper.asleep)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return SamplingParams with the checkpoint's generation_config.json; other settings have our defaults.

@@ -806,7 +806,7 @@ class TestBuckets:
         def give() -> Iterator[tuple[str, Tensor]]:
             for number, pair in enumerate(other.items()):
                 if number == 5:
-                    llm.engine.workers.send("weights.no_such_method", ())
+                    llm.engine.workers.send("holdings.weights.no_such_method", ())
                 yield pair
 
         with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*no_such_method"):

@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
+from nanoinfer.engine.sleeper import Sleeper
 from nanoinfer.engine.workers import WorkerError, Workers
 from nanoinfer.grammar import Grammar
 from nanoinfer.models.description import EMBEDDING, HEAD
@@ -80,6 +81,7 @@ class LLMEngine:
         )
         self.row_map = RowMap()
         self.matchers = Matchers()
+        self.sleeper = Sleeper(self.runner.call)
         self.in_flight: deque[InFlight] = deque()
         self.on_step: Callable[[StepResult], None] | None = None  # called with each step that is read back
         self.weights_version = 0  # the updates that have ended well
@@ -170,7 +172,7 @@ class LLMEngine:
 
         begin: called before the first write; leaves no step in flight
         """
-        table = self.runner.weights.table
+        table = self.runner.holdings.weights.table
         buckets = None if self.workers is None else SharedBuckets(self._send)
         is_begun = False
         try:
@@ -191,13 +193,31 @@ class LLMEngine:
 
     def load_weights(self, source: FileSource, begin: Callable[[], None]) -> int:
         """Write the tensors of files into the weights; returns the new version. begin: as for update_weights."""
-        source.check(self.runner.weights.table)
+        source.check(self.runner.holdings.weights.table)
         if self.config.description.tied and source.has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight"):
             raise ValueError(f"{source.what}: has an output projection of its own, but this model's is the embedding")
         self._begin_writing(begin)
         with self._undivided(), self._one_fate():
-            self.runner.call("weights.read", source)
+            self.runner.call("holdings.weights.read", source)
         return self._accept(source.what, self._end_writing())
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Lend the ranks' memory, while no request runs. Raises RuntimeError if there is no room for kept weights."""
+        with delayed_interrupt():
+            self.drain()
+            self.scheduler.reset_prefix_cache()
+            self._is_whole &= keep_weights
+            with self._one_fate():
+                fault = self.sleeper.sleep(keep_weights)
+        if fault is not None:
+            raise RuntimeError(fault)
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        """Take back what the tags name. Raises RuntimeError if a device has no room for it."""
+        with delayed_interrupt(), self._one_fate():
+            fault = self.sleeper.wake_up(tags)
+        if fault is not None:
+            raise RuntimeError(fault)
 
     def _begin_writing(self, begin: Callable[[], None], buckets: SharedBuckets | None = None) -> None:
         """Forget what the old weights have computed. From here on the weights are a mixture."""
@@ -207,11 +227,11 @@ class LLMEngine:
             if buckets is not None:
                 buckets.open()
             with self._one_fate():
-                self.runner.call("weights.begin")
+                self.runner.call("holdings.weights.begin")
         self._is_whole = False
 
     def _write(self, name: str, tensor: Tensor, buckets: SharedBuckets | None) -> None:
-        writer = self.runner.weights
+        writer = self.runner.holdings.weights
         writer.write(name, tensor)
         if buckets is not None:
             with self._undivided():
@@ -220,7 +240,7 @@ class LLMEngine:
     def _send(self, bucket: Bucket) -> None:
         assert self.workers is not None
         with self._one_fate():
-            self.workers.send("weights.write_bucket", (bucket,))
+            self.workers.send("holdings.weights.write_bucket", (bucket,))
 
     def _end_writing(self, buckets: SharedBuckets | None = None) -> str | None:
         """Wait until every rank has written what it got; returns what is wrong with the numbers, if anything is."""
@@ -228,7 +248,7 @@ class LLMEngine:
             if self.is_closed:
                 return None
             with self._undivided(), self._one_fate():
-                return self.runner.call("weights.end")
+                return self.runner.call("holdings.weights.end")
         finally:
             if buckets is not None:
                 buckets.close()
@@ -345,13 +365,23 @@ class LLMEngine:
         if self.is_closed:
             raise ValueError("this LLM is closed: make another")
 
-    def check_ready(self) -> None:
-        """Raise RuntimeError if the weights are a mixture of old and new ones, and as check_open does."""
+    def check_writable(self) -> None:
+        """Raise RuntimeError if the weights are lent, and as check_open does."""
         self.check_open()
+        self.sleeper.check_awake("weights")
+
+    def check_ready(self) -> None:
+        """Raise RuntimeError if this engine sleeps, and as check_whole and check_open do."""
+        self.check_open()
+        self.sleeper.check_awake("weights", "kv_cache")
+        self.check_whole()
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError if the weights are a mixture of old and new ones, or lost."""
         if not self._is_whole:
             raise RuntimeError(
-                "the weights are incomplete: an update of them has not ended well; write all of them by"
-                " update_weights(named_tensors) with partial=False, or by load_weights(model)"
+                "the weights are incomplete: an update of them has not ended well, or sleep(level=2) has dropped them;"
+                " write all of them by update_weights(named_tensors) with partial=False, or by load_weights(model)"
             )
 
     @property

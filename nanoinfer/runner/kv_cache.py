@@ -40,7 +40,7 @@ class KVCacheSpec:
         shape = (2, self.layers, num_blocks, *token_dims, self.head_dim)
         try:
             if device.type == "cuda":
-                cache = torch.zeros(shape, dtype=self.dtype, device=device)
+                cache = torch.empty(shape, dtype=self.dtype, device=device).zero_()
             else:  # NumPy's zeros cost no memory before they are written
                 zeros = np.zeros(num_blocks * self.block_bytes, np.uint8)
                 cache = torch.from_numpy(zeros).view(self.dtype).view(shape)

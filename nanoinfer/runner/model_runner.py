@@ -6,8 +6,8 @@ import gc
 import logging
 import os
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
@@ -19,21 +19,19 @@ from nanoinfer.attention import AttentionBackend, make_backend
 from nanoinfer.attention.context import Context
 from nanoinfer.config import PROCESSED, Config
 from nanoinfer.layers.sampler import Sampler
-from nanoinfer.models.decoder import Decoder
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
 from nanoinfer.runner.extras import Extras
+from nanoinfer.runner.holdings import Holdings
 from nanoinfer.runner.input_batch import InputBatch, PrefillInputs
-from nanoinfer.runner.kv_cache import BLOCKS_AT_ONCE, KVCacheSpec, copy_blocks
+from nanoinfer.runner.kv_cache import BLOCKS_AT_ONCE, copy_blocks
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.pending_tokens import Launched, PendingTokens
-from nanoinfer.runner.routing import Routing
 from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.threads import Threads
-from nanoinfer.runner.weight_writer import WeightWriter
 
 log = logging.getLogger("nanoinfer")
 
@@ -79,12 +77,10 @@ class ModelRunner:
     memory: how the device's memory is divided
     """
 
-    model: CausalLM
-    weights: WeightWriter
+    holdings: Holdings
     backend: AttentionBackend
     sampler: Sampler
     logits: Tensor
-    kv_cache: Tensor
     batch: InputBatch
     logits_processors: LogitsProcessors
     graphs: DecodeGraphs | None
@@ -100,7 +96,6 @@ class ModelRunner:
         self.device = torch.device("cuda", tp.rank) if config.device == "cuda" else torch.device("cpu")
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.graphs = None
-        self.routing: Routing | None = None  # on rank 0, if outputs are to have the experts
         self._launched: Launched | None = None  # a step with guided rows, until `finish`
         self.threads = Threads()
         if config.device == "cpu" and tp.size > 1:  # ranks that fight for cores spin more than they compute
@@ -123,18 +118,22 @@ class ModelRunner:
         if model.is_multimodal and self.tp.rank == 0:
             log.warning("%s: its language model is run, as text only; images are not supported", config.model)
         self.backend = make_backend(config.attention_backend, model.windows)
-        with self.device, _default_dtype(config.torch_dtype):
-            decoder = Decoder(model, config.max_model_len, self.backend, self.tp, config.torch_head_dtype)
-        self.weights = WeightWriter(decoder, self.tp, self.device)
-        self.weights.load(config)
-        if config.routed_experts and self.tp.rank == 0:
-            assert model.experts is not None
-            most = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
-            self.routing = Routing(decoder, most, getattr(torch, model.experts.number_type))
-        self.model = decoder
-        self.sampler = Sampler(decoder.first_id, self.tp)
-        shape = config.max_num_seqs, decoder.num_ids
+        most_tokens = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
+        self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens)
+        self.holdings.weights.load(config)
+        self.sampler = Sampler(self.model.first_id, self.tp)
+        shape = config.max_num_seqs, self.model.num_ids
         self.logits = torch.empty(shape, dtype=config.torch_head_dtype, device=self.device)
+
+    @property
+    def model(self) -> CausalLM:
+        """This rank's share of the model."""
+        return self.holdings.model
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """This rank's KV cache."""
+        return self.holdings.kv_cache
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""
@@ -146,11 +145,11 @@ class ModelRunner:
     def _choose_threads(self) -> None:
         """Let one rank on the CPU compute with as many threads as make its steps faster."""
         config = self.config
-        if not self._is_plain_cpu or self.tp.size > 1 or torch.get_num_threads() == 1:
+        if not config.is_plain_cpu or self.tp.size > 1 or torch.get_num_threads() == 1:
             return
         length = min(config.kvcache_block_size, config.max_model_len)
         most = max(TIMED_ROWS.values())
-        num_blocks = max(1, min(config.max_num_seqs, TIMED_CACHE_BYTES // self._cache_spec.block_bytes, most))
+        num_blocks = max(1, min(config.max_num_seqs, TIMED_CACHE_BYTES // self.holdings.cache_spec.block_bytes, most))
         self._make_cache(num_blocks)
         self.kv_cache.zero_()  # until it is written, it has no memory to read
         self.batch.block_tables[:num_blocks, 0] = torch.arange(num_blocks)
@@ -176,7 +175,7 @@ class ModelRunner:
         decode = self._peak_bytes(lambda: self._decode_rows(self.config.max_num_seqs, self.config.max_model_len))
         # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
         steps = prefill + decode if self._graph_sizes else max(prefill, decode)
-        return steps + self.logits_processors.working_bytes + BLOCKS_AT_ONCE * self._cache_spec.block_bytes
+        return steps + self.logits_processors.working_bytes + BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
 
     def _compile(self) -> None:
         """Compile the kernels of the steps that are to be captured, and of a long prompt, side by side.
@@ -197,7 +196,7 @@ class ModelRunner:
     def _size(self, step_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
         graph_bytes = len(self._graph_sizes) * BYTES_PER_GRAPH
-        self.memory = plan_memory(self.config, self._cache_spec, self.device, self.tp, step_bytes, graph_bytes)
+        self.memory = plan_memory(self.config, self.holdings.cache_spec, self.device, self.tp, step_bytes, graph_bytes)
         self._make_cache(self.memory.blocks)
 
     def _capture(self) -> None:
@@ -210,26 +209,9 @@ class ModelRunner:
         config = self.config
         return [] if config.enforce_eager or config.device == "cpu" else graph_batch_sizes(config.max_num_seqs)
 
-    @property
-    def _cache_spec(self) -> KVCacheSpec:
-        config, model = self.config, self.model
-        return KVCacheSpec(
-            model.num_layers,
-            config.kvcache_block_size,
-            model.num_kv_heads,
-            model.head_dim,
-            config.torch_dtype,
-            by_head=self._is_plain_cpu,
-        )
-
-    @property
-    def _is_plain_cpu(self) -> bool:
-        """Whether the CPU computes, and does not interpret the device's kernels."""
-        return self.config.device == "cpu" and self.config.attention_backend == "torch"
-
     def _make_cache(self, num_blocks: int) -> None:
         config = self.config
-        self.kv_cache = self._cache_spec.allocate(num_blocks, self.device)
+        self.holdings.make_cache(num_blocks)
         self.batch = InputBatch(config.max_num_seqs, self.max_blocks, config.kvcache_block_size, self.device)
         self.logits_processors = LogitsProcessors(
             config.description.vocab_size,
@@ -258,21 +240,22 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated() - before
 
     def call(self, method: str, *args: Any) -> Any:
-        """Run a method on every rank, such as "run" or "weights.end"; returns this rank's result."""
+        """Run a method on every rank, such as "run" or "holdings.lend"; returns this rank's result."""
         if self.send is not None:
             self.send(method, args)
-        return attrgetter(method)(self)(*args)
+        with self._current_device():
+            return attrgetter(method)(self)(*args)
 
     @torch.inference_mode()
     def run(self, message: StepMessage) -> PendingTokens | None:
         """Launch one step; returns its tokens on rank 0, None on the others."""
-        with self._current_device(), self.threads.of(message.num_tokens):
+        with self.threads.of(message.num_tokens):
             return self._finish(self._launch(message))
 
     @torch.inference_mode()
     def launch(self, message: StepMessage) -> None:
         """Launch a step that has guided rows. Its tokens wait for `finish`, and meanwhile the host makes the masks."""
-        with self._current_device(), self.threads.of(message.num_tokens):
+        with self.threads.of(message.num_tokens):
             self._launched = self._launch(message)
 
     @torch.inference_mode()
@@ -280,8 +263,7 @@ class ModelRunner:
         """Draw for the guided rows of the step that `launch` has launched; returns its tokens as `run` does."""
         launched, self._launched = self._launched, None
         assert launched is not None
-        with self._current_device():
-            return self._finish(launched, masks)
+        return self._finish(launched, masks)
 
     def _launch(self, message: StepMessage) -> Launched:
         self.batch.update(message)
@@ -329,7 +311,8 @@ class ModelRunner:
 
     def _extras(self, num_tokens: int) -> Extras:
         """Return the Extras of a step whose model has run."""
-        return Extras(experts=None if self.routing is None else self.routing.taken(num_tokens))
+        routing = self.holdings.routing
+        return Extras(experts=None if routing is None else routing.taken(num_tokens))
 
     def _decode_rows(self, num_rows: int, max_context_len: int) -> None:
         """Run one decode step over the first rows, all of it on the device."""
@@ -351,10 +334,10 @@ class ModelRunner:
             if not failed:
                 self._drop_graphs()
             self.tp.close(failed)
-            self._launched = self.routing = None
-            for name in (
-                "graphs", "model", "weights", "sampler", "logits", "batch", "logits_processors", "kv_cache", "backend",
-            ):  # fmt: skip
+            self._launched = None
+            if (holdings := self.__dict__.pop("holdings", None)) is not None:
+                holdings.close()
+            for name in ("graphs", "sampler", "logits", "batch", "logits_processors", "backend"):
                 self.__dict__.pop(name, None)
             gc.collect()
             if self.device.type == "cuda":
@@ -368,13 +351,3 @@ class ModelRunner:
 
     def _current_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

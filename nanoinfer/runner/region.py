@@ -77,6 +77,7 @@ class Region:
     def take_back(self) -> None:
         """Have pages again, with any content, behind the same addresses. Raises torch.OutOfMemoryError if too few."""
         if self.is_lent:
+            torch.cuda.synchronize(self.device)  # makes the device's context this thread's
             self._map(0, self._round(self._used))
 
     def close(self) -> None:

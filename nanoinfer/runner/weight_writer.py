@@ -43,6 +43,10 @@ class WeightWriter:
         source.fill(table_of(self._model))
         if config.load_format == "dummy_skewed":
             skew_routers(self._model)
+        self.pack()
+
+    def pack(self) -> None:
+        """Pack the weights of a model that has just been built, where that makes the products faster."""
         pack_weights(self._model)
 
     def begin(self) -> None:

@@ -1,0 +1,47 @@
+"""Sleeper: which of the ranks' memory is lent, and the calls that lend it and take it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, get_args
+
+from nanoinfer.runner.lender import Tag
+
+TAGS: tuple[Tag, ...] = get_args(Tag)
+
+
+class Sleeper:
+    """Lends the memory of weights and KV cache of all ranks at once.
+
+    asleep: what is lent now
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        """call: runs a method of each rank's ModelRunner; returns rank 0's result."""
+        self.asleep: set[Tag] = set()
+        self._call = call
+
+    def sleep(self, keep_weights: bool) -> str | None:
+        """Lend all; returns why nothing has been lent, or None.
+
+        keep_weights: those of a GPU are copied to host memory first, for which it may have no room
+        """
+        if keep_weights and "weights" not in self.asleep and (fault := self._call("holdings.save_weights")) is not None:
+            return f"the host has no memory for the weights, of which sleep(level=2) keeps none: {fault}"
+        self.asleep.update(TAGS)
+        self._call("holdings.lend", keep_weights)
+        return None
+
+    def wake_up(self, tags: Collection[str]) -> str | None:
+        """Take back what the tags name; returns why some of that stays lent, or None."""
+        for tag in TAGS:
+            if tag in tags and tag in self.asleep:
+                if (fault := self._call("holdings.take_back", tag)) is not None:
+                    return f"the device has no memory for the {tag}: {fault}"
+                self.asleep.remove(tag)
+        return None
+
+    def check_awake(self, *tags: Tag) -> None:
+        """Raise RuntimeError if anything of this is lent."""
+        if self.asleep.intersection(tags):
+            raise RuntimeError(f"this LLM sleeps, and has lent its {' and '.join(sorted(self.asleep))}: call wake_up()")

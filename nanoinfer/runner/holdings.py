@@ -1,0 +1,144 @@
+"""Holdings: the model and the KV cache of one rank, whose memory goes away while an LLM sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from nanoinfer.attention import AttentionBackend
+from nanoinfer.config import Config
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.kv_cache import KVCacheSpec
+from nanoinfer.runner.lender import Lender, Tag
+from nanoinfer.runner.routing import Routing
+from nanoinfer.runner.weight_writer import WeightWriter
+
+
+class Holdings:
+    """On a GPU, memory that comes back has its old addresses. On the CPU, a model that was dropped is built anew.
+
+    model: built, and not filled
+    weights: writes into the model
+    routing: on rank 0, if outputs are to have the experts
+    cache_spec: the shape of the KV cache
+    kv_cache: the last one that `make_cache` has made
+    """
+
+    model: Decoder
+    weights: WeightWriter
+    kv_cache: Tensor
+
+    def __init__(
+        self, config: Config, backend: AttentionBackend, tp: TensorParallel, device: torch.device, most_tokens: int
+    ) -> None:
+        """most_tokens: in a step"""
+        self._config, self._backend, self._tp, self._device = config, backend, tp, device
+        self._most_tokens = most_tokens
+        self._lender = Lender(device) if device.type == "cuda" else None
+        self.routing: Routing | None = None
+        self._build()
+        self.cache_spec = KVCacheSpec(
+            self.model.num_layers,
+            config.kvcache_block_size,
+            self.model.num_kv_heads,
+            self.model.head_dim,
+            config.torch_dtype,
+            by_head=config.is_plain_cpu,
+        )
+
+    def _build(self) -> None:
+        config, description = self._config, self._config.description
+        memory = nullcontext() if self._lender is None else self._lender.of_weights()
+        with self._device, _default_dtype(config.torch_dtype), memory:
+            self.model = Decoder(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
+        self.weights = WeightWriter(self.model, self._tp, self._device)
+        if config.routed_experts and self._tp.rank == 0:
+            assert description.experts is not None
+            self.routing = Routing(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
+
+    def make_cache(self, num_blocks: int) -> None:
+        """Make a KV cache in place of the one before; raises ValueError when the memory does not hold it."""
+        with nullcontext() if self._lender is None else self._lender.of_kv_cache():
+            self.kv_cache = self.cache_spec.allocate(num_blocks, self._device)
+        self._num_blocks = num_blocks
+
+    @torch.inference_mode()
+    def save_weights(self) -> str | None:
+        """Copy the weights of a GPU to host memory; returns why some rank cannot, or None."""
+        fault = None
+        if self._lender is not None:
+            try:
+                self._lender.save_weights()
+            except (MemoryError, RuntimeError) as error:
+                fault = str(error)
+        return self._any_fault(fault)
+
+    def lend(self, keep_weights: bool) -> None:
+        """Give back the memory of the KV cache and of the weights.
+
+        keep_weights: `save_weights` has been called before; the weights of the CPU stay where they are
+        """
+        if self._lender is not None:
+            if not keep_weights:
+                self._lender.drop_copy()
+            self._lender.lend("weights")
+            self._lender.lend("kv_cache")
+            torch.cuda.empty_cache()
+            return
+        self.__dict__.pop("kv_cache", None)
+        if not keep_weights:
+            self.routing = None
+            self.__dict__.pop("model", None)
+            self.__dict__.pop("weights", None)
+
+    def take_back(self, tag: Tag) -> str | None:
+        """Have the memory of the weights or of the KV cache again; returns why some rank cannot, or None."""
+        fault = None
+        try:
+            self._take_back(tag)
+        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
+            fault = str(error)
+        fault = self._any_fault(fault)
+        if fault is not None and self._lender is not None:
+            self._lender.lend(tag)
+        return fault
+
+    def _take_back(self, tag: Tag) -> None:
+        if self._lender is not None:
+            with torch.inference_mode():
+                self._lender.take_back(tag)
+                if tag == "kv_cache":
+                    self.kv_cache.zero_()  # see KVCacheSpec.allocate
+        elif tag == "kv_cache":
+            self.make_cache(self._num_blocks)
+        elif "model" not in self.__dict__:
+            self._build()
+            self.weights.pack()
+
+    def _any_fault(self, fault: str | None) -> str | None:
+        """Return this rank's fault, or that another rank has one; all ranks call this together."""
+        if self._tp.min(fault is None, self._device):
+            return None
+        return fault or "another rank has too little"
+
+    def close(self) -> None:
+        """Give all memory back for good."""
+        self.routing = None
+        for name in ("model", "weights", "kv_cache"):
+            self.__dict__.pop(name, None)
+        if self._lender is not None:
+            self._lender.close()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

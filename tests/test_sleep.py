@@ -1,0 +1,325 @@
+"""An LLM that sleeps gives its memory away, and wakes up as it was; nothing computes on what is not there."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from conftest import HAS_CUDA
+from test_models import CASES, build
+from test_weights import GPU_OPTIONS, INCOMPLETE, OPTIONS, PROMPTS, results, weights_of
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.runner import host_copy
+
+DEVICES = [
+    pytest.param({**OPTIONS}, id="cpu"),
+    pytest.param({**OPTIONS, "tensor_parallel_size": 2}, id="cpu, 2 ranks"),
+    pytest.param({**GPU_OPTIONS}, id="gpu", marks=pytest.mark.gpu),
+    pytest.param({**GPU_OPTIONS, "enforce_eager": True}, id="gpu, eager", marks=pytest.mark.gpu),
+    pytest.param({**GPU_OPTIONS, "tensor_parallel_size": 2}, id="gpu, 2 ranks", marks=pytest.mark.multi_gpu),
+]
+SLEEPS = "this LLM sleeps.*call wake_up"
+ON_GPU = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The bits of a product may depend on how many threads share it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=DEVICES)
+def llm(request: pytest.FixtureRequest, make_llm: Callable[..., LLM]) -> LLM:
+    return make_llm(**request.param)
+
+
+def test_it_wakes_up_as_it_was(llm: LLM) -> None:
+    before = results(llm)
+    llm.sleep()
+    assert llm.is_sleeping
+    llm.wake_up()
+    assert not llm.is_sleeping
+    assert results(llm) == before
+    llm.sleep()
+    llm.wake_up(["kv_cache"])
+    assert llm.is_sleeping
+    llm.wake_up({"weights"})
+    assert results(llm) == before
+    assert llm.weights_version == 0
+
+
+def test_level_2_drops_the_weights(llm: LLM) -> None:
+    before = results(llm)
+    llm.sleep(level=2)
+    llm.wake_up()
+    for compute in (lambda: llm.generate([[5]]), lambda: llm.update_weights({}, partial=True)):
+        with pytest.raises(RuntimeError, match=INCOMPLETE):
+            compute()
+    assert llm.update_weights(weights_of(BUNDLED_MODEL)) == 1
+    assert results(llm) == before
+
+
+def test_new_weights_may_come_before_the_kv_cache(llm: LLM) -> None:
+    before = results(llm)
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    llm.load_weights(BUNDLED_MODEL)
+    with pytest.raises(RuntimeError, match=r"lent its kv_cache: call wake_up"):
+        llm.generate([[5]])
+    llm.update_weights({"model.norm.weight": weights_of(BUNDLED_MODEL)["model.norm.weight"]}, partial=True)
+    llm.wake_up(tags=["kv_cache"])
+    assert results(llm) == before
+
+
+def test_every_order(llm: LLM) -> None:
+    """Sleeping and waking twice, deeper and less deep, with new weights between."""
+    before = results(llm)
+    llm.wake_up()
+    llm.sleep()
+    llm.sleep()
+    llm.wake_up()
+    llm.wake_up()
+    assert results(llm) == before
+    for levels in ((1, 2), (2, 1), (2, 2)):
+        for level in levels:
+            llm.sleep(level)
+        llm.wake_up(["kv_cache"])
+        llm.sleep(1)
+        llm.wake_up()
+        with pytest.raises(RuntimeError, match=INCOMPLETE):
+            llm.generate([[5]])
+        llm.load_weights(BUNDLED_MODEL)
+        assert results(llm) == before
+    llm.sleep()
+    llm.wake_up(["weights"])
+    llm.sleep()
+    llm.wake_up()
+    assert results(llm) == before
+    llm.sleep()
+    llm.close()
+    with pytest.raises(ValueError, match="closed"):
+        llm.wake_up()
+
+
+def test_nothing_runs_while_it_sleeps(llm: LLM) -> None:
+    llm.sleep()
+    for compute in (
+        lambda: llm.generate([[5]]),
+        lambda: llm.stream([[5]]),
+        lambda: llm.score([5], [[6]]),
+        lambda: llm.add_request([5]),
+        llm.step,
+        lambda: llm.update_weights(weights_of(BUNDLED_MODEL)),
+        lambda: llm.load_weights(BUNDLED_MODEL),
+    ):
+        with pytest.raises(RuntimeError, match=SLEEPS):
+            compute()
+    assert llm.tokenizer is not None
+    assert llm.detokenize(llm.tokenize("to be")) == "to be"
+    llm.reset_prefix_cache()
+
+
+def test_it_forgets_what_it_has_computed(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2)
+    prompt = list(range(40))
+    llm.generate([prompt], params, use_tqdm=False)
+    assert llm.generate([prompt], params, use_tqdm=False)[0].num_cached_tokens == 32
+    llm.sleep()
+    llm.wake_up()
+    assert llm.generate([prompt], params, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_requests_keep_it_awake(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(**OPTIONS)
+    llm.add_request([5], SamplingParams(max_tokens=3))
+    llm.step()
+    with pytest.raises(RuntimeError, match="requests of add_request have not ended"):
+        llm.sleep()
+    while llm.has_unfinished_requests():
+        llm.step()
+    stream = llm.stream([[5]])
+    next(stream)
+    with pytest.raises(RuntimeError, match="a stream is open"):
+        llm.sleep()
+    stream.close()
+    llm.sleep()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.sleep(3), "level=3: must be an integer from 1 to 2"),
+        (lambda llm: llm.sleep("deep"), "level='deep': must be an integer from 1 to 2"),
+        (lambda llm: llm.wake_up(["kv"]), r"tags=\['kv'\]: must be a list of any of 'weights', 'kv_cache'"),
+        (lambda llm: llm.wake_up("weights"), "tags='weights': must be a list of any of 'weights', 'kv_cache'"),
+    ],
+)
+def test_wrong_arguments(call: Callable[[LLM], None], message: str, make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(**OPTIONS)
+    with pytest.raises(ValueError, match=message):
+        call(llm)
+    assert not llm.is_sleeping
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gemma3 multimodal", "qwen3-vl"])
+def test_families(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Also in inference mode, and with the experts that tokens took."""
+    model = build(CASES[name], tmp_path)
+    llm = make_llm(str(tmp_path), routed_experts=name == "qwen3moe", **(GPU_OPTIONS if HAS_CUDA else OPTIONS))
+    before = results(llm)
+    for level in (1, 2):
+        with torch.inference_mode():
+            llm.sleep(level)
+            llm.wake_up()
+        if level == 2:
+            llm.update_weights(model.named_parameters())
+        assert results(llm) == before
+    output = llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)[0]
+    assert (output.routed_experts is None) == (name != "qwen3moe")
+
+
+def test_the_cpu_gives_its_memory_back(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(**OPTIONS)
+    holdings = llm.engine.runner.holdings
+    cache, model = weakref.ref(holdings.kv_cache), weakref.ref(holdings.model)
+    llm.sleep()
+    gc.collect()
+    assert cache() is None
+    assert model() is not None
+    llm.sleep(level=2)
+    gc.collect()
+    assert model() is None
+
+
+class Signal:
+    """A trace function that sends the process a SIGINT at one of the lines that it executes in the package."""
+
+    def __init__(self, line: int | None = None) -> None:
+        self.line = line
+        self.count = 0
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Signal | None:
+        if event == "call":
+            return self if "nanoinfer" in Path(frame.f_code.co_filename).parts else None
+        if event == "line":
+            self.count += 1
+            if self.count == self.line:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_interrupt_at_any_line_can_be_mended(level: int, make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(**(GPU_OPTIONS if HAS_CUDA else OPTIONS))
+    before = results(llm)
+
+    def nap(trace: Signal) -> None:
+        sys.settrace(trace)
+        try:
+            llm.sleep(level)
+            llm.wake_up()
+        finally:
+            sys.settrace(None)
+
+    whole = Signal()
+    nap(whole)
+    llm.load_weights(BUNDLED_MODEL)
+    for line in range(1, whole.count, max(1, whole.count // 60)):
+        with pytest.raises(KeyboardInterrupt):
+            nap(Signal(line))
+        llm.wake_up()
+        if level == 2:
+            llm.load_weights(BUNDLED_MODEL)
+        assert results(llm) == before
+
+
+def test_a_hundred_sleeps_do_not_grow(llm: LLM) -> None:
+    processes = llm.engine.workers.processes if llm.engine.workers else []
+    pids = [os.getpid(), *(process.pid for process in processes)]
+    tensors = weights_of(BUNDLED_MODEL)
+
+    def held() -> tuple[list[int], Any]:
+        gc.collect()
+        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
+        others = [[len(os.listdir(f"/proc/{pid}/{kind}")) for pid in pids] for kind in ("task", "fd")]
+        return pages, others
+
+    def nap(number: int) -> None:
+        llm.sleep(1 + number % 2)
+        llm.wake_up()
+        if number % 2:
+            llm.update_weights(tensors)
+
+    before = results(llm)
+    for number in range(10):
+        nap(number)
+    pages, others = held()
+    free = torch.cuda.mem_get_info()[0] if HAS_CUDA else 0
+    for number in range(100):
+        nap(number)
+    pages_after, others_after = held()
+    assert others_after == others
+    grown = max(after - old for after, old in zip(pages_after, pages, strict=True)) * os.sysconf("SC_PAGE_SIZE")
+    assert grown < 8 << 20
+    assert not HAS_CUDA or free - torch.cuda.mem_get_info()[0] < 8 << 20
+    assert results(llm) == before
+
+
+@pytest.mark.gpu
+class TestMemoryOfAGPU:
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_nearly_all_of_it_goes_back_to_the_driver(self, level: int, make_llm: Callable[..., LLM]) -> None:
+        torch.zeros(1, device="cuda")  # makes the context
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info()[0]
+        llm = make_llm(num_kvcache_blocks=20 << 30 >> 20, kvcache_block_size=256)
+        llm.generate(PROMPTS, SamplingParams(max_tokens=3), use_tqdm=False)
+        held = before - torch.cuda.mem_get_info()[0]
+        llm.sleep(level)
+        assert before - torch.cuda.mem_get_info()[0] < 0.05 * held
+        llm.wake_up()
+        assert before - torch.cuda.mem_get_info()[0] == pytest.approx(held, rel=0.1)
+
+    def test_others_may_have_taken_it(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(**GPU_OPTIONS)
+        before = results(llm)
+        llm.sleep()
+        free = torch.cuda.mem_get_info()[0]
+        taken = torch.empty(free - (1 << 20), dtype=torch.uint8, device="cuda")
+        with pytest.raises(RuntimeError, match=r"the device has no memory for the weights: .* GiB left"):
+            llm.wake_up()
+        assert llm.is_sleeping
+        del taken
+        torch.cuda.empty_cache()
+        llm.wake_up()
+        assert results(llm) == before
+
+    def test_the_host_may_have_no_room(self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+        llm = make_llm(**GPU_OPTIONS)
+        before = results(llm)
+
+        def refuse(*_: object) -> None:
+            raise RuntimeError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(host_copy, "_pin", refuse)
+            with pytest.raises(RuntimeError, match=r"no memory for the weights, of which sleep\(level=2\) keeps none"):
+                llm.sleep()
+        assert not llm.is_sleeping
+        assert results(llm) == before
+        llm.sleep()
+        llm.wake_up()
+        assert results(llm) == before
