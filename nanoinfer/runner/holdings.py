@@ -53,7 +53,8 @@ class Holdings:
     def _build(self) -> None:
         config, description = self._config, self._config.description
         memory = nullcontext() if self._lender is None else self._lender.of_weights()
-        with self._device, _default_dtype(config.torch_dtype), memory:
+        # Parameters that inference mode makes could be written in inference mode alone.
+        with torch.inference_mode(False), self._device, _default_dtype(config.torch_dtype), memory:
             self.model = Decoder(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
         self.weights = WeightWriter(self.model, self._tp, self._device)
         if config.routed_experts and self._tp.rank == 0:

@@ -43,6 +43,11 @@ class Shard:
         index[self.dim] = slice(self.start, self.start + self.target.shape[self.dim])
         return tuple(index) if self.entry is None else (self.entry, *index)
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether the target takes the whole tensor."""
+        return self.entry is None and self.target.shape == self.shape
+
     def copy_rows(self, rows: Tensor, first: int) -> None:
         """Copy what the target needs of some rows of the tensor, or of its entry; the first of them is row `first`."""
         target, start = self.target, self.start
