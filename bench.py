@@ -5,6 +5,7 @@
     python bench.py --config 8b                 # random weights of a published shape, nothing to download
     python bench.py --compare transformers      # the same prompts through transformers too
     python bench.py --plot run.png              # draw the last repeat, step by step
+    python bench.py --config 8b --weights       # how long weights take to change, and memory to go and come back
 
 The prompts are random tokens from seed 0. --help lists the workloads.
 """
@@ -18,7 +19,7 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
+from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, has_experts, write_config
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import StepResult
@@ -47,24 +49,11 @@ class Repeat:
     steps: list[StepResult]
 
 
-def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Repeat]:
+def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Repeat | None]:
     """Start, warm up, time the repeats; returns the figures and the last repeat."""
     recipe: Recipe = args.recipe
     start = time.perf_counter()
-    try:
-        llm = LLM(
-            folder,
-            tensor_parallel_size=args.tp,
-            attention_backend=args.backend,
-            enforce_eager=args.enforce_eager,
-            max_num_seqs=recipe.max_num_seqs,
-            max_model_len=recipe.max_model_len,
-            dtype=args.dtype,
-            device=args.device,
-            load_format=args.load_format,
-        )
-    except ValueError as error:
-        raise SystemExit(f"bench.py: error: {error}") from None
+    llm = make_llm(args, folder)
     startup = time.perf_counter() - start
     with llm:
         config = llm.config
@@ -87,6 +76,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         "enforce_eager": args.enforce_eager,
         "max_num_seqs": recipe.max_num_seqs,
         "sampling": {name: getattr(args.sampling, name) for name in SAMPLING_OPTIONS},
+        "logprobs": args.logprobs,
         "dtype": config.dtype,
         "num_seqs": recipe.num_seqs,
         "tokens_in": work.tokens_in,
@@ -101,6 +91,37 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         "fraction_of_floor": floor_seconds / seconds,
         "versions": {name: installed_version(name) for name in ("torch", "triton", "transformers", "flash-attn")},
     }, repeats[-1]
+
+
+def make_llm(args: argparse.Namespace, folder: str) -> LLM:
+    """Make the LLM that the command line asks for; exit with the error's message if that cannot be."""
+    try:
+        return LLM(
+            folder,
+            tensor_parallel_size=args.tp,
+            attention_backend=args.backend,
+            enforce_eager=args.enforce_eager,
+            max_num_seqs=args.recipe.max_num_seqs,
+            max_model_len=args.recipe.max_model_len,
+            dtype=args.dtype,
+            device=args.device,
+            load_format=args.load_format,
+        )
+    except ValueError as error:
+        raise SystemExit(f"bench.py: error: {error}") from None
+
+
+def run_weights(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], None]:
+    """Time changes of the weights and sleep, and print each row; returns the figures."""
+    with make_llm(args, folder) as llm:
+        device = torch.cuda.get_device_name() if llm.config.device == "cuda" else "cpu"
+        print(f"{args.config or args.model} on {device}, {args.tp} ranks; {llm.memory}")
+        rows = []
+        for row in time_weights(llm, args.repeats or 5):
+            print(row, flush=True)
+            rows.append(asdict(row))
+    what = {"config": args.config or args.model, "device": device, "tensor_parallel_size": args.tp}
+    return {**what, "weights": rows}, None
 
 
 def check_fits(work: Workload, config: Config) -> None:
@@ -215,7 +236,7 @@ def report_transformers(other: dict[str, Any]) -> None:
     )
 
 
-def write_outputs(args: argparse.Namespace, result: dict[str, Any], last: Repeat) -> None:
+def write_outputs(args: argparse.Namespace, result: dict[str, Any], last: Repeat | None) -> None:
     """Write the files of --json and --plot. If one cannot be written, write the other, and exit with an error."""
     errors = []
     if args.json:
@@ -225,7 +246,7 @@ def write_outputs(args: argparse.Namespace, result: dict[str, Any], last: Repeat
         except OSError as error:
             print(figures, end="")
             errors.append(f"--json {args.json}: {error.strerror}: the figures were printed instead")
-    if args.plot:
+    if args.plot and last is not None:
         try:
             plot(last, f"{result['config']} on {result['device']}: {result['workload']}", args.plot)
         except OSError as error:
@@ -260,16 +281,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--repeats", type=int, help="timed runs (default: 3 on CUDA, 1 on the CPU)")
+    parser.add_argument("--logprobs", type=int, help="let every request ask for log-probabilities (default: none)")
+    parser.add_argument("--weights", action="store_true", help="time changes of the weights, and sleep, instead")
     parser.add_argument("--compare", choices=["transformers"], help="run the same prompts through it too")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", metavar="FILE", help="draw the last repeat there; needs matplotlib")
     args = parser.parse_args(argv)
     if args.routing == "skewed" and not (args.config and has_experts(args.config)):
         parser.error("--routing skewed: needs a --config with experts")
+    if args.weights and (args.compare or args.plot):
+        parser.error("--weights: runs no requests to compare or to plot")
     args.load_format = "safetensors" if not args.config else "dummy" if args.routing == "even" else "dummy_skewed"
     try:
         args.recipe = choose_recipe(args)
-        args.sampling = replace(SAMPLING, **{name: getattr(args, name) for name in SAMPLING_OPTIONS})
+        sampling = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
+        args.sampling = replace(SAMPLING, **sampling, logprobs=args.logprobs)
         check_outputs(args)
     except ValueError as error:
         parser.error(str(error))
@@ -339,8 +365,9 @@ def main() -> None:
         folder = scratch if args.config else args.model
         if args.config:
             write_config(args.config, scratch)
-        result, last = run_nanoinfer(args, folder)
-        report(result)
+        result, last = run_weights(args, folder) if args.weights else run_nanoinfer(args, folder)
+        if last is not None:
+            report(result)
         if args.compare:
             result["transformers"] = run_transformers(args, folder, result)
             report_transformers(result["transformers"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from typing import Any, overload
 
@@ -236,7 +236,7 @@ class LLM:
     @hints_for("update_weights")
     def update_weights(
         self,
-        named_tensors: Iterable[tuple[str, Tensor]],
+        named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
         partial: bool = False,
         in_flight: Fate = "recompute",
     ) -> int:

@@ -766,19 +766,21 @@ class TestBuckets:
             """Read a bucket two messages late, as a rank may."""
             sent.append(pickle.loads(pickle.dumps(bucket)))
             if len(sent) > 2:
-                sent.pop(0).read(take)
+                reader.read(sent.pop(0), take)
 
         def take(piece: buckets.Piece, rows: Tensor) -> None:
             assert piece.name == "stack"
             found[piece.entry, piece.first : piece.first + len(rows)] = rows
 
         stack = torch.randn(3, 50, 6, dtype=torch.float64)
+        reader = buckets.BucketReader(torch.device("cpu"))
         shared = buckets.SharedBuckets(send)
         shared.open()
         shared.put("stack", stack, is_stack=True)
         shared.flush()
         for bucket in sent:
-            bucket.read(take)
+            reader.read(bucket, take)
+        reader.close()
         shared.close()
         assert torch.equal(found, stack)
 

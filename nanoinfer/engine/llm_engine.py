@@ -25,7 +25,7 @@ from nanoinfer.engine.sleeper import Sleeper
 from nanoinfer.engine.workers import WorkerError, Workers
 from nanoinfer.grammar import Grammar
 from nanoinfer.models.description import EMBEDDING, HEAD
-from nanoinfer.parallel.buckets import Bucket, SharedBuckets
+from nanoinfer.parallel.buckets import Bucket, Buckets, DeviceBuckets, SharedBuckets
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.pending_tokens import PendingTokens
@@ -173,7 +173,7 @@ class LLMEngine:
         begin: called before the first write; leaves no step in flight
         """
         table = self.runner.holdings.weights.table
-        buckets = None if self.workers is None else SharedBuckets(self._send)
+        buckets = self._make_buckets()
         is_begun = False
         try:
             for name, tensor in source.tensors(table):
@@ -219,7 +219,7 @@ class LLMEngine:
         if fault is not None:
             raise RuntimeError(fault)
 
-    def _begin_writing(self, begin: Callable[[], None], buckets: SharedBuckets | None = None) -> None:
+    def _begin_writing(self, begin: Callable[[], None], buckets: Buckets | None = None) -> None:
         """Forget what the old weights have computed. From here on the weights are a mixture."""
         begin()
         self.scheduler.reset_prefix_cache()
@@ -230,19 +230,27 @@ class LLMEngine:
                 self.runner.call("holdings.weights.begin")
         self._is_whole = False
 
-    def _write(self, name: str, tensor: Tensor, buckets: SharedBuckets | None) -> None:
+    def _write(self, name: str, tensor: Tensor, buckets: Buckets | None) -> None:
         writer = self.runner.holdings.weights
         writer.write(name, tensor)
         if buckets is not None:
             with self._undivided():
                 buckets.put(name, tensor, is_stack=writer.table[name][0].entry is not None)
 
+    def _make_buckets(self) -> Buckets | None:
+        if self.workers is None:
+            return None
+        # Ranks that have inboxes can read each other's memory.
+        return (
+            SharedBuckets(self._send) if self.runner.tp.inbox is None else DeviceBuckets(self._send, self.runner.device)
+        )
+
     def _send(self, bucket: Bucket) -> None:
         assert self.workers is not None
         with self._one_fate():
             self.workers.send("holdings.weights.write_bucket", (bucket,))
 
-    def _end_writing(self, buckets: SharedBuckets | None = None) -> str | None:
+    def _end_writing(self, buckets: Buckets | None = None) -> str | None:
         """Wait until every rank has written what it got; returns what is wrong with the numbers, if anything is."""
         try:
             if self.is_closed:

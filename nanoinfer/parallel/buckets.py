@@ -1,20 +1,22 @@
-"""Buckets: how tensors reach the other ranks from rank 0. These lie in a segment of shared memory."""
+"""Buckets: how tensors reach the other ranks from rank 0: through a segment of memory that all of them can read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nanoinfer.parallel.channel import FOLDER, explained, make_segment
+from nanoinfer.parallel.peer_memory import allocate, close_handle, free, handle_of, open_handle
 
 PARTS = 3  # of a segment, each of which holds one bucket at a time
 PART_BYTES = 16 << 20
 LEAST_PART_BYTES = 1 << 20  # the row of a tensor fits
+DEVICE_PART_BYTES = 64 << 20
 ALIGNMENT = 64
 
 
@@ -41,51 +43,91 @@ class Piece:
         return segment[self.begin : self.end].view(self.dtype).view(self.shape)
 
 
-class Bucket(Protocol):
-    """What rank 0 sends to the other ranks: pickled, it is small, because the tensors stay where they are."""
+class Segment(Protocol):
+    """How another rank finds rank 0's segment. It is small when it is pickled."""
 
-    def read(self, take: Callable[[Piece, Tensor], None]) -> None:
-        """Call `take` with each piece and its rows, which it copies."""
+    def map(self, device: torch.device) -> tuple[Tensor, Callable[[], None]]:
+        """Return the segment as this rank has it, [bytes] uint8, and the function that lets go of it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class SharedBucket:
-    """A bucket in a segment of shared memory, which is `size` bytes long."""
+class SharedSegment:
+    """A segment of shared memory."""
 
-    segment: str
+    name: str
     size: int
+
+    def map(self, device: torch.device) -> tuple[Tensor, Callable[[], None]]:
+        """Map it into this process's memory, for as long as the tensor or a view of it lives."""
+        return torch.from_file(f"{FOLDER}/{self.name}", shared=True, size=self.size, dtype=torch.uint8), _nothing
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSegment:
+    """A segment of rank 0's device memory."""
+
+    handle: bytes
+    size: int
+
+    def map(self, device: torch.device) -> tuple[Tensor, Callable[[], None]]:
+        """Open it. To torch the memory is this rank's, which reads it over NVLink or PCIe."""
+        address = open_handle(self.handle)
+        return _tensor_at(address, self.size, device), lambda: close_handle(address)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What rank 0 sends to the other ranks: where some tensors are."""
+
+    segment: Segment
     pieces: list[Piece]
 
-    def read(self, take: Callable[[Piece, Tensor], None]) -> None:
-        """Call `take` with each piece and its rows, which it copies."""
-        segment = _map(self.segment, self.size)
-        for piece in self.pieces:
+
+class BucketReader:
+    """Another rank's end: maps a segment once, until `close`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mapped: dict[Segment, tuple[Tensor, Callable[[], None]]] = {}
+
+    def read(self, bucket: Bucket, take: Callable[[Piece, Tensor], None]) -> None:
+        """Call `take` with each piece and its rows, which it copies; returns when the copies are complete."""
+        if bucket.segment not in self._mapped:
+            self._mapped[bucket.segment] = bucket.segment.map(self._device)
+        segment, _ = self._mapped[bucket.segment]
+        for piece in bucket.pieces:
             take(piece, piece.within(segment))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Let go of all segments."""
+        while self._mapped:
+            _, (_, let_go) = self._mapped.popitem()
+            let_go()
 
 
-class SharedBuckets:
-    """Rank 0's end: gathers rows in a part of the segment, and sends the part when it is full.
+class Buckets:
+    """Rank 0's end: gathers rows in a part of its segment, and sends the part when it is full.
 
     The channel sends a message when every rank has received the one before, and so has read the bucket before that. So
     of three parts, the next is always free.
     """
 
+    _segment: Segment
+    _memory: Tensor  # of the segment, [bytes] uint8
+
     def __init__(self, send: Callable[[Bucket], None]) -> None:
         self._send = send
-        self._memory: SharedMemory | None = None
-        self._segment = torch.empty(0, dtype=torch.uint8)  # a view of the memory
         self._part_bytes = 0
         self._part = 0  # which is being filled
         self._used = 0  # bytes of the part
         self._pieces: list[Piece] = []  # in the part
 
     def open(self) -> None:
-        """Make the segment. Raises RuntimeError when /dev/shm has no room, saying why and what would help."""
-        with explained():
-            self._memory = make_segment(PARTS * PART_BYTES, PARTS * LEAST_PART_BYTES)
-        self._segment = _map(self._memory.name, self._memory.size)
-        self._part_bytes = self._memory.size // PARTS // ALIGNMENT * ALIGNMENT
+        """Make the segment. Raises RuntimeError when there is no room for it, saying why and what would help."""
+        raise NotImplementedError
 
     def put(self, name: str, tensor: Tensor, is_stack: bool) -> None:
         """Gather a tensor, or the entries of a stack. A full part is sent."""
@@ -100,24 +142,76 @@ class SharedBuckets:
             self.flush()
         begin = self._part * self._part_bytes + self._used
         piece = Piece(name, entry, first, tuple(rows.shape), rows.dtype, begin, begin + rows.nbytes)
-        piece.within(self._segment).copy_(rows)
+        piece.within(self._memory).copy_(rows)
         self._pieces.append(piece)
         self._used += -(-rows.nbytes // ALIGNMENT) * ALIGNMENT
 
     def flush(self) -> None:
         """Send what has been gathered."""
         if self._pieces:
-            assert self._memory is not None
-            self._send(SharedBucket(self._memory.name, self._memory.size, self._pieces))
+            if self._memory.is_cuda:
+                torch.cuda.current_stream(self._memory.device).synchronize()
+            self._send(Bucket(self._segment, self._pieces))
             self._part, self._pieces, self._used = (self._part + 1) % PARTS, [], 0
 
     def close(self) -> None:
         """Give the segment back, when every rank has read what was sent, or none reads any more."""
-        if self._memory is not None:
-            self._memory.unlink()
-            self._memory.close()
+        raise NotImplementedError
+
+    def _use(self, segment: Segment, memory: Tensor) -> None:
+        self._segment, self._memory = segment, memory
+        self._part_bytes = len(memory) // PARTS // ALIGNMENT * ALIGNMENT
 
 
-def _map(segment: str, size: int) -> Tensor:
-    """Map a segment into this process's memory for as long as the tensor, [size] uint8, or a view of it lives."""
-    return torch.from_file(f"{FOLDER}/{segment}", shared=True, size=size, dtype=torch.uint8)
+class SharedBuckets(Buckets):
+    """Buckets in shared memory."""
+
+    _shared: SharedMemory | None = None
+
+    def open(self) -> None:
+        """Make the segment; /dev/shm may have no room."""
+        with explained():
+            self._shared = make_segment(PARTS * PART_BYTES, PARTS * LEAST_PART_BYTES)
+        segment = SharedSegment(self._shared.name, self._shared.size)
+        self._use(segment, segment.map(torch.device("cpu"))[0])
+
+    def close(self) -> None:
+        """Give the shared memory back."""
+        if self._shared is not None:
+            self._shared.unlink()
+            self._shared.close()
+
+
+class DeviceBuckets(Buckets):
+    """Buckets in rank 0's device memory."""
+
+    _address: int | None = None
+
+    def __init__(self, send: Callable[[Bucket], None], device: torch.device) -> None:
+        super().__init__(send)
+        self._device = device
+
+    def open(self) -> None:
+        """Make the segment; the device may have no room."""
+        size = PARTS * DEVICE_PART_BYTES
+        with torch.cuda.device(self._device):
+            try:
+                self._address = allocate(size)
+            except RuntimeError as error:
+                raise RuntimeError(f"the device has no {size >> 20} MiB to pass tensors to ranks: {error}") from error
+            self._use(DeviceSegment(handle_of(self._address), size), _tensor_at(self._address, size, self._device))
+
+    def close(self) -> None:
+        """Free the device memory."""
+        if self._address is not None:
+            free(self._address)
+
+
+def _tensor_at(address: int, size: int, device: torch.device) -> Tensor:
+    """Return device memory as a tensor, [size] uint8. Torch does not ask CUDA whose memory it is."""
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(construct(address, device, size))
+
+
+def _nothing() -> None:
+    pass

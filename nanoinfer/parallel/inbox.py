@@ -1,9 +1,4 @@
-"""Inboxes: device memory of each rank that the others write to directly, over NVLink or PCIe.
-
-Ranks open each other's memory by CUDA's interprocess memory handles (CUDA Driver API, "Unified Addressing" and "Memory
-Management"), called through ctypes. PyTorch shares memory too, but keeps the shared memory, and the store that it used,
-until the process ends.
-"""
+"""Inboxes: device memory of each rank that the others write to directly."""
 
 from __future__ import annotations
 
@@ -13,9 +8,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.driver import call
+from nanoinfer.parallel.peer_memory import allocate, close_handle, free, handle_of, open_handle
 
-GRANULARITY = 2 << 20  # CUDA shares whole pages, and ours must hold nobody else's memory
-LAZY_ENABLE_PEER_ACCESS = 1
 SUM_LANES = 3  # two for the layers' sums, one for the embedding's
 VECTOR_LANES = 4  # three would do in a step; a step's last one must also differ from the next step's first
 
@@ -38,7 +32,7 @@ class Inbox:
         self.max_rows, self.features, self.dtype = max_rows, features, dtype
         self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # if not 0, kernels stop waiting for messages
         number_bytes, candidate_bytes = self._measure(size)
-        self._memory = _allocate(number_bytes + candidate_bytes)
+        self._memory = allocate(number_bytes + candidate_bytes)
         _clear(self._memory, number_bytes, dtype)
         _clear(self._memory + number_bytes, candidate_bytes, torch.float32)
         torch.cuda.synchronize()
@@ -55,9 +49,7 @@ class Inbox:
     @property
     def handle(self) -> Tensor:
         """The handle by which other ranks open this inbox, [64] uint8."""
-        handle = _Handle()
-        call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._memory))
-        return torch.tensor(list(handle.reserved), dtype=torch.uint8)
+        return torch.tensor(list(handle_of(self._memory)), dtype=torch.uint8)
 
     def open(self, handles: Tensor) -> None:
         """Open all ranks' inboxes by the handles, [ranks, 64] uint8; raises RuntimeError if the driver refuses."""
@@ -107,33 +99,15 @@ class Inbox:
     def close_others(self) -> None:
         """Close the other ranks' inboxes, before those ranks free them."""
         while self._opened:
-            call("cuIpcCloseMemHandle", ctypes.c_uint64(self._opened.pop()))
+            close_handle(self._opened.pop())
 
     def free(self) -> None:
         """Free this rank's inbox, once no other rank has it open."""
-        call("cuMemFree_v2", ctypes.c_uint64(self._memory))
+        free(self._memory)
 
     def _open(self, handle: Tensor) -> int:
-        address = ctypes.c_uint64()
-        copy = _Handle.from_buffer_copy(bytes(handle.tolist()))
-        call("cuIpcOpenMemHandle_v2", ctypes.byref(address), copy, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
-        self._opened.append(address.value)
-        return address.value
-
-
-def can_reach_peers(rank: int, size: int) -> bool:
-    """Whether this rank's device can read and write the memory of every other's."""
-    return all(torch.cuda.can_device_access_peer(rank, peer) for peer in range(size) if peer != rank)
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
-
-
-def _allocate(num_bytes: int) -> int:
-    address = ctypes.c_uint64()
-    call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(-(-num_bytes // GRANULARITY) * GRANULARITY))
-    return address.value
+        self._opened.append(open_handle(bytes(handle.tolist())))
+        return self._opened[-1]
 
 
 def _clear(address: int, num_bytes: int, dtype: torch.dtype) -> None:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
 
-from nanoinfer.parallel.inbox import Inbox, can_reach_peers
+from nanoinfer.parallel.inbox import Inbox
+from nanoinfer.parallel.peer_memory import can_reach_peers
 
 TIMEOUT = timedelta(minutes=30)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=30)  # short: it begins when all ranks have said that they are ready

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanoinfer.config import Config
 from nanoinfer.layers.experts import skew_routers
-from nanoinfer.parallel.buckets import Bucket, Piece
+from nanoinfer.parallel.buckets import Bucket, BucketReader, Piece
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.plain_matrix import pack_weights
@@ -24,6 +24,7 @@ class WeightWriter:
         self._model = model
         self._tp = tp
         self._device = device
+        self._reader = BucketReader(device)
         self._written: dict[str, None] = {}  # tensors, since the last `begin`
         self._holders: dict[int, str] = {}  # the tensor that each target got, by the target's id
         self._unlike: list[tuple[str, str, Tensor]] = []  # two tensors of one target, and whether they differ
@@ -77,7 +78,7 @@ class WeightWriter:
     @torch.inference_mode()
     def write_bucket(self, bucket: Bucket) -> None:
         """Write what this rank needs of the tensors in a bucket."""
-        bucket.read(self._write_piece)
+        self._reader.read(bucket, self._write_piece)
 
     def _write_piece(self, piece: Piece, rows: Tensor) -> None:
         for shard in self.table[piece.name]:
@@ -95,6 +96,7 @@ class WeightWriter:
 
         All ranks call this together.
         """
+        self._reader.close()  # before rank 0 frees what was read
         names = list(self.table)
         name = find_not_finite(self.table, self._written)
         index = self._tp.min(len(names) if name is None else names.index(name), self._device)

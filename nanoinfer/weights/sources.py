@@ -103,7 +103,10 @@ class TensorSource:
     what = "named_tensors"  # begins the messages of errors
 
     def __init__(
-        self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool = False, is_multimodal: bool = False
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
+        partial: bool = False,
+        is_multimodal: bool = False,
     ) -> None:
         """partial: tensors may be missing; is_multimodal: as for FileSource"""
         if isinstance(named_tensors, Mapping):
