@@ -296,7 +296,7 @@ class LLM:
     def sleep(self, level: int = 1) -> None:
         """Give the memory of the KV cache and of the weights back to the device, until `wake_up`.
 
-        level: 1: the weights are copied to pinned host memory first, and an LLM on the CPU keeps them where they are;
+        level: 1: the weights are copied to host memory first, and an LLM on the CPU keeps them where they are;
             2: the weights are dropped, and must be written after wake_up, by update_weights or load_weights
 
         What was computed so far is forgotten. A sleeping LLM may sleep again, deeper too, and be closed.

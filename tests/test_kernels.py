@@ -57,6 +57,7 @@ from nanoinfer.kernels.rows import (
 )
 from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff_reference, find_cutoff_triton
 from nanoinfer.kernels.sampling.draw import draw_reference, draw_triton, gumbel_noise, noise_key
+from nanoinfer.kernels.sampling.token_logprobs import token_logprobs_reference, token_logprobs_triton
 
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32]
 SHORT = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter's products of bfloat16 are wrong
@@ -948,6 +949,24 @@ def test_sample_takes_the_smallest_id_among_equals() -> None:
     zeros = torch.zeros(1, device=DEVICE)
     for function in (draw_triton, draw_reference):
         assert function(logits, zeros, zeros.long(), zeros.int())[1].item() == 4000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (3, 4096), (5, 10000), (33, 4097)])
+def test_token_logprobs(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+    """Also where nearly all tokens are forbidden, or all logits are far below 0."""
+    logits = (randn(rows, vocabulary + 3) * 4).to(dtype)[:, :vocabulary]  # rows need not lie side by side
+    token_ids = torch.randint(vocabulary, (rows,), device=logits.device).int()
+    few = torch.full_like(logits, float("-inf"))
+    few.scatter_(1, token_ids[:, None].long(), logits.gather(1, token_ids[:, None].long()) - 300)
+    for case in (logits, logits - 3000, few):
+        ours, expected = token_logprobs_triton(case, token_ids), token_logprobs_reference(case, token_ids)
+        wide = case.double().log_softmax(dim=1).gather(1, token_ids[:, None].long()).squeeze(1)
+        assert torch.equal(ours.ranks, expected.ranks)
+        for found in (ours, expected):
+            torch.testing.assert_close(found.values.double(), wide, atol=4e-6 * float(case.max().abs()) + 1e-6, rtol=0)
+    logits[0] = float("nan")
+    assert token_logprobs_triton(logits, token_ids).values[0].isnan()
 
 
 def test_gumbel_noise_has_the_gumbel_distribution_and_no_memory_of_its_neighbours() -> None:

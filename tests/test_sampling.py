@@ -154,7 +154,7 @@ def test_tokens_are_drawn_as_often_as_they_should(params: SamplingParams) -> Non
     expected = definition(logits.double(), params, tokens)
 
     positions = torch.full((draws,), len(tokens), dtype=torch.int32)
-    group = LogitsProcessorGroup({0: wants(params, tokens)}, torch.device("cpu"))
+    group = LogitsProcessorGroup({0: wants(params, tokens)}, True, torch.device("cpu"))
     shaped = group.forbid(group.shape(logits[None], positions[:1], torch.tensor([[*tokens, 0, 0]])))
     temperatures, seeds = torch.full((draws,), params.temperature), torch.arange(draws) * 7 + 3
     cutoff = group.find_cutoff(shaped, temperatures[:1])

@@ -234,6 +234,7 @@ def test_an_interrupt_at_any_line_can_be_mended(level: int, make_llm: Callable[.
         finally:
             sys.settrace(None)
 
+    nap(Signal())
     whole = Signal()
     nap(whole)
     llm.load_weights(BUNDLED_MODEL)
@@ -312,10 +313,10 @@ class TestMemoryOfAGPU:
         before = results(llm)
 
         def refuse(*_: object) -> None:
-            raise RuntimeError("no room")
+            raise OSError("no room")
 
         with monkeypatch.context() as patch:
-            patch.setattr(host_copy, "_pin", refuse)
+            patch.setattr(host_copy.mmap, "mmap", refuse)
             with pytest.raises(RuntimeError, match=r"no memory for the weights, of which sleep\(level=2\) keeps none"):
                 llm.sleep()
         assert not llm.is_sleeping

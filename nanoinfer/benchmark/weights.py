@@ -21,6 +21,7 @@ from torch import Tensor
 from nanoinfer import LLM
 
 MOST_ON_DISK = 32 << 30  # bytes; larger checkpoints take minutes to write
+PAUSE_SECONDS = 1.0  # of sleep, in which a GPU's driver clears the memory; nobody gets it sooner
 Shapes = list[tuple[str, tuple[int, ...], torch.dtype]]
 
 
@@ -76,13 +77,17 @@ def time_weights(llm: LLM, repeats: int) -> Iterator[Row]:
 
 
 def _time_sleep(llm: LLM, level: int, repeats: int, device: torch.device, num_bytes: int) -> Iterator[Row]:
-    """Time sleep and wake_up; the first time of level 1 pins host memory."""
+    """Time sleep and wake_up, the first time and later."""
     moved = num_bytes if level == 1 else 0
-    times = [(_seconds(lambda: llm.sleep(level), device), _seconds(llm.wake_up, device)) for _ in range(repeats + 1)]
+    times = []
+    for _ in range(repeats + 1):
+        asleep = _seconds(lambda: llm.sleep(level), device)
+        time.sleep(PAUSE_SECONDS)
+        times.append((asleep, _seconds(llm.wake_up, device)))
     for when, some in (("the first time", times[:1]), ("later", times[1:])):
-        asleep, awake = zip(*some, strict=True)
-        yield Row(f"sleep, level {level}, {when}", moved, list(asleep))
-        yield Row(f"wake_up, level {level}, {when}", moved, list(awake))
+        sleeps, wakes = zip(*some, strict=True)
+        yield Row(f"sleep, level {level}, {when}", moved, list(sleeps))
+        yield Row(f"wake_up, level {level}, {when}", moved, list(wakes))
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

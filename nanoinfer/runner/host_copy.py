@@ -1,62 +1,67 @@
-"""HostCopy: what device memory held, in pinned host memory, which the device copies at full speed."""
+"""HostCopy: what device memory held, in host memory.
+
+Pinning takes half a second for each GiB. So only small buffers are pinned, and threads copy between them and the rest.
+"""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
-PART_BYTES = 256 << 20
-THREADS = 8  # that pin; one pins 2.4 GB/s
+BUFFER_BYTES = 32 << 20
+NUM_THREADS = 8  # each with a pinned buffer: while some wait for the device, others copy
 
 
 class HostCopy:
-    """Room for a copy of a tensor's bytes. Pinning takes seconds, so the room stays for the next copy."""
+    """Room for a copy of a tensor's bytes."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Raises MemoryError if the host has no room."""
         self._device = device
         try:
-            self._memory = mmap.mmap(-1, num_bytes)
+            memory = mmap.mmap(-1, num_bytes)
         except OSError as error:
-            raise MemoryError(f"the host has no {num_bytes / 2**30:,.1f} GiB for the weights: {error}") from error
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._pinned: list[Tensor] = []
+            raise MemoryError(f"the host has no {num_bytes / 2**30:,.1f} GiB: {error}") from error
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(memory, dtype=np.uint8)
 
     def save(self, content: Tensor) -> None:
-        """Copy from the device, [bytes] uint8. The first time, each part is copied while the next ones are pinned."""
-        for part, source in zip(self._parts(), content.split(PART_BYTES), strict=True):
-            part.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(self._device)
+        """Copy from the device, [bytes] uint8."""
+
+        def save_part(part: slice, buffer: Tensor) -> None:
+            buffer.copy_(content[part], non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+            np.copyto(self._bytes[part], buffer.numpy())
+
+        self._for_all_parts(save_part)
 
     def restore(self, content: Tensor) -> None:
-        """Copy to the device what `save` has copied. The host does not wait."""
-        for part, target in zip(self._pinned, content.split(PART_BYTES), strict=True):
-            target.copy_(part, non_blocking=True)
+        """Copy to the device what `save` has copied."""
 
-    def close(self) -> None:
-        """Give the memory back."""
-        for part in self._pinned:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(part.data_ptr())))
-        self._pinned.clear()
-        del self._whole
-        self._memory.close()
+        def restore_part(part: slice, buffer: Tensor) -> None:
+            np.copyto(buffer.numpy(), self._bytes[part])
+            content[part].copy_(buffer, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
 
-    def _parts(self) -> Iterator[Tensor]:
-        missing = self._whole.split(PART_BYTES)[len(self._pinned) :]
-        yield from list(self._pinned)
-        with ThreadPoolExecutor(THREADS) as pool:
-            for part in pool.map(partial(_pin, self._device), missing):
-                self._pinned.append(part)
-                yield part
+        self._for_all_parts(restore_part)
 
+    def _for_all_parts(self, copy: Callable[[slice, Tensor], None]) -> None:
+        """Call `copy` with each part of the bytes and a pinned buffer of its size, on several threads."""
+        edges = [*range(0, len(self._bytes), BUFFER_BYTES), len(self._bytes)]
+        parts = [slice(start, end) for start, end in pairwise(edges)]
+        torch.cuda.current_stream(self._device).synchronize()  # the threads have streams of their own
 
-def _pin(device: torch.device, part: Tensor) -> Tensor:
-    with torch.cuda.device(device):
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(part.data_ptr(), part.nbytes, 0)))
-    return part
+        def work(thread: int) -> None:
+            with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
+                buffer = torch.empty(min(BUFFER_BYTES, len(self._bytes)), dtype=torch.uint8, pin_memory=True)
+                for part in parts[thread::NUM_THREADS]:
+                    copy(part, buffer[: part.stop - part.start])
+
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            list(pool.map(work, range(min(NUM_THREADS, len(parts)))))

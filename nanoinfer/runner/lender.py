@@ -46,9 +46,7 @@ class Lender:
 
     def drop_copy(self) -> None:
         """Forget what `save_weights` has copied."""
-        if self._copy is not None:
-            self._copy.close()
-            self._copy = None
+        self._copy = None
 
     def lend(self, tag: Tag) -> None:
         """Give memory back to the driver."""

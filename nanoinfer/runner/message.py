@@ -41,11 +41,10 @@ class LogitsMessage:
     num_suppressed: int  # for this many steps
 
     @property
-    def is_shaped(self) -> bool:
-        """Whether the row needs its logits in float32, to change them or to tell of them."""
+    def changes_logits(self) -> bool:
+        """Whether the row's token is drawn from other logits than the model's."""
         params = self.params
-        changes = params.has_penalties or params.logit_bias or self.suppressed or params.is_guided
-        return bool(changes) or params.logprobs is not None or params.kept_tokens
+        return bool(params.has_penalties or params.logit_bias or self.suppressed or params.is_guided)
 
 
 @dataclass(slots=True)

@@ -46,9 +46,8 @@ class Roll:
             return False
         if dtype not in FLOATS:
             raise ValueError(f"{place}: {name} has numbers of type {dtype}, which are not supported as weights")
-        found, needed = list(shape), list(shards[0].shape)
-        if found != needed:
-            raise ValueError(f"{place}: {name} has shape {found}, but the model needs {needed}")
+        if tuple(shape) != shards[0].shape:
+            raise ValueError(f"{place}: {name} has shape {list(shape)}, but the model needs {list(shards[0].shape)}")
         self.come[name] = None
         if is_stack:
             self._in_stacks.update(replaced)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -128,7 +129,7 @@ class TensorSource:
             name, tensor = _name_and_tensor(pair)
             known = _known_name(name, self._is_multimodal)
             if known is not None:
-                is_wanted = roll.tick(known, tensor.shape, str(tensor.dtype).removeprefix("torch."), self.what)
+                is_wanted = roll.tick(known, tensor.shape, _dtype_name(tensor.dtype), self.what)
                 roll.check()
                 if is_wanted:
                     yield known, tensor
@@ -183,6 +184,11 @@ def _known_name(name: str, is_multimodal: bool) -> str | None:
     if name.removeprefix("model.").startswith(OTHER_MODELS):
         return None
     return name.replace(LANGUAGE_MODEL, "", 1)
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _name_and_tensor(pair: Any) -> tuple[str, Tensor]:

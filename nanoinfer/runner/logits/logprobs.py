@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.sampling.token_logprobs import token_logprobs
 from nanoinfer.logprob import Candidates
 from nanoinfer.runner.transfer import to_host
 
@@ -30,13 +31,14 @@ class LogProbs:
 
     @staticmethod
     def of(logits: Tensor, token_ids: Tensor, counts: list[int], keys: list[int]) -> LogProbs:
-        """Compute LogProbs from logits: [tokens, vocabulary] float32, for token_ids: [tokens]."""
-        values, ids = logits.log_softmax(dim=1), token_ids[:, None].long()
-        own = values.gather(1, ids)
-        ranks = (values > own).sum(dim=1, dtype=torch.int32) + 1
-        top_values, top_ids = values.topk(max(counts), dim=1)
-        ids = torch.cat([ids, top_ids], dim=1).int()
-        return LogProbs(ids, torch.cat([own, top_values], dim=1), ranks, counts, keys)
+        """Compute LogProbs from logits: [tokens, vocabulary] of any floating dtype, for token_ids: [tokens]."""
+        own, ranks, normalizers = token_logprobs(logits, token_ids)
+        values, ids = own[:, None], token_ids[:, None].int()
+        if most := max(counts):
+            top_logits, top_ids = logits.topk(most, dim=1)
+            values = torch.cat([values, top_logits.float() - normalizers[:, None]], dim=1)
+            ids = torch.cat([ids, top_ids.int()], dim=1)
+        return LogProbs(ids, values, ranks, counts, keys)
 
     def to_host(self) -> LogProbs:
         """Copy to host memory; from a CUDA device the copy is complete with the stream's next event."""

@@ -27,16 +27,18 @@ class LogitsProcessorGroup:
     """Rows that are drawn together.
 
     row_numbers: [rows] int64, these rows in the batch
-    is_shaped: whether any of these rows needs its logits in float32, to change them or for log-probabilities
+    is_shaped: whether these rows, all of them, need their logits in float32, to change them or to tell of changed ones
+    is_drawn: whether any of these rows draws another token than a temperature alone gives
     is_guided: whether these rows, all of them, have masks
     asks, asks_kept: whether any of these rows asks for log-probabilities, or for kept_tokens
     """
 
-    def __init__(self, wanted: dict[int, LogitsMessage], device: torch.device) -> None:
+    def __init__(self, wanted: dict[int, LogitsMessage], is_shaped: bool, device: torch.device) -> None:
         self._numbers, self._messages, self._device = list(wanted), list(wanted.values()), device
         self._params = [message.params for message in self._messages]
         self.row_numbers = self._ints(self._numbers).long()
-        self.is_shaped = any(message.is_shaped for message in self._messages)
+        self.is_shaped = is_shaped
+        self.is_drawn = any(message.changes_logits or message.params.has_filters for message in self._messages)
         self.is_guided = self._params[0].is_guided
         self.has_penalties = any(params.has_penalties for params in self._params)
         self._bias = self._find_bias()
@@ -88,12 +90,14 @@ class LogitsProcessorGroup:
         return find_cutoff(logits, temperatures.where(temperatures > 0, 1), *self._filters)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, first_row: int) -> list[LogProbs]:
-        """Return the log-probabilities asked for, by row from first_row on; logits: [rows, vocabulary] float32."""
+        """Return the log-probabilities asked for, by row from first_row on; logits: [rows, vocabulary]."""
         if not self.asks:
             return []
         counts = [self._params[i].logprobs or 0 for i in self._asked]
         keys = [self._numbers[i] - first_row for i in self._asked]
-        return [LogProbs.of(logits[self._asked_rows], token_ids[self._asked_rows], counts, keys)]
+        if len(keys) < len(logits):
+            logits, token_ids = logits[self._asked_rows], token_ids[self._asked_rows]
+        return [LogProbs.of(logits, token_ids, counts, keys)]
 
     def kept_tokens(self, shaped: Tensor, kept: Tensor, temperatures: Tensor, first_row: int) -> list[KeptTokens]:
         """Return the KeptTokens asked for, by row from first_row on; the tensors are as for KeptTokens.of."""

@@ -115,8 +115,11 @@ class LogitsProcessors:
                 shaped = group.shape(some, group_positions, history)
                 allowed = group.forbid(shaped, next(groups_masks) if group.is_guided else None)
             cutoff = group.find_cutoff(allowed, group_temperatures)
-            drawn = draw(allowed, group_temperatures, seeds[at], group_positions, cutoff=cutoff)[1]
-            token_ids[at] = drawn
+            if group.is_drawn:
+                drawn = draw(allowed, group_temperatures, seeds[at], group_positions, cutoff=cutoff)[1]
+                token_ids[at] = drawn
+            else:
+                drawn = token_ids[at]
             if group.has_penalties and self._history is not None:
                 self._history[group.row_numbers, group_positions.long()] = drawn
             if group.asks_kept or (group.asks and self.is_processed):
@@ -152,14 +155,22 @@ class LogitsProcessors:
         return self.tp.all_gather(padded).transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
     def _divide(self, rows: list[int]) -> list[LogitsProcessorGroup]:
-        """Put rows whose logits stay as they are in one group, the others in groups that fit the memory.
+        """Put rows that need no logits in float32 in one group, the others in groups that fit the memory.
 
         Guided rows have groups of their own, in ascending order, as their masks come.
         """
-        shaped = [row for row in rows if self.wanted[row].is_shaped]
+        shaped = [row for row in rows if self._is_shaped(self.wanted[row])]
         guided = sorted(row for row in shaped if self.wanted[row].params.is_guided)
         others = [row for row in shaped if not self.wanted[row].params.is_guided]
-        groups = [sorted(set(rows).difference(shaped))] if len(shaped) < len(rows) else []
+        groups = [(sorted(set(rows).difference(shaped)), False)] if len(shaped) < len(rows) else []
         for some in (others, guided):
-            groups += [some[start : start + LOGITS_AT_ONCE] for start in range(0, len(some), LOGITS_AT_ONCE)]
-        return [LogitsProcessorGroup({row: self.wanted[row] for row in group}, self.device) for group in groups]
+            groups += [(some[start : start + LOGITS_AT_ONCE], True) for start in range(0, len(some), LOGITS_AT_ONCE)]
+        return [
+            LogitsProcessorGroup({row: self.wanted[row] for row in group}, is_shaped, self.device)
+            for group, is_shaped in groups
+        ]
+
+    def _is_shaped(self, message: LogitsMessage) -> bool:
+        """Whether the row needs its logits in float32, to change them or to tell of changed ones."""
+        params = message.params
+        return message.changes_logits or params.kept_tokens or (self.is_processed and params.logprobs is not None)
