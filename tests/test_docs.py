@@ -153,10 +153,22 @@ README = (ROOT / "README.md").read_text()
 TRANSLATIONS = re.findall(r"^\|[^|]*\|[^|]*\| `([^|]*)` \|$", README, flags=re.MULTILINE)
 
 
+EXAMPLE, TRAINER = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
 def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    exec(example, {})
+    exec(EXAMPLE, {})
     assert "glorious summer" in capsys.readouterr().out
+
+
+def test_the_readmes_trainer_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    """The reward is a letter's share of the text: at first about 0.06, as in any English text."""
+    assert len(TRAINER.splitlines()) <= 25
+    exec(TRAINER, {})
+    rewards = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(rewards) == 16
+    assert max(rewards[:2]) < 0.08
+    assert min(rewards[-2:]) > 0.12
 
 
 @pytest.fixture(scope="module")
