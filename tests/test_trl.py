@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
 GENERATIONS, TOKENS, TEMPERATURE = 4, 8, 1.3
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 160, "logprobs_mode": "processed_logprobs"}
 
+LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
 SETTINGS = {
     "max_steps": 3,
     "per_device_train_batch_size": 2 * GENERATIONS,
@@ -193,8 +194,7 @@ def test_weights_from_elsewhere_do_not_stay(make_run: Callable[..., Run], llm: L
 
 def test_lora_comes_merged(make_run: Callable[..., Run]) -> None:
     """The adapted weights of the trainer stay as they are, to the last bit."""
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    run = make_run(lora=lora, learning_rate=1e-2)
+    run = make_run(lora=LORA, learning_rate=1e-2)
     before = {name: tensor.clone() for name, tensor in run.trainer.model.state_dict().items()}
     calls = run.train()
     assert [call.version for call in calls] == [1, 2, 3]
@@ -204,6 +204,25 @@ def test_lora_comes_merged(make_run: Callable[..., Run]) -> None:
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
         n for n in before if "lora_" in n
     }
+
+
+def test_an_error_leaves_no_layer_merged(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, llm: LLM
+) -> None:
+    held = []  # as the error's traceback would hold them
+
+    def fail(tensors: Iterator[tuple[str, Tensor]]) -> int:
+        held.append(tensors)
+        name, tensor = next(tensors)
+        assert not torch.equal(tensor, before[f"base_model.model.{name}".replace("weight", "base_layer.weight")])
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(llm, "update_weights", fail)
+    model = (run := make_run(lora=LORA)).trainer.model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_the_trainers_settings_are_used(
