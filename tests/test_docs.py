@@ -10,6 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -153,10 +154,32 @@ README = (ROOT / "README.md").read_text()
 TRANSLATIONS = re.findall(r"^\|[^|]*\|[^|]*\| `([^|]*)` \|$", README, flags=re.MULTILINE)
 
 
+EXAMPLE, TRAINER = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
 def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    exec(example, {})
+    exec(EXAMPLE, {})
     assert "glorious summer" in capsys.readouterr().out
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two threads wait long for each other where something else runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_readmes_trainer_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    """The reward is a letter's share of the text: at first about 0.06, as in any English text."""
+    assert len(TRAINER.splitlines()) <= 25
+    exec(TRAINER, {})
+    rewards = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(rewards) == 16
+    assert max(rewards[:2]) < 0.08
+    assert min(rewards[-2:]) > 0.12
 
 
 @pytest.fixture(scope="module")
