@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 MINUS_INFINITY = float("-inf")
@@ -63,13 +64,51 @@ class Candidates(NamedTuple):
 
         decode: makes text from tokens; None: there is no tokenizer
         """
+        text = decode is not None
+        if len(self.token_ids) == 1:  # mostly
+            (token_id,) = self.token_ids
+            return {token_id: LogProb(self.values[0], self.rank, token_id if text else None, decode)}
         ranks, rank = [self.rank], 1
         for place in range(1, len(self.values)):
             if place > 1 and self.values[place] < self.values[place - 1]:
                 rank = place
             ranks.append(rank)
         return {
-            token_id: LogProb(value, rank, None if decode is None else token_id, decode)
+            token_id: LogProb(value, rank, token_id if text else None, decode)
             for token_id, value, rank in zip(self.token_ids, self.values, ranks, strict=True)
             if value != MINUS_INFINITY or token_id == self.token_ids[0]
         }
+
+
+class CandidatesLog:
+    """The Candidates of successive tokens, all of one number.
+
+    It keeps numbers alone: of an object for each token, Python's garbage collector would look at all again and again.
+    """
+
+    __slots__ = ("_ids", "_ranks", "_values", "_width")
+
+    def __init__(self) -> None:
+        self._width = 1  # of an entry
+        self._ids, self._values, self._ranks = array("i"), array("f"), array("i")
+
+    def append(self, token_ids: list[int], values: list[float], rank: int) -> None:
+        """Add an entry; the arguments are Candidates' fields."""
+        self._width = len(token_ids)
+        self._ids.extend(token_ids)
+        self._values.extend(values)
+        self._ranks.append(rank)
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        for column in (self._ids, self._values, self._ranks):
+            del column[:]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def since(self, start: int) -> Iterator[Candidates]:
+        """Yield the entries from number `start` on."""
+        for index in range(start, len(self)):
+            own = slice(index * self._width, (index + 1) * self._width)
+            yield Candidates(self._ids[own].tolist(), self._values[own].tolist(), self._ranks[index])

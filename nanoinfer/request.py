@@ -13,7 +13,7 @@ from nanoinfer.engine.llm_engine import LLMEngine, StepResult
 from nanoinfer.engine.routed_experts import ExpertIds
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.inputs import Prepared
-from nanoinfer.logprob import Candidates, LogProb
+from nanoinfer.logprob import CandidatesLog, LogProb
 from nanoinfer.outputs import RequestOutput, SampleOutput, StreamOutput, Timings
 
 Fate = Literal["recompute", "keep", "abort"]  # of the requests that run when the weights change
@@ -68,7 +68,7 @@ class Sample:
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             weights_versions=seq.weights_versions,
-            logprobs=None if seq.params.logprobs is None else self._logprobs(seq.logprobs[start:]),
+            logprobs=None if seq.params.logprobs is None else self._logprobs(seq.logprobs, start),
             kept_tokens=seq.kept_tokens[start:] if seq.params.kept_tokens else None,
             routed_experts=self._routed_experts if seq.is_finished else None,
             prompt_logprobs=self.prompt_logprobs if start == 0 else None,
@@ -102,9 +102,9 @@ class Sample:
     def _routed_experts(self) -> ExpertIds | None:
         return None if self.seq.routed_experts is None else self.seq.routed_experts.array()
 
-    def _logprobs(self, places: list[Candidates]) -> list[Mapping[int, LogProb]]:
+    def _logprobs(self, log: CandidatesLog, start: int = 0) -> list[Mapping[int, LogProb]]:
         decode = None if self._tokenizer is None else decoder(self._tokenizer, skip_special_tokens=False)
-        return [candidates.logprobs(decode) for candidates in places]
+        return [candidates.logprobs(decode) for candidates in log.since(start)]
 
     def _text(self) -> str:
         if self._detokenizer is not None:

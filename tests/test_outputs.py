@@ -153,7 +153,8 @@ class TestLogProbs:
         counts = [1 + token_id % 4 for token_id in vocabulary]
         rows, token_ids = (torch.tensor(values, device=DEVICE) for values in ([logits] * len(logits), vocabulary))
         logprobs = LogProbs.of(rows, token_ids, counts, list(vocabulary))
-        for token_id, candidates in logprobs.entries():
+        for token_id, *fields in logprobs.entries():
+            candidates = Candidates(*fields)
             own, *top = candidates.token_ids
             assert own == token_id
             assert [logits[told] for told in top] == sorted(logits, reverse=True)[: counts[token_id]]

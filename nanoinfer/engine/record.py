@@ -14,17 +14,17 @@ def record_extras(step: Step, seqs: list[Sequence], extras: Extras) -> None:
     seqs: those that get a token from the step, in the order of the tokens
     """
     for logprobs in extras.logprobs:
-        for place, entry in logprobs.entries():
+        for place, ids, values, rank in logprobs.entries():
             if not seqs[place].is_finished:
-                seqs[place].logprobs.append(entry)
+                seqs[place].logprobs.append(ids, values, rank)
     for kept_tokens in extras.kept_tokens:
         for place, kept in kept_tokens.entries():
             if not seqs[place].is_finished:
                 seqs[place].kept_tokens.append(kept)
     if isinstance(step, PrefillStep):
         for logprobs in extras.prompt_logprobs:
-            for chunk, entry in logprobs.entries():
-                step.chunks[chunk].seq.prompt_logprobs.append(entry)
+            for chunk, ids, values, rank in logprobs.entries():
+                step.chunks[chunk].seq.prompt_logprobs.append(ids, values, rank)
     if extras.experts is not None:
         _record_experts(step, seqs, extras.experts.numpy())
 

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import Literal
 
 from nanoinfer.engine.routed_experts import RoutedExperts
-from nanoinfer.logprob import Candidates
+from nanoinfer.logprob import CandidatesLog
 from nanoinfer.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -84,9 +84,9 @@ class Sequence:
         self.num_cached_tokens = 0  # of the prompt's tokens, when it was first scheduled
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token, the stop string, or the error's message
-        self.logprobs: list[Candidates] = []  # of the generated tokens, if asked for
+        self.logprobs = CandidatesLog()  # of the generated tokens, if asked for
         self.kept_tokens: list[tuple[int, float]] = []  # of the generated tokens, if asked for
-        self.prompt_logprobs: list[Candidates] = []  # of the prompt's tokens but the first, if asked for
+        self.prompt_logprobs = CandidatesLog()  # of the prompt's tokens but the first, if asked for
         self.routed_experts: RoutedExperts | None = None  # None: nobody asks
         self.queued_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.versions: list[tuple[int, int]] = []  # see `use_weights`

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BUFFER_BYTES = 32 << 20
-NUM_THREADS = 8  # each with a pinned buffer: while some wait for the device, others copy
+BUFFER_BYTES = 16 << 20
+NUM_THREADS = 16  # each with a pinned buffer: while some wait for the device, others copy
 
 
 class HostCopy:

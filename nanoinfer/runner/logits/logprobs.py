@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.sampling.token_logprobs import token_logprobs
-from nanoinfer.logprob import Candidates
 from nanoinfer.runner.transfer import to_host
 
 
@@ -45,8 +44,8 @@ class LogProbs:
         token_ids, values, ranks = map(to_host, (self.token_ids, self.values, self.ranks))
         return LogProbs(token_ids, values, ranks, self.counts, self.keys)
 
-    def entries(self) -> Iterator[tuple[int, Candidates]]:
-        """Yield each token's key, and its Candidates."""
+    def entries(self) -> Iterator[tuple[int, list[int], list[float], int]]:
+        """Yield each token's key, and the fields of its Candidates."""
         columns = self.token_ids.tolist(), self.values.tolist(), self.ranks.tolist()
         for key, count, ids, values, rank in zip(self.keys, self.counts, *columns, strict=True):
-            yield key, Candidates(ids[: count + 1], values[: count + 1], rank)
+            yield key, ids[: count + 1], values[: count + 1], rank
