@@ -87,7 +87,9 @@ class LLM:
         self.engine.check_ready()
         use_tqdm = check_flag("use_tqdm", use_tqdm)
         check_none("lora_request", lora_request, NO_LORA)
-        return self._generate(self._inputs.check(prompts, sampling_params), use_tqdm)
+        with self.engine.alike():
+            prepared = self._inputs.check(prompts, sampling_params)
+        return self._generate(prepared, use_tqdm)
 
     @hints_for("chat")
     def chat(
@@ -111,7 +113,9 @@ class LLM:
         self.engine.check_ready()
         use_tqdm = check_flag("use_tqdm", use_tqdm)
         check_none("lora_request", lora_request, NO_LORA)
-        return self._generate(self._inputs.check_chats(messages, sampling_params, template), use_tqdm)
+        with self.engine.alike():
+            prepared = self._inputs.check_chats(messages, sampling_params, template)
+        return self._generate(prepared, use_tqdm)
 
     @hints_for("stream")
     def stream(
@@ -133,9 +137,10 @@ class LLM:
         Raises ValueError, before anything runs, as generate does.
         """
         self.engine.check_ready()
-        prepared = self._inputs.check(prompts, sampling_params)
-        if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
-            self._inputs.check_detokenizer("stream")
+        with self.engine.alike():
+            prepared = self._inputs.check(prompts, sampling_params)
+            if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
+                self._inputs.check_detokenizer("stream")
         return Stream(self._stream(prepared))
 
     @hints_for("score")
@@ -152,7 +157,8 @@ class LLM:
         Raises ValueError as generate does, and for a continuation that adds no token to the prompt's.
         """
         self.engine.check_ready()
-        prepared = self._inputs.check_continuations(prompt, continuations)
+        with self.engine.alike():
+            prepared = self._inputs.check_continuations(prompt, continuations)
         return [score_of(output) for output in self._generate(prepared, use_tqdm=False)]
 
     @overload
@@ -197,7 +203,8 @@ class LLM:
         Raises ValueError as generate does.
         """
         self.engine.check_ready()
-        prepared = self._inputs.check_one(prompt, sampling_params)
+        with self.engine.alike():
+            prepared = self._inputs.check_one(prompt, sampling_params)
         with self._turn(), self._requests:
             return self._requests.add(prepared).id
 
@@ -290,6 +297,7 @@ class LLM:
         """Let no later request share what has been computed so far."""
         self.engine.check_open()
         with self._turn():
+            self.engine.note("reset_prefix_cache")
             self.engine.scheduler.reset_prefix_cache()
 
     def default_sampling_params(self) -> SamplingParams:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator
 
-from nanoinfer.engine.llm_engine import StepResult
+from nanoinfer.engine.step_result import StepResult
 from nanoinfer.outputs import StreamOutput
 
 

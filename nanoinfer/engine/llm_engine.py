@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -16,46 +15,21 @@ from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.interrupts import delayed_interrupt
 from nanoinfer.engine.matchers import Matchers
+from nanoinfer.engine.peers import Peers
 from nanoinfer.engine.record import record_extras
 from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
+from nanoinfer.engine.step_result import InFlight, StepResult
 from nanoinfer.engine.workers import WorkerError, Workers
 from nanoinfer.grammar import Grammar
 from nanoinfer.models.description import EMBEDDING, HEAD
 from nanoinfer.parallel.buckets import Bucket, SharedBuckets
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.model_runner import ModelRunner
-from nanoinfer.runner.pending_tokens import PendingTokens
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
-
-
-@dataclass
-class InFlight:
-    """A launched step whose tokens have not been read back."""
-
-    step: Step
-    seqs: list[Sequence]  # in the order of the tokens
-    guided: list[Sequence]  # those of them that are guided
-    tokens: PendingTokens | None  # None until guided rows have their masks
-
-
-@dataclass
-class StepResult:
-    """The step that one call of LLMEngine.step read back; without one, all is empty or 0.
-
-    num_running and blocks_used still count the sequences that ended with the step.
-    """
-
-    finished: list[Sequence]
-    advanced: list[Sequence] = field(default_factory=list)  # those that the step computed a token for
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0  # a token after an end-of-sequence token does not count
-    ready_at: float | None = None  # when the device was done with the step, on time.perf_counter's clock
-    num_running: int = 0  # sequences whose prompts are scheduled whole and whose last token is not read back yet
-    blocks_used: float = 0.0  # the share of the KV cache's blocks that sequences hold
 
 
 class LLMEngine:
@@ -65,12 +39,15 @@ class LLMEngine:
         self.config = config
         self._owner = os.getpid()
         self._failure: str | None = None  # why the ranks have ended
-        self.workers = Workers(config) if config.tensor_parallel_size > 1 else None
-        self._finalizer = weakref.finalize(self, _close, self._owner, self.workers, None)
+        several, group = config.tensor_parallel_size > 1, config.tensor_parallel_group
+        self.workers = Workers(config) if several and group is None else None
+        self.peers = Peers(config) if several and group is not None else None
+        self._others = self.workers or self.peers
+        self._finalizer = weakref.finalize(self, _close, self._owner, self._others, None)
         with self._one_fate():
             self.runner = self._make_runner()
         self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _close, self._owner, self.workers, self.runner)
+        self._finalizer = weakref.finalize(self, _close, self._owner, self._others, self.runner)
         self.scheduler = Scheduler(
             BlockManager(self.runner.memory.blocks, config.kvcache_block_size),
             config.max_num_seqs,
@@ -93,6 +70,8 @@ class LLMEngine:
 
         The sequences' request_id counts the requests, from 0.
         """
+        self.note("prompt", prompt)
+        self.note("settings", params)
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
         seed = params.seed
         if seed is None:  # + 1: the first request's seed is not 0, which a user may choose
@@ -118,6 +97,8 @@ class LLMEngine:
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a sequence now, or change the reason of one that has ended."""
+        if reason == "abort":
+            self.note("abort", seq.request_id, seq.sample_index)
         if seq.is_finished:
             seq.finish_reason, seq.stop_reason = reason, stop_reason
         else:
@@ -138,6 +119,8 @@ class LLMEngine:
         self.check_ready()
         with self._undivided():
             result, launched = StepResult([]), None
+            if self.peers is not None:
+                self.peers.before_step(self.scheduler.running)
             step = self.scheduler.schedule(in_flight=bool(self.in_flight))
             if step is not None:
                 launched = self._launch(step)
@@ -173,14 +156,16 @@ class LLMEngine:
         table = self.runner.weights.table
         buckets = None if self.workers is None else SharedBuckets(self._send)
         is_begun = False
+        self._compare("update_weights")
         try:
-            for name, tensor in source.tensors(table):
-                self.check_open()  # the source runs code that is not ours
-                if not is_begun:
-                    is_begun = True
-                    self._begin_writing(begin, buckets)
-                self._write(name, tensor, buckets)
-                del tensor  # so that it can go before the next one comes
+            with self.alike():
+                for name, tensor in source.tensors(table):
+                    self.check_open()  # the source runs code that is not ours
+                    if not is_begun:
+                        is_begun = True
+                        self._begin_writing(begin, buckets)
+                    self._write(name, tensor, buckets)
+                    del tensor  # so that it can go before the next one comes
             self.check_open()
             if buckets is not None:
                 with self._undivided():
@@ -191,9 +176,13 @@ class LLMEngine:
 
     def load_weights(self, source: FileSource, begin: Callable[[], None]) -> int:
         """Write the tensors of files into the weights; returns the new version. begin: as for update_weights."""
-        source.check(self.runner.weights.table)
-        if self.config.description.tied and source.has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight"):
-            raise ValueError(f"{source.what}: has an output projection of its own, but this model's is the embedding")
+        with self.alike():
+            source.check(self.runner.weights.table)
+            if self.config.description.tied and source.has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight"):
+                raise ValueError(
+                    f"{source.what}: has an output projection of its own, but this model's is the embedding"
+                )
+        self._compare("load_weights", source.what)
         self._begin_writing(begin)
         with self._undivided(), self._one_fate():
             self.runner.call("weights.read", source)
@@ -212,6 +201,7 @@ class LLMEngine:
 
     def _write(self, name: str, tensor: Tensor, buckets: SharedBuckets | None) -> None:
         writer = self.runner.weights
+        self.note("tensor", name)
         writer.write(name, tensor)
         if buckets is not None:
             with self._undivided():
@@ -227,6 +217,7 @@ class LLMEngine:
         try:
             if self.is_closed:
                 return None
+            self._compare("end of weights")
             with self._undivided(), self._one_fate():
                 return self.runner.call("weights.end")
         finally:
@@ -246,17 +237,49 @@ class LLMEngine:
 
     def _make_runner(self) -> ModelRunner:
         config, workers = self.config, self.workers
+        if self.peers is not None:
+            return ModelRunner(config, self.peers.tensor_parallel(config.device_of(0)))
         if workers is None:
             return ModelRunner(config, TensorParallel())
-        tp = TensorParallel(0, config.tensor_parallel_size, workers.store, config.device, workers.check)
+        tp = TensorParallel(0, config.tensor_parallel_size, workers.store, config.device_of(0), workers.check)
         workers.watch(tp.abort)
         runner = ModelRunner(config, tp, workers.send)
         workers.end_start()  # by now every rank has built its model
         return runner
 
     def _undivided(self) -> AbstractContextManager[None]:
-        """Return a context in which a Ctrl-C waits until several ranks are done together; a second one ends them."""
+        """Return a context in which a Ctrl-C waits until several ranks are done together; a second one ends them.
+
+        Peers may get it in different steps. So there it does not wait, and ends them.
+        """
+        if self.peers is not None:
+            return self._one_fate()
         return nullcontext() if self.workers is None else delayed_interrupt()
+
+    def note(self, what: str, *facts: object) -> None:
+        """Note what all peers must be told alike; they compare it before they compute."""
+        if self.peers is not None:
+            self.peers.note(what, *facts)
+
+    def _compare(self, what: str, *facts: object) -> None:
+        """Note something, and wait until all peers have come to the same call."""
+        if self.peers is not None and not self.is_closed:
+            self.peers.note(what, *facts)
+            with self._one_fate():
+                self.peers.compare()
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Let peers compare an error of the block, which comes before they compute: no one must go on alone."""
+        try:
+            yield
+        except Exception as error:
+            self._compare("error", error)
+            raise
+        except BaseException as error:
+            if self.peers is not None:
+                self._fail(error)
+            raise
 
     @contextmanager
     def _one_fate(self) -> Iterator[None]:
@@ -264,11 +287,11 @@ class LLMEngine:
         try:
             yield
         except BaseException as error:
-            if self.workers is None:
+            if self._others is None:
                 raise
             cause = error
             try:
-                cause = self.workers.explain(error)
+                cause = self._others.explain(error)
             finally:  # explain takes seconds, in which an interrupt may come
                 self._fail(cause)
             if cause is error:
@@ -279,13 +302,13 @@ class LLMEngine:
         """End all ranks, and remember why."""
         self._failure = str(cause) or type(cause).__name__  # not the error: its traceback keeps what the ranks held
         if alive := self._finalizer.detach():
-            _, _, (owner, workers, runner), _ = alive
-            _close(owner, workers, runner, failed=True)
+            _, _, (owner, others, runner), _ = alive
+            _close(owner, others, runner, failed=True)
 
     def _read_back(self, done: InFlight) -> StepResult:
         assert done.tokens is not None
         with self._one_fate():
-            token_ids = done.tokens.wait(None if self.workers is None else self.workers.patience())
+            token_ids = done.tokens.wait(None if self._others is None else self._others.patience())
         result = StepResult(
             finished=[],
             ready_at=done.tokens.ready_at,
@@ -322,6 +345,7 @@ class LLMEngine:
 
     def abort_all(self) -> None:
         """Drop every request, those in flight included; the engine is then ready for new ones."""
+        self.note("abort of all requests")
         self.in_flight.clear()
         self.matchers.clear()
         self.scheduler.abort_all()
@@ -337,7 +361,7 @@ class LLMEngine:
 
         With several ranks, raise RuntimeError in a fork of the process that made them.
         """
-        if self.workers is not None and self._owner != os.getpid():
+        if self._others is not None and self._owner != os.getpid():
             raise RuntimeError(f"this LLM's ranks serve process {self._owner}, and not its fork: make another LLM here")
         if self.is_closed and self._failure is not None:
             raise WorkerError(f"this LLM is closed, make another: {self._failure}")
@@ -359,13 +383,13 @@ class LLMEngine:
         return not self._finalizer.alive
 
 
-def _close(owner: int, workers: Workers | None, runner: ModelRunner | None, failed: bool = False) -> None:
+def _close(owner: int, others: Workers | Peers | None, runner: ModelRunner | None, failed: bool = False) -> None:
     """End all ranks; after a failure, kill the other ranks, because they may not listen."""
     if owner != os.getpid():
         return  # this is a fork: the ranks belong to the process that made them
-    if workers is not None:
-        failed = not workers.stop(failed)
+    if others is not None:
+        failed = not others.stop(failed)
     if runner is not None:
         runner.close(failed)
-    if workers is not None:
-        workers.join()
+    if others is not None:
+        others.join()

@@ -8,6 +8,7 @@ until the process ends.
 from __future__ import annotations
 
 import ctypes
+import uuid
 from typing import Any
 
 import torch
@@ -120,9 +121,22 @@ class Inbox:
         return address.value
 
 
-def can_reach_peers(rank: int, size: int) -> bool:
-    """Whether this rank's device can read and write the memory of every other's."""
-    return all(torch.cuda.can_device_access_peer(rank, peer) for peer in range(size) if peer != rank)
+def uuid_of(device: int) -> Tensor:
+    """Return what identifies a GPU among those of all processes, [16] uint8."""
+    name = str(torch.cuda.get_device_properties(device).uuid)
+    return torch.tensor(list(uuid.UUID(name).bytes), dtype=torch.uint8)
+
+
+def can_reach_peers(device: int, uuids: Tensor) -> bool:
+    """Whether a GPU can read and write the memory of every other rank's, which this process must see.
+
+    uuids: of the ranks' GPUs, [ranks, 16] uint8; each process may count the GPUs in an order of its own
+    """
+    visible = {tuple(uuid_of(number).tolist()): number for number in range(torch.cuda.device_count())}
+    devices = [visible.get(tuple(each)) for each in uuids.tolist()]
+    return all(
+        peer is not None and torch.cuda.can_device_access_peer(device, peer) for peer in devices if peer != device
+    )
 
 
 class _Handle(ctypes.Structure):

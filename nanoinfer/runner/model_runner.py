@@ -97,14 +97,15 @@ class ModelRunner:
         self.config = config
         self.tp = tp
         self.send = send
-        self.device = torch.device("cuda", tp.rank) if config.device == "cuda" else torch.device("cpu")
+        self.device = config.device_of(tp.rank)
+        self.has_host = tp.rank == 0 or config.tensor_parallel_group is not None  # which wants this rank's results
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.graphs = None
-        self.routing: Routing | None = None  # on rank 0, if outputs are to have the experts
+        self.routing: Routing | None = None  # where there is a host, if outputs are to have the experts
         self._launched: Launched | None = None  # a step with guided rows, until `finish`
         self.threads = Threads()
-        if config.device == "cpu" and tp.size > 1:  # ranks that fight for cores spin more than they compute
-            torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // tp.size)))
+        if config.device == "cpu" and tp.size > 1 and config.tensor_parallel_group is None:
+            torch.set_num_threads(_share_of_threads(tp.size))
         try:
             with self._current_device(), named_memory_errors(config, self.device):
                 self._load()
@@ -127,7 +128,7 @@ class ModelRunner:
             decoder = Decoder(model, config.max_model_len, self.backend, self.tp, config.torch_head_dtype)
         self.weights = WeightWriter(decoder, self.tp, self.device)
         self.weights.load(config)
-        if config.routed_experts and self.tp.rank == 0:
+        if config.routed_experts and self.has_host:
             assert model.experts is not None
             most = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
             self.routing = Routing(decoder, most, getattr(torch, model.experts.number_type))
@@ -144,8 +145,13 @@ class ModelRunner:
         self.tp.open_inbox(max_rows, config.description.hidden_size, config.torch_dtype)
 
     def _choose_threads(self) -> None:
-        """Let one rank on the CPU compute with as many threads as make its steps faster."""
+        """Let one rank on the CPU compute with as many threads as make its steps faster.
+
+        In processes that are not ours, several ranks take equally many, so that they round alike.
+        """
         config = self.config
+        if config.device == "cpu" and self.tp.size > 1 and config.tensor_parallel_group is not None:
+            self.threads.fix(self.tp.min(_share_of_threads(self.tp.size), self.device))
         if not self._is_plain_cpu or self.tp.size > 1 or torch.get_num_threads() == 1:
             return
         length = min(config.kvcache_block_size, config.max_model_len)
@@ -265,7 +271,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, message: StepMessage) -> PendingTokens | None:
-        """Launch one step; returns its tokens on rank 0, None on the others."""
+        """Launch one step; returns its tokens where there is a host, else None."""
         with self._current_device(), self.threads.of(message.num_tokens):
             return self._finish(self._launch(message))
 
@@ -296,7 +302,7 @@ class ModelRunner:
         if self.logits_processors.wanted:  # the rows have advanced: batch.positions are the drawn tokens'
             how = batch.temperatures[rows], batch.seeds[rows], batch.positions[rows]
             self.logits_processors.redraw(first_row, logits, token_ids, *how, extras, masks)
-        return PendingTokens(token_ids, extras) if self.tp.rank == 0 else None
+        return PendingTokens(token_ids, extras) if self.has_host else None
 
     def _prefill(self, message: PrefillMessage) -> Launched:
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.max_blocks)
@@ -368,6 +374,11 @@ class ModelRunner:
 
     def _current_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def _share_of_threads(ranks: int) -> int:
+    """Return how many threads each of several ranks takes: those that fight for cores spin more than they compute."""
+    return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // ranks))
 
 
 @contextmanager
