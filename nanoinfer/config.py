@@ -226,10 +226,9 @@ def _resolve_device(device: str | torch.device, ranks: int) -> str:
 def _size_of_group(group: object, size: int) -> int:
     """Return how many ranks a group has, if this process is one of them; size: tensor_parallel_size, 1 if unset."""
     if not isinstance(group, ProcessGroup):
-        what = short(group)
         raise ValueError(
-            f"tensor_parallel_group={what}: must be a torch.distributed.ProcessGroup that this process belongs to, such"
-            " as new_group or DeviceMesh.get_group returns"
+            f"tensor_parallel_group={short(group)}: must be a torch.distributed.ProcessGroup that this process belongs"
+            " to, such as new_group or DeviceMesh.get_group returns"
         )
     if group not in distributed_c10d._world.pg_map:
         raise ValueError(f"tensor_parallel_group={group}: must be a group of torch.distributed that is not destroyed")

@@ -157,7 +157,7 @@ class TestRanksThatAreCalledAlike:
         params = [
             *different_settings(len(prompts) - 2),
             SamplingParams(n=5, max_tokens=20, top_p=0.9, kept_tokens=True),  # no seed
-            SamplingParams(max_tokens=20, seed=1, stop={"a", "e", "th"}, stop_token_ids={3, 7}),  # sets have no order
+            SamplingParams(max_tokens=20, stop=["ve", "th"], temperature=0.5),
         ]
         expected = generate(make_llm(**SMALL), prompts, params)
         (outputs,), _ = trainer.run(generate_each, {}, [(prompts, params)])
@@ -171,9 +171,10 @@ class TestRanksThatAreCalledAlike:
         assert_equal(outputs, expected)
 
     def test_streams_steps_scores_and_aborts(self, trainer: Trainer, oracle: Oracle) -> None:
-        streamed, aborted, later, score = trainer.run(call_in_other_ways)
+        streamed, aborted, later, score, stop_reason = trainer.run(call_in_other_ways)
         assert streamed == later == oracle.greedy([30], 12)
         assert aborted == ("abort", 3)
+        assert stop_reason in "aeiou"
         assert score == pytest.approx(
             float(oracle.logits([30, 31, 32]).log_softmax(1)[[0, 1], [31, 32]].sum()), abs=1e-4
         )
@@ -190,7 +191,7 @@ class TestRanksThatAreCalledAlike:
         assert trainer.run(change_weights, old, new, prompts) == expected
 
 
-def call_in_other_ways() -> tuple[list[int], tuple[str, int], list[int], float]:
+def call_in_other_ways() -> tuple[list[int], tuple[str, int], list[int], float, str]:
     with make() as llm:
         streamed = [token for new in llm.stream([[30]], greedy(12)) for token in new["token_ids"]]
         first, _ = llm.add_request([31], greedy(20)), llm.add_request([30], greedy(12))
@@ -203,7 +204,10 @@ def call_in_other_ways() -> tuple[list[int], tuple[str, int], list[int], float]:
             outputs += llm.step()
         aborted, later = sorted(outputs, key=lambda output: output["request_id"])
         (score,) = llm.score([30], [31, 32])
-        return streamed, (aborted["finish_reason"], len(aborted["token_ids"])), later["token_ids"], score.logprob
+        vowels = SamplingParams(stop=set("aeiou"), max_tokens=100)  # each process has an order of its own
+        (stopped,) = llm.generate([[30]], vowels, use_tqdm=False)
+        aborted = aborted["finish_reason"], len(aborted["token_ids"])
+        return streamed, aborted, later["token_ids"], score.logprob, stopped["stop_reason"]
 
 
 def experts_of_tokens(folder: str) -> list[Any]:

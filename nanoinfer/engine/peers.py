@@ -58,8 +58,8 @@ class Peers:
 
     def note(self, what: str, *facts: object) -> None:
         """Note something that must be equal on all ranks."""
-        text = f"{what}: {', '.join(map(repr, facts))}".replace("\n", " ")
-        line = ADDRESS.sub("0x", text)
+        told = ", ".join(map(repr, facts))
+        line = ADDRESS.sub("0x", f"{what}: {told}" if facts else what).replace("\n", " ")
         self._notes.append(line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}... (hash {_hash(line):x})")
 
     def before_step(self, running: Iterable[Sequence]) -> None:
@@ -79,7 +79,7 @@ class Peers:
         hashes = self._hosts.all_gather(torch.tensor([_hash(notes)]))
         if (hashes == hashes[0]).all():
             return
-        notes_of_ranks = [text.split("\n") for text in self._gather(notes)]
+        notes_of_ranks = [text.splitlines() for text in self._gather(notes)]
         with suppress(RuntimeError):  # one that leaves at once may cut others off, which still read
             self._hosts.min(0, CPU)
         for lines in zip_longest(*notes_of_ranks, fillvalue="nothing"):

@@ -69,9 +69,10 @@ class TensorParallel:
 
         The ranks meet in the group's store, and form a group of their own. The existing one stays as it is.
         """
-        rank, store = group.rank(), _get_process_group_store(group)
-        number = store.add(f"nanoinfer's groups, rank {rank}", 1)  # equal on all ranks
-        return cls(rank, group.size(), dist.PrefixStore(f"nanoinfer's group {number}", store), device, **how)
+        rank, ranks = group.rank(), dist.get_process_group_ranks(group)
+        store = dist.PrefixStore(f"nanoinfer on ranks {ranks}", _get_process_group_store(group))
+        number = store.add(f"groups of rank {rank}", 1)  # equal on all ranks
+        return cls(rank, len(ranks), dist.PrefixStore(f"group {number}", store), device, **how)
 
     def connect(self, drop_graphs: Callable[[], None] = lambda: None) -> None:
         """Form the group, once every rank has come this far.
