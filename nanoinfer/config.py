@@ -69,8 +69,8 @@ class Config:
     trust_remote_code: False; True is refused, because no remote code runs
     worker_timeout: the engine ends when a rank's process does not run for this many seconds, because it is stopped or
         starved; on CUDA it also ends when a step takes that long; float("inf"): it waits for ever. With
-        tensor_parallel_group it ends when a rank waits that long for another in a step. At the beginning of a call,
-        ranks wait for each other for half an hour
+        tensor_parallel_group it ends when a rank waits that long for another while requests run; before they run, ranks
+        wait for each other for half an hour
 
     Integers, numbers and booleans may come from any library; a boolean does not count as an integer.
     Raises a ValueError that names the option, its value and what would work.

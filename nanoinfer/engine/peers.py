@@ -101,8 +101,8 @@ class Peers:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the cause of an error that ends this rank."""
-        if isinstance(error, (WorkerError, ValueError)) or not isinstance(error, Exception):
-            return error
+        if isinstance(error, WorkerError) or not isinstance(error, RuntimeError):
+            return error  # it names its cause itself
         return WorkerError(f"a rank of tensor_parallel_group died, hangs, or has ended: {error}")
 
     def stop(self, failed: bool = False) -> bool:

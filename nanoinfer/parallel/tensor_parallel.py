@@ -52,7 +52,7 @@ class TensorParallel:
         self._store = store
         self._device = device
         self._check = check
-        self._meet = meet or self._wait_for_all
+        self._meet = meet
         self._timeout = timeout
         self.inbox: Inbox | None = None  # for small sums on CUDA, by kernels.ranks
         self._drop_graphs: Callable[[], None] = lambda: None
@@ -83,7 +83,7 @@ class TensorParallel:
         if self.size == 1:
             return
         assert self._store is not None
-        self._meet()
+        (self._meet or self._wait_for_all)()
         if self._device.type == "cuda":
             group = _nccl_group(self._store, self.rank, self.size)
         else:
