@@ -111,9 +111,7 @@ class Config:
         self.enforce_eager = check_flag("enforce_eager", self.enforce_eager)
         self.load_format = check_choice("load_format", self.load_format, ["safetensors", "dummy", "dummy_skewed"])
         self.logprobs_mode = check_choice("logprobs_mode", self.logprobs_mode, [RAW, PROCESSED])
-        self.device = _resolve_device(
-            self.device, self.tensor_parallel_size if self.tensor_parallel_group is None else 1
-        )
+        self.device = _resolve_device(self.device, self.tensor_parallel_size if self.starts_ranks else 1)
         if check_flag("trust_remote_code", self.trust_remote_code):
             raise ValueError("trust_remote_code=True: must be False: no remote code runs here")
         checkpoint = Checkpoint.open(self.model, self.revision)
@@ -147,11 +145,16 @@ class Config:
         """The dtype of the logits, and of the matrix that computes them."""
         return self.torch_dtype if self.lm_head_dtype == "auto" else torch.float32
 
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether rank 0 starts the others; otherwise they are there already, and each has a host of its own."""
+        return self.tensor_parallel_group is None
+
     def device_of(self, rank: int) -> torch.device:
         """Return the device of a rank; with tensor_parallel_group, only this process's own rank is asked for."""
         if self.device == "cpu":
             return torch.device("cpu")
-        return torch.device("cuda", rank if self.tensor_parallel_group is None else torch.cuda.current_device())
+        return torch.device("cuda", rank if self.starts_ranks else torch.cuda.current_device())
 
     def _find_tokenizer(self) -> str | None:
         """Return the folder of the tokenizer that the options ask for; None: the checkpoint's own."""
@@ -236,9 +239,7 @@ def _size_of_group(group: object, size: int) -> int:
     if num_ranks > MAX_RANKS:
         raise ValueError(f"tensor_parallel_group has {num_ranks} ranks: must have at most {MAX_RANKS}")
     if size not in (1, num_ranks):
-        raise ValueError(
-            f"tensor_parallel_size={size}: tensor_parallel_group has {num_ranks} ranks; leave tensor_parallel_size out"
-        )
+        raise ValueError(f"tensor_parallel_size={size}: must be left out, or {num_ranks} as tensor_parallel_group has")
     return num_ranks
 
 

@@ -39,9 +39,9 @@ class LLMEngine:
         self.config = config
         self._owner = os.getpid()
         self._failure: str | None = None  # why the ranks have ended
-        several, group = config.tensor_parallel_size > 1, config.tensor_parallel_group
-        self.workers = Workers(config) if several and group is None else None
-        self.peers = Peers(config) if several and group is not None else None
+        are_several = config.tensor_parallel_size > 1
+        self.workers = Workers(config) if are_several and config.starts_ranks else None
+        self.peers = Peers(config) if are_several and not config.starts_ranks else None
         self._others = self.workers or self.peers
         self._finalizer = weakref.finalize(self, _close, self._owner, self._others, None)
         with self._one_fate():

@@ -98,13 +98,13 @@ class ModelRunner:
         self.tp = tp
         self.send = send
         self.device = config.device_of(tp.rank)
-        self.has_host = tp.rank == 0 or config.tensor_parallel_group is not None  # which wants this rank's results
+        self.has_host = tp.rank == 0 or not config.starts_ranks  # which wants this rank's results
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.graphs = None
         self.routing: Routing | None = None  # where there is a host, if outputs are to have the experts
         self._launched: Launched | None = None  # a step with guided rows, until `finish`
         self.threads = Threads()
-        if config.device == "cpu" and tp.size > 1 and config.tensor_parallel_group is None:
+        if config.device == "cpu" and tp.size > 1 and config.starts_ranks:
             torch.set_num_threads(_share_of_threads(tp.size))
         try:
             with self._current_device(), named_memory_errors(config, self.device):
@@ -150,7 +150,7 @@ class ModelRunner:
         In processes that are not ours, several ranks take equally many, so that they round alike.
         """
         config = self.config
-        if config.device == "cpu" and self.tp.size > 1 and config.tensor_parallel_group is not None:
+        if config.device == "cpu" and self.tp.size > 1 and not config.starts_ranks:
             self.threads.fix(self.tp.min(_share_of_threads(self.tp.size), self.device))
         if not self._is_plain_cpu or self.tp.size > 1 or torch.get_num_threads() == 1:
             return
