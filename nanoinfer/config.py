@@ -82,7 +82,6 @@ class Config:
     max_model_len: int = 4096
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
-    tensor_parallel_group: ProcessGroup | None = field(default=None, repr=False)
     enforce_eager: bool = False
     kvcache_block_size: int = 256
     num_kvcache_blocks: int | None = None
@@ -99,6 +98,7 @@ class Config:
     tokenizer_revision: str | None = None
     trust_remote_code: bool = False
     worker_timeout: float = 30.0
+    tensor_parallel_group: ProcessGroup | None = field(default=None, repr=False)
 
     description: Description = field(init=False, repr=False)  # the model's structure
     eos_token_ids: frozenset[int] = field(init=False, repr=False)
