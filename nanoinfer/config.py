@@ -97,8 +97,8 @@ class Config:
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
     trust_remote_code: bool = False
-    worker_timeout: float = 30.0
     tensor_parallel_group: ProcessGroup | None = field(default=None, repr=False)
+    worker_timeout: float = 30.0
 
     description: Description = field(init=False, repr=False)  # the model's structure
     eos_token_ids: frozenset[int] = field(init=False, repr=False)
