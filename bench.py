@@ -33,7 +33,7 @@ from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
 from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, has_experts, write_config
 from nanoinfer.config import Config
-from nanoinfer.engine.llm_engine import StepResult
+from nanoinfer.engine.step_result import StepResult
 
 SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p")

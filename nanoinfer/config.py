@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup, distributed_c10d
 from transformers import PretrainedConfig
 
 from nanoinfer.attention import choose_backend
@@ -21,6 +22,7 @@ from nanoinfer.weights.sources import FileSource
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 HAVE_DEFAULTS = ("max_num_seqs", "max_model_len")  # if they are None
+MAX_RANKS = 8
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
 
@@ -38,6 +40,9 @@ class Config:
     gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
         memory counts too
     tensor_parallel_size: this many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
+    tensor_parallel_group: a group of torch.distributed, whose ranks share the model. Each of its processes, on one
+        machine, makes an LLM with the same options, and calls the same methods with the same arguments. All return the
+        results. tensor_parallel_size is left out then. None: the LLM starts the ranks itself
     enforce_eager: True: the host launches a decode step's kernels one by one instead of replaying a CUDA graph
     kvcache_block_size: a KV-cache block holds this many tokens, a multiple of 16 (with flash_attn, of 256)
     num_kvcache_blocks: the KV cache has this many blocks; None: as many as the memory holds; the cache has at most 2^31
@@ -54,7 +59,7 @@ class Config:
         so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
         have experts
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
-        chooses the GPUs
+        chooses the GPUs; with tensor_parallel_group, "cuda" is the process's current device
     seed: a request without a seed of its own gets one that is made from this number
     load_format: "safetensors", or "dummy" for random weights of the config's shapes, whose numbers depend on seed and
         the number of ranks. With "dummy_skewed", tokens also use some experts far more often than others
@@ -63,7 +68,9 @@ class Config:
     tokenizer_revision: as revision, for the tokenizer's Hub id
     trust_remote_code: False; True is refused, because no remote code runs
     worker_timeout: the engine ends when a rank's process does not run for this many seconds, because it is stopped or
-        starved; on CUDA it also ends when a step takes that long; float("inf"): it waits for ever
+        starved; on CUDA it also ends when a step takes that long; float("inf"): it waits for ever. With
+        tensor_parallel_group it ends when a rank waits that long for another while requests run; before they run, ranks
+        wait for each other for half an hour
 
     Integers, numbers and booleans may come from any library; a boolean does not count as an integer.
     Raises a ValueError that names the option, its value and what would work.
@@ -90,6 +97,7 @@ class Config:
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
     trust_remote_code: bool = False
+    tensor_parallel_group: ProcessGroup | None = field(default=None, repr=False)
     worker_timeout: float = 30.0
 
     description: Description = field(init=False, repr=False)  # the model's structure
@@ -98,10 +106,12 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        if self.tensor_parallel_group is not None:
+            self.tensor_parallel_size = _size_of_group(self.tensor_parallel_group, self.tensor_parallel_size)
         self.enforce_eager = check_flag("enforce_eager", self.enforce_eager)
         self.load_format = check_choice("load_format", self.load_format, ["safetensors", "dummy", "dummy_skewed"])
         self.logprobs_mode = check_choice("logprobs_mode", self.logprobs_mode, [RAW, PROCESSED])
-        self.device = _resolve_device(self.device, self.tensor_parallel_size)
+        self.device = _resolve_device(self.device, self.tensor_parallel_size if self.starts_ranks else 1)
         if check_flag("trust_remote_code", self.trust_remote_code):
             raise ValueError("trust_remote_code=True: must be False: no remote code runs here")
         checkpoint = Checkpoint.open(self.model, self.revision)
@@ -140,6 +150,17 @@ class Config:
         """Whether the CPU computes, and does not interpret the device's kernels."""
         return self.device == "cpu" and self.attention_backend == "torch"
 
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether rank 0 starts the others; otherwise they are there already, and each has a host of its own."""
+        return self.tensor_parallel_group is None
+
+    def device_of(self, rank: int) -> torch.device:
+        """Return the device of a rank; with tensor_parallel_group, only this process's own rank is asked for."""
+        if self.device == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", rank if self.starts_ranks else torch.cuda.current_device())
+
     def _find_tokenizer(self) -> str | None:
         """Return the folder of the tokenizer that the options ask for; None: the checkpoint's own."""
         if self.tokenizer is None and self.tokenizer_revision is None:
@@ -164,7 +185,7 @@ class Config:
             ("max_num_batched_tokens", 1, None),
             ("max_num_seqs", 1, None),
             ("max_model_len", 2, None),  # a prompt token and a generated one
-            ("tensor_parallel_size", 1, 8),
+            ("tensor_parallel_size", 1, MAX_RANKS),
             ("seed", 0, 2**63 - 1),
             ("kvcache_block_size", 16, MAX_SLOTS),
         ):
@@ -208,6 +229,23 @@ def _resolve_device(device: str | torch.device, ranks: int) -> str:
     if ranks > count:
         raise ValueError(f"tensor_parallel_size={ranks}: this machine has {count} GPU{'s' if count > 1 else ''}")
     return "cuda"
+
+
+def _size_of_group(group: object, size: int) -> int:
+    """Return how many ranks a group has, if this process is one of them; size: tensor_parallel_size, 1 if unset."""
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(
+            f"tensor_parallel_group={short(group)}: must be a torch.distributed.ProcessGroup that this process belongs"
+            " to, such as new_group or DeviceMesh.get_group returns"
+        )
+    if group not in distributed_c10d._world.pg_map:
+        raise ValueError(f"tensor_parallel_group={group}: must be a group of torch.distributed that is not destroyed")
+    num_ranks = group.size()
+    if num_ranks > MAX_RANKS:
+        raise ValueError(f"tensor_parallel_group has {num_ranks} ranks: must have at most {MAX_RANKS}")
+    if size not in (1, num_ranks):
+        raise ValueError(f"tensor_parallel_size={size}: must be left out, or {num_ranks} as tensor_parallel_group has")
+    return num_ranks
 
 
 def _name(dtype: str | torch.dtype) -> str:

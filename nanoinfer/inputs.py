@@ -7,12 +7,13 @@ from collections.abc import Sequence as ListLike
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
 from nanoinfer.detokenizer import decoder
 from nanoinfer.grammar import Grammar, Grammars
+from nanoinfer.hub import has_tokenizer
 from nanoinfer.sampling_params import SamplingParams
 
 # In the keys of messages and prompts, such as image_url and images:
@@ -344,3 +345,14 @@ def _other_medium(keys: Iterable[Any]) -> str | None:
 def _is_given(value: Any) -> bool:
     """Whether a value is neither None, False nor empty; the truth of an array would raise an error."""
     return value is not None and value is not False and not (isinstance(value, (str, list, tuple)) and not value)
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer that the options ask for, or the checkpoint's own; None if there is none."""
+    option, folder = ("model", config.model) if config.tokenizer is None else ("tokenizer", config.tokenizer)
+    if not has_tokenizer(folder):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"{option}={folder!r}: cannot load its tokenizer: {error}") from error

@@ -8,18 +8,16 @@ from collections.abc import Sequence as ListLike
 from typing import Any, overload
 
 from torch import Tensor
-from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanoinfer.checks import check_flag, check_int, check_none, check_subset
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.sleeper import TAGS
 from nanoinfer.hints import hints_for
-from nanoinfer.hub import CHECKPOINT_FILES, find_folder, has_tokenizer
-from nanoinfer.inputs import Chats, Inputs, Prepared, Prompt, Tokens
+from nanoinfer.hub import CHECKPOINT_FILES, find_folder
+from nanoinfer.inputs import Chats, Inputs, Prepared, Prompt, Tokens, load_tokenizer
 from nanoinfer.outputs import RequestOutput, Score, StreamOutput, score_of
-from nanoinfer.progress import Rates, Stream
+from nanoinfer.progress import Stream, run_all
 from nanoinfer.request import Fate, Requests
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
@@ -51,17 +49,18 @@ class LLM:
         its value and what would work; nothing has run yet
     RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not
         ended; or it sleeps; or an update of the weights broke off, and they are incomplete
-    WorkerError: a tensor-parallel rank died or hangs; the LLM is closed, and later calls raise the error again
+    WorkerError: a tensor-parallel rank died or hangs, or the ranks of tensor_parallel_group were not called alike; the
+        LLM is closed, and later calls raise the error again
     KeyboardInterrupt: Ctrl-C in generate, chat, stream or step drops every request and leaves the LLM usable. With
         several ranks it takes effect when the step is complete. A second Ctrl-C, more than a second after the first,
-        ends the ranks and closes the LLM
+        ends the ranks and closes the LLM. With tensor_parallel_group the first one may do so
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = Config(model, **options)
-        self.tokenizer = _load_tokenizer(self.config)
+        self.tokenizer = load_tokenizer(self.config)
         self.engine = LLMEngine(self.config)
-        self.memory = self.engine.runner.memory
+        self.memory = self.engine.ranks.runner.memory
         self.config.num_kvcache_blocks = self.memory.blocks
         self._inputs = Inputs(self.config, self.tokenizer)
         self._busy = threading.Lock()
@@ -88,7 +87,9 @@ class LLM:
         self.engine.check_ready()
         use_tqdm = check_flag("use_tqdm", use_tqdm)
         check_none("lora_request", lora_request, NO_LORA)
-        return self._generate(self._inputs.check(prompts, sampling_params), use_tqdm)
+        with self.engine.ranks.alike():
+            prepared = self._inputs.check(prompts, sampling_params)
+        return self._generate(prepared, use_tqdm)
 
     @hints_for("chat")
     def chat(
@@ -112,7 +113,9 @@ class LLM:
         self.engine.check_ready()
         use_tqdm = check_flag("use_tqdm", use_tqdm)
         check_none("lora_request", lora_request, NO_LORA)
-        return self._generate(self._inputs.check_chats(messages, sampling_params, template), use_tqdm)
+        with self.engine.ranks.alike():
+            prepared = self._inputs.check_chats(messages, sampling_params, template)
+        return self._generate(prepared, use_tqdm)
 
     @hints_for("stream")
     def stream(
@@ -134,9 +137,10 @@ class LLM:
         Raises ValueError, before anything runs, as generate does.
         """
         self.engine.check_ready()
-        prepared = self._inputs.check(prompts, sampling_params)
-        if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
-            self._inputs.check_detokenizer("stream")
+        with self.engine.ranks.alike():
+            prepared = self._inputs.check(prompts, sampling_params)
+            if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
+                self._inputs.check_detokenizer("stream")
         return Stream(self._stream(prepared))
 
     @hints_for("score")
@@ -153,7 +157,8 @@ class LLM:
         Raises ValueError as generate does, and for a continuation that adds no token to the prompt's.
         """
         self.engine.check_ready()
-        prepared = self._inputs.check_continuations(prompt, continuations)
+        with self.engine.ranks.alike():
+            prepared = self._inputs.check_continuations(prompt, continuations)
         return [score_of(output) for output in self._generate(prepared, use_tqdm=False)]
 
     @overload
@@ -198,7 +203,8 @@ class LLM:
         Raises ValueError as generate does.
         """
         self.engine.check_ready()
-        prepared = self._inputs.check_one(prompt, sampling_params)
+        with self.engine.ranks.alike():
+            prepared = self._inputs.check_one(prompt, sampling_params)
         with self._turn(), self._requests:
             return self._requests.add(prepared).id
 
@@ -259,11 +265,11 @@ class LLM:
         """
         self.engine.check_writable()
         if check_flag("partial", partial):
-            self.engine.check_whole()
+            self.engine.updater.check_whole()
         source = TensorSource(named_tensors, partial, self.config.description.is_multimodal)
         begin = self._requests.before_new_weights(in_flight)
         with self._turn():
-            return self.engine.update_weights(source, begin)
+            return self.engine.updater.update(source, begin)
 
     @hints_for("load_weights")
     def load_weights(self, model: str, revision: str | None = None, in_flight: Fate = "recompute") -> int:
@@ -280,17 +286,18 @@ class LLM:
         source = FileSource(folder, self.config.description.is_multimodal)
         begin = self._requests.before_new_weights(in_flight)
         with self._turn():
-            return self.engine.load_weights(source, begin)
+            return self.engine.updater.load(source, begin)
 
     @property
     def weights_version(self) -> int:
         """How often the weights have been changed."""
-        return self.engine.weights_version
+        return self.engine.updater.version
 
     def reset_prefix_cache(self) -> None:
         """Let no later request share what has been computed so far."""
-        self.engine.check_open()
+        self.engine.ranks.check_open()
         with self._turn():
+            self.engine.ranks.note("reset_prefix_cache")
             self.engine.scheduler.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
@@ -303,7 +310,7 @@ class LLM:
 
         Raises RuntimeError while requests run, or if the host has no room for the weights.
         """
-        self.engine.check_open()
+        self.engine.ranks.check_open()
         check_int("level", level, 1, 2)
         with self._turn(alone=True):
             self.engine.sleep(keep_weights=level == 1)
@@ -315,7 +322,7 @@ class LLM:
 
         Raises RuntimeError if the device has no room any more. The LLM then sleeps on.
         """
-        self.engine.check_open()
+        self.engine.ranks.check_open()
         wanted = set(TAGS) if tags is None else check_subset("tags", tags, list(TAGS))
         with self._turn():
             self.engine.wake_up(wanted)
@@ -365,7 +372,7 @@ class LLM:
     def _generate(self, prompts: list[Prepared], use_tqdm: bool) -> list[RequestOutput]:
         with self._turn(alone=True), self._requests:
             requests = [self._requests.add(prompt) for prompt in prompts]
-            self._run(len(requests), use_tqdm)
+            run_all(self._requests, len(requests), use_tqdm)
             self._requests.take_finished()
             return [request.output() for request in requests]
 
@@ -376,7 +383,7 @@ class LLM:
             while indices:
                 changed = self._requests.take_changed()  # abort may have ended some
                 if not changed:
-                    self.engine.check_open()
+                    self.engine.ranks.check_open()
                     if not self._requests.num_running:
                         raise RuntimeError("this stream's requests were dropped: an abort was interrupted")
                     self._requests.step()
@@ -389,24 +396,3 @@ class LLM:
                     if new["text"] or new["token_ids"] or new["finish_reason"]:
                         yield new
             self._requests.take_finished()
-
-    def _run(self, num_requests: int, use_tqdm: bool) -> None:
-        with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            rates, num_finished = Rates(), 0
-            while self._requests.num_running:
-                result = self._requests.step()
-                newly = len(self._requests.finished) - num_finished
-                num_finished += newly
-                if use_tqdm and (rates.update(result) or newly):
-                    bar.set_postfix_str(str(rates), refresh=False)
-                    bar.update(newly)
-
-
-def _load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
-    option, folder = ("model", config.model) if config.tokenizer is None else ("tokenizer", config.tokenizer)
-    if not has_tokenizer(folder):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        raise ValueError(f"{option}={folder!r}: cannot load its tokenizer: {error}") from error

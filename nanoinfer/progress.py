@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator
 
-from nanoinfer.engine.llm_engine import StepResult
+from tqdm import tqdm
+
+from nanoinfer.engine.step_result import StepResult
 from nanoinfer.outputs import StreamOutput
+from nanoinfer.request import Requests
 
 
 class Stream(Iterator[StreamOutput]):
@@ -57,3 +60,16 @@ class Rates:
     def __str__(self) -> str:
         prefill, decode = (tokens / max(seconds, 1e-9) for tokens, seconds in (self._prefill, self._decode))
         return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
+
+
+def run_all(requests: Requests, count: int, use_tqdm: bool) -> None:
+    """Step until all of `count` requests have ended, and show how far they are if use_tqdm says so."""
+    with tqdm(total=count, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
+        rates, num_finished = Rates(), 0
+        while requests.num_running:
+            result = requests.step()
+            newly = len(requests.finished) - num_finished
+            num_finished += newly
+            if use_tqdm and (rates.update(result) or newly):
+                bar.set_postfix_str(str(rates), refresh=False)
+                bar.update(newly)

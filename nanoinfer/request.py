@@ -9,9 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.checks import as_int, check_choice, short
 from nanoinfer.detokenizer import Detokenizer, decode, decoder
-from nanoinfer.engine.llm_engine import LLMEngine, StepResult
+from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.routed_experts import ExpertIds
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step_result import StepResult
 from nanoinfer.inputs import Prepared
 from nanoinfer.logprob import CandidatesLog, LogProb
 from nanoinfer.outputs import RequestOutput, SampleOutput, StreamOutput, Timings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,7 +204,7 @@ def _check_entries(name: str, value: Any, kind: str, convert: Callable[[Any], An
     converted = tuple(map(convert, entries))
     if None in converted:
         raise ValueError(f"{name} has {short(entries[converted.index(None)])}: must be a list of {kind}")
-    return converted
+    return tuple(sorted(converted)) if isinstance(value, Set) else converted  # each process has its own order of a set
 
 
 def _as_text(value: Any) -> str | None:

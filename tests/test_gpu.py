@@ -54,8 +54,8 @@ def test_graph_equals_eager(
     options = {"dtype": "bfloat16", "attention_backend": available(backend), "max_num_seqs": 32}
     graph = make_llm(**options)
     eager = make_llm(**options, enforce_eager=True)
-    assert graph.engine.runner.graphs is not None
-    assert eager.engine.runner.graphs is None
+    assert graph.engine.ranks.runner.graphs is not None
+    assert eager.engine.ranks.runner.graphs is None
     assert tokens(graph, mixed_prompts[:20], params) == tokens(eager, mixed_prompts[:20], params)
 
 
@@ -84,7 +84,7 @@ def test_bfloat16_logits_agree_with_float32(
 
 def logits_of(llm: LLM, prompt: list[int], first: int) -> torch.Tensor:
     """Return the logits after each token of a prompt of up to 512 tokens, computed in two chunks."""
-    runner, found = llm.engine.runner, []
+    runner, found = llm.engine.ranks.runner, []
     for start, end in ((0, first), (first, len(prompt))):
         chunk = ChunkMessage(array("i", prompt[start:end]), start, [3, 1])
         packed = PrefillInputs([chunk], [], runner.kv_cache, runner.max_blocks)
@@ -240,7 +240,7 @@ class TestStructuredOutputs:
     ) -> None:
         llm, params = make_llm(max_num_seqs=32), self.params()
         llm.generate([[30]] * 20, params, use_tqdm=False)
-        call = llm.engine.runner.call
+        call = llm.engine.ranks.runner.call
 
         def watched(method: str, *args: object) -> object:
             if method == "finish":
@@ -250,7 +250,7 @@ class TestStructuredOutputs:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        monkeypatch.setattr(llm.engine.runner, "call", watched)
+        monkeypatch.setattr(llm.engine.ranks.runner, "call", watched)
         llm.generate([[31]] * 20, params, use_tqdm=False)
 
 

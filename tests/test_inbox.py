@@ -109,7 +109,7 @@ def test_tokens_are_those_of_one_rank(
     assert [output["token_ids"] for output in outputs] == [oracle.greedy(prompt, 5, True) for prompt in prompts]
     params = SamplingParams(temperature=1.0, max_tokens=5, seed=3, ignore_eos=True)
     drawn = [output["token_ids"] for output in two.generate(prompts, params, use_tqdm=False)]
-    inbox = two.engine.runner.tp.inbox
+    inbox = two.engine.ranks.runner.tp.inbox
     assert (inbox.num_vectors > 0) == with_lanes
     ours = inbox._files[0]
     assert np.signbit(ours).all()  # every message was taken

@@ -193,7 +193,7 @@ def test_families(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> No
 
 def test_the_cpu_gives_its_memory_back(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(**OPTIONS)
-    holdings = llm.engine.runner.holdings
+    holdings = llm.engine.ranks.runner.holdings
     cache, model = weakref.ref(holdings.kv_cache), weakref.ref(holdings.model)
     llm.sleep()
     gc.collect()
@@ -248,7 +248,7 @@ def test_an_interrupt_at_any_line_can_be_mended(level: int, make_llm: Callable[.
 
 
 def test_a_hundred_sleeps_do_not_grow(llm: LLM) -> None:
-    processes = llm.engine.workers.processes if llm.engine.workers else []
+    processes = llm.engine.ranks.workers.processes if llm.engine.ranks.workers else []
     pids = [os.getpid(), *(process.pid for process in processes)]
     tensors = weights_of(BUNDLED_MODEL)
 

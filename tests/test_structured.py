@@ -363,8 +363,8 @@ class TestCompany:
         self, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         llm, calls = make_llm(), []
-        call, read_back = llm.engine.runner.call, llm.engine._read_back
-        monkeypatch.setattr(llm.engine.runner, "call", lambda *args: calls.append(args[0]) or call(*args))
+        call, read_back = llm.engine.ranks.runner.call, llm.engine._read_back
+        monkeypatch.setattr(llm.engine.ranks.runner, "call", lambda *args: calls.append(args[0]) or call(*args))
         monkeypatch.setattr(llm.engine, "_read_back", lambda done: calls.append("read") or read_back(done))
         generate(llm, guided(structured_outputs={"regex": "[qz]{3}"}))
         assert calls == ["launch", "finish", *["launch", "read", "finish"] * 3, "read"]

@@ -68,8 +68,8 @@ class Remains:
 
     @classmethod
     def of(cls, llm: LLM) -> Remains:
-        workers = llm.engine.workers
-        return cls([process.pid for process in workers.processes], shared_names(llm.engine.workers), workers.store.port)
+        workers = llm.engine.ranks.workers
+        return cls([process.pid for process in workers.processes], shared_names(workers), workers.store.port)
 
     def check_gone(self) -> None:
         assert not any(alive(pid) for pid in self.pids)
@@ -125,7 +125,7 @@ class TestTwoRanks:
         oracle = Oracle(folder)
         prompts = [[30], [31, 32, 33, 500], [5] * 40]
         llm = make_llm(folder, device="cpu", tensor_parallel_size=2)
-        assert llm.engine.runner.kv_cache.shape[4] == 1
+        assert llm.engine.ranks.runner.kv_cache.shape[4] == 1
         assert token_ids(llm, prompts, greedy(12)) == [oracle.greedy(prompt, 12) for prompt in prompts]
 
     def test_settings_of_a_class_that_the_other_rank_does_not_know(self, make_llm: Callable[..., LLM]) -> None:
@@ -142,8 +142,8 @@ class TestTwoRanks:
 
     def test_nothing_is_left_after_close(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(device="cpu", tensor_parallel_size=2)
-        (process,) = llm.engine.workers.processes
-        segment, semaphore = shared_names(llm.engine.workers)
+        (process,) = llm.engine.ranks.workers.processes
+        segment, semaphore = shared_names(llm.engine.ranks.workers)
         assert not segment.exists()  # unlinked once the worker has attached
         assert semaphore.exists()
         llm.close()
@@ -152,7 +152,7 @@ class TestTwoRanks:
 
     def test_a_worker_that_is_stopped_for_a_moment_goes_on(self, make_llm: Callable[..., LLM], oracle: Oracle) -> None:
         llm = make_llm(device="cpu", tensor_parallel_size=2, worker_timeout=5)
-        (process,) = llm.engine.workers.processes
+        (process,) = llm.engine.ranks.workers.processes
         os.kill(process.pid, signal.SIGSTOP)
         threading.Timer(1.5, os.kill, (process.pid, signal.SIGCONT)).start()
         assert token_ids(llm, [[30]], greedy(12)) == [oracle.greedy([30], 12)]
@@ -244,7 +244,8 @@ class TestTwoRanks:
             "from test_tensor_parallel import shared_names\n"
             "if __name__ == '__main__':\n"
             "    llm = LLM(BUNDLED_MODEL, device='cpu', tensor_parallel_size=2, num_kvcache_blocks=8)\n"
-            "    print(llm.engine.workers.processes[0].pid, *shared_names(llm.engine.workers), flush=True)\n"
+            "    workers = llm.engine.ranks.workers\n"
+            "    print(workers.processes[0].pid, *shared_names(workers), flush=True)\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
         )
         done = subprocess.run(
@@ -356,7 +357,7 @@ class TestInterrupts:
             interrupt_after(2.0, os.getpid())
             raise RuntimeError("rank 0 has a problem")
 
-        monkeypatch.setattr(llm.engine.runner, "_prefill", fail)
+        monkeypatch.setattr(llm.engine.ranks.runner, "_prefill", fail)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[30]], greedy(8), use_tqdm=False)
         remains.check_gone()
@@ -382,7 +383,7 @@ class TestFailures:
             run_for_long(llm)
         assert time.monotonic() - begin < 10
         remains.check_gone()
-        assert llm.engine.is_closed
+        assert llm.engine.ranks.is_closed
         with pytest.raises(WorkerError, match=r"closed.*rank 1 died: it ended with exit code -9"):
             llm.generate([[30]])
 
@@ -400,7 +401,7 @@ class TestFailures:
     def test_a_worker_is_stuck_while_its_process_runs(self, make_two: Callable[..., LLM]) -> None:
         llm = make_two(worker_timeout=2)
         remains = Remains.of(llm)
-        llm.engine.workers.send("never called", (Nap(),))
+        llm.engine.ranks.workers.send("never called", (Nap(),))
         begin = time.monotonic()
         with pytest.raises(
             WorkerError, match=r"rank 1 is stuck: it has not begun the last step.* 2 s \(worker_timeout"
@@ -412,7 +413,7 @@ class TestFailures:
     def test_a_worker_raises(self, make_two: Callable[..., LLM]) -> None:
         llm = make_two()
         remains = Remains.of(llm)
-        llm.engine.workers.send("no_such_method", ())
+        llm.engine.ranks.workers.send("no_such_method", ())
         with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*no_such_method"):
             llm.generate([[30]], greedy(50), use_tqdm=False)
         remains.check_gone()
@@ -434,7 +435,7 @@ class TestFailures:
         self, make_two: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         llm = make_two()
-        remains, workers = Remains.of(llm), llm.engine.workers
+        remains, workers = Remains.of(llm), llm.engine.ranks.workers
         failures: list[object] = []
         monkeypatch.setattr(threading, "excepthook", failures.append)
         heartbeats = workers.sender.heartbeats
@@ -444,7 +445,7 @@ class TestFailures:
             return heartbeats(worker)
 
         workers.sender.heartbeats = collect_and_look
-        assert wait_until(lambda: llm.engine.is_closed and not workers._watcher.is_alive())
+        assert wait_until(lambda: llm.engine.ranks.is_closed and not workers._watcher.is_alive())
         assert failures == []
         remains.check_gone()
 
@@ -455,7 +456,7 @@ class TestFailures:
         def fail(message: object) -> None:
             raise RuntimeError("rank 0 has a problem")
 
-        monkeypatch.setattr(llm.engine.runner, "_decode", fail)
+        monkeypatch.setattr(llm.engine.ranks.runner, "_decode", fail)
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 0 has a problem"):
             llm.generate([[30]], greedy(8), use_tqdm=False)
@@ -465,7 +466,7 @@ class TestFailures:
     def test_one_rank_is_out_of_memory(self, make_two: Callable[..., LLM]) -> None:
         llm = make_two()
         remains = Remains.of(llm)
-        llm.engine.workers.send("_make_cache", (1 << 30,))
+        llm.engine.ranks.workers.send("_make_cache", (1 << 30,))
         begin = time.monotonic()
         with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*(Unable to allocate|out of memory)"):
             llm.generate([[30]], greedy(50), use_tqdm=False)
@@ -594,7 +595,7 @@ class TestChannel:
         sender.unlink()
 
     def test_who_waits_for_a_worker_that_does_not_read_is_told_in_time(self, make_llm: Callable[..., LLM]) -> None:
-        workers = make_llm(device="cpu", tensor_parallel_size=2, worker_timeout=1).engine.workers
+        workers = make_llm(device="cpu", tensor_parallel_size=2, worker_timeout=1).engine.ranks.workers
         workers.send("never called", (Nap(),))
         workers.send("not read", ())
         begin = time.monotonic()
@@ -622,7 +623,7 @@ class TestGPUs:
     ) -> None:
         options = {"tensor_parallel_size": ranks, "enforce_eager": enforce_eager, "kvcache_block_size": 16}
         llm = make_llm(**options, max_num_seqs=32)
-        assert llm.engine.runner.tp.inbox is not None
+        assert llm.engine.ranks.runner.tp.inbox is not None
         assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
         assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
         llm.close()
@@ -639,7 +640,7 @@ class TestGPUs:
     ) -> None:
         monkeypatch.setattr(tensor_parallel, "can_reach_peers", lambda rank, size: False)
         llm = make_llm(tensor_parallel_size=ranks, max_num_seqs=8)
-        assert llm.engine.runner.tp.inbox is None
+        assert llm.engine.ranks.runner.tp.inbox is None
         assert token_ids(llm, [[30]] * 3, greedy(12)) == [oracle.greedy([30], 12)] * 3
 
     def test_an_untied_model_whose_vocabulary_and_heads_do_not_divide(

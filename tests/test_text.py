@@ -24,8 +24,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, StreamOutput
 from nanoinfer.detokenizer import Detokenizer, decode
-from nanoinfer.engine.llm_engine import StepResult
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.step_result import StepResult
 from nanoinfer.stop_strings import StopStrings
 
 TOKENIZER: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(BUNDLED_MODEL)

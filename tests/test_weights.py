@@ -257,7 +257,7 @@ class TestOnAGPU:
 def test_the_parameters_stay_where_they_are(make_llm: Callable[..., LLM], other: Tensors) -> None:
     """CUDA graphs hold their addresses. bfloat16 is never packed."""
     llm = make_llm(dtype="bfloat16", **OPTIONS)
-    model = llm.engine.runner.model
+    model = llm.engine.ranks.runner.model
     before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
     llm.update_weights(other.items())
     assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
@@ -702,7 +702,7 @@ def test_a_hundred_updates_do_not_grow(
     ranks: int, make_llm: Callable[..., LLM], bundled: Tensors, segments: list[Path]
 ) -> None:
     llm = make_llm(tensor_parallel_size=ranks, **OPTIONS)
-    processes = llm.engine.workers.processes if llm.engine.workers else []
+    processes = llm.engine.ranks.workers.processes if llm.engine.ranks.workers else []
     pids = [os.getpid(), *(process.pid for process in processes)]
 
     def held() -> tuple[list[int], list[int], list[int]]:
@@ -808,7 +808,7 @@ class TestBuckets:
         def give() -> Iterator[tuple[str, Tensor]]:
             for number, pair in enumerate(other.items()):
                 if number == 5:
-                    llm.engine.workers.send("holdings.weights.no_such_method", ())
+                    llm.engine.ranks.workers.send("holdings.weights.no_such_method", ())
                 yield pair
 
         with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*no_such_method"):

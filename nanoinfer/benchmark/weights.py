@@ -101,7 +101,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 def shapes_of(llm: LLM) -> Shapes:
     """Return the names and whole shapes of the tensors that a checkpoint of the model has, one for each expert."""
-    table = llm.engine.runner.holdings.weights.table
+    table = llm.engine.ranks.runner.holdings.weights.table
     return [
         (name, shards[0].shape, llm.config.torch_dtype)
         for name, shards in table.items()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nanoinfer.config import Config
 from nanoinfer.parallel.channel import BEAT_SECONDS, Sender
+from nanoinfer.parallel.patience import patience
 from nanoinfer.runner.worker import run_worker
 
 VERDICT_SECONDS = 4 * BEAT_SECONDS  # a step is waited for this much longer: the watcher's error says more
@@ -23,10 +24,11 @@ CLOSE_SECONDS = 5.0
 
 
 class WorkerError(RuntimeError):
-    """A tensor-parallel rank died or hangs, or an error or a Ctrl-C ended all ranks.
+    """A tensor-parallel rank died or hangs, or an error or a Ctrl-C ended all ranks, or they were not called alike.
 
     The message names the rank that died or hangs, with its traceback if it left one. It names none if all ranks began
-    the step that hangs, or if an error of rank 0 or a Ctrl-C ended them.
+    the step that hangs, or if an error of rank 0 or a Ctrl-C ended them. Of a tensor_parallel_group it names ranks that
+    were called otherwise, and what they were told.
     """
 
 
@@ -86,16 +88,11 @@ class Workers:
 
     def patience(self) -> Callable[[], None]:
         """Return a check to repeat while waiting for one step. It raises WorkerError also if that takes too long."""
-        waited, last = 0.0, time.monotonic()
+        be_patient = patience(self.timeout + VERDICT_SECONDS, self._stuck)
 
         def check() -> None:
-            nonlocal waited, last
             self.check()
-            now = time.monotonic()
-            waited += min(now - last, BEAT_SECONDS)  # a longer gap was a Ctrl-Z, not a wait
-            last = now
-            if waited > self.timeout + VERDICT_SECONDS:
-                raise self._stuck()
+            be_patient()
 
         return check
 

@@ -7,8 +7,10 @@ called through ctypes. PyTorch shares memory too, but keeps the shared memory un
 from __future__ import annotations
 
 import ctypes
+import uuid
 
 import torch
+from torch import Tensor
 
 from nanoinfer.driver import call
 
@@ -48,9 +50,22 @@ def close_handle(address: int) -> None:
     call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 
-def can_reach_peers(rank: int, size: int) -> bool:
-    """Whether this rank's device can read and write the memory of every other's."""
-    return all(torch.cuda.can_device_access_peer(rank, peer) for peer in range(size) if peer != rank)
+def uuid_of(device: int) -> Tensor:
+    """Return what identifies a GPU among those of all processes, [16] uint8."""
+    name = str(torch.cuda.get_device_properties(device).uuid)
+    return torch.tensor(list(uuid.UUID(name).bytes), dtype=torch.uint8)
+
+
+def can_reach_peers(device: int, uuids: Tensor) -> bool:
+    """Whether a GPU can read and write the memory of every other rank's, which this process must see.
+
+    uuids: of the ranks' GPUs, [ranks, 16] uint8; each process may count the GPUs in an order of its own
+    """
+    visible = {tuple(uuid_of(number).tolist()): number for number in range(torch.cuda.device_count())}
+    devices = [visible.get(tuple(each)) for each in uuids.tolist()]
+    return all(
+        peer is not None and torch.cuda.can_device_access_peer(device, peer) for peer in devices if peer != device
+    )
 
 
 class _Handle(ctypes.Structure):

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, _get_process_group_store
 
 from nanoinfer.parallel.inbox import Inbox
-from nanoinfer.parallel.peer_memory import can_reach_peers
+from nanoinfer.parallel.peer_memory import can_reach_peers, uuid_of
 
+CPU = torch.device("cpu")
 TIMEOUT = timedelta(minutes=30)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=30)  # short: it begins when all ranks have said that they are ready
 POLL_SECONDS = 0.01
@@ -37,15 +38,23 @@ class TensorParallel:
         rank: int = 0,
         size: int = 1,
         store: dist.Store | None = None,
-        device: str = "cpu",
+        device: torch.device = CPU,
         check: Callable[[], None] = lambda: None,
+        meet: Callable[[], None] | None = None,
+        timeout: timedelta = TIMEOUT,
     ) -> None:
-        """check: called while this rank waits for the others to start; it raises if one of them cannot."""
+        """check: called while this rank waits for the others to start; it raises if one of them cannot.
+
+        meet: waits for the others instead
+        timeout: of a collective on the CPU
+        """
         self.rank = rank
         self.size = size
         self._store = store
         self._device = device
         self._check = check
+        self._meet = meet
+        self._timeout = timeout
         self.inbox: Inbox | None = None  # for small sums on CUDA, by kernels.ranks
         self._drop_graphs: Callable[[], None] = lambda: None
         self._group: Any = None  # torch's stubs leave out the collectives
@@ -53,10 +62,21 @@ class TensorParallel:
         self._aborted = False
         # On CUDA a collective runs on the stream of the kernels around it, and the host does not wait.
         self._reduce_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
-        self._reduce_options.asyncOp = self._gather_options.asyncOp = device != "cuda"
+        self._reduce_options.asyncOp = self._gather_options.asyncOp = device.type != "cuda"
+
+    @classmethod
+    def within(cls, group: dist.ProcessGroup, device: torch.device, **how: Any) -> TensorParallel:
+        """Return this process's rank among those of an existing group, all of which call this; how: as for __init__.
+
+        The ranks meet in the group's store, and form a group of their own. The existing one stays as it is.
+        """
+        rank, ranks = group.rank(), dist.get_process_group_ranks(group)
+        store = dist.PrefixStore(f"nanoinfer on ranks {ranks}", _get_process_group_store(group))
+        number = store.add(f"groups of rank {rank}", 1)  # equal on all ranks
+        return cls(rank, len(ranks), dist.PrefixStore(f"group {number}", store), device, **how)
 
     def connect(self, drop_graphs: Callable[[], None] = lambda: None) -> None:
-        """Form the group, once every rank has come this far. If a rank has failed before, `check` finds it.
+        """Form the group, once every rank has come this far.
 
         drop_graphs: drops the CUDA graphs that hold collectives; any thread may call it
         """
@@ -64,25 +84,33 @@ class TensorParallel:
         if self.size == 1:
             return
         assert self._store is not None
-        names = self._announce("is ready")
-        while not self._store.check(names):
-            self._check()
-            time.sleep(POLL_SECONDS)
-        make_group = _nccl_group if self._device == "cuda" else _gloo_group
-        group = make_group(self._store, self.rank, self.size)
+        (self._meet or self._wait_for_all)()
+        if self._device.type == "cuda":
+            group = _nccl_group(self._store, self.rank, self.size)
+        else:
+            group = _gloo_group(self._store, self.rank, self.size, self._timeout)
         with self._lock:
             self._group = group
         if self._aborted:  # a rank died while there was no group to abort
             self._check()
-        if self._device == "cuda":  # NCCL connects with the first collective, and until then cannot be aborted
-            self.all_reduce(torch.zeros(1, device=torch.device("cuda", self.rank)))
+        if self._device.type == "cuda":  # NCCL connects with the first collective, and until then cannot be aborted
+            self.all_reduce(torch.zeros(1, device=self._device))
+
+    def _wait_for_all(self) -> None:
+        """Wait until every rank has come this far. If one has failed before, `check` finds it."""
+        assert self._store is not None
+        names = self._announce("is ready")
+        while not self._store.check(names):
+            self._check()
+            time.sleep(POLL_SECONDS)
 
     def open_inbox(self, max_rows: int, features: int, dtype: torch.dtype) -> None:
         """Make `inbox` for sums of up to [max_rows, features], if the ranks can write to each other's memory."""
-        if self._group is None or self._device != "cuda":
+        device = self._device
+        if self._group is None or device.type != "cuda":
             return
-        device = torch.device("cuda", self.rank)
-        if not self.min(can_reach_peers(self.rank, self.size), device):
+        uuids = self.all_gather(uuid_of(device.index).to(device)).cpu()
+        if not self.min(can_reach_peers(device.index, uuids), device):
             return
         self.inbox = Inbox(self.rank, self.size, max_rows, features, dtype)
         handles = self.all_gather(self.inbox.handle.to(device))
@@ -169,13 +197,13 @@ def _finish(work: Any) -> None:
         del work  # or an error's traceback would keep it, and by it the group and the rendezvous' port
 
 
-def _gloo_group(store: dist.Store, rank: int, size: int) -> Any:
+def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = RENDEZVOUS_TIMEOUT
     group = gloo(store, rank, size, options)
-    group._set_default_timeout(TIMEOUT)
+    group._set_default_timeout(timeout)
     return group
 
 

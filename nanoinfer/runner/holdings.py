@@ -23,7 +23,7 @@ class Holdings:
 
     model: built, and not filled
     weights: writes into the model
-    routing: on rank 0, if outputs are to have the experts
+    routing: where there is a host, if outputs are to have the experts
     cache_spec: the shape of the KV cache
     kv_cache: the last one that `make_cache` has made
     """
@@ -33,11 +33,17 @@ class Holdings:
     kv_cache: Tensor
 
     def __init__(
-        self, config: Config, backend: AttentionBackend, tp: TensorParallel, device: torch.device, most_tokens: int
+        self,
+        config: Config,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+        device: torch.device,
+        most_tokens: int,
+        has_host: bool,
     ) -> None:
-        """most_tokens: in a step"""
+        """most_tokens: in a step; has_host: somebody wants this rank's results."""
         self._config, self._backend, self._tp, self._device = config, backend, tp, device
-        self._most_tokens = most_tokens
+        self._most_tokens, self._has_host = most_tokens, has_host
         self._lender = Lender(device) if device.type == "cuda" else None
         self.routing: Routing | None = None
         self._build()
@@ -57,7 +63,7 @@ class Holdings:
         with torch.inference_mode(False), self._device, _default_dtype(config.torch_dtype), memory:
             self.model = Decoder(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
         self.weights = WeightWriter(self.model, self._tp, self._device)
-        if config.routed_experts and self._tp.rank == 0:
+        if config.routed_experts and self._has_host:
             assert description.experts is not None
             self.routing = Routing(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
 

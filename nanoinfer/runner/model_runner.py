@@ -93,13 +93,14 @@ class ModelRunner:
         self.config = config
         self.tp = tp
         self.send = send
-        self.device = torch.device("cuda", tp.rank) if config.device == "cuda" else torch.device("cpu")
+        self.device = config.device_of(tp.rank)
+        self.has_host = tp.rank == 0 or not config.starts_ranks  # which wants this rank's results
         self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.graphs = None
         self._launched: Launched | None = None  # a step with guided rows, until `finish`
         self.threads = Threads()
-        if config.device == "cpu" and tp.size > 1:  # ranks that fight for cores spin more than they compute
-            torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // tp.size)))
+        if config.device == "cpu" and tp.size > 1 and config.starts_ranks:
+            torch.set_num_threads(_share_of_threads(tp.size))
         try:
             with self._current_device(), named_memory_errors(config, self.device):
                 self._load()
@@ -119,7 +120,7 @@ class ModelRunner:
             log.warning("%s: its language model is run, as text only; images are not supported", config.model)
         self.backend = make_backend(config.attention_backend, model.windows)
         most_tokens = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
-        self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens)
+        self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens, self.has_host)
         self.holdings.weights.load(config)
         self.sampler = Sampler(self.model.first_id, self.tp)
         shape = config.max_num_seqs, self.model.num_ids
@@ -143,8 +144,13 @@ class ModelRunner:
         self.tp.open_inbox(max_rows, config.description.hidden_size, config.torch_dtype)
 
     def _choose_threads(self) -> None:
-        """Let one rank on the CPU compute with as many threads as make its steps faster."""
+        """Let one rank on the CPU compute with as many threads as make its steps faster.
+
+        In processes that are not ours, several ranks take equally many, so that they round alike.
+        """
         config = self.config
+        if config.device == "cpu" and self.tp.size > 1 and not config.starts_ranks:
+            self.threads.fix(self.tp.min(_share_of_threads(self.tp.size), self.device))
         if not config.is_plain_cpu or self.tp.size > 1 or torch.get_num_threads() == 1:
             return
         length = min(config.kvcache_block_size, config.max_model_len)
@@ -248,7 +254,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, message: StepMessage) -> PendingTokens | None:
-        """Launch one step; returns its tokens on rank 0, None on the others."""
+        """Launch one step; returns its tokens where there is a host, else None."""
         with self.threads.of(message.num_tokens):
             return self._finish(self._launch(message))
 
@@ -278,7 +284,7 @@ class ModelRunner:
         if self.logits_processors.wanted:  # the rows have advanced: batch.positions are the drawn tokens'
             how = batch.temperatures[rows], batch.seeds[rows], batch.positions[rows]
             self.logits_processors.redraw(first_row, logits, token_ids, *how, extras, masks)
-        return PendingTokens(token_ids, extras) if self.tp.rank == 0 else None
+        return PendingTokens(token_ids, extras) if self.has_host else None
 
     def _prefill(self, message: PrefillMessage) -> Launched:
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.max_blocks)
@@ -351,3 +357,8 @@ class ModelRunner:
 
     def _current_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def _share_of_threads(ranks: int) -> int:
+    """Return how many threads each of several ranks takes: those that fight for cores spin more than they compute."""
+    return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // ranks))

@@ -23,6 +23,11 @@ class Threads:
     def __init__(self) -> None:
         self._choices: list[tuple[int, int]] = []  # tokens, and the threads of steps that compute at least so many
         self._contention = Contention()
+        self._fixed: int | None = None
+
+    def fix(self, count: int) -> None:
+        """Let every step take so many threads, whatever its time."""
+        self._fixed = count
 
     def choose(self, tokens: int, step: Callable[[], object]) -> None:
         """Time a step with torch's number of threads, a half of it, a quarter, ...; keep the best for such steps.
@@ -44,6 +49,10 @@ class Threads:
     @contextmanager
     def of(self, tokens: int) -> Iterator[None]:
         """Let torch compute with the threads that suit a step of so many tokens, which runs inside the context."""
+        if self._fixed is not None:
+            with num_threads(self._fixed):
+                yield
+            return
         chosen = next((count for least, count in reversed(self._choices) if least <= tokens), None)
         if chosen is None:
             yield

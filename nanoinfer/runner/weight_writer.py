@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cached_property
 
 import torch
@@ -97,12 +98,14 @@ class WeightWriter:
         All ranks call this together.
         """
         self._reader.close()  # before rank 0 frees what was read
-        names = list(self.table)
+        names, none = list(self.table), sys.maxsize
         name = find_not_finite(self.table, self._written)
-        index = self._tp.min(len(names) if name is None else names.index(name), self._device)
-        if index < len(names):
-            return describe_not_finite(self.table, names[index])
-        for other, holder, is_unlike in self._unlike:
-            if is_unlike:
-                return f"{other} and {holder} differ, but this model has one parameter for both"
+        first = self._tp.min(none if name is None else names.index(name), self._device)
+        if first < none:
+            return describe_not_finite(self.table, names[first])
+        unlike = (index for index, (_, _, is_unlike) in enumerate(self._unlike) if is_unlike)
+        first = self._tp.min(next(unlike, none), self._device)
+        if first < none:
+            other, holder, _ = self._unlike[first]
+            return f"{other} and {holder} differ, but this model has one parameter for both"
         return None

@@ -27,7 +27,8 @@ def run_worker(
         receiver = Receiver(segment, semaphores, rank - 1)
         threading.Thread(target=_live_with_parent, args=(receiver,), daemon=True).start()
         store = dist.TCPStore("127.0.0.1", port, config.tensor_parallel_size, is_master=False)
-        runner = ModelRunner(config, TensorParallel(rank, config.tensor_parallel_size, store, config.device))
+        tp = TensorParallel(rank, config.tensor_parallel_size, store, config.device_of(rank))
+        runner = ModelRunner(config, tp)
         method = ""
         while method != "close":
             method, args = receiver.receive()

@@ -1,0 +1,160 @@
+"""Ranks: this process's rank and those beside it, which live and end together."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from nanoinfer.config import Config
+from nanoinfer.engine.interrupts import delayed_interrupt
+from nanoinfer.engine.peers import Peers
+from nanoinfer.engine.workers import WorkerError, Workers
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.model_runner import ModelRunner
+from nanoinfer.runner.pending_tokens import PendingTokens
+
+
+class Ranks:
+    """One fate for all: an error in one of several ranks ends all of them.
+
+    runner: this process's rank
+    workers: the other ranks, if this process has started them
+    peers: the other ranks, if they are in a trainer's processes and have engines of their own
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Start the other ranks, if there are any, and load the model."""
+        self._owner = os.getpid()
+        self._failure: str | None = None  # why the ranks have ended
+        are_several = config.tensor_parallel_size > 1
+        self.workers = Workers(config) if are_several and config.starts_ranks else None
+        self.peers = Peers(config) if are_several and not config.starts_ranks else None
+        self._others = self.workers or self.peers
+        self._finalizer = weakref.finalize(self, _close, self._owner, self._others, None)
+        with self._one_fate():
+            self.runner = self._make_runner(config)
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _close, self._owner, self._others, self.runner)
+
+    def _make_runner(self, config: Config) -> ModelRunner:
+        workers = self.workers
+        if self.peers is not None:
+            return ModelRunner(config, self.peers.tensor_parallel(config.device_of(0)))
+        if workers is None:
+            return ModelRunner(config, TensorParallel())
+        tp = TensorParallel(0, config.tensor_parallel_size, workers.store, config.device_of(0), workers.check)
+        workers.watch(tp.abort)
+        runner = ModelRunner(config, tp, workers.send)
+        workers.end_start()  # by now every rank has built its model
+        return runner
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Run a method of ModelRunner on every rank; returns this rank's result."""
+        with self._one_fate():
+            return self.runner.call(method, *args)
+
+    def tell_workers(self, method: str, *args: Any) -> None:
+        """Run a method on the other ranks alone, which this process has started."""
+        assert self.workers is not None
+        with self._one_fate():
+            self.workers.send(method, args)
+
+    def wait(self, tokens: PendingTokens) -> list[int]:
+        """Wait for a step's tokens."""
+        with self._one_fate():
+            return tokens.wait(None if self._others is None else self._others.patience())
+
+    def undivided(self) -> AbstractContextManager[None]:
+        """Return a context in which a Ctrl-C waits until several ranks are done together; a second one ends them.
+
+        Peers may get it in different steps. So there it does not wait, and ends them.
+        """
+        if self.peers is not None:
+            return self._one_fate()
+        return nullcontext() if self.workers is None else delayed_interrupt()
+
+    def note(self, what: str, *facts: object) -> None:
+        """Note what all peers must be told alike; they compare it before they compute."""
+        if self.peers is not None:
+            self.peers.note(what, *facts)
+
+    def compare(self, what: str, *facts: object) -> None:
+        """Note something, and wait until all peers have come to the same call."""
+        if self.peers is not None and not self.is_closed:
+            self.peers.note(what, *facts)
+            with self._one_fate():
+                self.peers.compare()
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """Let peers compare an error of the block, which comes before they compute: no one must go on alone."""
+        try:
+            yield
+        except Exception as error:
+            self.compare("error", error)
+            raise
+        except BaseException as error:
+            if self.peers is not None:
+                self._fail(error)
+            raise
+
+    @contextmanager
+    def _one_fate(self) -> Iterator[None]:
+        """End all of several ranks if the block raises: otherwise those that are left would wait forever."""
+        try:
+            yield
+        except BaseException as error:
+            if self._others is None:
+                raise
+            cause = error
+            try:
+                cause = self._others.explain(error)
+            finally:  # explain takes seconds, in which an interrupt may come
+                self._fail(cause)
+            if cause is error:
+                raise
+            raise cause from error
+
+    def _fail(self, cause: BaseException) -> None:
+        """End all ranks, and remember why."""
+        self._failure = str(cause) or type(cause).__name__  # not the error: its traceback keeps what the ranks held
+        if alive := self._finalizer.detach():
+            _, _, (owner, others, runner), _ = alive
+            _close(owner, others, runner, failed=True)
+
+    def close(self) -> None:
+        """End the other ranks and give back all memory; safe to call twice."""
+        with delayed_interrupt():
+            self._finalizer()
+
+    def check_open(self) -> None:
+        """Raise ValueError if close has been called, or WorkerError with the cause if the ranks have failed.
+
+        With several ranks, raise RuntimeError in a fork of the process that made them.
+        """
+        if self._others is not None and self._owner != os.getpid():
+            raise RuntimeError(f"this LLM's ranks serve process {self._owner}, and not its fork: make another LLM here")
+        if self.is_closed and self._failure is not None:
+            raise WorkerError(f"this LLM is closed, make another: {self._failure}")
+        if self.is_closed:
+            raise ValueError("this LLM is closed: make another")
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether close has been called, or the ranks have failed."""
+        return not self._finalizer.alive
+
+
+def _close(owner: int, others: Workers | Peers | None, runner: ModelRunner | None, failed: bool = False) -> None:
+    """End all ranks; after a failure, kill the other ranks, because they may not listen."""
+    if owner != os.getpid():
+        return  # this is a fork: the ranks belong to the process that made them
+    if others is not None:
+        failed = not others.stop(failed)
+    if runner is not None:
+        runner.close(failed)
+    if others is not None:
+        others.join()

@@ -1,0 +1,130 @@
+"""Updater: changes the weights of all ranks, in place, and never lets a mixture of old and new ones compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from nanoinfer.engine.ranks import Ranks
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.models.description import EMBEDDING, HEAD
+from nanoinfer.parallel.buckets import Bucket, Buckets, DeviceBuckets, SharedBuckets
+from nanoinfer.weights.sources import FileSource, TensorSource
+
+
+class Updater:
+    """Writes weights from a trainer's tensors or from files.
+
+    version: the updates that have ended well
+    is_whole: otherwise an update is under way or broke off, or the weights were dropped
+    """
+
+    def __init__(self, ranks: Ranks, scheduler: Scheduler, is_tied: bool) -> None:
+        """is_tied: the model's output projection is its embedding."""
+        self._ranks, self._scheduler, self._is_tied = ranks, scheduler, is_tied
+        self.version = 0
+        self.is_whole = True
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError if the weights are a mixture of old and new ones, or lost."""
+        if not self.is_whole:
+            raise RuntimeError(
+                "the weights are incomplete: an update of them has not ended well, or sleep(level=2) has dropped them;"
+                " write all of them by update_weights(named_tensors) with partial=False, or by load_weights(model)"
+            )
+
+    def update(self, source: TensorSource, begin: Callable[[], None]) -> int:
+        """Write a trainer's tensors into the weights; returns the new version.
+
+        begin: called before the first write; leaves no step in flight
+        """
+        ranks = self._ranks
+        table = ranks.runner.holdings.weights.table
+        buckets = self._make_buckets()
+        is_begun = False
+        ranks.compare("update_weights")
+        try:
+            with ranks.alike():
+                for name, tensor in source.tensors(table):
+                    ranks.check_open()  # the source runs code that is not ours
+                    if not is_begun:
+                        is_begun = True
+                        self._begin(begin, buckets)
+                    self._write(name, tensor, buckets)
+                    del tensor  # so that it can go before the next one comes
+            ranks.check_open()
+            if buckets is not None:
+                with ranks.undivided():
+                    buckets.flush()
+        finally:
+            fault = self._end(buckets) if is_begun else None
+        return self._accept(source.what, fault)
+
+    def load(self, source: FileSource, begin: Callable[[], None]) -> int:
+        """Write the tensors of files into the weights; returns the new version. begin: as for update."""
+        ranks = self._ranks
+        with ranks.alike():
+            source.check(ranks.runner.holdings.weights.table)
+            if self._is_tied and source.has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight"):
+                raise ValueError(
+                    f"{source.what}: has an output projection of its own, but this model's is the embedding"
+                )
+        ranks.compare("load_weights", source.what)
+        self._begin(begin)
+        with ranks.undivided():
+            ranks.call("holdings.weights.read", source)
+        return self._accept(source.what, self._end())
+
+    def _begin(self, begin: Callable[[], None], buckets: Buckets | None = None) -> None:
+        """Forget what the old weights have computed. From here on the weights are a mixture."""
+        begin()
+        self._scheduler.reset_prefix_cache()
+        with self._ranks.undivided():
+            if buckets is not None:
+                buckets.open()
+            self._ranks.call("holdings.weights.begin")
+        self.is_whole = False
+
+    def _write(self, name: str, tensor: Tensor, buckets: Buckets | None) -> None:
+        writer = self._ranks.runner.holdings.weights
+        self._ranks.note("tensor", name)
+        writer.write(name, tensor)
+        if buckets is not None:
+            with self._ranks.undivided():
+                buckets.put(name, tensor, is_stack=writer.table[name][0].entry is not None)
+
+    def _make_buckets(self) -> Buckets | None:
+        """Return the way to the ranks that hear of tensors from this one alone; None: there are none."""
+        runner = self._ranks.runner
+        if self._ranks.workers is None:
+            return None
+        # Ranks that have inboxes can read each other's memory.
+        return SharedBuckets(self._send) if runner.tp.inbox is None else DeviceBuckets(self._send, runner.device)
+
+    def _send(self, bucket: Bucket) -> None:
+        self._ranks.tell_workers("holdings.weights.write_bucket", bucket)
+
+    def _end(self, buckets: Buckets | None = None) -> str | None:
+        """Wait until every rank has written what it got; returns what is wrong with the numbers, if anything is."""
+        try:
+            if self._ranks.is_closed:
+                return None
+            self._ranks.compare("end of weights")
+            with self._ranks.undivided():
+                fault: str | None = self._ranks.call("holdings.weights.end")
+                return fault
+        finally:
+            if buckets is not None:
+                buckets.close()
+
+    def _accept(self, what: str, fault: str | None) -> int:
+        """Count new weights, if nothing is wrong with them; returns their version."""
+        if fault is not None:
+            raise ValueError(f"{what}: {fault}")
+        version = self.version + 1
+        for seq in self._scheduler.unfinished:
+            seq.use_weights(version)
+        self.version = version
+        self.is_whole = True
+        return version
