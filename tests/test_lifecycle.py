@@ -23,7 +23,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine import interrupts
 from nanoinfer.engine.interrupts import delayed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.llm import Rates
+from nanoinfer.progress import Rates
 
 
 def resident_bytes() -> int:

@@ -135,6 +135,19 @@ def generate_each(options: dict[str, Any], calls: list[tuple[Any, Any]]) -> tupl
         return [generate(llm, *call) for call in calls], llm.engine.scheduler.num_preemptions
 
 
+def sleep_and_wake_up() -> None:
+    with make() as llm:
+        before = generate(llm, [[30, 31]], greedy(8))
+        llm.sleep()
+        llm.wake_up()
+        assert generate(llm, [[30, 31]], greedy(8)) == before
+        llm.sleep(level=2)
+        llm.wake_up(["weights"])
+        llm.load_weights(BUNDLED_MODEL)
+        llm.wake_up()
+        assert generate(llm, [[30, 31]], greedy(8))[0]["samples"][0]["text"] == before[0]["samples"][0]["text"]
+
+
 def tokens_of(outputs: list[dict[str, Any]]) -> list[list[int]]:
     return [output["samples"][0]["token_ids"] for output in outputs]
 
@@ -192,6 +205,9 @@ class TestRanksThatAreCalledAlike:
         build(CASES["mixtral"], tmp_path)
         (expected,) = make_one(str(tmp_path), routed_experts=True).generate([[5, 6, 7]], greedy(8), use_tqdm=False)
         assert trainer.run(experts_of_tokens, str(tmp_path)) == expected.routed_experts.tolist()
+
+    def test_sleep(self, trainer: Trainer) -> None:
+        trainer.run(sleep_and_wake_up)
 
     def test_new_weights(self, trainer: Trainer, make_qwen3: Callable[..., str]) -> None:
         old, new = make_qwen3(), make_qwen3(initializer_range=0.3)
