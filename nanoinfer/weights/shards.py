@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ class Shard:
     random: the numbers that fill the target if there is no checkpoint
     entry: the tensor is a stack of such tensors, along a first dimension that `dim` does not count; use this one
     replaces: names of the tensors that a checkpoint may store instead
+    takes_all: whether the target takes the whole tensor
     """
 
     name: str
@@ -35,6 +36,10 @@ class Shard:
     random: Fill = "noise"
     entry: int | None = None
     replaces: tuple[str, ...] = ()
+    takes_all: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.takes_all = self.entry is None and self.target.shape == self.shape
 
     @property
     def index(self) -> tuple[slice | int, ...]:
@@ -42,11 +47,6 @@ class Shard:
         index: list[slice | int] = [slice(None)] * len(self.target.shape)
         index[self.dim] = slice(self.start, self.start + self.target.shape[self.dim])
         return tuple(index) if self.entry is None else (self.entry, *index)
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether the target takes the whole tensor."""
-        return self.entry is None and self.target.shape == self.shape
 
     def copy_rows(self, rows: Tensor, first: int) -> None:
         """Copy what the target needs of some rows of the tensor, or of its entry; the first of them is row `first`."""

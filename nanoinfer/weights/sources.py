@@ -129,10 +129,10 @@ class TensorSource:
             name, tensor = _name_and_tensor(pair)
             known = _known_name(name, self._is_multimodal)
             if known is not None:
-                is_wanted = roll.tick(known, tensor.shape, _dtype_name(tensor.dtype), self.what)
-                roll.check()
-                if is_wanted:
+                if roll.tick(known, tensor.shape, _dtype_name(tensor.dtype), self.what):
                     yield known, tensor
+                else:
+                    roll.check()
             del pair, tensor  # so that they can go before the next ones come
         roll.check(whole=not self._is_partial)
         if not roll.come:
@@ -201,4 +201,4 @@ def _name_and_tensor(pair: Any) -> tuple[str, Tensor]:
         raise ValueError(
             f"named_tensors: {name} has no numbers to copy: its layout is {tensor.layout}, on {tensor.device}"
         )
-    return name, tensor.detach()
+    return name, tensor.detach() if tensor.requires_grad else tensor
