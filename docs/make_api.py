@@ -32,7 +32,7 @@ from nanoinfer.config import Config
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.inputs import Chats, Prompt, Tokens
 from nanoinfer.request import Fate
-from nanoinfer.runner.memory_plan import MemoryPlan
+from nanoinfer.runner.memory.plan import MemoryPlan
 
 FILE = Path(__file__).with_name("api.md")
 ENTRY = re.compile(r"(\w+): (.*)")

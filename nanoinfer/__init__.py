@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from nanoinfer.engine.workers import WorkerError
+from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.llm import LLM
 from nanoinfer.logprob import LogProb
 from nanoinfer.outputs import RequestOutput, SampleOutput, Score, StreamOutput, Timings

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanoinfer.checks import check_flag, check_int, check_none, check_subset
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.sleeper import TAGS
+from nanoinfer.engine.ranks.sleeper import TAGS
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.inputs import Chats, Inputs, Prepared, Prompt, Tokens, load_tokenizer

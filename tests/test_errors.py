@@ -27,8 +27,8 @@ from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config, _resolve_dtype
 from nanoinfer.hints import ELSEWHERE
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.kv_cache import KVCacheSpec
-from nanoinfer.runner.memory_plan import plan_memory
+from nanoinfer.runner.memory.kv_cache import KVCacheSpec
+from nanoinfer.runner.memory.plan import plan_memory
 from nanoinfer.runner.model_runner import ModelRunner
 
 
@@ -498,7 +498,7 @@ class TestConfig:
         spec = KVCacheSpec(layers=1, block_size=16, kv_heads=1, head_dim=16, dtype=torch.float16, by_head=False)
         config = Config(BUNDLED_MODEL, kvcache_block_size=16)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("nanoinfer.runner.memory_plan.CPU_BUDGET", 1 << 40)
+            patch.setattr("nanoinfer.runner.memory.plan.CPU_BUDGET", 1 << 40)
             plan = plan_memory(config, spec, torch.device("cpu"), TensorParallel(), steps=0, graphs=0)
         assert plan.blocks == 2**27 < plan.limit // spec.block_bytes
 

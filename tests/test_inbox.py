@@ -19,7 +19,7 @@ from conftest import HAS_CUDA, Oracle, greedy
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import Config
-from nanoinfer.engine import workers
+from nanoinfer.engine.ranks import workers
 from nanoinfer.kernels.linear import dispatch
 from nanoinfer.layers import norm
 from nanoinfer.parallel.inbox import Inbox

@@ -20,9 +20,9 @@ import pytest
 from conftest import Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.engine import interrupts
-from nanoinfer.engine.interrupts import delayed_interrupt
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.ranks import interrupts
+from nanoinfer.engine.ranks.interrupts import delayed_interrupt
 from nanoinfer.progress import Rates
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nanoinfer.runner.region import STEP, FromRegion, Region
+from nanoinfer.runner.memory.region import STEP, FromRegion, Region
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

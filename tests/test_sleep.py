@@ -19,7 +19,7 @@ from test_models import CASES, build
 from test_weights import GPU_OPTIONS, INCOMPLETE, OPTIONS, PROMPTS, results, weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.runner import host_copy
+from nanoinfer.runner.memory import host_copy
 
 DEVICES = [
     pytest.param({**OPTIONS}, id="cpu"),

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from conftest import Oracle, assert_equal, different_settings, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.engine import workers
-from nanoinfer.engine.workers import WorkerError, Workers
+from nanoinfer.engine.ranks import workers
+from nanoinfer.engine.ranks.workers import WorkerError, Workers
 from nanoinfer.parallel import tensor_parallel
 from nanoinfer.parallel.channel import Receiver, Sender
 from nanoinfer.runner.message import DecodeMessage

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
-from nanoinfer.engine.workers import WorkerError
+from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.parallel import buckets, channel
 
 Tensors = dict[str, Tensor]

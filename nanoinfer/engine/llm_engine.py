@@ -8,17 +8,17 @@ from collections.abc import Callable, Collection
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.interrupts import delayed_interrupt
 from nanoinfer.engine.matchers import Matchers
-from nanoinfer.engine.ranks import Ranks
+from nanoinfer.engine.ranks.interrupts import delayed_interrupt
+from nanoinfer.engine.ranks.ranks import Ranks
+from nanoinfer.engine.ranks.sleeper import Sleeper
+from nanoinfer.engine.ranks.updater import Updater
 from nanoinfer.engine.record import record_extras
 from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
-from nanoinfer.engine.sleeper import Sleeper
 from nanoinfer.engine.step_result import InFlight, StepResult
-from nanoinfer.engine.updater import Updater
 from nanoinfer.grammar import Grammar
 from nanoinfer.sampling_params import SamplingParams
 

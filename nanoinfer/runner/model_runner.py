@@ -22,12 +22,12 @@ from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
 from nanoinfer.runner.extras import Extras
-from nanoinfer.runner.holdings import Holdings
 from nanoinfer.runner.input_batch import InputBatch, PrefillInputs
-from nanoinfer.runner.kv_cache import BLOCKS_AT_ONCE, copy_blocks
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
-from nanoinfer.runner.memory_plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
+from nanoinfer.runner.memory.holdings import Holdings
+from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE, copy_blocks
+from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side

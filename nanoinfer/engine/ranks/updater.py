@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from nanoinfer.engine.ranks import Ranks
+from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.models.description import EMBEDDING, HEAD
 from nanoinfer.parallel.buckets import Bucket, Buckets, DeviceBuckets, SharedBuckets

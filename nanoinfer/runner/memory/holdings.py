@@ -12,8 +12,8 @@ from nanoinfer.attention import AttentionBackend
 from nanoinfer.config import Config
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.kv_cache import KVCacheSpec
-from nanoinfer.runner.lender import Lender, Tag
+from nanoinfer.runner.memory.kv_cache import KVCacheSpec
+from nanoinfer.runner.memory.lender import Lender, Tag
 from nanoinfer.runner.routing import Routing
 from nanoinfer.runner.weight_writer import WeightWriter
 

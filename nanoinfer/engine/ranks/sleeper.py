@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, get_args
 
-from nanoinfer.runner.lender import Tag
+from nanoinfer.runner.memory.lender import Tag
 
 TAGS: tuple[Tag, ...] = get_args(Tag)
 

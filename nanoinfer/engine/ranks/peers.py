@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 
 from nanoinfer.config import Config
+from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.workers import WorkerError
 from nanoinfer.parallel.patience import patience
 from nanoinfer.parallel.tensor_parallel import CPU, TIMEOUT, TensorParallel
 

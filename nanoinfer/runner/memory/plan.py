@@ -12,7 +12,7 @@ import torch
 from nanoinfer.checks import short
 from nanoinfer.config import MAX_SLOTS, Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.kv_cache import KVCacheSpec
+from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 
 CPU_BUDGET = 4 << 30  # for the KV cache, whose pages cost memory only once they are written
 MAX_ROWS_SHARE = 0.5  # of the limit: steps and the KV cache need the rest

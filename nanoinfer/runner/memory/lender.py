@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-from nanoinfer.runner.host_copy import HostCopy
-from nanoinfer.runner.region import FromRegion, Region
+from nanoinfer.runner.memory.host_copy import HostCopy
+from nanoinfer.runner.memory.region import FromRegion, Region
 
 Tag = Literal["weights", "kv_cache"]  # what can be lent
 
