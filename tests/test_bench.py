@@ -33,6 +33,20 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def test_weights_times_updates_and_sleep(tmp_path: Path) -> None:
+    file = tmp_path / "weights.json"
+    options = "--config tiny --device cpu --weights --repeats 2 --json".split()
+    printed = run("bench.py", *options, str(file))
+    rows = {row["what"]: row for row in json.loads(file.read_text())["weights"]}
+    assert {what.split(",")[0] for what in rows} == {
+        "sleep", "wake_up", "update_weights", "load_weights from the page cache",
+    }  # fmt: skip
+    (update,) = (row for what, row in rows.items() if what.startswith("update_weights"))
+    assert len(update["seconds"]) == 2
+    assert update["num_bytes"] > 100_000
+    assert all(what in printed for what in rows)
+
+
 @pytest.mark.parametrize(
     ("name", "num_seqs", "tokens_in", "tokens_out", "longest"),
     [
