@@ -35,7 +35,7 @@ def run(*command: str) -> str:
 
 def test_weights_times_updates_and_sleep(tmp_path: Path) -> None:
     file = tmp_path / "weights.json"
-    options = "--config tiny --device cpu --weights --repeats 2 --json".split()
+    options = ["--config", "tiny", "--device", "cpu", "--weights", "--repeats", "2", "--json"]
     printed = run("bench.py", *options, str(file))
     rows = {row["what"]: row for row in json.loads(file.read_text())["weights"]}
     assert {what.split(",")[0] for what in rows} == {

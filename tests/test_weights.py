@@ -174,6 +174,13 @@ class TestAnUpdatedLLMEqualsAFreshOne:
         llm.update_weights({name: torch.nn.Parameter(w) for name, w in other.items()})
         assert results(llm) == expected[1]
 
+    def test_from_an_iterator_that_gives_one_memory_again_and_again(
+        self, llm: LLM, other: Tensors, expected: list[list[Any]]
+    ) -> None:
+        memory = torch.empty(max(w.numel() for w in other.values()))
+        llm.update_weights((name, memory[: w.numel()].copy_(w.flatten()).view(w.shape)) for name, w in other.items())
+        assert results(llm) == expected[1]
+
     @pytest.mark.parametrize("is_made_within", [False, True])
     def test_within_inference_mode_and_outside(
         self,

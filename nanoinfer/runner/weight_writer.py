@@ -17,6 +17,8 @@ from nanoinfer.weights.plain_matrix import pack_weights
 from nanoinfer.weights.shards import Shard, Table, table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
+MOST_WAITING = 1024  # copies; CUDA launches many small ones together in the time of a few
+
 
 class WeightWriter:
     """Writes tensors where the table of shards says. Parameters stay where they are, so that CUDA graphs stay valid."""
@@ -27,6 +29,8 @@ class WeightWriter:
         self._device = device
         self._reader = BucketReader(device)
         self._written: dict[str, None] = {}  # tensors, since the last `begin`
+        self._targets: list[Tensor] = []  # that wait for their copies
+        self._sources: list[Tensor] = []
         self._holders: dict[int, str] = {}  # the tensor that each target got, by the target's id
         self._unlike: list[tuple[str, str, Tensor]] = []  # two tensors of one target, and whether they differ
 
@@ -54,21 +58,40 @@ class WeightWriter:
     def begin(self) -> None:
         """Forget what was written before."""
         self._written.clear()
+        self._targets.clear()
+        self._sources.clear()
         self._holders.clear()
         self._unlike.clear()
 
-    def write(self, name: str, tensor: Tensor) -> None:
+    def write(self, name: str, tensor: Tensor, stays: bool) -> None:
         """Write what this rank needs of a whole tensor, from any device and dtype.
+
+        stays: nobody changes the tensor before `end`, so that it can be copied together with others
 
         A mixture of experts has thousands of tensors: this takes few microseconds.
         """
         for shard in self.table[name]:
-            holder = self._holders.setdefault(id(shard.target), name)
-            if holder == name:
-                shard.target.copy_(tensor if shard.takes_all else tensor[shard.index])
-            else:
+            target = shard.target
+            holder = self._holders.setdefault(id(target), name)
+            if holder != name:
+                self._copy_waiting()
                 self._compare(shard, tensor, holder)
+                continue
+            source = tensor if shard.takes_all else tensor[shard.index]
+            if stays and isinstance(target, Tensor):
+                self._targets.append(target)
+                self._sources.append(source)
+            else:
+                target.copy_(source)
         self._written[name] = None
+        if len(self._targets) >= MOST_WAITING:
+            self._copy_waiting()
+
+    def _copy_waiting(self) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+            self._targets.clear()
+            self._sources.clear()
 
     def _compare(self, shard: Shard, tensor: Tensor, holder: str) -> None:
         """Compare a tensor with one of another name that fills the same target. The host does not wait for it."""
@@ -97,6 +120,7 @@ class WeightWriter:
 
         All ranks call this together.
         """
+        self._copy_waiting()
         self._reader.close()  # before rank 0 frees what was read
         names, none = list(self.table), sys.maxsize
         name = find_not_finite(self.table, self._written)

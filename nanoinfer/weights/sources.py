@@ -99,7 +99,10 @@ class FileSource:
 
 
 class TensorSource:
-    """A trainer's tensors, from any iterable of names and tensors: the names and shapes are those of the checkpoint."""
+    """A trainer's tensors, from any iterable of names and tensors: the names and shapes are those of the checkpoint.
+
+    holds_tensors: they all are there at once, as in a list; an iterator may give one memory again and again
+    """
 
     what = "named_tensors"  # begins the messages of errors
 
@@ -110,6 +113,7 @@ class TensorSource:
         is_multimodal: bool = False,
     ) -> None:
         """partial: tensors may be missing; is_multimodal: as for FileSource"""
+        self.holds_tensors = isinstance(named_tensors, (list, tuple, dict))
         if isinstance(named_tensors, Mapping):
             named_tensors = named_tensors.items()
         try:

@@ -51,7 +51,7 @@ class Updater:
                     if not is_begun:
                         is_begun = True
                         self._begin(begin, buckets)
-                    self._write(name, tensor, buckets)
+                    self._write(name, tensor, source.holds_tensors, buckets)
                     del tensor  # so that it can go before the next one comes
             ranks.check_open()
             if buckets is not None:
@@ -86,10 +86,10 @@ class Updater:
             self._ranks.call("holdings.weights.begin")
         self.is_whole = False
 
-    def _write(self, name: str, tensor: Tensor, buckets: Buckets | None) -> None:
+    def _write(self, name: str, tensor: Tensor, stays: bool, buckets: Buckets | None) -> None:
         writer = self._ranks.runner.holdings.weights
         self._ranks.note("tensor", name)
-        writer.write(name, tensor)
+        writer.write(name, tensor, stays)
         if buckets is not None:
             with self._ranks.undivided():
                 buckets.put(name, tensor, is_stack=writer.table[name][0].entry is not None)
