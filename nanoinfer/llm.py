@@ -39,6 +39,7 @@ class LLM:
     tokenizer: the checkpoint's own tokenizer, or that of the option; None if there is none: then prompts are token ids,
         and texts are empty
     weights_version: how often update_weights and load_weights have changed the weights
+    is_sleeping: whether weights or KV cache, or both, are given away, see `sleep`
 
     An LLM holds its device memory and processes until close(), the end of its `with` block, or its deletion. One thread
     at a time can use it.
@@ -85,9 +86,9 @@ class LLM:
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
         """
         self.engine.check_ready()
-        use_tqdm = check_flag("use_tqdm", use_tqdm)
-        check_none("lora_request", lora_request, NO_LORA)
         with self.engine.ranks.alike():
+            use_tqdm = check_flag("use_tqdm", use_tqdm)
+            check_none("lora_request", lora_request, NO_LORA)
             prepared = self._inputs.check(prompts, sampling_params)
         return self._generate(prepared, use_tqdm)
 
@@ -111,9 +112,9 @@ class LLM:
         Raises ValueError, before anything runs, as generate does, and for a chat that the template refuses.
         """
         self.engine.check_ready()
-        use_tqdm = check_flag("use_tqdm", use_tqdm)
-        check_none("lora_request", lora_request, NO_LORA)
         with self.engine.ranks.alike():
+            use_tqdm = check_flag("use_tqdm", use_tqdm)
+            check_none("lora_request", lora_request, NO_LORA)
             prepared = self._inputs.check_chats(messages, sampling_params, template)
         return self._generate(prepared, use_tqdm)
 
@@ -248,8 +249,9 @@ class LLM:
     ) -> int:
         """Write a trainer's tensors into the weights, in place; returns the new weights_version.
 
-        named_tensors: names and tensors as the checkpoint has them, such as model.named_parameters(), or a mapping;
-            tensors of any device, and of 16, 32 or 64 bits, each of which is written as it comes and not kept
+        named_tensors: names and tensors as the checkpoint has them, such as model.named_parameters(), or a mapping.
+            Tensors may be on any device, and of 16, 32 or 64 bits. Those of an iterator are written as they come, and
+            not kept; those of a list or a dictionary are all checked before
         partial: True: the other weights stay as they are; False: all tensors of the model must come
         in_flight: what becomes of the requests of add_request that have begun. "recompute": they keep their tokens,
             and their prompts and tokens are computed again, so that later tokens and log-probabilities are those of
@@ -264,12 +266,13 @@ class LLM:
         has written any.
         """
         self.engine.check_writable()
-        if check_flag("partial", partial):
-            self.engine.updater.check_whole()
-        source = TensorSource(named_tensors, partial, self.config.description.is_multimodal)
-        begin = self._requests.before_new_weights(in_flight)
+        with self.engine.ranks.alike():
+            partial = check_flag("partial", partial)
+            source = TensorSource(named_tensors, partial, self.config.description.is_multimodal)
+            begin = self._requests.before_new_weights(in_flight)
         with self._turn():
-            return self.engine.updater.update(source, begin)
+            self.engine.check_writable(only_whole=partial)
+            return self.engine.updater.update(source, in_flight, begin)
 
     @hints_for("load_weights")
     def load_weights(self, model: str, revision: str | None = None, in_flight: Fate = "recompute") -> int:
@@ -279,14 +282,17 @@ class LLM:
         revision: the branch, tag or commit of a Hub id; None: its main branch
         in_flight: as for update_weights
 
-        Raises ValueError if names, shapes or dtypes do not fit, before anything is written.
+        Raises ValueError if names, shapes or dtypes do not fit, before anything is written. Raises it in the end for
+        numbers that are not finite. The weights are then incomplete.
         """
         self.engine.check_writable()
-        folder = find_folder("model", model, revision, CHECKPOINT_FILES)
-        source = FileSource(folder, self.config.description.is_multimodal)
-        begin = self._requests.before_new_weights(in_flight)
+        with self.engine.ranks.alike():
+            folder = find_folder("model", model, revision, CHECKPOINT_FILES)
+            source = FileSource(folder, self.config.description.is_multimodal)
+            begin = self._requests.before_new_weights(in_flight)
         with self._turn():
-            return self.engine.updater.load(source, begin)
+            self.engine.check_writable()
+            return self.engine.updater.load(source, in_flight, begin)
 
     @property
     def weights_version(self) -> int:
@@ -300,21 +306,25 @@ class LLM:
             self.engine.ranks.note("reset_prefix_cache")
             self.engine.scheduler.reset_prefix_cache()
 
+    @hints_for("sleep")
     def sleep(self, level: int = 1) -> None:
         """Give the memory of the KV cache and of the weights back to the device, until `wake_up`.
 
         level: 1: the weights are copied to host memory first, and an LLM on the CPU keeps them where they are;
             2: the weights are dropped, and must be written after wake_up, by update_weights or load_weights
 
-        What was computed so far is forgotten. A sleeping LLM may sleep again, deeper too, and be closed.
+        What was computed so far is forgotten. The copy of level 1 stays in host memory until level 2 or `close`. A
+        sleeping LLM may sleep again, deeper too, and be closed.
 
         Raises RuntimeError while requests run, or if the host has no room for the weights.
         """
         self.engine.ranks.check_open()
-        check_int("level", level, 1, 2)
+        with self.engine.ranks.alike():
+            check_int("level", level, 1, 2)
         with self._turn(alone=True):
             self.engine.sleep(keep_weights=level == 1)
 
+    @hints_for("wake_up")
     def wake_up(self, tags: ListLike[str] | None = None) -> None:
         """Take back what `sleep` has given away; what is awake stays as it is.
 
@@ -323,7 +333,8 @@ class LLM:
         Raises RuntimeError if the device has no room any more. The LLM then sleeps on.
         """
         self.engine.ranks.check_open()
-        wanted = set(TAGS) if tags is None else check_subset("tags", tags, list(TAGS))
+        with self.engine.ranks.alike():
+            wanted = set(TAGS) if tags is None else check_subset("tags", tags, list(TAGS))
         with self._turn():
             self.engine.wake_up(wanted)
 

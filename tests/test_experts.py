@@ -375,3 +375,24 @@ def test_sizes_that_the_ranks_do_not_divide(name: str) -> None:
     config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **{**case.settings, name: 31})
     with pytest.raises(ValueError, match=f"tensor_parallel_size=2: {name}=31 is not divisible by it"):
         describe(config).check_ranks(2)
+
+
+def test_new_weights_take_experts_of_their_own(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Also those of a sample that shares the blocks of another one when it is computed again."""
+    model = build(CASES["qwen3moe"], tmp_path)
+    options = {"kvcache_block_size": 16, "max_model_len": 96, "routed_experts": True}
+    llm, fresh = make_llm(str(tmp_path), **options), make_llm(str(tmp_path), **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.3 * torch.randn(parameter.shape))
+    prompt = list(range(5, 45))
+    llm.add_request(prompt, SamplingParams(max_tokens=12, seed=1, n=2, ignore_eos=True))
+    for _ in range(4):
+        llm.step()
+    llm.update_weights(model.named_parameters())
+    while not (outputs := llm.step()):
+        pass
+    fresh.update_weights(model.named_parameters())
+    for sample in outputs[0].samples:
+        (expected,) = fresh.generate([prompt + sample.token_ids], greedy(1), use_tqdm=False)
+        assert sample.routed_experts.tolist() == expected.routed_experts[: len(prompt) + 11].tolist()

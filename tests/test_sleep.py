@@ -19,7 +19,7 @@ from test_models import CASES, build
 from test_weights import GPU_OPTIONS, INCOMPLETE, OPTIONS, PROMPTS, results, weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.runner.memory import host_copy
+from nanoinfer.runner.memory import holdings, host_copy
 
 DEVICES = [
     pytest.param({**OPTIONS}, id="cpu"),
@@ -172,6 +172,24 @@ def test_wrong_arguments(call: Callable[[LLM], None], message: str, make_llm: Ca
     with pytest.raises(ValueError, match=message):
         call(llm)
     assert not llm.is_sleeping
+
+
+def test_a_model_that_cannot_be_built_again_yet(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(**OPTIONS)
+    before = results(llm)
+    llm.sleep(level=2)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("too little")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(holdings, "WeightWriter", fail)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the device has no memory for the weights: too little"):
+                llm.wake_up()
+    llm.wake_up()
+    llm.load_weights(BUNDLED_MODEL)
+    assert results(llm) == before
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "gemma3 multimodal", "qwen3-vl"])

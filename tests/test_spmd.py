@@ -293,6 +293,8 @@ def disagree(way: str) -> list[tuple[str, str]]:
                 llm.generate([[30]], greedy(8), use_tqdm=False) if rank() else llm.update_weights(bundled)
             ),
             "tensors": lambda: llm.update_weights(wrong),
+            "fates": lambda: llm.update_weights(bundled, in_flight=("keep", "recompute")[rank()]),
+            "levels": lambda: llm.sleep(1 + 2 * rank()),
         }
         *error, seconds = told(ways[way])
         assert seconds < 10
@@ -310,7 +312,9 @@ class TestRanksThatAreCalledOtherwise:
             ("a prompt more", r"rank 0 has step: 1, \[\]; rank 1 has prompt: \[30\]"),
             ("settings", r"rank 0 has settings: .*max_tokens=8.*; rank 1 has settings: .*max_tokens=9"),
             ("a bad prompt", r"rank 0 has error: ValueError\('prompts\[0\] is empty.*; rank 1 has prompt: \[30\]"),
-            ("methods", r"rank 0 has update_weights; rank 1 has prompt: \[30\]"),
+            ("methods", r"rank 0 has update_weights: 'recompute', False; rank 1 has prompt: \[30\]"),
+            ("fates", r"rank 0 has update_weights: 'keep', False; rank 1 has update_weights: 'recompute', False"),
+            ("levels", r"rank 0 has sleep: True; rank 1 has error: ValueError\('level=3: must be"),
             ("tensors", "rank 0 has tensor: .*; rank 1 has error: ValueError"),
         ],
     )

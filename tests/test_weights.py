@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.parallel import buckets, channel
+from nanoinfer.weights import sources
 
 Tensors = dict[str, Tensor]
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 160}
@@ -178,7 +179,15 @@ class TestAnUpdatedLLMEqualsAFreshOne:
         self, llm: LLM, other: Tensors, expected: list[list[Any]]
     ) -> None:
         memory = torch.empty(max(w.numel() for w in other.values()))
-        llm.update_weights((name, memory[: w.numel()].copy_(w.flatten()).view(w.shape)) for name, w in other.items())
+
+        class Again(OrderedDict):
+            def items(self) -> Iterator[tuple[str, Tensor]]:
+                return ((name, memory[: w.numel()].copy_(w.flatten()).view(w.shape)) for name, w in other.items())
+
+        llm.update_weights(Again(other).items())
+        assert results(llm) == expected[1]
+        llm.update_weights(Again(other))
+        llm.reset_prefix_cache()
         assert results(llm) == expected[1]
 
     @pytest.mark.parametrize("is_made_within", [False, True])
@@ -317,10 +326,33 @@ class TestWrongTensors:
         assert results(llm) == expected[0]
 
     def test_a_tensor_twice(self, llm: LLM, other: Tensors) -> None:
-        with pytest.raises(ValueError, match=r"stored twice: model\.norm\.weight\."):
-            llm.update_weights([*other.items(), ("model.norm.weight", other["model.norm.weight"])])
+        tensors = [*other.items(), ("model.norm.weight", other["model.norm.weight"])]
+        for given in (tensors, iter(tensors)):
+            llm.generate([[5]], use_tqdm=False)  # a list is checked before the first tensor is written
+            with pytest.raises(ValueError, match=r"stored twice: model\.norm\.weight\."):
+                llm.update_weights(given)
         with pytest.raises(RuntimeError, match=INCOMPLETE):
             llm.generate([[5]])
+
+    @pytest.mark.parametrize("kind", [dict, list, tuple, OrderedDict])
+    def test_what_is_held_is_checked_before_it_is_written(
+        self, kind: type, llm: LLM, other: Tensors, expected: list[list[Any]]
+    ) -> None:
+        tensors = list(other.items())
+        last = tensors[-1][0]
+        with pytest.raises(ValueError, match=f"{last} has shape"):
+            llm.update_weights(kind([*tensors[:-1], (last, torch.zeros(3, 3, 3))]))
+        with pytest.raises(ValueError, match=f"missing: {last}"):
+            llm.update_weights(kind(tensors[:-1]))
+        assert results(llm) == expected[0]
+
+    def test_a_split_tensor(self, llm: LLM, other: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Split(Tensor):
+            """Stands for a DTensor, of which only a process group can make one."""
+
+        monkeypatch.setattr(sources, "DTensor", Split)
+        with pytest.raises(ValueError, match=r"model\.norm\.weight is a DTensor.*full_tensor\(\)"):
+            llm.update_weights([("model.norm.weight", other["model.norm.weight"].as_subclass(Split))], partial=True)
 
     @pytest.mark.parametrize("named_tensors", [None, 3, "abc", [3], ["ab"], [()], {"a": 1}])
     def test_no_tensors_at_all(self, named_tensors: object, llm: LLM, expected: list[list[Any]]) -> None:
@@ -357,12 +389,19 @@ class TestWrongTensors:
                 llm.update_weights(tensors)
         llm.load_weights(new)
 
-    def test_a_head_unlike_the_embedding_of_a_tied_model(self, llm: LLM, other: Tensors, tmp_path: Path) -> None:
-        tensors = {**other, "lm_head.weight": other["model.embed_tokens.weight"] + 1}
-        with pytest.raises(
-            ValueError, match=r"lm_head.weight.*model.embed_tokens.weight.* differ, but this model has one"
-        ):
-            llm.update_weights(tensors)
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_a_head_unlike_the_embedding_of_a_tied_model(
+        self, ranks: int, make_llm: Callable[..., LLM], other: Tensors, tmp_path: Path
+    ) -> None:
+        llm = make_llm(tensor_parallel_size=ranks, **OPTIONS)
+        for row in (0, -1):  # of the first rank alone, and of the last rank alone
+            head = other["model.embed_tokens.weight"].clone()
+            head[row] += 1
+            tensors = {**other, "lm_head.weight": head}
+            with pytest.raises(
+                ValueError, match=r"lm_head.weight.*model.embed_tokens.weight.* differ, but this model has one"
+            ):
+                llm.update_weights(tensors)
         llm.update_weights(other)
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
         with pytest.raises(ValueError, match="has an output projection of its own"):
@@ -411,7 +450,7 @@ class TestNeverHalfNew:
             llm.update_weights(breaking_off(other, 7, KeyboardInterrupt()), partial=True)
         self.check_mends(llm, bundled, version=2)
         with pytest.raises(ValueError, match=r"missing: model\.norm\.weight\."):
-            llm.update_weights({name: w for name, w in other.items() if name != "model.norm.weight"})
+            llm.update_weights((name, w) for name, w in other.items() if name != "model.norm.weight")
         self.check_mends(llm, bundled, version=3)
         bad = {**other, "model.layers.0.mlp.up_proj.weight": other["model.layers.0.mlp.up_proj.weight"].clone()}
         bad["model.layers.0.mlp.up_proj.weight"][-1, -1] = float("nan")  # the last rank's share

@@ -194,13 +194,15 @@ class LLMEngine:
     def close(self) -> None:
         """End the other ranks and give back all memory; safe to call twice."""
         with delayed_interrupt():
+            self.ranks.close()  # first, so that a call on another thread learns why it ends
             self.matchers.close()
-            self.ranks.close()
 
-    def check_writable(self) -> None:
-        """Raise RuntimeError if the weights are lent, and as Ranks.check_open does."""
+    def check_writable(self, only_whole: bool = False) -> None:
+        """Raise RuntimeError if the weights are lent, or with only_whole incomplete, and as Ranks.check_open does."""
         self.ranks.check_open()
         self.sleeper.check_awake("weights")
+        if only_whole:
+            self.updater.check_whole()
 
     def check_ready(self) -> None:
         """Raise RuntimeError if this engine sleeps, and as Updater.check_whole and Ranks.check_open do."""

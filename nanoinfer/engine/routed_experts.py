@@ -40,6 +40,10 @@ class RoutedExperts:
         """Copy the experts of a sequence with the same tokens."""
         self._bytes[:] = other._bytes
 
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._bytes.clear()
+
     def array(self) -> ExpertIds:
         """Return all of them, [tokens, layers, used]."""
         return np.frombuffer(bytes(self._bytes), self._dtype).reshape(-1, *self._shape)

@@ -260,6 +260,9 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Let no later sequence share a block that has been computed, or that a sequence which has begun computes."""
         self.block_manager.forget_all([seq for seq in self.unfinished if seq.block_table])
+        for seq in self.waiting:
+            if seq.routed_experts is not None and not seq.block_table:
+                seq.routed_experts.clear()  # so that shared blocks never give it others' experts
 
     def _stop(self, seq: Sequence) -> None:
         """Take back a running sequence's blocks, and its place among those that run."""

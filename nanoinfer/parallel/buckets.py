@@ -195,6 +195,7 @@ class DeviceBuckets(Buckets):
         """Make the segment; the device may have no room."""
         size = PARTS * DEVICE_PART_BYTES
         with torch.cuda.device(self._device):
+            torch.cuda.synchronize()  # makes the device's context this thread's
             try:
                 self._address = allocate(size)
             except RuntimeError as error:

@@ -14,7 +14,7 @@ from nanoinfer.parallel.buckets import Bucket, BucketReader, Piece
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.plain_matrix import pack_weights
-from nanoinfer.weights.shards import Shard, Table, table_of
+from nanoinfer.weights.shards import Table, Target, table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
 MOST_WAITING = 1024  # copies; CUDA launches many small ones together in the time of a few
@@ -32,7 +32,7 @@ class WeightWriter:
         self._targets: list[Tensor] = []  # that wait for their copies
         self._sources: list[Tensor] = []
         self._holders: dict[int, str] = {}  # the tensor that each target got, by the target's id
-        self._unlike: list[tuple[str, str, Tensor]] = []  # two tensors of one target, and whether they differ
+        self._unlike: list[tuple[str, Tensor]] = []  # a tensor whose target had been filled, and whether it differs
 
     @cached_property
     def table(self) -> Table:
@@ -73,12 +73,11 @@ class WeightWriter:
         for shard in self.table[name]:
             target = shard.target
             holder = self._holders.setdefault(id(target), name)
+            source = tensor if shard.takes_all else tensor[shard.index]
             if holder != name:
                 self._copy_waiting()
-                self._compare(shard, tensor, holder)
-                continue
-            source = tensor if shard.takes_all else tensor[shard.index]
-            if stays and isinstance(target, Tensor):
+                self._compare(name, target, source)
+            elif stays and isinstance(target, Tensor):
                 self._targets.append(target)
                 self._sources.append(source)
             else:
@@ -88,16 +87,15 @@ class WeightWriter:
             self._copy_waiting()
 
     def _copy_waiting(self) -> None:
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
-            self._targets.clear()
-            self._sources.clear()
+        targets, sources = self._targets, self._sources
+        self._targets, self._sources = [], []
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
-    def _compare(self, shard: Shard, tensor: Tensor, holder: str) -> None:
-        """Compare a tensor with one of another name that fills the same target. The host does not wait for it."""
-        target = shard.target
+    def _compare(self, name: str, target: Target, source: Tensor) -> None:
+        """Compare a tensor with another one that has filled the same target. The host does not wait for it."""
         assert isinstance(target, Tensor)
-        self._unlike.append((shard.name, holder, (target != tensor[shard.index].to(target)).any()))
+        self._unlike.append((name, (target != source.to(target)).any()))
 
     @torch.inference_mode()
     def write_bucket(self, bucket: Bucket) -> None:
@@ -106,8 +104,15 @@ class WeightWriter:
 
     def _write_piece(self, piece: Piece, rows: Tensor) -> None:
         for shard in self.table[piece.name]:
-            if shard.entry == piece.entry:
-                shard.copy_rows(rows, piece.first)
+            if shard.entry != piece.entry:
+                continue
+            holder = self._holders.setdefault(id(shard.target), piece.name)
+            if (meeting := shard.meet(rows, piece.first)) is not None:
+                target, source = meeting
+                if holder == piece.name:
+                    target.copy_(source)
+                else:
+                    self._compare(piece.name, target, source)
         self._written[piece.name] = None
 
     @torch.inference_mode()
@@ -127,9 +132,9 @@ class WeightWriter:
         first = self._tp.min(none if name is None else names.index(name), self._device)
         if first < none:
             return describe_not_finite(self.table, names[first])
-        unlike = (index for index, (_, _, is_unlike) in enumerate(self._unlike) if is_unlike)
+        unlike = (names.index(name) for name, is_unlike in self._unlike if is_unlike)
         first = self._tp.min(next(unlike, none), self._device)
         if first < none:
-            other, holder, _ = self._unlike[first]
-            return f"{other} and {holder} differ, but this model has one parameter for both"
+            holder = self._holders[id(self.table[names[first]][0].target)]
+            return f"{names[first]} and {holder} differ, but this model has one parameter for both"
         return None

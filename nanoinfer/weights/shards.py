@@ -48,15 +48,18 @@ class Shard:
         index[self.dim] = slice(self.start, self.start + self.target.shape[self.dim])
         return tuple(index) if self.entry is None else (self.entry, *index)
 
-    def copy_rows(self, rows: Tensor, first: int) -> None:
-        """Copy what the target needs of some rows of the tensor, or of its entry; the first of them is row `first`."""
+    def meet(self, rows: Tensor, first: int) -> tuple[Target, Tensor] | None:
+        """Return the target's part that some rows of the tensor, or of its entry, fill, and what fills it.
+
+        first: the first of the rows; returns None if the target needs none of them
+        """
         target, start = self.target, self.start
         if self.dim == 1:
-            target[first : first + len(rows)].copy_(rows[:, start : start + target.shape[1]])
-            return
+            return target[first : first + len(rows)], rows[:, start : start + target.shape[1]]
         begin, end = max(first, start), min(first + len(rows), start + target.shape[0])
-        if begin < end:
-            target[begin - start : end - start].copy_(rows[begin - first : end - first])
+        if begin >= end:
+            return None
+        return target[begin - start : end - start], rows[begin - first : end - first]
 
 
 Table = dict[str, list[Shard]]  # by the tensor's name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from nanoinfer.checks import short
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
@@ -102,6 +104,7 @@ class TensorSource:
     """A trainer's tensors, from any iterable of names and tensors: the names and shapes are those of the checkpoint.
 
     holds_tensors: they all are there at once, as in a list; an iterator may give one memory again and again
+    is_partial: tensors may be missing
     """
 
     what = "named_tensors"  # begins the messages of errors
@@ -113,14 +116,14 @@ class TensorSource:
         is_multimodal: bool = False,
     ) -> None:
         """partial: tensors may be missing; is_multimodal: as for FileSource"""
-        self.holds_tensors = isinstance(named_tensors, (list, tuple, dict))
+        self.holds_tensors = type(named_tensors) in (list, tuple, dict, OrderedDict)
         if isinstance(named_tensors, Mapping):
             named_tensors = named_tensors.items()
         try:
             self._pairs = iter(named_tensors)
         except TypeError:
             raise ValueError(f"named_tensors={short(named_tensors)}: {NEEDED}") from None
-        self._is_partial = partial
+        self.is_partial = partial
         self._is_multimodal = is_multimodal
 
     def tensors(self, table: Table) -> Iterator[tuple[str, Tensor]]:
@@ -138,7 +141,7 @@ class TensorSource:
                 else:
                     roll.check()
             del pair, tensor  # so that they can go before the next ones come
-        roll.check(whole=not self._is_partial)
+        roll.check(whole=not self.is_partial)
         if not roll.come:
             raise ValueError(f"{self.what}: has no tensor; a generator gives its tensors only once")
 
@@ -201,6 +204,8 @@ def _name_and_tensor(pair: Any) -> tuple[str, Tensor]:
     name, tensor = pair
     if not (isinstance(name, str) and isinstance(tensor, Tensor)):
         raise ValueError(f"named_tensors has {short(pair)}: {NEEDED}")
+    if isinstance(tensor, DTensor):
+        raise ValueError(f"named_tensors: {name} is a DTensor, split over processes: pass its full_tensor()")
     if tensor.layout != torch.strided or tensor.is_meta:
         raise ValueError(
             f"named_tensors: {name} has no numbers to copy: its layout is {tensor.layout}, on {tensor.device}"

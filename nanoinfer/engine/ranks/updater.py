@@ -34,19 +34,22 @@ class Updater:
                 " write all of them by update_weights(named_tensors) with partial=False, or by load_weights(model)"
             )
 
-    def update(self, source: TensorSource, begin: Callable[[], None]) -> int:
+    def update(self, source: TensorSource, in_flight: str, begin: Callable[[], None]) -> int:
         """Write a trainer's tensors into the weights; returns the new version.
 
-        begin: called before the first write; leaves no step in flight
+        in_flight: as for LLM.update_weights; begin: called before the first write, does what it says
         """
         ranks = self._ranks
         table = ranks.runner.holdings.weights.table
         buckets = self._make_buckets()
         is_begun = False
-        ranks.compare("update_weights")
+        ranks.compare("update_weights", in_flight, source.is_partial)
         try:
             with ranks.alike():
-                for name, tensor in source.tensors(table):
+                tensors = source.tensors(table)
+                if source.holds_tensors:  # then all can be checked before the first is written
+                    tensors = iter(list(tensors))
+                for name, tensor in tensors:
                     ranks.check_open()  # the source runs code that is not ours
                     if not is_begun:
                         is_begun = True
@@ -61,8 +64,8 @@ class Updater:
             fault = self._end(buckets) if is_begun else None
         return self._accept(source.what, fault)
 
-    def load(self, source: FileSource, begin: Callable[[], None]) -> int:
-        """Write the tensors of files into the weights; returns the new version. begin: as for update."""
+    def load(self, source: FileSource, in_flight: str, begin: Callable[[], None]) -> int:
+        """Write the tensors of files into the weights; returns the new version. in_flight, begin: as for update"""
         ranks = self._ranks
         with ranks.alike():
             source.check(ranks.runner.holdings.weights.table)
@@ -70,7 +73,7 @@ class Updater:
                 raise ValueError(
                     f"{source.what}: has an output projection of its own, but this model's is the embedding"
                 )
-        ranks.compare("load_weights", source.what)
+        ranks.compare("load_weights", source.what, in_flight)
         self._begin(begin)
         with ranks.undivided():
             ranks.call("holdings.weights.read", source)

@@ -46,7 +46,7 @@ class Holdings:
         self._most_tokens, self._has_host = most_tokens, has_host
         self._lender = Lender(device) if device.type == "cuda" else None
         self.routing: Routing | None = None
-        self._build()
+        self.weights = self._build()
         self.cache_spec = KVCacheSpec(
             self.model.num_layers,
             config.kvcache_block_size,
@@ -56,20 +56,21 @@ class Holdings:
             by_head=config.is_plain_cpu,
         )
 
-    def _build(self) -> None:
+    def _build(self) -> WeightWriter:
+        """Build the model, whose weights hold any numbers; returns what writes into them."""
         config, description = self._config, self._config.description
-        memory = nullcontext() if self._lender is None else self._lender.of_weights()
+        memory = nullcontext() if self._lender is None else self._lender.for_weights()
         # Parameters that inference mode makes could be written in inference mode alone.
         with torch.inference_mode(False), self._device, _default_dtype(config.torch_dtype), memory:
             self.model = Decoder(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
-        self.weights = WeightWriter(self.model, self._tp, self._device)
         if config.routed_experts and self._has_host:
             assert description.experts is not None
             self.routing = Routing(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
+        return WeightWriter(self.model, self._tp, self._device)
 
     def make_cache(self, num_blocks: int) -> None:
         """Make a KV cache in place of the one before; raises ValueError when the memory does not hold it."""
-        with nullcontext() if self._lender is None else self._lender.of_kv_cache():
+        with nullcontext() if self._lender is None else self._lender.for_new_kv_cache():
             self.kv_cache = self.cache_spec.allocate(num_blocks, self._device)
         self._num_blocks = num_blocks
 
@@ -107,7 +108,7 @@ class Holdings:
         fault = None
         try:
             self._take_back(tag)
-        except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
+        except (MemoryError, ValueError, RuntimeError) as error:
             fault = str(error)
         fault = self._any_fault(fault)
         if fault is not None and self._lender is not None:
@@ -122,9 +123,10 @@ class Holdings:
                     self.kv_cache.zero_()  # see KVCacheSpec.allocate
         elif tag == "kv_cache":
             self.make_cache(self._num_blocks)
-        elif "model" not in self.__dict__:
-            self._build()
-            self.weights.pack()
+        elif "weights" not in self.__dict__:
+            weights = self._build()
+            weights.pack()
+            self.weights = weights  # last: an error before leaves them lent
 
     def _any_fault(self, fault: str | None) -> str | None:
         """Return this rank's fault, or that another rank has one; all ranks call this together."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
@@ -28,7 +29,8 @@ class HostCopy:
             memory = mmap.mmap(-1, num_bytes)
         except OSError as error:
             raise MemoryError(f"the host has no {num_bytes / 2**30:,.1f} GiB: {error}") from error
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # not every kernel has huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(memory, dtype=np.uint8)
 
     def save(self, content: Tensor) -> None:

@@ -21,11 +21,11 @@ class Lender:
         self._regions: dict[Tag, Region] = {tag: Region(device, self._most) for tag in ("weights", "kv_cache")}
         self._copy: HostCopy | None = None  # of the weights
 
-    def of_weights(self) -> FromRegion:
+    def for_weights(self) -> FromRegion:
         """Return a context in which a new model takes this memory for its parameters."""
         return FromRegion(self._regions["weights"])
 
-    def of_kv_cache(self) -> FromRegion:
+    def for_new_kv_cache(self) -> FromRegion:
         """Return a context in which a new KV cache takes this memory; the one before is gone."""
         self._regions["kv_cache"].close()
         self._regions["kv_cache"] = Region(self._device, self._most)
@@ -61,7 +61,11 @@ class Lender:
         if region.is_lent:
             region.take_back()
             if tag == "weights" and self._copy is not None:
-                self._copy.restore(region.content())
+                try:
+                    self._copy.restore(region.content())
+                except BaseException:
+                    region.lend()  # it holds nothing yet
+                    raise
 
     def close(self) -> None:
         """Give everything back for good."""

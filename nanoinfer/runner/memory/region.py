@@ -45,7 +45,7 @@ class Region:
     @property
     def is_lent(self) -> bool:
         """Whether the pages are gone: nobody may touch the tensors then."""
-        return self._used > 0 and not self._pages
+        return self._used > self.num_bytes
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a new tensor with any content. It lives as long as the region."""
@@ -77,7 +77,7 @@ class Region:
     def take_back(self) -> None:
         """Have pages again, with any content, behind the same addresses. Raises torch.OutOfMemoryError if too few."""
         if self.is_lent:
-            torch.cuda.synchronize(self.device)  # makes the device's context this thread's
+            self.lend()  # what an interrupt may have left; makes the device's context this thread's
             self._map(0, self._round(self._used))
 
     def close(self) -> None:
@@ -96,7 +96,11 @@ class Region:
         except RuntimeError as error:
             raise torch.OutOfMemoryError(f"the device has no {size / 2**30:,.2f} GiB left: {error}") from error
         address = ctypes.c_uint64(self._base + start)
-        call("cuMemMap", address, *_sizes(size, 0), handle, ctypes.c_uint64(0))
+        try:
+            call("cuMemMap", address, *_sizes(size, 0), handle, ctypes.c_uint64(0))
+        except RuntimeError:
+            call("cuMemRelease", handle)
+            raise
         self._pages.append((start, size, handle.value))
         access = _Access(self._kind.location, 3)  # to read and to write
         call("cuMemSetAccess", address, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
