@@ -49,7 +49,7 @@ class Repeat:
     steps: list[StepResult]
 
 
-def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Repeat | None]:
+def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Repeat]:
     """Start, warm up, time the repeats; returns the figures and the last repeat."""
     recipe: Recipe = args.recipe
     start = time.perf_counter()
@@ -111,7 +111,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
         raise SystemExit(f"bench.py: error: {error}") from None
 
 
-def run_weights(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], None]:
+def run_weights(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Time changes of the weights and sleep, and print each row; returns the figures."""
     with make_llm(args, folder) as llm:
         device = torch.cuda.get_device_name() if llm.config.device == "cuda" else "cpu"
@@ -120,8 +120,8 @@ def run_weights(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], 
         for row in time_weights(llm, args.repeats or 5):
             print(row, flush=True)
             rows.append(asdict(row))
-    what = {"config": args.config or args.model, "device": device, "tensor_parallel_size": args.tp}
-    return {**what, "weights": rows}, None
+    name = args.config or args.model
+    return {"config": name, "device": device, "tensor_parallel_size": args.tp, "weights": rows}
 
 
 def check_fits(work: Workload, config: Config) -> None:
@@ -365,8 +365,11 @@ def main() -> None:
         folder = scratch if args.config else args.model
         if args.config:
             write_config(args.config, scratch)
-        result, last = run_weights(args, folder) if args.weights else run_nanoinfer(args, folder)
-        if last is not None:
+        last: Repeat | None = None
+        if args.weights:
+            result = run_weights(args, folder)
+        else:
+            result, last = run_nanoinfer(args, folder)
             report(result)
         if args.compare:
             result["transformers"] = run_transformers(args, folder, result)

@@ -17,7 +17,7 @@ from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.inputs import Chats, Inputs, Prepared, Prompt, Tokens, load_tokenizer
 from nanoinfer.outputs import RequestOutput, Score, StreamOutput, score_of
-from nanoinfer.progress import Stream, run_all
+from nanoinfer.progress import Stream, run_all, stream_all
 from nanoinfer.request import Fate, Requests
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
@@ -390,20 +390,5 @@ class LLM:
     def _stream(self, prompts: list[Prepared]) -> Generator[StreamOutput, None, None]:
         with self._turn(alone=True), self._requests:
             requests = [self._requests.add(prompt, streams=True) for prompt in prompts]
-            indices = {sample: index for index, request in enumerate(requests) for sample in request.samples}
-            while indices:
-                changed = self._requests.take_changed()  # abort may have ended some
-                if not changed:
-                    self.engine.ranks.check_open()
-                    if not self._requests.num_running:
-                        raise RuntimeError("this stream's requests were dropped: an abort was interrupted")
-                    self._requests.step()
-                for sample in changed or self._requests.take_changed():
-                    if sample not in indices:
-                        continue  # the loop's body aborted it, and its end was yielded already
-                    new = sample.take_new(indices[sample])
-                    if new["finish_reason"] is not None:
-                        del indices[sample]
-                    if new["text"] or new["token_ids"] or new["finish_reason"]:
-                        yield new
+            yield from stream_all(self._requests, requests, self.engine.ranks.check_open)
             self._requests.take_finished()

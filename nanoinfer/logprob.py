@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 MINUS_INFINITY = float("-inf")
@@ -107,8 +107,10 @@ class CandidatesLog:
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def since(self, start: int) -> Iterator[Candidates]:
-        """Yield the entries from number `start` on."""
-        for index in range(start, len(self)):
-            own = slice(index * self._width, (index + 1) * self._width)
-            yield Candidates(self._ids[own].tolist(), self._values[own].tolist(), self._ranks[index])
+    def logprobs(self, decode: Decode | None, start: int = 0) -> list[dict[int, LogProb]]:
+        """Return the entries from number `start` on as Candidates.logprobs has them."""
+        return [self._entry(index).logprobs(decode) for index in range(start, len(self))]
+
+    def _entry(self, index: int) -> Candidates:
+        own = slice(index * self._width, (index + 1) * self._width)
+        return Candidates(self._ids[own].tolist(), self._values[own].tolist(), self._ranks[index])

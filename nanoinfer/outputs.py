@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,13 +13,31 @@ from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.logprob import LogProb
 
 
+class Later:
+    """A value of an Output that is made when somebody first reads it: many never do, and it takes long."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    @cached_property
+    def value(self) -> Any:
+        """The value."""
+        return self._make()
+
+
 class Output(dict[str, Any]):
     """A dictionary that answers by attributes too: output.text is output["text"].
 
-    A subclass annotates its keys.
+    A subclass annotates its keys. Whoever reads a value that is a Later gets what it makes.
     """
 
     __slots__ = ()
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if isinstance(value, Later):
+            value = self[key] = value.value
+        return value
 
     if not TYPE_CHECKING:  # a type checker then knows the annotated names alone, and finds a wrong one
 
@@ -29,6 +48,27 @@ class Output(dict[str, Any]):
                 properties = [own for own in dir(type(self)) if not own.startswith("_") and not hasattr(dict, own)]
                 known = ", ".join([*self, *properties])
                 raise AttributeError(f"{type(self).__name__} has no {name!r}; known: {known}") from None
+
+
+def _reading_all(name: str) -> Callable[..., Any]:
+    """Return dict's method of this name, which first reads all values of its arguments as `[]` does."""
+    method: Callable[..., Any] = getattr(dict, name)
+
+    @wraps(method)
+    def read_all(*args: Any) -> Any:
+        for output in args:
+            if isinstance(output, Output):
+                for key in dict.keys(output):
+                    output[key]
+        return method(*args)
+
+    return read_all
+
+
+OPERATORS = ("__eq__", "__iter__", "__ne__", "__or__", "__repr__", "__ror__")  # __iter__: {**output} then reads by []
+METHODS = ("copy", "get", "items", "pop", "popitem", "setdefault", "values")
+for _name in OPERATORS + METHODS:
+    setattr(Output, _name, _reading_all(_name))
 
 
 class SampleOutput(Output):

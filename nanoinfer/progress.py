@@ -1,15 +1,15 @@
-"""What a caller sees of requests that run: a stream of their outputs, and the rates of a progress bar."""
+"""Runs requests to their end, and shows a caller how far they are: by a stream of outputs, or by a progress bar."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from tqdm import tqdm
 
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.outputs import StreamOutput
-from nanoinfer.request import Requests
+from nanoinfer.request import Request, Requests
 
 
 class Stream(Iterator[StreamOutput]):
@@ -73,3 +73,28 @@ def run_all(requests: Requests, count: int, use_tqdm: bool) -> None:
             if use_tqdm and (rates.update(result) or newly):
                 bar.set_postfix_str(str(rates), refresh=False)
                 bar.update(newly)
+
+
+def stream_all(
+    requests: Requests, streamed: list[Request], check_open: Callable[[], None]
+) -> Generator[StreamOutput, None, None]:
+    """Step until all of `streamed` have ended, and yield what their samples have that is new.
+
+    check_open: raises an error if the engine can make no steps any more
+    """
+    indices = {sample: index for index, request in enumerate(streamed) for sample in request.samples}
+    while indices:
+        changed = requests.take_changed()  # abort may have ended some
+        if not changed:
+            check_open()
+            if not requests.num_running:
+                raise RuntimeError("this stream's requests were dropped: an abort was interrupted")
+            requests.step()
+        for sample in changed or requests.take_changed():
+            if sample not in indices:
+                continue  # the loop's body aborted it, and its end was yielded already
+            new = sample.take_new(indices[sample])
+            if new["finish_reason"] is not None:
+                del indices[sample]
+            if new["text"] or new["token_ids"] or new["finish_reason"]:
+                yield new

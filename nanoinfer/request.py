@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -14,8 +15,8 @@ from nanoinfer.engine.routed_experts import ExpertIds
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.inputs import Prepared
-from nanoinfer.logprob import CandidatesLog, LogProb
-from nanoinfer.outputs import RequestOutput, SampleOutput, StreamOutput, Timings
+from nanoinfer.logprob import Decode
+from nanoinfer.outputs import Later, RequestOutput, SampleOutput, StreamOutput, Timings
 
 Fate = Literal["recompute", "keep", "abort"]  # of the requests that run when the weights change
 
@@ -69,19 +70,20 @@ class Sample:
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             weights_versions=seq.weights_versions,
-            logprobs=None if seq.params.logprobs is None else self._logprobs(seq.logprobs, start),
+            logprobs=None if seq.params.logprobs is None else seq.logprobs.logprobs(self._decode, start),
             kept_tokens=seq.kept_tokens[start:] if seq.params.kept_tokens else None,
             routed_experts=self._routed_experts if seq.is_finished else None,
             prompt_logprobs=self.prompt_logprobs if start == 0 else None,
         )
 
     @property
-    def prompt_logprobs(self) -> list[Mapping[int, LogProb] | None] | None:
+    def prompt_logprobs(self) -> Later | None:
         """The prompt's log-probabilities, if they are asked for and this is the first sample; otherwise None."""
         params = self.seq.params
         if params.prompt_logprobs is None or self.seq.sample_index > 0:
             return None
-        return [None] * max(1, params.prompt_logprobs_start) + self._logprobs(self.seq.prompt_logprobs)
+        log, decode = self.seq.prompt_logprobs, self._decode
+        return Later(lambda: [None] * max(1, params.prompt_logprobs_start) + log.logprobs(decode))
 
     def output(self) -> SampleOutput:
         """Return the result of the sequence, which has ended."""
@@ -94,7 +96,7 @@ class Sample:
             finish_reason=seq.finish_reason or "abort",
             stop_reason=seq.stop_reason,
             weights_versions=seq.weights_versions,
-            logprobs=None if seq.params.logprobs is None else self._logprobs(seq.logprobs),
+            logprobs=None if seq.params.logprobs is None else Later(partial(seq.logprobs.logprobs, self._decode)),
             kept_tokens=seq.kept_tokens if seq.params.kept_tokens else None,
             routed_experts=self._routed_experts,
         )
@@ -103,9 +105,9 @@ class Sample:
     def _routed_experts(self) -> ExpertIds | None:
         return None if self.seq.routed_experts is None else self.seq.routed_experts.array()
 
-    def _logprobs(self, log: CandidatesLog, start: int = 0) -> list[Mapping[int, LogProb]]:
-        decode = None if self._tokenizer is None else decoder(self._tokenizer, skip_special_tokens=False)
-        return [candidates.logprobs(decode) for candidates in log.since(start)]
+    @property
+    def _decode(self) -> Decode | None:
+        return None if self._tokenizer is None else decoder(self._tokenizer, skip_special_tokens=False)
 
     def _text(self) -> str:
         if self._detokenizer is not None:
@@ -146,7 +148,7 @@ class Request:
         first = self.samples[0].seq
         samples = [sample.output() for sample in self.samples]
         return RequestOutput(
-            **samples[0],
+            dict.items(samples[0]),
             request_id=self.id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids,

@@ -41,6 +41,15 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The bits of a product may depend on how many threads share it, and two wait long where something else runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Oracle:
     """transformers' greedy generate in float32 on the CPU, one prompt at a time."""
 

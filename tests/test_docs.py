@@ -10,7 +10,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -160,15 +159,6 @@ EXAMPLE, TRAINER = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(EXAMPLE, {})
     assert "glorious summer" in capsys.readouterr().out
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Two threads wait long for each other where something else runs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")

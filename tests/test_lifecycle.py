@@ -126,7 +126,17 @@ def test_an_interrupted_generate_leaves_the_engine_usable(
     assert [output["token_ids"] for output in outputs] == [oracle.greedy(prompt, 12) for prompt in prompts]
 
 
-HOST_FILES = ("llm.py", "request.py", "llm_engine.py", "scheduler.py", "block_manager.py", "message.py", "sequence.py")
+HOST_FILES = (
+    "llm.py",
+    "progress.py",
+    "request.py",
+    "llm_engine.py",
+    "ranks.py",
+    "scheduler.py",
+    "block_manager.py",
+    "message.py",
+    "sequence.py",
+)
 
 
 class Interrupt:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import pickle
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from nanoinfer import BUNDLED_MODEL, LLM, LogProb, RequestOutput, SampleOutput, SamplingParams, StreamOutput, Timings
 from nanoinfer.logprob import Candidates
-from nanoinfer.outputs import Output
+from nanoinfer.outputs import Later, Output
 from nanoinfer.runner.logits.logprobs import LogProbs
 
 TEXT = "ROMEO:\nBut, soft!"
@@ -112,6 +113,46 @@ class TestDictionary:
             assert other == result
             assert type(other) is type(result)
             assert [getattr(other, name) for name in other] == [result[name] for name in result]
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda output: output["logprobs"],
+            lambda output: output.logprobs,
+            lambda output: dict(output)["logprobs"],
+            lambda output: {**output}["logprobs"],
+            lambda output: (output | {})["logprobs"],
+            lambda output: ({} | output)["logprobs"],
+            lambda output: output.get("logprobs"),
+            lambda output: output.pop("logprobs"),
+            lambda output: output.setdefault("logprobs"),
+            lambda output: output.copy()["logprobs"],
+            lambda output: copy.copy(output).logprobs,
+            lambda output: pickle.loads(pickle.dumps(output)).logprobs,
+            lambda output: dict(output.items())["logprobs"],
+            lambda output: list(output.values())[1],
+            lambda output: output.popitem()[1],
+            lambda output: dict(ChainMap(output))["logprobs"],
+        ],
+    )
+    def test_a_value_that_is_made_when_it_is_read_is_like_any_other(self, read: Callable[[Output], object]) -> None:
+        def fresh() -> Output:
+            return Output(text="Soft!", logprobs=Later(lambda: [{7: -1.0}]))
+
+        assert read(fresh()) == [{7: -1.0}]
+        plain = {"text": "Soft!", "logprobs": [{7: -1.0}]}
+        assert fresh() == fresh() == plain
+        assert plain == fresh()
+        assert not fresh() != fresh()  # noqa: SIM202 - it has an operator of its own
+        assert repr(fresh()) == repr(plain)
+
+    def test_log_probabilities_are_made_once_and_for_those_who_read_them(self, output: RequestOutput, llm: LLM) -> None:
+        (output,) = llm.generate(TEXT, SamplingParams(max_tokens=3, n=2, logprobs=1, prompt_logprobs=0), use_tqdm=False)
+        assert isinstance(dict.__getitem__(output, "logprobs"), Later)
+        assert isinstance(dict.__getitem__(output, "prompt_logprobs"), Later)
+        assert output.logprobs is output.samples[0].logprobs is output["logprobs"]
+        assert type(output.logprobs) is type(output.prompt_logprobs) is list
+        assert isinstance(dict.__getitem__(output.samples[1], "logprobs"), Later)
 
     def test_it_is_json(self, output: RequestOutput, llm: LLM) -> None:
         for result in results(output, llm):

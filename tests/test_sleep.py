@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +21,8 @@ from test_weights import GPU_OPTIONS, INCOMPLETE, OPTIONS, PROMPTS, results, wei
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.runner.memory import holdings, host_copy
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEVICES = [
     pytest.param({**OPTIONS}, id="cpu"),
     pytest.param({**OPTIONS, "tensor_parallel_size": 2}, id="cpu, 2 ranks"),
@@ -30,15 +32,6 @@ DEVICES = [
 ]
 SLEEPS = "this LLM sleeps.*call wake_up"
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take memory of the same GPU
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The bits of a product may depend on how many threads share it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=DEVICES)

@@ -17,7 +17,7 @@ peft = pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")
 
 from conftest import greedy
 from datasets import Dataset
-from test_weights import one_thread, results  # noqa: F401 - pytest finds the fixture by its name
+from test_weights import results
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -25,7 +25,10 @@ from trl import GRPOConfig, GRPOTrainer
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.integrations.trl import rollout_func
 
-pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 README = Path(__file__).parent.parent / "README.md"
 TEXTS = ["ROMEO:\nBut, soft!", "JULIET:\n", "GLOUCESTER:\nNow is the winter", "O Romeo, Romeo!"]

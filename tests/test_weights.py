@@ -33,20 +33,13 @@ from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.parallel import buckets, channel
 from nanoinfer.weights import sources
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Tensors = dict[str, Tensor]
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 160}
 GPU_OPTIONS = {"kvcache_block_size": 16, "max_model_len": 160, "max_num_seqs": 4, "num_kvcache_blocks": 64}
 PROMPTS = [[7], list(range(20, 60)), [5, 6] * 50]
 INCOMPLETE = "weights are incomplete.*update_weights.*partial=False, or by load_weights"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The bits of a product may depend on how many threads share it, which an LLM chooses by timing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @torch.no_grad()
@@ -690,7 +683,8 @@ class TestRequestsThatRun:
         self, in_flight: str, llm: LLM, bundled: Tensors, other: Tensors, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The test interrupts at every 293rd line, and near the end at each but where the lock is given back."""
-        monkeypatch.setattr(test_lifecycle, "HOST_FILES", (*HOST_FILES, "sources.py", "roll.py", "weight_writer.py"))
+        more = "updater.py", "sources.py", "roll.py", "weight_writer.py"
+        monkeypatch.setattr(test_lifecycle, "HOST_FILES", HOST_FILES + more)
         expected = results(llm)
 
         def update(trace: Interrupt) -> None:

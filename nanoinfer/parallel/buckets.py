@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any, Protocol
@@ -46,8 +48,8 @@ class Piece:
 class Segment(Protocol):
     """How another rank finds rank 0's segment. It is small when it is pickled."""
 
-    def map(self, device: torch.device) -> tuple[Tensor, Callable[[], None]]:
-        """Return the segment as this rank has it, [bytes] uint8, and the function that lets go of it."""
+    def map(self, device: torch.device) -> AbstractContextManager[Tensor]:
+        """Return a context that has the segment as this rank sees it, [bytes] uint8."""
         ...
 
 
@@ -58,9 +60,9 @@ class SharedSegment:
     name: str
     size: int
 
-    def map(self, device: torch.device) -> tuple[Tensor, Callable[[], None]]:
+    def map(self, device: torch.device) -> AbstractContextManager[Tensor]:
         """Map it into this process's memory, for as long as the tensor or a view of it lives."""
-        return torch.from_file(f"{FOLDER}/{self.name}", shared=True, size=self.size, dtype=torch.uint8), _nothing
+        return nullcontext(torch.from_file(f"{FOLDER}/{self.name}", shared=True, size=self.size, dtype=torch.uint8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +72,14 @@ class DeviceSegment:
     handle: bytes
     size: int
 
-    def map(self, device: torch.device) -> tuple[Tensor, Callable[[], None]]:
+    @contextmanager
+    def map(self, device: torch.device) -> Iterator[Tensor]:
         """Open it. To torch the memory is this rank's, which reads it over NVLink or PCIe."""
         address = open_handle(self.handle)
-        return _tensor_at(address, self.size, device), lambda: close_handle(address)
+        try:
+            yield _tensor_at(address, self.size, device)
+        finally:
+            close_handle(address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +95,14 @@ class BucketReader:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._mapped: dict[Segment, tuple[Tensor, Callable[[], None]]] = {}
+        self._mapped: dict[Segment, Tensor] = {}
+        self._open = ExitStack()
 
     def read(self, bucket: Bucket, take: Callable[[Piece, Tensor], None]) -> None:
         """Call `take` with each piece and its rows, which it copies; returns when the copies are complete."""
         if bucket.segment not in self._mapped:
-            self._mapped[bucket.segment] = bucket.segment.map(self._device)
-        segment, _ = self._mapped[bucket.segment]
+            self._mapped[bucket.segment] = self._open.enter_context(bucket.segment.map(self._device))
+        segment = self._mapped[bucket.segment]
         for piece in bucket.pieces:
             take(piece, piece.within(segment))
         if self._device.type == "cuda":
@@ -103,12 +110,11 @@ class BucketReader:
 
     def close(self) -> None:
         """Let go of all segments."""
-        while self._mapped:
-            _, (_, let_go) = self._mapped.popitem()
-            let_go()
+        self._mapped.clear()
+        self._open.close()
 
 
-class Buckets:
+class Buckets(ABC):
     """Rank 0's end: gathers rows in a part of its segment, and sends the part when it is full.
 
     The channel sends a message when every rank has received the one before, and so has read the bucket before that. So
@@ -125,9 +131,9 @@ class Buckets:
         self._used = 0  # bytes of the part
         self._pieces: list[Piece] = []  # in the part
 
+    @abstractmethod
     def open(self) -> None:
         """Make the segment. Raises RuntimeError when there is no room for it, saying why and what would help."""
-        raise NotImplementedError
 
     def put(self, name: str, tensor: Tensor, is_stack: bool) -> None:
         """Gather a tensor, or the entries of a stack. A full part is sent."""
@@ -154,9 +160,9 @@ class Buckets:
             self._send(Bucket(self._segment, self._pieces))
             self._part, self._pieces, self._used = (self._part + 1) % PARTS, [], 0
 
+    @abstractmethod
     def close(self) -> None:
         """Give the segment back, when every rank has read what was sent, or none reads any more."""
-        raise NotImplementedError
 
     def _use(self, segment: Segment, memory: Tensor) -> None:
         self._segment, self._memory = segment, memory
@@ -173,7 +179,8 @@ class SharedBuckets(Buckets):
         with explained():
             self._shared = make_segment(PARTS * PART_BYTES, PARTS * LEAST_PART_BYTES)
         segment = SharedSegment(self._shared.name, self._shared.size)
-        self._use(segment, segment.map(torch.device("cpu"))[0])
+        with segment.map(torch.device("cpu")) as memory:
+            self._use(segment, memory)
 
     def close(self) -> None:
         """Give the shared memory back."""
@@ -212,7 +219,3 @@ def _tensor_at(address: int, size: int, device: torch.device) -> Tensor:
     """Return device memory as a tensor, [size] uint8. Torch does not ask CUDA whose memory it is."""
     construct: Any = torch._C._construct_storage_from_data_pointer
     return torch.empty(0, dtype=torch.uint8, device=device).set_(construct(address, device, size))
-
-
-def _nothing() -> None:
-    pass

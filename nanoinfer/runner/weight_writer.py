@@ -58,8 +58,6 @@ class WeightWriter:
     def begin(self) -> None:
         """Forget what was written before."""
         self._written.clear()
-        self._targets.clear()
-        self._sources.clear()
         self._holders.clear()
         self._unlike.clear()
 

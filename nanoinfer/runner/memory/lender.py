@@ -33,10 +33,7 @@ class Lender:
 
     def save_weights(self) -> None:
         """Copy the weights to host memory, from which `take_back` restores them."""
-        weights = self._regions["weights"]
-        if weights.is_lent:
-            return
-        content = weights.content()
+        content = self._regions["weights"].content()
         try:
             self._copy = self._copy or HostCopy(len(content), self._device)
             self._copy.save(content)
