@@ -21,6 +21,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.engine.block_manager import BlockManager, Content
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
+BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take memory of the same GPU
 torch.set_num_threads(2)  # the models are tiny: more threads wait for each other
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore Ctrl-C
 

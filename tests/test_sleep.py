@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HAS_CUDA
+from conftest import BESIDE_OTHERS, HAS_CUDA
 from test_models import CASES, build
 from test_weights import GPU_OPTIONS, INCOMPLETE, OPTIONS, PROMPTS, results, weights_of
 
@@ -31,7 +31,6 @@ DEVICES = [
     pytest.param({**GPU_OPTIONS, "tensor_parallel_size": 2}, id="gpu, 2 ranks", marks=pytest.mark.multi_gpu),
 ]
 SLEEPS = "this LLM sleeps.*call wake_up"
-BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take memory of the same GPU
 
 
 @pytest.fixture(params=DEVICES)

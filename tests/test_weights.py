@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import test_lifecycle
@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.parallel import buckets, channel
+from nanoinfer.request import Fate
 from nanoinfer.weights import sources
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,6 +40,7 @@ Tensors = dict[str, Tensor]
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 160}
 GPU_OPTIONS = {"kvcache_block_size": 16, "max_model_len": 160, "max_num_seqs": 4, "num_kvcache_blocks": 64}
 PROMPTS = [[7], list(range(20, 60)), [5, 6] * 50]
+WRITER = "weight_writer.py"
 INCOMPLETE = "weights are incomplete.*update_weights.*partial=False, or by load_weights"
 
 
@@ -678,13 +680,25 @@ class TestRequestsThatRun:
         llm.update_weights(bundled)
         assert [len(output.token_ids) for output in self.finish(llm)] == [40, 40, 40]
 
-    @pytest.mark.parametrize("in_flight", ["recompute", "keep", "abort"])
+    @pytest.mark.parametrize(
+        ("in_flight", "files", "stride"),
+        [
+            *((fate, (*HOST_FILES, "updater.py", "sources.py", "roll.py", WRITER), 293) for fate in get_args(Fate)),
+            ("recompute", (WRITER,), 13),
+        ],
+    )
     def test_an_interrupt_at_any_line_leaves_no_mixture(
-        self, in_flight: str, llm: LLM, bundled: Tensors, other: Tensors, monkeypatch: pytest.MonkeyPatch
+        self,
+        in_flight: Fate,
+        files: tuple[str, ...],
+        stride: int,
+        llm: LLM,
+        bundled: Tensors,
+        other: Tensors,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """The test interrupts at every 293rd line, and near the end at each but where the lock is given back."""
-        more = "updater.py", "sources.py", "roll.py", "weight_writer.py"
-        monkeypatch.setattr(test_lifecycle, "HOST_FILES", HOST_FILES + more)
+        """The test interrupts at every so many lines, and near the end at each but where the lock is given back."""
+        monkeypatch.setattr(test_lifecycle, "HOST_FILES", files)
         expected = results(llm)
 
         def update(trace: Interrupt) -> None:
@@ -698,7 +712,7 @@ class TestRequestsThatRun:
         whole = Interrupt()
         update(whole)
         self.finish(llm)
-        for line in [*range(1, whole.count - 15, 293), *range(whole.count - 15, whole.count - 1)]:
+        for line in [*range(1, whole.count - 15, stride), *range(whole.count - 15, whole.count - 1)]:
             with pytest.raises(KeyboardInterrupt):
                 update(Interrupt(line))
             before = llm.weights_version

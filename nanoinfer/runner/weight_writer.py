@@ -18,6 +18,7 @@ from nanoinfer.weights.shards import Table, Target, table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
 MOST_WAITING = 1024  # copies; CUDA launches many small ones together in the time of a few
+SMALL_BYTES = 16 << 20  # CUDA copies a larger tensor faster by itself
 
 
 class WeightWriter:
@@ -29,8 +30,7 @@ class WeightWriter:
         self._device = device
         self._reader = BucketReader(device)
         self._written: dict[str, None] = {}  # tensors, since the last `begin`
-        self._targets: list[Tensor] = []  # that wait for their copies
-        self._sources: list[Tensor] = []
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # targets and sources of copies that come together
         self._holders: dict[int, str] = {}  # the tensor that each target got, by the target's id
         self._unlike: list[tuple[str, Tensor]] = []  # a tensor whose target had been filled, and whether it differs
 
@@ -57,6 +57,7 @@ class WeightWriter:
 
     def begin(self) -> None:
         """Forget what was written before."""
+        self._waiting.clear()  # an interrupt may have come before `end`
         self._written.clear()
         self._holders.clear()
         self._unlike.clear()
@@ -75,19 +76,18 @@ class WeightWriter:
             if holder != name:
                 self._copy_waiting()
                 self._compare(name, target, source)
-            elif stays and isinstance(target, Tensor):
-                self._targets.append(target)
-                self._sources.append(source)
+            elif stays and isinstance(target, Tensor) and target.nbytes <= SMALL_BYTES:
+                self._waiting.append((target, source))
             else:
                 target.copy_(source)
         self._written[name] = None
-        if len(self._targets) >= MOST_WAITING:
+        if len(self._waiting) >= MOST_WAITING:
             self._copy_waiting()
 
     def _copy_waiting(self) -> None:
-        targets, sources = self._targets, self._sources
-        self._targets, self._sources = [], []
-        if targets:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            targets, sources = zip(*waiting, strict=True)
             torch._foreach_copy_(targets, sources)
 
     def _compare(self, name: str, target: Target, source: Tensor) -> None:
