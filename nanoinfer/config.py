@@ -33,8 +33,8 @@ class Config:
 
     model: a folder with config.json and *.safetensors, or a Hugging Face Hub id
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
-    max_num_seqs: at most this many sequences run at once; refused if their rows (logits, block tables, tokens so far)
-        may take more than half of the memory that may be in use; None: the default
+    max_num_seqs: at most this many sequences run at once; None: the default. Their rows (logits, block tables, tokens so
+        far) may take at most half of the memory that may be in use
     max_model_len: a sequence has at most this many tokens, prompt and output; None: the default; the model's own limit
         is kept where it is lower
     gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
@@ -49,8 +49,8 @@ class Config:
         tokens
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on the CPU
-    lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32; an
-        embedding that is the same matrix keeps `dtype` beside it; "auto": all of this has `dtype`
+    lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An
+        embedding that is the same matrix keeps `dtype` beside it. "auto": all of this has `dtype`
     logprobs_mode: "raw_logprobs": log-probabilities come from the model's own logits; "processed_logprobs": from the
         distribution that each token was drawn from, after penalties, bias, masks, temperature and filters. A token that
         could not be drawn has no entry then, and at temperature 0 the drawn token has 0.0. Nobody drew a prompt's
@@ -68,8 +68,8 @@ class Config:
     tokenizer_revision: as revision, for the tokenizer's Hub id
     trust_remote_code: False; True is refused, because no remote code runs
     worker_timeout: the engine ends when a rank's process does not run for this many seconds, because it is stopped or
-        starved; on CUDA it also ends when a step takes that long; float("inf"): it waits for ever. With
-        tensor_parallel_group it ends when a rank waits that long for another while requests run; before they run, ranks
+        starved. On CUDA it also ends when a step takes that long. float("inf"): it waits for ever. With
+        tensor_parallel_group it ends when a rank waits that long for another while requests run. Before they run, ranks
         wait for each other for half an hour
 
     Integers, numbers and booleans may come from any library; a boolean does not count as an integer.

@@ -46,11 +46,11 @@ class LLM:
 
     The methods of an LLM raise these errors:
 
-    ValueError: an option, an argument or a setting cannot work, or the LLM is closed; the message names the argument,
-        its value and what would work; nothing has run yet
+    ValueError: an option, an argument or a setting cannot work, or the LLM is closed. The message names the argument,
+        its value and what would work. Nothing has run yet
     RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not
-        ended; or it sleeps; or an update of the weights broke off, and they are incomplete
-    WorkerError: a tensor-parallel rank died or hangs, or the ranks of tensor_parallel_group were not called alike; the
+        ended. Or the LLM sleeps. Or an update of the weights broke off, and they are incomplete
+    WorkerError: a tensor-parallel rank died or hangs, or the ranks of tensor_parallel_group were not called alike. The
         LLM is closed, and later calls raise the error again
     KeyboardInterrupt: Ctrl-C in generate, chat, stream or step drops every request and leaves the LLM usable. With
         several ranks it takes effect when the step is complete. A second Ctrl-C, more than a second after the first,
@@ -77,8 +77,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for every prompt; returns the outputs in the prompts' order.
 
-        prompts: strings, lists of token ids, or mappings with one of these, {"prompt": text} or
-            {"prompt_token_ids": ids}; a lone string or mapping counts as a list of one
+        prompts: strings, lists of token ids, or mappings: {"prompt": text} or {"prompt_token_ids": ids}. A lone string
+            or mapping counts as a list of one
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode
         lora_request: None, which vLLM's callers may pass: there is no LoRA here
@@ -250,13 +250,13 @@ class LLM:
         """Write a trainer's tensors into the weights, in place; returns the new weights_version.
 
         named_tensors: names and tensors as the checkpoint has them, such as model.named_parameters(), or a mapping.
-            Tensors may be on any device, and of 16, 32 or 64 bits. Those of an iterator are written as they come, and
-            not kept; those of a list or a dictionary are all checked before
+            Tensors may be on any device, and of 16, 32 or 64 bits. The LLM writes those of an iterator as they come,
+            and keeps none. It checks all of a list or a dictionary before it writes the first
         partial: True: the other weights stay as they are; False: all tensors of the model must come
         in_flight: what becomes of the requests of add_request that have begun. "recompute": they keep their tokens,
-            and their prompts and tokens are computed again, so that later tokens and log-probabilities are those of
-            the new weights alone; "keep": they go on with the keys and values of the old weights; "abort": they end,
-            and the next step returns them
+            and the LLM computes prompts and tokens again. Later tokens and log-probabilities are then those of the new
+            weights alone. "keep": they go on with the keys and values of the old weights. "abort": they end, and the
+            next step returns them
 
         Afterwards no request shares what the old weights have computed. If named_tensors raises an error, or Ctrl-C
         comes, the weights are incomplete: generate and the like raise RuntimeError until all weights have been written.

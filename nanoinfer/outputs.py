@@ -75,8 +75,8 @@ class SampleOutput(Output):
     """One sample of a prompt, a dictionary whose keys are attributes too.
 
     index: the sample's number among its prompt's, from 0 to n - 1
-    text: the generated text, without special tokens and without a stop string, unless SamplingParams keeps them; a
-        checkpoint's clean_up_tokenization_spaces does not change it; empty without a tokenizer, and with
+    text: the generated text, without special tokens and without a stop string, unless SamplingParams keeps them. A
+        checkpoint's clean_up_tokenization_spaces does not change it. It is empty without a tokenizer, and with
         detokenize=False
     token_ids: all generated tokens; the last may be an end-of-sequence token or a stop token
     finish_reason: "stop" for a stop string, a stop token or an end of sequence; "length" at max_tokens or
@@ -87,12 +87,13 @@ class SampleOutput(Output):
         several pairs if llm.update_weights or llm.load_weights came in between
     logprobs: for each generated token a mapping from token ids to a LogProb, the token itself always among them;
         None if SamplingParams did not ask
-    kept_tokens: for each generated token, how many tokens could have been drawn in its place, and the log of the
-        probability that these had together at this temperature, before min_tokens, a form (structured_outputs) and
-        filters left out the others; at temperature 0 one token, and 0.0; None if SamplingParams did not ask
-    routed_experts: [tokens, layers, experts a token uses] uint8, or int16 where a layer has more than 256 experts: the
-        experts that each token of prompt and output took, the likeliest first, in the layers that have experts; the
-        last generated token took none yet; None without LLM's routed_experts
+    kept_tokens: for each generated token, how many tokens could have been drawn in its place, and a logarithm: of the
+        probability that these had together at this temperature. The others are those that min_tokens, a form
+        (structured_outputs) or filters left out. At temperature 0 it is one token, and 0.0. None if SamplingParams did
+        not ask
+    routed_experts: the experts that each token of prompt and output took, the likeliest first, in the layers that have
+        experts: [tokens, layers, experts a token uses] uint8, or int16 where a layer has more than 256. The last
+        generated token took none yet. None without LLM's routed_experts
 
     A SampleOutput has one more attribute, which is no key:
 

@@ -1,7 +1,7 @@
 """Regions: device memory at addresses that stay, while its pages go back to the driver and come again.
 
-Captured graphs hold addresses. So what lends its memory, the weights and the KV cache, lies in ranges of addresses that
-the process keeps (CUDA Driver API, virtual memory management). The pages behind them come and go.
+Captured graphs hold addresses. So weights and KV cache, which lend their memory, lie in ranges of addresses that the
+process keeps (CUDA Driver API, virtual memory management). The pages behind them come and go.
 """
 
 from __future__ import annotations
