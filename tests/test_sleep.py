@@ -324,7 +324,7 @@ class TestMemoryOfAGPU:
         llm = make_llm(**GPU_OPTIONS)
         before = results(llm)
 
-        def refuse(*_: object) -> None:
+        def refuse(*_: object, **__: object) -> None:
             raise OSError("no room")
 
         with monkeypatch.context() as patch:
