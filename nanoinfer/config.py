@@ -33,8 +33,8 @@ class Config:
 
     model: a folder with config.json and *.safetensors, or a Hugging Face Hub id
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
-    max_num_seqs: at most this many sequences run at once; None: the default. Their rows (logits, block tables, tokens so
-        far) may take at most half of the memory that may be in use
+    max_num_seqs: at most this many sequences run at once; None: the default. Their rows (logits, block tables, tokens
+        so far) may take at most half of the memory that may be in use
     max_model_len: a sequence has at most this many tokens, prompt and output; None: the default; the model's own limit
         is kept where it is lower
     gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
