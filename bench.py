@@ -64,7 +64,8 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         repeats = [time_repeat(llm, work, index, args.sampling) for index in range(count)]
         # Measure beside the engine: on an H200, memory that the engine has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
-    floor = Floor.of(work, config.description, config.max_num_seqs, config.torch_dtype.itemsize)
+    itemsizes = config.torch_dtype.itemsize, config.torch_cache_dtype.itemsize
+    floor = Floor.of(work, config.description, config.max_num_seqs, *itemsizes)
     floor_seconds = floor.seconds(bandwidth, flops, args.tp)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
     return {
@@ -78,6 +79,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         "sampling": {name: getattr(args.sampling, name) for name in SAMPLING_OPTIONS},
         "logprobs": args.logprobs,
         "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "num_seqs": recipe.num_seqs,
         "tokens_in": work.tokens_in,
         "tokens_out": work.tokens_out,
@@ -104,6 +106,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             max_num_seqs=args.recipe.max_num_seqs,
             max_model_len=args.recipe.max_model_len,
             dtype=args.dtype,
+            kv_cache_dtype=args.kv_cache_dtype,
             device=args.device,
             load_format=args.load_format,
         )
@@ -276,6 +279,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=SAMPLING.top_k, help="default: all tokens")
     parser.add_argument("--top-p", type=float, default=SAMPLING.top_p, help="default: 1")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")

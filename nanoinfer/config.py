@@ -15,6 +15,7 @@ from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import find_tokenizer
+from nanoinfer.kernels.attention.fp8 import FP8
 from nanoinfer.models import describe
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.weights.sources import FileSource
@@ -51,6 +52,8 @@ class Config:
     dtype: "float32", "float16" or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on the CPU
     lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An
         embedding that is the same matrix keeps `dtype` beside it. "auto": all of this has `dtype`
+    kv_cache_dtype: "fp8": the KV cache holds keys and values in eight bits (e4m3), by the checkpoint's own scales if it
+        has some; flash_attn cannot read it; "auto": the cache has `dtype`
     logprobs_mode: "raw_logprobs": log-probabilities come from the model's own logits; "processed_logprobs": from the
         distribution that each token was drawn from, after penalties, bias, masks, temperature and filters. A token that
         could not be drawn has no entry then, and at temperature 0 the drawn token has 0.0. Nobody drew a prompt's
@@ -88,6 +91,7 @@ class Config:
     attention_backend: str = "auto"
     dtype: str = "auto"
     lm_head_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     logprobs_mode: str = RAW
     routed_experts: bool = False
     device: str = "auto"
@@ -126,12 +130,14 @@ class Config:
         self.description = self.description.within(self.max_model_len)
         self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
         self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
+        self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
         self.attention_backend = choose_backend(
             self.attention_backend,
             self.device,
             self.torch_dtype,
             self.kvcache_block_size,
             self.description.head_dim,
+            self.kv_cache_dtype == "fp8",
         )
         self._check_num_blocks()
 
@@ -144,6 +150,11 @@ class Config:
     def torch_head_dtype(self) -> torch.dtype:
         """The dtype of the logits, and of the matrix that computes them."""
         return self.torch_dtype if self.lm_head_dtype == "auto" else torch.float32
+
+    @property
+    def torch_cache_dtype(self) -> torch.dtype:
+        """The dtype of the KV cache."""
+        return self.torch_dtype if self.kv_cache_dtype == "auto" else FP8
 
     @property
     def is_plain_cpu(self) -> bool:

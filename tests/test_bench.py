@@ -131,6 +131,11 @@ def test_the_floor_counts_what_must_be_read_and_computed() -> None:
     assert floor.seconds(1e6, 2e6, 4) == pytest.approx((floor.decode_bytes / 1e6 + floor.prefill_flops / 2e6) / 4)
 
 
+def test_the_floor_counts_the_bytes_of_a_smaller_cache() -> None:
+    floor = bench.Floor.of(bench.Workload([[1, 2, 3]], [3]), Shape, max_num_seqs=8, itemsize=2, cache_itemsize=1)
+    assert floor.decode_bytes == 2 * (2 * LAYER + 800) * 2 + (4 + 5) * (2 * 2 * 8)
+
+
 def test_too_few_rows_cost_more_steps() -> None:
     work = bench.Workload([[1]] * 8, [11] * 8)
     few, many = (bench.Floor.of(work, Shape, rows, itemsize=2).decode_bytes for rows in (2, 8))

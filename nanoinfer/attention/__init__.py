@@ -16,28 +16,49 @@ from nanoinfer.checks import check_choice
 class AttentionBackend(Protocol):
     """The interface of a backend. layers/attention.py calls it once the new keys and values are in the cache.
 
-    The tensors have the shapes that kernels/attention/paged_prefill.py and paged_decode.py describe.
+    The tensors have the shapes that kernels/attention/paged_prefill.py and paged_decode.py describe. A cache of another
+    dtype than FP8 needs no kv_scales.
     """
 
     def prepare_decode(self, context: Context) -> None:
         """Compute what all layers of a decode step need. The runner calls this before the first layer."""
         ...
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
+    def prefill(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        context: Context,
+        scoring: Scoring,
+        kv_scales: Tensor | None = None,
+    ) -> Tensor:
         """Attend from packed queries, each to the keys that it sees (Scoring.window) in its sequence's context."""
         ...
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
+    def decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        context: Context,
+        scoring: Scoring,
+        kv_scales: Tensor | None = None,
+    ) -> Tensor:
         """Attend from one query per sequence, to the keys that it sees (Scoring.window) in its context."""
         ...
 
 
+HAS_FP8 = (8, 9)  # the first GPUs that convert FP8
 BACKENDS = ("flash_attn", "triton", "torch")
 
 
-def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int, head_dim: int) -> str:
+def choose_backend(
+    name: str, device: str, dtype: torch.dtype, block_size: int, head_dim: int, in_fp8: bool = False
+) -> str:
     """Return the backend that `name` stands for. "auto" is torch on the CPU, and on CUDA triton, the fastest.
 
+    in_fp8: whether the KV cache is in FP8
     Raises ValueError, with the reason, if the named backend cannot run.
     """
     name = check_choice("attention_backend", name, ["auto", *BACKENDS])
@@ -45,9 +66,9 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int, 
         return "torch" if device == "cpu" else "triton"
     problem = None
     if name == "flash_attn":
-        problem = _flash_attn_problem(device, dtype, block_size, head_dim)
+        problem = _flash_attn_problem(device, dtype, block_size, head_dim, in_fp8)
     elif name == "triton":
-        problem = _triton_problem(device)
+        problem = _triton_problem(device, in_fp8)
     if problem:
         raise ValueError(f"attention_backend={name!r}: {problem}")
     return name
@@ -71,7 +92,7 @@ def make_backend(name: str, windows: Iterable[int | None]) -> AttentionBackend:
     return TorchBackend(windows)
 
 
-def _flash_attn_problem(device: str, dtype: torch.dtype, block_size: int, head_dim: int) -> str | None:
+def _flash_attn_problem(device: str, dtype: torch.dtype, block_size: int, head_dim: int, in_fp8: bool) -> str | None:
     if device != "cuda":
         return f"needs device='cuda', not {device!r}"
     if importlib.util.find_spec("flash_attn") is None:
@@ -80,14 +101,19 @@ def _flash_attn_problem(device: str, dtype: torch.dtype, block_size: int, head_d
         return f"needs dtype bfloat16 or float16, not {dtype}"
     if block_size % 256:
         return f"needs a kvcache_block_size that is a multiple of 256, not {block_size}"
+    if in_fp8:
+        return "cannot read a KV cache of kv_cache_dtype='fp8'; 'triton' and 'torch' can"
     if head_dim > 256 or head_dim % 8:
         return f"needs a head_dim of at most 256 and a multiple of 8, not {head_dim}"
     return None
 
 
-def _triton_problem(device: str) -> str | None:
+def _triton_problem(device: str, in_fp8: bool) -> str | None:
     import triton
 
     if device == "cpu" and not triton.knobs.runtime.interpret:
         return "needs device='cuda', or TRITON_INTERPRET=1 in the environment to interpret the kernels on the CPU"
+    if device == "cuda" and in_fp8 and (capability := torch.cuda.get_device_capability()) < HAS_FP8:
+        needed, has = (".".join(map(str, numbers)) for numbers in (HAS_FP8, capability))
+        return f"needs a GPU of compute capability {needed} or more for kv_cache_dtype='fp8', not {has}; use 'torch'"
     return None

@@ -23,7 +23,15 @@ class TritonBackend:
             window: plan_decode(context.context_lens, context.kv_cache[0, 0], window=window) for window in self.windows
         }
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
+    def prefill(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        context: Context,
+        scoring: Scoring,
+        kv_scales: Tensor | None = None,
+    ) -> Tensor:
         """Attend from packed queries."""
         packed = context.prefill
         assert packed is not None
@@ -38,9 +46,18 @@ class TritonBackend:
             scoring.scale,
             scoring.window,
             scoring.softcap,
+            kv_scales,
         )
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
+    def decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        context: Context,
+        scoring: Scoring,
+        kv_scales: Tensor | None = None,
+    ) -> Tensor:
         """Attend from one query per sequence."""
         return paged_decode_triton(
             q,
@@ -51,4 +68,5 @@ class TritonBackend:
             scoring.scale,
             context.decode_plans[scoring.window],
             scoring.softcap,
+            kv_scales,
         )

@@ -105,7 +105,7 @@ def shapes_of(llm: LLM) -> Shapes:
     return [
         (name, shards[0].shape, llm.config.torch_dtype)
         for name, shards in table.items()
-        if not shards[0].replaces and shards[0].entry is None
+        if not shards[0].replaces and not shards[0].optional and shards[0].entry is None
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,7 @@ from nanoinfer.kernels.attention.qkv import norm_rotate_store, sum_squares
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.shards import Shard
 
 
 class Attention(nn.Module):
@@ -18,6 +21,7 @@ class Attention(nn.Module):
 
     def __init__(
         self,
+        name: str,
         layer: int,
         scoring: Scoring,
         backend: AttentionBackend,
@@ -28,6 +32,7 @@ class Attention(nn.Module):
     ) -> None:
         """Store the layer's settings.
 
+        name: the attention's module in the checkpoint
         layer: this layer's index in the KV cache
         rotary: None: the layer does not rotate its queries and keys
         query_scales: [positions] float32, factors of the rotated queries (kernels.attention.qkv); None: no factors
@@ -35,6 +40,7 @@ class Attention(nn.Module):
         full_norms: given if each norm goes over all heads of a token at once
         """
         super().__init__()
+        self.name = name
         self.layer = layer
         self.scoring = scoring
         self.backend = backend
@@ -42,6 +48,7 @@ class Attention(nn.Module):
         self.query_scales = query_scales
         self.norms = None if norms is None else nn.ModuleList(norms)
         self.full_norms = full_norms
+        self.kv_scales = torch.ones(2, dtype=torch.float32)  # see kernels.attention.fp8
         self.q_norm = None if norms is None else norms[0].norm
         self.k_norm = None if norms is None else norms[1].norm
 
@@ -64,9 +71,16 @@ class Attention(nn.Module):
             k_cache,
             v_cache,
             context.slot_mapping,
+            self.kv_scales,
         )
         attend = self.backend.decode if context.prefill is None else self.backend.prefill
-        return attend(q, k_cache, v_cache, context, self.scoring)
+        return attend(q, k_cache, v_cache, context, self.scoring, self.kv_scales)
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards of the scales that a checkpoint may have for a KV cache of FP8."""
+        for scale, kind in zip(self.kv_scales.split(1), "kv", strict=True):
+            for name in (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale"):
+                yield Shard(f"{self.name}.{name}", scale, (1,), random="ones", optional=True)
 
 
 class FullWidth:

@@ -45,6 +45,7 @@ class SelfAttention(nn.Module):
         names = tuple(prefix + name for name in model.names.qkv)
         self.qkv_proj = ColumnParallelLinear(names, model.hidden_size, heads, tp, model.head_dim, model.qkv_bias)
         self.attention = Attention(
+            f"{prefix}self_attn",
             layer,
             Scoring(model.attention_scale, model.windows[layer], model.score_cap),
             backend,

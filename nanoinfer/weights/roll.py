@@ -46,7 +46,7 @@ class Roll:
             return False
         if dtype not in FLOATS:
             raise ValueError(f"{place}: {name} has numbers of type {dtype}, which are not supported as weights")
-        if tuple(shape) != shards[0].shape:
+        if tuple(shape) != shards[0].shape and not (shards[0].shape == (1,) and tuple(shape) == ()):
             raise ValueError(f"{place}: {name} has shape {list(shape)}, but the model needs {list(shards[0].shape)}")
         self.come[name] = None
         if is_stack:
@@ -65,7 +65,7 @@ class Roll:
     def _missing(self) -> list[str]:
         replaced = {other for name in self.come for other in self._table[name][0].replaces}
         names = self._table.keys() - self.come.keys() - replaced
-        return sorted(name for name in names if not self._table[name][0].replaces)
+        return sorted(name for name in names if not (self._table[name][0].replaces or self._table[name][0].optional))
 
     def _like_unknown(self) -> list[str]:
         """Return the known names that are most like the unknown ones, with these ones' numbers of layers and experts.

@@ -25,6 +25,7 @@ class Shard:
     random: the numbers that fill the target if there is no checkpoint
     entry: the tensor is a stack of such tensors, along a first dimension that `dim` does not count; use this one
     replaces: names of the tensors that a checkpoint may store instead
+    optional: few checkpoints have the tensor; the target holds what it needs without it
     takes_all: whether the target takes the whole tensor
     """
 
@@ -36,6 +37,7 @@ class Shard:
     random: Fill = "noise"
     entry: int | None = None
     replaces: tuple[str, ...] = ()
+    optional: bool = False
     takes_all: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -81,7 +81,7 @@ class FileSource:
         for name, tensor, _ in self._tensors():
             if name in table:
                 for shard in table[name]:
-                    shard.target.copy_(tensor[shard.index])
+                    shard.target.copy_(tensor[...] if shard.takes_all else tensor[shard.index])
                 copied.append(name)
         return copied
 

@@ -14,6 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.attention.fp8 import read
 from nanoinfer.kernels.attention.scores import scores_of
 
 SPARE_KEYS = 64  # one more call costs as much as so many masked keys: a block joins a run if it adds no more
@@ -136,18 +137,31 @@ def _plan(runs: list[Run], rows: list[int], num_rows: int) -> RunPlan:
 
 
 def paged_decode_cpu(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: RunPlan, scale: float, softcap: float | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: RunPlan,
+    scale: float,
+    softcap: float | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attend from each row's one query to its context, as paged_decode_reference does.
 
     q: [rows, heads, head_dim]; plan: from plan_runs
     k_cache, v_cache: [blocks, block_size, kv_heads, head_dim]. In memory the keys of a head are neighbours, or torch
         copies every key
+    kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
     Returns [rows, heads, head_dim].
     """
     kv_heads = k_cache.shape[2]
     grouped = q.unflatten(1, (kv_heads, -1))  # one KV head's query heads stand as its queries
-    attended = [_attend(grouped[run.rows], k_cache, v_cache, run, scale, softcap) for run in plan.runs]
+    k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
+
+    def attend(run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = read(run.of(k_cache), q.dtype, k_scale), read(run.of(v_cache), q.dtype, v_scale)
+        return _attend(grouped[run.rows], k, v, run, scale, softcap)
+
+    attended = list(map(attend, plan.runs))
     outs = torch.cat([out.flatten(0, 1) for out, _, _ in attended])
     if not plan.is_split:
         return outs.index_select(0, plan.results[:, 0]).flatten(1, 2)
@@ -162,10 +176,12 @@ def paged_decode_cpu(
 
 
 def _attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, run: Run, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q: [blocks, readers, kv_heads, group, head_dim]. Returns q's shape, the scores and the weights, keys last."""
-    k, v = run.of(k_cache), run.of(v_cache)
+    """q: [blocks, readers, kv_heads, group, head_dim]; k, v: [blocks, kv_heads, keys, head_dim].
+
+    Returns q's shape, the scores and the weights, keys last.
+    """
     readers = q.shape[1]
     scores = scores_of(q.transpose(1, 2).flatten(2, 3), k, scale, softcap).unflatten(2, (readers, -1)).transpose(1, 2)
     if run.mask is not None:

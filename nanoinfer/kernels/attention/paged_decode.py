@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.attention.fp8 import FP8, as_bytes, load_halves, read
 from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
 from nanoinfer.kernels.launch import (
     early_launch,
@@ -24,7 +26,6 @@ MAX_TILE = 128  # keys
 TILE_BYTES = 32 << 10  # of keys in shared memory, and as many of values
 FEW_ROWS = 64  # up to here, half tiles, loaded one whole tile further ahead, are faster (measured on an H200)
 MANY_ROWS = 512
-PROGRAMS_PER_SM = 2
 
 
 def paged_decode_reference(
@@ -37,6 +38,7 @@ def paged_decode_reference(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attend from each row's one query to the first `context_lens` tokens of its block table.
 
@@ -46,6 +48,7 @@ def paged_decode_reference(
     context_lens: [rows] int32, none above max_context_len; the output of a row with no context is not defined
     window: how many tokens the query sees, the last of its context; the others are not read. None: all
     softcap: see capped_attention
+    kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
     Returns [rows, heads, head_dim].
     """
     rows, heads, head_dim = q.shape
@@ -57,17 +60,33 @@ def paged_decode_reference(
     positions = positions.minimum(lens - 1)  # not beyond the context, where the cache may hold NaN
     blocks = block_tables.gather(1, positions // block_size)
 
-    def gather(cache: Tensor) -> Tensor:  # [rows, kv_heads, keys, head_dim]
-        return cache[blocks, positions % block_size].transpose(1, 2)
+    def gather(cache: Tensor, scale: Tensor | None) -> Tensor:  # [rows, kv_heads, keys, head_dim]
+        cached = as_bytes(cache)[blocks, positions % block_size].view(cache.dtype)
+        return read(cached, q.dtype, scale).transpose(1, 2)
 
+    k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
+    k, v = gather(k_cache, k_scale), gather(v_cache, v_scale)
     # The query heads of one KV head become several queries of one head, so that no key is copied for them.
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
     if softcap is None:
         bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
-        attended = F.scaled_dot_product_attention(grouped, gather(k_cache), gather(v_cache), bias, scale=scale)
+        attended = F.scaled_dot_product_attention(grouped, k, v, bias, scale=scale)
     else:
-        attended = capped_attention(grouped, gather(k_cache), gather(v_cache), mask, scale, softcap)
+        attended = capped_attention(grouped, k, v, mask, scale, softcap)
     return attended.reshape(rows, heads, head_dim)
+
+
+class Programs(NamedTuple):
+    """How the programs of a decode step run.
+
+    tile: keys; stages: of the loop over the tiles: read the block table, load the keys, use them
+    warps: of a program; per_multiprocessor: programs
+    """
+
+    tile: int
+    stages: int
+    warps: int
+    per_multiprocessor: int
 
 
 @dataclass(slots=True)
@@ -88,8 +107,9 @@ class DecodePlan:
     share_tiles: Tensor
     arrivals: Tensor
     window: int | None
-    tile: int  # keys
-    stages: int  # of the loop over the tiles: read the block table, load the keys, use them
+    tile: int  # these three as in Programs
+    stages: int
+    warps: int
 
 
 def plan_decode(
@@ -102,23 +122,21 @@ def plan_decode(
     window: how many tokens a query sees, the last of its context; None: all
     """
     rows, device = len(context_lens), context_lens.device
-    _, block_size, kv_heads, head_dim = k_cache.shape
-    tile = min(MAX_TILE, TILE_BYTES // (triton.next_power_of_2(head_dim) * k_cache.itemsize))
-    few = rows <= FEW_ROWS
+    kv_heads = k_cache.shape[2]
+    programs = choose_programs(rows, k_cache)
     if workers is None:
-        workers = max(1, PROGRAMS_PER_SM * num_multiprocessors(device) // kv_heads)
+        workers = max(1, programs.per_multiprocessor * num_multiprocessors(device) // kv_heads)
     plan = DecodePlan(
         torch.empty((workers, 4), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
         torch.empty(rows * kv_heads, dtype=torch.int32, device=device),
-        window=window,
-        tile=math.gcd(block_size, tile // 2 if few else tile),  # so that a tile lies in one block
-        stages=5 if few else 3,
+        window,
+        *programs[:3],
     )
     # One or two sizes for all numbers of rows, because Triton compiles the kernel for each size.
-    block_r, block_w = FEW_ROWS if few else max(MANY_ROWS, triton.next_power_of_2(rows)), 8
-    programs = triton.cdiv(workers, block_w)
-    _plan_kernel[(programs,)](
+    block_r, block_w = FEW_ROWS if rows <= FEW_ROWS else max(MANY_ROWS, triton.next_power_of_2(rows)), 8
+    planners = triton.cdiv(workers, block_w)
+    _plan_kernel[(planners,)](
         context_lens,
         plan.shares,
         plan.share_tiles,
@@ -127,13 +145,28 @@ def plan_decode(
         workers,
         plan.arrivals.numel(),
         WINDOW=window or 0,
-        TILE=plan.tile,
+        TILE=programs.tile,
         BLOCK_R=block_r,
         BLOCK_W=block_w,
-        BLOCK_A=triton.next_power_of_2(triton.cdiv(block_r * kv_heads, programs)),
+        BLOCK_A=triton.next_power_of_2(triton.cdiv(block_r * kv_heads, planners)),
         **early_launch(context_lens),
     )
     return plan
+
+
+def choose_programs(rows: int, k_cache: Tensor) -> Programs:
+    """Return the programs that are the fastest on an H200; k_cache: as for plan_decode."""
+    _, block_size, kv_heads, head_dim = k_cache.shape
+    block_d, few = triton.next_power_of_2(head_dim), rows <= FEW_ROWS
+    if k_cache.dtype == FP8 and block_d <= 128 and not few:
+        # Other warps compute while one converts numbers. Warps that are programs never wait for each other. But where
+        # more than two share a row's keys, combining their results costs more.
+        single = Programs(math.gcd(block_size, 32), stages=5, warps=1, per_multiprocessor=8)
+        if single.per_multiprocessor * num_multiprocessors(k_cache.device) <= 2 * rows * kv_heads:
+            return single
+    tile = min(MAX_TILE, TILE_BYTES // (block_d * k_cache.itemsize))
+    tile = math.gcd(block_size, tile // 2 if few else tile)  # so that a tile lies in one block
+    return Programs(tile, stages=5 if few else 3, warps=4, per_multiprocessor=2)
 
 
 @triton.jit(do_not_specialize=["rows", "num_arrivals"])
@@ -189,6 +222,7 @@ def paged_decode_triton(
     scale: float,
     plan: DecodePlan,
     softcap: float | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """paged_decode_reference as one launch, with the plan's window. plan: from plan_decode of the same context_lens"""
     rows, heads, head_dim = q.shape
@@ -211,6 +245,7 @@ def paged_decode_triton(
         partial,
         lse,
         out,
+        kv_scales,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -220,10 +255,13 @@ def paged_decode_triton(
         BLOCK_SIZE=block_size,
         WINDOW=plan.window or 0,
         CAP=cap,
+        IN_FP8=k_cache.dtype == FP8,
+        ON_GPU=q.is_cuda,
         TILE=plan.tile,
+        WARPS=plan.warps,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=4,
+        num_warps=plan.warps,
         num_stages=plan.stages,
         **early_launch(q),
     )
@@ -243,6 +281,7 @@ def _paged_decode_kernel(
     partial_ptr,
     lse_ptr,
     out_ptr,
+    kv_scales_ptr,
     factor,
     q_stride,
     table_stride,
@@ -252,7 +291,10 @@ def _paged_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    ON_GPU: tl.constexpr,
     TILE: tl.constexpr,
+    WARPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
@@ -267,10 +309,14 @@ def _paged_decode_kernel(
     context_len = load_complete(context_lens_ptr + first_row, num_tiles > 0, 0)
     wait_for_predecessor(EARLY, START_SUCCESSOR=False)
 
+    if IN_FP8:
+        factor *= load_complete(kv_scales_ptr)
+        v_scale = load_complete(kv_scales_ptr + 1)
     # One program serves all query heads of a KV head, so that each key is read once.
     g = tl.arange(0, BLOCK_G)
     n = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
+    half = tl.arange(0, BLOCK_D // 2)
     head = kv_head * GROUP + g
     q_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
 
@@ -285,28 +331,43 @@ def _paged_decode_kernel(
         end_tile = tl.minimum(row_tiles, tile + left)
         q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
         table = block_tables_ptr + row * table_stride
+        row_factor = factor
+        if IN_FP8 and q.dtype == tl.bfloat16:
+            # A GPU converts FP8 to float16 twice as fast as to bfloat16; float16 holds queries of at most 1 well.
+            largest = tl.maximum(tl.max(tl.abs(q.to(tl.float32)), axis=1), 1e-30)[:, None]
+            q = (q.to(tl.float32) / largest).to(tl.float16)
+            row_factor = factor * largest
 
         top = tl.full([BLOCK_G], -1e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
-        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if IN_FP8 else BLOCK_D], tl.float32)
+        acc2 = acc
         for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):
             block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
             key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
-            offsets = key[:, None] + kv_head * HEAD_DIM + d[None, :]
+            first = key[:, None] + kv_head * HEAD_DIM
             seen = start + n < context_len
             if WINDOW > 0:
                 seen &= start + n >= first_key
             kv_mask = seen[:, None] & (d < HEAD_DIM)[None, :]
-            k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
-            v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
-            scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
+            k = tl.load(k_cache_ptr + first + d[None, :], mask=kv_mask, other=0.0).to(q.dtype)
+            if IN_FP8:
+                half_mask = seen[:, None] & (half < HEAD_DIM // 2)[None, :]
+                v, v2 = load_halves(v_cache_ptr, first // 2 + half[None, :], half_mask, q.dtype, ON_GPU)
+            else:
+                v = tl.load(v_cache_ptr + first + d[None, :], mask=kv_mask, other=0.0)
+            scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), row_factor, CAP)
             scores = tl.where(seen[None, :], scores, -1e30)
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_top[:, None])
             rescale = tl.exp2(top - new_top)
             total = total * rescale + tl.sum(weights, axis=1)
             acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            if IN_FP8:
+                acc2 = acc2 * rescale[:, None] + tl.dot(weights.to(v.dtype), v2, input_precision="ieee")
             top = new_top
+        if IN_FP8:
+            acc = tl.interleave(acc, acc2) * v_scale
         acc = acc / tl.maximum(total, 1e-30)[:, None]
 
         if (tile == 0) & (end_tile == row_tiles):
@@ -333,6 +394,7 @@ def _paged_decode_kernel(
                     num_partials,
                     GROUP,
                     HEAD_DIM,
+                    WARPS,
                 )
         left -= end_tile - tile
         tile = 0
@@ -342,12 +404,19 @@ def _paged_decode_kernel(
 
 @triton.jit
 def _combine_partials(
-    partial_ptr, lse_ptr, out_ptr, first_worker, num_partials, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    first_worker,
+    num_partials,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     """Weigh a row's partial results by their sums of exponentials: place 1 of the first worker, 0 of the others."""
     SIZE: tl.constexpr = GROUP * HEAD_DIM
     BLOCK_S: tl.constexpr = triton.next_power_of_2(SIZE)
-    BLOCK_P: tl.constexpr = max(4096 // BLOCK_S, 1)
+    BLOCK_P: tl.constexpr = max(WARPS * 1024 // BLOCK_S, 1)
     s = tl.arange(0, BLOCK_S)
     p = tl.arange(0, BLOCK_P)
     top = tl.full([BLOCK_S], -1e30, tl.float32)

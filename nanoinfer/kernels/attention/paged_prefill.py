@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.attention.fp8 import FP8, as_bytes, read
 from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
 from nanoinfer.kernels.launch import shared_memory
 
@@ -29,6 +30,7 @@ def paged_prefill_reference(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attend from each sequence's new tokens, the last of its context, each to itself and the context before it.
 
@@ -38,9 +40,11 @@ def paged_prefill_reference(
     query_lens, context_lens: how many new tokens each sequence has, and how many tokens in all
     window: how many keys a query sees, the last of them its own; blocks that no query sees are not read
     softcap: see capped_attention
+    kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
     Returns [tokens, heads, head_dim].
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
     begin = 0
     for table, query_len, context_len in zip(block_tables.tolist(), query_lens, context_lens, strict=True):
         step = query_len if window is None and softcap is None else QUERIES_AT_ONCE
@@ -48,7 +52,8 @@ def paged_prefill_reference(
             queries = min(step, query_len - first)
             stop = context_len - query_len + first + queries
             start = 0 if window is None else max(0, stop - queries + 1 - window)
-            k, v = (_gather(cache, table, start, stop).transpose(0, 1) for cache in (k_cache, v_cache))
+            k = read(_gather(k_cache, table, start, stop), q.dtype, k_scale).transpose(0, 1)
+            v = read(_gather(v_cache, table, start, stop), q.dtype, v_scale).transpose(0, 1)
             tokens = slice(begin + first, begin + first + queries)
             out[tokens] = _attend_causally(q[tokens], k, v, scale, window, softcap)
         begin += query_len
@@ -62,7 +67,7 @@ def _gather(cache: Tensor, table: list[int], start: int, stop: int) -> Tensor:
     blocks = table[skipped : math.ceil(stop / block_size)]
     first, last = blocks[0], blocks[-1] + 1
     are_neighbours = blocks == list(range(first, last))
-    gathered = (cache[first:last] if are_neighbours else cache[blocks]).flatten(0, 1)
+    gathered = (cache[first:last] if are_neighbours else as_bytes(cache)[blocks].view(cache.dtype)).flatten(0, 1)
     return gathered[start - skipped * block_size : stop - skipped * block_size]
 
 
@@ -109,6 +114,7 @@ def paged_prefill_triton(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """paged_prefill_reference as one launch.
 
@@ -129,6 +135,7 @@ def paged_prefill_triton(
         cu_query_lens,
         context_lens,
         out,
+        kv_scales,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -138,6 +145,7 @@ def paged_prefill_triton(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAP=cap,
+        IN_FP8=k_cache.dtype == FP8,
         BLOCK_M=tiles.queries,
         BLOCK_N=math.gcd(block_size, tiles.keys),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
@@ -177,6 +185,7 @@ def _paged_prefill_kernel(
     cu_query_lens_ptr,
     context_lens_ptr,
     out_ptr,
+    kv_scales_ptr,
     factor,
     q_stride,
     table_stride,
@@ -186,6 +195,7 @@ def _paged_prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    IN_FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -211,6 +221,8 @@ def _paged_prefill_kernel(
         if WINDOW > 0:
             first_key = tl.maximum(first_position + 1 - WINDOW, 0)
             full = tl.minimum(tl.cdiv(tl.maximum(first_position + BLOCK_M - WINDOW, 0), BLOCK_N) * BLOCK_N, full_end)
+        if IN_FP8:
+            factor *= tl.load(kv_scales_ptr)
         top = tl.full([BLOCK_M], -1e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -225,7 +237,7 @@ def _paged_prefill_kernel(
                 kv_mask = (d < HEAD_DIM)[None, :]
                 if part != 1:
                     kv_mask &= ((start + n >= first_key) & (start + n < context_len))[:, None]
-                k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
+                k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0).to(q.dtype)
                 scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
                 if part != 1:
                     seen = (start + n)[None, :] <= position[:, None]
@@ -237,8 +249,10 @@ def _paged_prefill_kernel(
                 weights = tl.exp2(scores - new_top[:, None])
                 rescale = tl.exp2(top - new_top)
                 total = total * rescale + tl.sum(weights, axis=1)
-                v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
+                v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0).to(q.dtype)
                 acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
                 top = new_top
+        if IN_FP8:
+            acc *= tl.load(kv_scales_ptr + 1)
         out = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM + d[None, :]
         tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=q_mask)

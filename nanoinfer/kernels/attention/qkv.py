@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.attention.fp8 import FP8, put, to_fp8
 from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_warps
 
@@ -26,6 +27,7 @@ def norm_rotate_store(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm the query and key heads, rotate them by their token's angles, and write keys and values to the cache.
 
@@ -40,6 +42,7 @@ def norm_rotate_store(
     positions: [tokens] int32, indices into cos_sin and query_scales; -1 (a padding token) counts as 0
     k_cache, v_cache: [blocks, block_size, kv_heads, head_dim]; slot s is place s % block_size of block s // block_size
     slot_mapping: [tokens] int32; the keys and values of a token whose slot is -1 are written nowhere
+    kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
     Returns the queries, [tokens, heads, head_dim]. The rotation is that of Su et al., 2021.
     """
     assert (q_norm is None) == (k_norm is None)
@@ -58,6 +61,7 @@ def norm_rotate_store(
         k_cache,
         v_cache,
         slot_mapping,
+        kv_scales,
     )
 
 
@@ -81,6 +85,7 @@ def norm_rotate_store_reference(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """norm_rotate_store in torch."""
     kv_heads = k_cache.shape[2]
@@ -101,7 +106,9 @@ def norm_rotate_store_reference(
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
     block_size = k_cache.shape[1]
     slots = slot_mapping // block_size, slot_mapping % block_size
-    k_cache[slots], v_cache[slots] = k, v
+    k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
+    put(k_cache, slots, k, k_scale)
+    put(v_cache, slots, v, v_scale)
     return q
 
 
@@ -154,6 +161,7 @@ def norm_rotate_store_triton(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """norm_rotate_store as one launch."""
     (tokens, all_heads, head_dim), kv_heads = qkv.shape, k_cache.shape[2]
@@ -176,6 +184,7 @@ def norm_rotate_store_triton(
         v_cache,
         slot_mapping,
         q,
+        kv_scales,
         HEADS=all_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
@@ -184,6 +193,7 @@ def norm_rotate_store_triton(
         ROTARY_DIM=0 if cos_sin is None else cos_sin.shape[1],
         INTERLEAVED=interleaved and cos_sin is not None,
         SCALE_QUERIES=query_scales is not None,
+        IN_FP8=k_cache.dtype == FP8,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_HEADS=HEADS_PER_PROGRAM,
         num_warps=2,
@@ -206,6 +216,7 @@ def _norm_rotate_store_kernel(
     v_cache_ptr,
     slot_mapping_ptr,
     q_ptr,
+    kv_scales_ptr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -214,6 +225,7 @@ def _norm_rotate_store_kernel(
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     SCALE_QUERIES: tl.constexpr,
+    IN_FP8: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -271,9 +283,17 @@ def _norm_rotate_store_kernel(
     q_target = q_ptr + (token * HEADS + head) * (2 * HALF) + at
     _store_pairs(q_target, out1, out2, apart, is_q & in_head)
     if slot >= 0:
+        if IN_FP8:
+            k_scale, v_scale = tl.load(kv_scales_ptr), tl.load(kv_scales_ptr + 1)
+            key1, key2 = to_fp8(out1.to(tl.float32), k_scale), to_fp8(out2.to(tl.float32), k_scale)
+            value1, value2 = to_fp8(first.to(tl.float32), v_scale), to_fp8(second.to(tl.float32), v_scale)
+        else:
+            key1, key2, value1, value2 = out1, out2, first, second
         place = slot * KV_HEADS + head - HEADS
-        _store_pairs(k_cache_ptr + place * (2 * HALF) + at, out1, out2, apart, is_k & in_head)
-        _store_pairs(v_cache_ptr + (place - KV_HEADS) * (2 * HALF) + at, first, second, apart, is_v & in_head)
+        k_target, v_target = k_cache_ptr + place * (2 * HALF) + at, v_cache_ptr + (place - KV_HEADS) * (2 * HALF) + at
+        number = k_cache_ptr.dtype.element_ty
+        _store_pairs(k_target, key1.to(number), key2.to(number), apart, is_k & in_head)
+        _store_pairs(v_target, value1.to(number), value2.to(number), apart, is_v & in_head)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.config import Config
+from nanoinfer.kernels.attention.fp8 import as_bytes
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
@@ -52,7 +53,7 @@ class Holdings:
             config.kvcache_block_size,
             self.model.num_kv_heads,
             self.model.head_dim,
-            config.torch_dtype,
+            config.torch_cache_dtype,
             by_head=config.is_plain_cpu,
         )
 
@@ -120,7 +121,7 @@ class Holdings:
             with torch.inference_mode():
                 self._lender.take_back(tag)
                 if tag == "kv_cache":
-                    self.kv_cache.zero_()  # see KVCacheSpec.allocate
+                    as_bytes(self.kv_cache).zero_()  # see KVCacheSpec.allocate
         elif tag == "kv_cache":
             self.make_cache(self._num_blocks)
         elif "weights" not in self.__dict__:

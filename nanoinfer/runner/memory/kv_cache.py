@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.attention.fp8 import as_bytes
+
 BLOCKS_AT_ONCE = 4  # in a copy
 
 
@@ -40,7 +42,8 @@ class KVCacheSpec:
         shape = (2, self.layers, num_blocks, *token_dims, self.head_dim)
         try:
             if device.type == "cuda":
-                cache = torch.empty(shape, dtype=self.dtype, device=device).zero_()
+                cache = torch.empty(shape, dtype=self.dtype, device=device)
+                as_bytes(cache).zero_()
             else:  # NumPy's zeros cost no memory before they are written
                 zeros = np.zeros(num_blocks * self.block_bytes, np.uint8)
                 cache = torch.from_numpy(zeros).view(self.dtype).view(shape)
@@ -59,5 +62,6 @@ def copy_blocks(kv_cache: Tensor, copies: Tensor) -> None:
     copies: [2, blocks] int64, the blocks to copy, and their copies
     """
     if copies.numel():
+        numbers = as_bytes(kv_cache)
         for source, destination in copies.split(BLOCKS_AT_ONCE, dim=1):
-            kv_cache[:, :, destination] = kv_cache[:, :, source]
+            numbers[:, :, destination] = numbers[:, :, source]

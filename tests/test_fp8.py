@@ -1,0 +1,327 @@
+"""A KV cache of FP8: kernels against float64 of what the cache holds, scales, and the text that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEVICE, HAS_CUDA, greedy
+from safetensors.torch import load_file, save_file
+from test_kernels import (
+    DTYPES,
+    SHAPES,
+    SHORT,
+    WINDOWS_AND_SOFTCAPS,
+    Norm,
+    assert_close,
+    attend_densely,
+    forget,
+    paged,
+    randn,
+)
+from torch import Tensor
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.attention.context import Scoring
+from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
+from nanoinfer.kernels.attention.fp8 import FP8, LARGEST
+from nanoinfer.kernels.attention.paged_decode import (
+    FEW_ROWS,
+    paged_decode_reference,
+    paged_decode_triton,
+    plan_decode,
+)
+from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from nanoinfer.kernels.attention.qkv import norm_rotate_store_reference, norm_rotate_store_triton
+
+PLAYS = "ROMEO:\nBut, soft! what light through yonder window breaks?\nIt is the east, and Juliet is the sun.\n"
+KINDS = sorted({*DTYPES, SHORT}, key=str)  # of queries
+
+
+def scales(k: float = 0.5, v: float = 3.0) -> Tensor:
+    return torch.tensor([k, v], device=DEVICE)
+
+
+def quantized(cache: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a cache in FP8, and the numbers that it stands for."""
+    in_fp8 = (cache.float() / scale).to(FP8)
+    return in_fp8, in_fp8.double() * scale
+
+
+class TestWriting:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_the_kernel_writes_the_references_bytes(self, dtype: torch.dtype) -> None:
+        """Keys and values come near powers of two, where rounding carries, below FP8's range and above it."""
+        heads, kv_heads, head_dim, tokens = 2, 3, 64, 70
+        exponents = torch.randint(-14, 12, (tokens, heads + 2 * kv_heads, head_dim), device=DEVICE)
+        qkv = (torch.exp2(exponents) * (1 + randn(*exponents.shape) / 16) * randn(*exponents.shape).sign()).to(dtype)
+        slots = torch.randperm(96, device=DEVICE)[:tokens].int()
+        slots[3] = -1
+        written = []
+        for function in (norm_rotate_store_triton, norm_rotate_store_reference):
+            caches = [torch.zeros(6, 16, kv_heads, head_dim, device=DEVICE).to(FP8) for _ in range(2)]
+            function(qkv, None, None, None, None, False, None, slots, *caches, slots, scales(0.5, 1.0))
+            written.append([cache.float() for cache in caches])  # so that 0 equals -0
+        for ours, reference in zip(*written, strict=True):
+            assert torch.equal(ours, reference)
+        keys, at = qkv[:, heads : heads + kv_heads].float() / 0.5, slots.long()
+        read = written[0][0].flatten(0, 1)[at[at >= 0]]
+        expected = keys[at >= 0].clamp(-LARGEST, LARGEST)
+        assert ((read - expected).abs() <= expected.abs() / 16 + 2**-10).all()
+
+    def test_norms_and_rotations_come_before(self) -> None:
+        qkv, angles = randn(5, 8, 64), randn(9, 32)
+        rotation = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        norm, places = Norm(randn(64), 1e-6), torch.arange(5, device=DEVICE).int()
+        plain, in_fp8 = ([torch.zeros(1, 16, 2, 64, device=DEVICE).to(kind) for _ in range(2)] for kind in (None, FP8))
+        arguments = qkv, norm, norm, None, rotation, False, None, places
+        norm_rotate_store_reference(*arguments, *plain, places)
+        norm_rotate_store_triton(*arguments, *in_fp8, places, scales(1.0, 1.0))
+        for wide, narrow in zip(plain, in_fp8, strict=True):
+            assert ((wide - narrow.float()).abs() <= wide.abs() / 16 + 2**-10).all()
+
+
+class TestReading:
+    @pytest.mark.parametrize("dtype", KINDS)
+    @pytest.mark.parametrize(("window", "softcap"), [(None, None), *WINDOWS_AND_SOFTCAPS[1:3]])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_decode(
+        self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
+    ) -> None:
+        heads, _, head_dim, block_size = shape
+        context_lens = [1, 16, 100, 300, 64, 112]
+        k_cache, v_cache, tables = paged(context_lens, *shape, torch.float32)
+        (_, k), (_, v) = quantized(k_cache, scales()[0]), quantized(v_cache, scales()[1])
+        q = randn(len(context_lens), heads, head_dim, dtype=dtype)
+        lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+        how = Scoring(head_dim**-0.5, window, softcap)
+        expected = attend_densely(q, k, v, tables, [1] * len(lens), context_lens, how)
+        starts = [0 if window is None else max(0, length - window) for length in context_lens]
+        k_cache, v_cache, tables = forget(k_cache, v_cache, tables, starts)
+        (k8, _), (v8, _) = quantized(k_cache, scales()[0]), quantized(v_cache, scales()[1])
+        for workers in (2, 7):
+            plan = plan_decode(lens, k8, workers, window)
+            assert_close(paged_decode_triton(q, k8, v8, tables, lens, how.scale, plan, softcap, scales()), expected)
+        wide = q.float()
+        assert_close(
+            paged_decode_reference(wide, k8, v8, tables, lens, 300, how.scale, window, softcap, scales()), expected
+        )
+        if DEVICE == "cpu":
+            runs = plan_runs(tables, lens, block_size, window)
+            assert_close(paged_decode_cpu(wide, k8, v8, runs, how.scale, softcap, scales()), expected)
+
+    @pytest.mark.parametrize("dtype", KINDS)
+    @pytest.mark.parametrize("shape", [(4, 2, 128, 256), (8, 1, 64, 48), (4, 2, 256, 16)])
+    def test_decode_of_many_rows(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+        """Beyond FEW_ROWS the programs have other shapes."""
+        context_lens = [1 + 37 * row % 300 for row in range(FEW_ROWS + 8)]
+        k_cache, v_cache, tables = paged(context_lens, *shape, torch.float32)
+        (k8, k), (v8, v) = quantized(k_cache, scales()[0]), quantized(v_cache, scales()[1])
+        q = randn(len(context_lens), shape[0], shape[2], dtype=dtype)
+        lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+        expected = attend_densely(q, k, v, tables, [1] * len(lens), context_lens, Scoring(0.1))
+        out = paged_decode_triton(q, k8, v8, tables, lens, 0.1, plan_decode(lens, k8), None, scales())
+        assert_close(out, expected)
+
+    @pytest.mark.parametrize("dtype", KINDS)
+    @pytest.mark.parametrize(("window", "softcap"), [(None, None), *WINDOWS_AND_SOFTCAPS[1:3]])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_prefill(
+        self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
+    ) -> None:
+        heads, _, head_dim, _ = shape
+        query_lens, context_lens = [1, 16, 70, 3, 130], [1, 16, 100, 64, 130]
+        k_cache, v_cache, tables = paged(context_lens, *shape, torch.float32)
+        (k8, k), (v8, v) = quantized(k_cache, scales()[0]), quantized(v_cache, scales()[1])
+        q = randn(sum(query_lens), heads, head_dim, dtype=dtype)
+        cu_query_lens = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+        lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+        how = Scoring(head_dim**-0.5, window, softcap)
+        expected = attend_densely(q, k, v, tables, query_lens, context_lens, how)
+        rest = how.scale, window, softcap, scales()
+        out = paged_prefill_triton(q, k8, v8, tables, cu_query_lens, lens, max(query_lens), *rest)
+        assert_close(out, expected)
+        out = paged_prefill_reference(q.float(), k8, v8, tables, query_lens, context_lens, *rest)
+        assert_close(out, expected)
+
+    @pytest.mark.parametrize("largest", [1e-6, 1.0, 1e6])
+    def test_queries_of_any_size(self, largest: float) -> None:
+        """The kernel takes queries of bfloat16 as float16, which holds no number of such a size."""
+        dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+        k_cache, v_cache, tables = paged([90, 40], 4, 2, 64, 16, torch.float32)
+        (k8, k), (v8, v) = quantized(k_cache, scales()[0]), quantized(v_cache, scales()[1])
+        q = (randn(2, 4, 64) * largest).to(dtype)
+        lens = torch.tensor([90, 40], dtype=torch.int32, device=DEVICE)
+        expected = attend_densely(q, k, v, tables, [1, 1], [90, 40], Scoring(1 / largest))
+        out = paged_decode_triton(q, k8, v8, tables, lens, 1 / largest, plan_decode(lens, k8), None, scales())
+        assert_close(out, expected)
+
+    def test_a_needle_among_30_000_keys(self) -> None:
+        """All keys but one are alike to the query, and their values add up to nothing, if no sum drops small terms."""
+        length, head_dim = 30_000, 64
+        k_cache, v_cache, tables = paged([length], 1, 1, head_dim, 256, torch.float32)
+        q = randn(1, 1, head_dim)
+        k_cache *= 0.1
+        place = 20_011
+        block, offset = tables[0, place // 256].item(), place % 256
+        k_cache[block, offset, 0], v_cache[block, offset, 0] = q[0, 0] * 2, 8.0
+        (k8, k), (v8, v) = quantized(k_cache, scales()[0]), quantized(v_cache, scales()[1])
+        lens = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+        scale = 11 / (2 * q.square().sum().item())  # the needle weighs about as much as all others
+        expected = attend_densely(q, k, v, tables, [1], [length], Scoring(scale))
+        assert 1 < expected.mean() < 7
+        short = q.to(SHORT)
+        for out in (
+            paged_decode_triton(short, k8, v8, tables, lens, scale, plan_decode(lens, k8), None, scales()),
+            paged_prefill_triton(
+                short, k8, v8, tables, torch.tensor([0, 1], device=DEVICE).int(), lens, 1, scale, None, None, scales()
+            ),
+        ):
+            assert_close(out, expected)
+
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_dtype": "fp8", "kvcache_block_size": 16, "max_model_len": 400}
+
+
+def test_a_block_takes_half_the_bytes_of_16_bits(make_llm: Callable[..., LLM]) -> None:
+    plain, in_fp8 = (
+        make_llm(**{**OPTIONS, "dtype": "float16", "kv_cache_dtype": kind}).engine.ranks.runner
+        for kind in ("auto", "fp8")
+    )
+    assert in_fp8.kv_cache.dtype == FP8
+    assert 2 * in_fp8.holdings.cache_spec.block_bytes == plain.holdings.cache_spec.block_bytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2},
+        {"max_num_batched_tokens": 7},
+        {"num_kvcache_blocks": 12, "max_model_len": 100},
+    ],
+    ids=["2 ranks", "chunks", "preemptions"],
+)
+def test_the_tokens_are_the_same_however_they_are_computed(
+    make_llm: Callable[..., LLM], options: dict[str, Any]
+) -> None:
+    prompts = [PLAYS, PLAYS[:30], "JULIET:\n"]
+    params = [greedy(24), greedy(20), SamplingParams(n=2, max_tokens=9, seed=3)]
+    first, second = make_llm(**OPTIONS), make_llm(**{**OPTIONS, **options})
+    expected = [output.token_ids for output in first.generate(prompts, params, use_tqdm=False)]
+    for _ in range(2):  # the second time the prompts come from the cache
+        assert [output.token_ids for output in second.generate(prompts, params, use_tqdm=False)] == expected
+
+
+@pytest.fixture(scope="module")
+def llms() -> Iterator[tuple[LLM, LLM]]:
+    with LLM(BUNDLED_MODEL, **{**OPTIONS, "kv_cache_dtype": "auto"}) as plain, LLM(BUNDLED_MODEL, **OPTIONS) as in_fp8:
+        yield plain, in_fp8
+
+
+GPU_OPTIONS = {**OPTIONS, "device": "cuda", "dtype": "float32", "max_num_seqs": 8, "num_kvcache_blocks": 64}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            {"attention_backend": "triton"},
+            marks=pytest.mark.skipif(HAS_CUDA, reason="needs interpreted kernels, which a CUDA device rules out"),
+            id="interpreted",
+        ),
+        pytest.param({**GPU_OPTIONS}, id="gpu", marks=pytest.mark.gpu),
+        pytest.param({**GPU_OPTIONS, "enforce_eager": True}, id="gpu, eager", marks=pytest.mark.gpu),
+        pytest.param({**GPU_OPTIONS, "attention_backend": "torch"}, id="gpu, torch", marks=pytest.mark.gpu),
+        pytest.param({**GPU_OPTIONS, "tensor_parallel_size": 2}, id="gpu, 2 ranks", marks=pytest.mark.multi_gpu),
+    ],
+)
+def test_kernels_give_the_tokens_of_the_reference(make_llm: Callable[..., LLM], options: dict[str, Any]) -> None:
+    prompts, params = [PLAYS[:20], "JULIET:\n"], SamplingParams(n=2, max_tokens=6, seed=3)
+    first, second = make_llm(**OPTIONS), make_llm(**{**OPTIONS, **options})
+    expected = [output.token_ids for output in first.generate(prompts, params, use_tqdm=False)]
+    for _ in range(2):
+        assert [output.token_ids for output in second.generate(prompts, params, use_tqdm=False)] == expected
+
+
+@pytest.mark.gpu
+def test_a_gpus_cache_wakes_up_empty(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(**{**GPU_OPTIONS, "dtype": "bfloat16"})
+    before = llm.generate(PLAYS, greedy(20), use_tqdm=False)[0].token_ids
+    llm.sleep()
+    llm.wake_up()
+    assert llm.engine.ranks.runner.kv_cache.float().eq(0).all()
+    assert llm.generate(PLAYS, greedy(20), use_tqdm=False)[0].token_ids == before
+
+
+class TestQuality:
+    """Beside the same model with a cache of its own dtype."""
+
+    def test_perplexity(self, llms: tuple[LLM, LLM]) -> None:
+        texts = [PLAYS, "GLOUCESTER:\nNow is the winter of our discontent\nMade glorious summer by this sun of York;\n"]
+        params = SamplingParams(max_tokens=200, temperature=0.7, seed=1, ignore_eos=True)
+        written = llms[0].generate(texts, params, use_tqdm=False)
+        prompts = [output.prompt_token_ids + output.token_ids for output in written]
+        scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        sums = []
+        for llm in llms:
+            outputs = llm.generate(prompts, scored, use_tqdm=False)
+            places = [zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True) for output in outputs]
+            sums.append(sum(entry[token] for of_prompt in places for token, entry in of_prompt))
+        count = sum(len(prompt) - 1 for prompt in prompts)
+        assert abs(sums[1] - sums[0]) / count < 0.005
+
+    def test_recitation(self, llms: tuple[LLM, LLM]) -> None:
+        """Each token is greedy behind the other engine's tokens: one that differs does not change all later ones."""
+        (written,) = llms[0].generate(PLAYS, greedy(300, ignore_eos=True), use_tqdm=False)
+        tokens = written.prompt_token_ids + written.token_ids
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=len(written.prompt_token_ids))
+        (output,) = llms[1].generate([tokens], params, use_tqdm=False)
+        entries = zip(tokens, output.prompt_logprobs, strict=True)
+        ranks = [entry[token].rank for token, entry in entries if entry is not None]
+        assert sum(rank == 1 for rank in ranks) >= 0.99 * len(ranks)
+
+
+class TestScales:
+    @pytest.fixture
+    def scaled(self, tmp_path: Path) -> str:
+        """A checkpoint with scales, under two names and in two shapes."""
+        for file in Path(BUNDLED_MODEL).iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(0.25)
+        tensors["model.layers.0.self_attn.v_scale"] = torch.tensor([0.5])
+        tensors["model.layers.1.self_attn.k_proj.output_scale"] = torch.tensor(2.0)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        return str(tmp_path)
+
+    def test_they_come_from_the_checkpoint(self, scaled: str) -> None:
+        with LLM(scaled, **OPTIONS) as llm, LLM(BUNDLED_MODEL, **OPTIONS) as other:
+            first, second = (block.attention.attention.kv_scales for block in llm.engine.ranks.runner.model.blocks[:2])
+            assert (first.tolist(), second.tolist()) == ([0.25, 0.5], [2.0, 1.0])
+            tokens = [one.generate(PLAYS, greedy(30), use_tqdm=False)[0].token_ids for one in (llm, other)]
+            assert tokens[0] == tokens[1]  # these scales are powers of two
+            llm.update_weights([("model.layers.1.self_attn.v_scale", torch.tensor(3.0))], partial=True)
+            assert second.tolist() == [2.0, 3.0]
+            llm.sleep(level=2)
+            llm.wake_up()
+            assert llm.load_weights(scaled) == 2
+
+    def test_a_cache_of_another_dtype_ignores_them(self, scaled: str) -> None:
+        with LLM(scaled, **{**OPTIONS, "kv_cache_dtype": "auto"}) as llm, LLM(BUNDLED_MODEL, device="cpu") as other:
+            tokens = [one.generate(PLAYS, greedy(30), use_tqdm=False)[0].token_ids for one in (llm, other)]
+            assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8': must be one of 'auto', 'fp8'"),
+        ({"kv_cache_dtype": "fp8", "attention_backend": "flash_attn"}, "attention_backend='flash_attn': "),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(BUNDLED_MODEL, **options)
