@@ -142,13 +142,14 @@ def check_fits(work: Workload, config: Config) -> None:
 def time_repeat(llm: LLM, work: Workload, index: int, sampling: SamplingParams) -> Repeat:
     """Generate all that the workload asks for, with the tokens of repeat `index`."""
     prompts = work.repeat(index, llm.config.description.vocab_size)
-    params = [replace(sampling, max_tokens=out) for out in work.output_lens]
+    params = [replace(sampling, max_tokens=out, n=work.samples) for out in work.output_lens]
     steps: list[StepResult] = []
     llm.engine.on_step = steps.append
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    assert [len(output["token_ids"]) for output in outputs] == work.output_lens
+    lens = [len(sample.token_ids) for output in outputs for sample in output.samples]
+    assert lens == [out for out in work.output_lens for _ in range(work.samples)]
     return Repeat(start, seconds, steps)
 
 
@@ -192,7 +193,7 @@ def run_transformers(args: argparse.Namespace, folder: str, result: dict[str, An
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in work.prompts], device=device)
     start = time.perf_counter()
     with torch.inference_mode():
-        length = {"max_new_tokens": most, "min_new_tokens": most}
+        length = {"max_new_tokens": most, "min_new_tokens": most, "num_return_sequences": work.samples}
         model.generate(ids, attention_mask=mask, pad_token_id=0, **transformers_sampling(args.sampling), **length)
         if device == "cuda":
             torch.cuda.synchronize()

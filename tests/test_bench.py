@@ -142,6 +142,13 @@ def test_too_few_rows_cost_more_steps() -> None:
     assert few - many == (40 - 10) * (2 * LAYER + 800) * 2
 
 
+def test_a_prompt_of_several_samples_is_read_once_a_step_and_computed_once() -> None:
+    """A prompt of 3 tokens has 4 samples of 3 tokens: in two decode steps, each reads its own first and second."""
+    floor = bench.Floor.of(bench.Workload([[1, 2, 3]], [3], samples=4), Shape, max_num_seqs=8, itemsize=2)
+    assert floor.decode_bytes == 2 * (2 * LAYER + 800) * 2 + (2 * 3 + 4 * (1 + 2)) * (2 * 2 * 8 * 2)
+    assert floor.prefill_flops == 2 * 2 * LAYER * 3 + 2 * 800 + 2 * 2 * 16 * 9
+
+
 def test_a_shared_prefix_is_read_once_a_step_and_computed_once() -> None:
     """Two prompts share 2 tokens, have 1 and 2 more tokens of their own, and get 3 and 2 output tokens.
 

@@ -30,20 +30,23 @@ class Floor:
         itemsize: bytes of a weight; cache_itemsize: bytes of a number in the KV cache, None: as many
 
         Of each layer's E experts, r rows that use k each, by even routing, read the share 1 - (1 - k / E)^r.
-        A shared prefix counts once a step, for however many rows, and is computed once. The count leaves out reads of
-        it by layers with a window.
+        A shared prefix counts once a step, for however many rows, and is computed once. So does a prompt of several
+        samples. The count leaves out reads of both by layers with a window.
         """
         q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         head = model.vocab_size * model.hidden_size
         layers, experts = _layer_weights(model), _expert_weights(model)
         prefix = work.prefix_len
         own = [len(prompt) - prefix for prompt in work.prompts]
-        decoded = [out - 1 for out in work.output_lens]  # prefill samples each sequence's first token
+        firsts = own if work.samples == 1 else [0] * len(own)  # keys that a row shares with none, when it begins
+        shared = [0] * len(own) if work.samples == 1 else own
+        decoded = [out - 1 for out in work.output_lens] * work.samples  # prefill samples each sequence's first token
         steps = max(max(decoded), math.ceil(sum(decoded) / max_num_seqs))
         keys, pairs = 0, 0.0  # keys that decode reads; pairs of a prompt's token and one that it sees
         for window in model.windows:
-            keys += sum(_seen(n + 1, out, window) for n, out in zip(own, decoded, strict=True))
-            keys += 0 if window else steps * prefix
+            keys += sum(_seen(n + 1, out, window) for n, out in zip(firsts * work.samples, decoded, strict=True))
+            if not window:
+                keys += steps * prefix + sum(n * out for n, out in zip(shared, decoded, strict=False))
             pairs += _area(prefix, window) * (1 - len(own)) + sum(_area(prefix + n, window) for n in own)
         used = 0.0 if model.experts is None else model.experts.used / model.experts.count
         matrices = 2 * (layers + used * experts) * (prefix + sum(own)) + 2 * head * len(own)

@@ -75,6 +75,7 @@ class Recipe:
     prompt_lens: tuple[int, int] = (100, 1024)
     output_lens: tuple[int, int] = (100, 1024)
     prefix_len: int = 0  # tokens that come before every prompt, the same for all
+    samples: int = 1  # of each prompt
     max_num_seqs: int = 512
     max_model_len: int = 4096
 
@@ -85,12 +86,13 @@ class Recipe:
         prompts = [[rand(0, top) for _ in range(rand(*self.prompt_lens))] for _ in range(self.num_seqs)]
         output_lens = [rand(*self.output_lens) for _ in range(self.num_seqs)]
         prefix = [rand(0, top) for _ in range(self.prefix_len)]
-        return Workload([prefix + prompt for prompt in prompts], output_lens, self.prefix_len)
+        return Workload([prefix + prompt for prompt in prompts], output_lens, self.prefix_len, self.samples)
 
     def __str__(self) -> str:
         prompt, output = ("-".join(map(str, sorted(set(lens)))) for lens in (self.prompt_lens, self.output_lens))
         prefix = f"{self.prefix_len} + " if self.prefix_len else ""
-        return f"{prefix}{prompt} in, {output} out"
+        samples = f", {self.samples} samples" if self.samples > 1 else ""
+        return f"{prefix}{prompt} in, {output} out{samples}"
 
 
 WORKLOADS = {
@@ -98,6 +100,7 @@ WORKLOADS = {
     "refill": Recipe(num_seqs=1024, max_num_seqs=256),  # waiting requests fill the rows of those that end
     "stream": Recipe(num_seqs=1, prompt_lens=(128, 128), output_lens=(512, 512)),
     "prefix": Recipe(prefix_len=1024),
+    "samples": Recipe(num_seqs=32, prompt_lens=(1024, 1024), output_lens=(512, 512), samples=16),
     "window": Recipe(num_seqs=16, prompt_lens=(16384, 16384), output_lens=(256, 256), max_model_len=16640),
     "long": Recipe(num_seqs=8, prompt_lens=(32768, 32768), output_lens=(256, 256), max_model_len=33024),
 }
@@ -105,11 +108,12 @@ WORKLOADS = {
 
 @dataclass
 class Workload:
-    """Prompts, the first prefix_len tokens of all of them the same, and how many tokens to generate for each."""
+    """Prompts, the first prefix_len tokens of all of them the same, and how many tokens to generate for each sample."""
 
     prompts: list[list[int]]
     output_lens: list[int]
     prefix_len: int = 0
+    samples: int = 1  # of each prompt
 
     def repeat(self, index: int, vocab_size: int) -> list[list[int]]:
         """Return the prompts with other tokens in each repeat, so that none finds the last one's prefixes cached."""
@@ -124,7 +128,7 @@ class Workload:
     @property
     def tokens_out(self) -> int:
         """Generated tokens of one repeat."""
-        return sum(self.output_lens)
+        return self.samples * sum(self.output_lens)
 
 
 def has_experts(name: str) -> bool:
