@@ -15,9 +15,10 @@ from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import find_tokenizer
-from nanoinfer.kernels.attention.fp8 import FP8
+from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models import describe
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.sources import FileSource
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -52,6 +53,9 @@ class Config:
     dtype: "float32", "float16" or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on the CPU
     lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An
         embedding that is the same matrix keeps `dtype` beside it. "auto": all of this has `dtype`
+    quantization: "fp8": a checkpoint of 16 or 32 bits is quantized to eight bits (e4m3) as it loads: its matrices, but
+        not embeddings, head, norms and routers. None: the weights stay as the checkpoint has them. Weights of eight
+        bits take less memory, but more time: each product first makes numbers of `dtype` of them
     kv_cache_dtype: "fp8": the KV cache holds keys and values in eight bits (e4m3), by the checkpoint's own scales if it
         has some; flash_attn cannot read it; "auto": the cache has `dtype`
     logprobs_mode: "raw_logprobs": log-probabilities come from the model's own logits; "processed_logprobs": from the
@@ -91,6 +95,7 @@ class Config:
     attention_backend: str = "auto"
     dtype: str = "auto"
     lm_head_dtype: str = "auto"
+    quantization: str | None = None
     kv_cache_dtype: str = "auto"
     logprobs_mode: str = RAW
     routed_experts: bool = False
@@ -181,6 +186,9 @@ class Config:
     def _describe(self, hf_config: PretrainedConfig) -> Description:
         model = describe(hf_config)
         model.check_ranks(self.tensor_parallel_size)
+        if self.quantization is not None:
+            self.quantization = check_choice("quantization", self.quantization, ["fp8"])
+            model = replace(model, fp8=model.fp8 or Fp8Format())
         if model.tied and self.load_format == "safetensors":
             # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
             own_head = FileSource(self.model, model.is_multimodal).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")

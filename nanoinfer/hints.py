@@ -45,7 +45,7 @@ ELSEWHERE = {
         ("truncation truncate_prompt_tokens", "a prompt that is too long is refused: cut it before"),
         ("chat_template_kwargs", "pass its entries to chat as arguments of their own"),
         ("enable_lora", "there is no LoRA"),
-        ("quantization quantization_config load_in_8bit load_in_4bit", "there is no quantization of weights"),
+        ("quantization_config load_in_8bit load_in_4bit", "quantization"),
         ("enable_prefix_caching enable_chunked_prefill use_cache", "leave it out: it is always so"),
         ("tokenizer_mode skip_tokenizer_init", "leave it out: a tokenizer is used if there is one"),
         ("cache_dir download_dir token hf_token", "download the checkpoint, and pass its folder as model"),

@@ -27,7 +27,6 @@ from torch import Tensor
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention.context import Scoring
 from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
-from nanoinfer.kernels.attention.fp8 import FP8, LARGEST
 from nanoinfer.kernels.attention.paged_decode import (
     FEW_ROWS,
     paged_decode_reference,
@@ -36,6 +35,7 @@ from nanoinfer.kernels.attention.paged_decode import (
 )
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.attention.qkv import norm_rotate_store_reference, norm_rotate_store_triton
+from nanoinfer.kernels.fp8 import FP8, LARGEST
 
 PLAYS = "ROMEO:\nBut, soft! what light through yonder window breaks?\nIt is the east, and Juliet is the sun.\n"
 KINDS = sorted({*DTYPES, SHORT}, key=str)  # of queries

@@ -490,7 +490,7 @@ def test_what_only_longer_sequences_would_see_costs_nothing(
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True .*not supported"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0 .*must be a number above 0"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .*has 2 entries: .*num_hidden_layers=4"),
-        ("gemma3 multimodal", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.*not supported"),
+        ("gemma3 multimodal", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*not supported"),
     ],
 )  # fmt: skip
 def test_a_setting_that_no_model_can_have_is_named(name: str, changes: dict[str, Any], message: str) -> None:

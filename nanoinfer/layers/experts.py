@@ -14,6 +14,8 @@ from nanoinfer.kernels.linear.dispatch import linear, norm_and_linear
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.fp8_experts import Fp8Experts
+from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.plain_experts import PlainExperts
 from nanoinfer.weights.shards import Shard
 
@@ -68,13 +70,21 @@ class Router(nn.Module):
 class SharedExpert(nn.Module):
     """One more expert, which every token uses, by the weight that a sigmoid gives it (Qwen1.5-MoE, 2024)."""
 
-    def __init__(self, prefix: str, hidden_size: int, size: int, activation: Activation, tp: TensorParallel) -> None:
-        """prefix: the layer's MLP in the checkpoint, with a dot"""
+    def __init__(
+        self,
+        prefix: str,
+        hidden_size: int,
+        size: int,
+        activation: Activation,
+        tp: TensorParallel,
+        fp8: Fp8Format | None = None,
+    ) -> None:
+        """prefix: the layer's MLP in the checkpoint, with a dot; fp8: as for ColumnParallelLinear"""
         super().__init__()
         expert = f"{prefix}shared_expert."
         names = f"{expert}gate_proj", f"{expert}up_proj"
-        self.gate_up_proj = ColumnParallelLinear(names, hidden_size, (size, size), tp, activation=activation)
-        self.down_proj = RowParallelLinear(f"{expert}down_proj", size, hidden_size, tp)
+        self.gate_up_proj = ColumnParallelLinear(names, hidden_size, (size, size), tp, activation=activation, fp8=fp8)
+        self.down_proj = RowParallelLinear(f"{expert}down_proj", size, hidden_size, tp, fp8=fp8)
         self.gate_name = f"{prefix}shared_expert_gate"
         self.gate = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
 
@@ -97,7 +107,7 @@ class MixtureOfExperts(nn.Module):
     taken: Tensor | None = None
 
     def __init__(
-        self, router: Router, experts: PlainExperts, shared: SharedExpert | None, activation: Activation
+        self, router: Router, experts: PlainExperts | Fp8Experts, shared: SharedExpert | None, activation: Activation
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared

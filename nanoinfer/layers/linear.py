@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.plain_matrix import PlainMatrix, Section
+from nanoinfer.weights.fp8_format import Fp8Format
+from nanoinfer.weights.matrix import make_matrix
+from nanoinfer.weights.shards import Section
 
 
 def share_of_heads(heads: int, ranks: int) -> int:
@@ -24,6 +26,7 @@ class ColumnParallelLinear(nn.Module):
     head_dim: the outputs that stay together on a rank: a head's, or a single one. If a projection has fewer such units
         than there are ranks, several ranks hold the same unit
     activation: applied to two projections, gate and up: the output is act(gate) * up (kernels.linear.activation)
+    fp8: the format of the matrices, unless it leaves out these; None: the model's dtype
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class ColumnParallelLinear(nn.Module):
         head_dim: int = 1,
         bias: bool = False,
         activation: Activation | None = None,
+        fp8: Fp8Format | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
@@ -46,7 +50,7 @@ class ColumnParallelLinear(nn.Module):
             start = (before + tp.rank * size // tp.size) * head_dim
             sections.append(Section(name, rows, ((sum(sizes) if is_fused else size) * head_dim, in_features), start))
             before += size if is_fused else 0
-        self.matrix = PlainMatrix(sections, in_features, bias)
+        self.matrix = make_matrix(sections, in_features, bias, fp8)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Tensor, Tensor]:
         """Let the joint add x to residual and normalise the sum; then project. x, residual: as for Joint.forward.
@@ -72,13 +76,22 @@ class RowParallelLinear(nn.Module):
     The next joint adds them. The first rank's part includes the bias.
     """
 
-    def __init__(self, name: str, in_features: int, out_features: int, tp: TensorParallel, bias: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        tp: TensorParallel,
+        bias: bool = False,
+        fp8: Fp8Format | None = None,
+    ) -> None:
+        """fp8: as for ColumnParallelLinear"""
         super().__init__()
         self.tp = tp
         share = in_features // tp.size
         assert share * tp.size == in_features
         section = Section(name, out_features, (out_features, in_features), tp.rank * share, dim=1)
-        self.matrix = PlainMatrix([section], share, bias)
+        self.matrix = make_matrix([section], share, bias, fp8)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [tokens, this rank's share of in_features]: returns this rank's part, [tokens, out_features].

@@ -23,7 +23,8 @@ from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.plain_experts import ExpertTensors, PlainExperts
+from nanoinfer.weights.matrix import make_experts
+from nanoinfer.weights.plain_experts import ExpertTensors
 
 
 class SelfAttention(nn.Module):
@@ -43,7 +44,9 @@ class SelfAttention(nn.Module):
         self.head_dim = model.head_dim
         heads = model.num_heads, model.num_kv_heads, model.num_kv_heads
         names = tuple(prefix + name for name in model.names.qkv)
-        self.qkv_proj = ColumnParallelLinear(names, model.hidden_size, heads, tp, model.head_dim, model.qkv_bias)
+        self.qkv_proj = ColumnParallelLinear(
+            names, model.hidden_size, heads, tp, model.head_dim, model.qkv_bias, fp8=model.fp8
+        )
         self.attention = Attention(
             f"{prefix}self_attn",
             layer,
@@ -55,7 +58,12 @@ class SelfAttention(nn.Module):
             _full_width(model, tp),
         )
         self.o_proj = RowParallelLinear(
-            f"{prefix}self_attn.o_proj", model.num_heads * model.head_dim, model.hidden_size, tp, model.o_bias
+            f"{prefix}self_attn.o_proj",
+            model.num_heads * model.head_dim,
+            model.hidden_size,
+            tp,
+            model.o_bias,
+            model.fp8,
         )
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
@@ -79,8 +87,10 @@ class MLP(nn.Module):
             tp,
             bias=model.mlp_bias,
             activation=model.activation,
+            fp8=model.fp8,
         )
-        self.down_proj = RowParallelLinear(f"{prefix}mlp.down_proj", size, model.hidden_size, tp, model.mlp_bias)
+        down = f"{prefix}mlp.down_proj"
+        self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.fp8)
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
@@ -101,10 +111,10 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | Mixtu
     routers = tuple(dict.fromkeys((prefix + names.router, f"{stack}.gate")))
     shared = None
     if experts.shared_size is not None:
-        shared = SharedExpert(f"{prefix}mlp.", model.hidden_size, experts.shared_size, model.activation, tp)
+        shared = SharedExpert(f"{prefix}mlp.", model.hidden_size, experts.shared_size, model.activation, tp, model.fp8)
     return MixtureOfExperts(
         Router(routers, model.hidden_size, experts.count, experts.used, experts.scoring, experts.normalised),
-        PlainExperts(tensors, experts.count, model.hidden_size, experts.size, tp.rank * share, share),
+        make_experts(tensors, experts.count, model.hidden_size, experts.size, tp.rank * share, share, model.fp8),
         shared,
         model.activation,
     )

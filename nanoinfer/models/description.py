@@ -8,6 +8,7 @@ from typing import Literal
 from nanoinfer.kernels.experts.route import Scoring
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.layers.rotary import Rope
+from nanoinfer.weights.fp8_format import Fp8Format
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
 
@@ -89,6 +90,7 @@ class Description:
     residual_scale: factor of a branch's result, before the joint adds it
     windows: for each layer, how many tokens a query sees, its own the last; None: all
     ropes: for each layer, how it rotates queries and keys; None: not at all
+    fp8: the format of the matrices, but for embeddings, head and routers; None: all have the model's dtype
     is_multimodal: the checkpoint holds other models beside this one; nanoinfer does not read those
     """
 
@@ -120,6 +122,7 @@ class Description:
     query_scaling: QueryScaling | None = None
     experts: Experts | None = None
     is_multimodal: bool = False
+    fp8: Fp8Format | None = None
 
     @property
     def window(self) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
+from nanoinfer.models.quantization import read_fp8
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none, refuse
 
@@ -20,7 +21,7 @@ def describe_common(config: PretrainedConfig, activation_field: str = "hidden_ac
     activation_field: the setting that names the activation
     Raises ValueError, naming the setting, for a setting that no family here implements.
     """
-    refuse(config, quantization_config=None, is_causal=True)
+    refuse(config, is_causal=True)
     activation = getattr(config, activation_field)
     if activation not in ACTIVATION_NAMES:
         raise ValueError(
@@ -42,6 +43,7 @@ def describe_common(config: PretrainedConfig, activation_field: str = "hidden_ac
         "activation": ACTIVATION_NAMES[activation],
         "attention_scale": head_dim**-0.5,
         "windows": (None,) * config.num_hidden_layers,
+        "fp8": read_fp8(config),
     }
     if "ropes" not in own:
         fields["ropes"] = (read_rope(config, head_dim),) * config.num_hidden_layers

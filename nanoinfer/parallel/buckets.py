@@ -14,10 +14,11 @@ from torch import Tensor
 
 from nanoinfer.parallel.channel import FOLDER, explained, make_segment
 from nanoinfer.parallel.peer_memory import allocate, close_handle, free, handle_of, open_handle
+from nanoinfer.weights.fp8_format import ROWS_TOGETHER
 
 PARTS = 3  # of a segment, each of which holds one bucket at a time
 PART_BYTES = 16 << 20
-LEAST_PART_BYTES = 1 << 20  # the row of a tensor fits
+LEAST_PART_BYTES = 8 << 20  # ROWS_TOGETHER rows of a tensor fit
 DEVICE_PART_BYTES = 64 << 20
 ALIGNMENT = 64
 
@@ -140,6 +141,7 @@ class Buckets(ABC):
         for entry, rows in enumerate(tensor) if is_stack else [(None, tensor)]:
             count = self._part_bytes // rows[0].nbytes
             assert count > 0
+            count -= count % ROWS_TOGETHER if count > ROWS_TOGETHER else 0
             for first in range(0, len(rows), count):  # mostly one piece
                 self._add(name, entry, first, rows[first : first + count])
 

@@ -45,7 +45,7 @@ class WeightWriter:
         if config.load_format == "safetensors":
             source = FileSource(config.model, config.description.is_multimodal)
         else:
-            source = RandomSource(config.seed)
+            source = RandomSource(config.seed, self._device)
         source.fill(table_of(self._model))
         if config.load_format == "dummy_skewed":
             skew_routers(self._model)

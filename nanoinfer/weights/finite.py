@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.linear.packed import PackedRows, PackedWeight
 from nanoinfer.weights.shards import Table, Target
 
 
@@ -26,11 +26,11 @@ def find_not_finite(table: Table, names: Iterable[str]) -> str | None:
     return next((name for name, target in targets if not _numbers(target).isfinite().all()), None)
 
 
-def _whole(target: Target) -> Tensor | PackedWeight:
+def _whole(target: Target) -> Any:
     """Return the parameter of which the target is a slice."""
-    if isinstance(target, PackedRows):
-        return target.weight
-    return target if target._base is None else target._base
+    if isinstance(target, Tensor):
+        return target if target._base is None else target._base
+    return target.whole
 
 
 def describe_not_finite(table: Table, name: str) -> str:
@@ -39,5 +39,6 @@ def describe_not_finite(table: Table, name: str) -> str:
     return f"{name} has numbers that are NaN or infinite as {dtype}"
 
 
-def _numbers(values: Tensor | PackedRows | PackedWeight) -> Tensor:
-    return values if isinstance(values, Tensor) else values.unpacked()
+def _numbers(values: Any) -> Tensor:
+    numbers: Tensor = values if isinstance(values, Tensor) else values.unpacked()
+    return numbers

@@ -29,9 +29,13 @@ class ExpertTensors:
     down: str
     stack: str
 
+    def module(self, projection: str, number: int) -> str:
+        """Return the name of one expert's projection."""
+        return f"{self.expert.format(number)}.{projection}"
+
     def of(self, projection: str, number: int) -> str:
         """Return the name of the tensor of one expert's projection."""
-        return f"{self.expert.format(number)}.{projection}.weight"
+        return f"{self.module(projection, number)}.weight"
 
 
 class PlainExperts(nn.Module):

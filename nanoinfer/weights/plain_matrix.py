@@ -7,7 +7,6 @@ them. The linear layers only tell it which rows and columns of which projections
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +16,7 @@ from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
-from nanoinfer.weights.shards import Shard
-
-
-@dataclass(frozen=True)
-class Section:
-    """Neighbouring rows of a matrix that one tensor of a checkpoint, or a slice of it, fills.
-
-    name: the tensor's name without ".weight"
-    rows: how many rows of the matrix they are; the rows of the next Section follow
-    shape: [out_features, in_features] of the whole tensor
-    start: the first of the tensor's rows that is used, or if dim is 1, the first of its columns
-    """
-
-    name: str
-    rows: int
-    shape: tuple[int, int]
-    start: int
-    dim: int = 0
+from nanoinfer.weights.shards import Section, Shard
 
 
 class PlainMatrix(nn.Module):

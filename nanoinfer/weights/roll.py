@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from nanoinfer.weights.shards import Table
 
 FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}  # as files and as torch name them
-COMPUTED = ("rotary_emb.inv_freq",)  # tensors that some checkpoints store and no model reads
+FP8 = {"F8_E4M3", "float8_e4m3fn"}
+COMPUTED = ("rotary_emb.inv_freq", ".input_scale")  # tensors that some checkpoints store and no model reads
 NUMBER = re.compile(r"\d+")
 MOST_NAMES = 5  # in an error message
 
@@ -26,6 +27,7 @@ class Roll:
         self._table = table
         self._source = source
         self._in_stacks: set[str] = set()  # tensors that need not come any more
+        self._needed: dict[str, None] = {}  # scales of tensors in FP8
         self._unknown: list[str] = []
         self._twice: list[str] = []
 
@@ -44,7 +46,9 @@ class Roll:
         if name in self.come or name in self._in_stacks or (is_stack and self.come.keys() & replaced):
             self._twice.append(name)
             return False
-        if dtype not in FLOATS:
+        if dtype in FP8 and shards[0].scale is not None:
+            self._needed[shards[0].scale] = None
+        elif dtype not in FLOATS:
             raise ValueError(f"{place}: {name} has numbers of type {dtype}, which are not supported as weights")
         if tuple(shape) != shards[0].shape and not (shards[0].shape == (1,) and tuple(shape) == ()):
             raise ValueError(f"{place}: {name} has shape {list(shape)}, but the model needs {list(shards[0].shape)}")
@@ -65,7 +69,8 @@ class Roll:
     def _missing(self) -> list[str]:
         replaced = {other for name in self.come for other in self._table[name][0].replaces}
         names = self._table.keys() - self.come.keys() - replaced
-        return sorted(name for name in names if not (self._table[name][0].replaces or self._table[name][0].optional))
+        required = (name for name in names if not (self._table[name][0].replaces or self._table[name][0].optional))
+        return sorted({*required, *(self._needed.keys() - self.come.keys())})
 
     def _like_unknown(self) -> list[str]:
         """Return the known names that are most like the unknown ones, with these ones' numbers of layers and experts.

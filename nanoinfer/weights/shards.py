@@ -4,13 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.linear.packed import PackedRows
 
-Target = Tensor | PackedRows
+class Written(Protocol):
+    """Part of a parameter that is not stored as a plain tensor; it is written as a slice of a tensor is."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the tensor that fills it."""
+        ...
+
+    @property
+    def whole(self) -> Any:
+        """The parameter: one object for all parts of it."""
+        ...
+
+    def __getitem__(self, rows: slice) -> Written: ...
+
+    def copy_(self, values: Tensor) -> object:
+        """Write all of it, from any device and dtype."""
+        ...
+
+    def unpacked(self) -> Tensor:
+        """Return its numbers as a plain tensor."""
+        ...
+
+
+Target = Tensor | Written
 Fill = Literal["noise", "ones", "zeros"]
 
 
@@ -26,6 +50,7 @@ class Shard:
     entry: the tensor is a stack of such tensors, along a first dimension that `dim` does not count; use this one
     replaces: names of the tensors that a checkpoint may store instead
     optional: few checkpoints have the tensor; the target holds what it needs without it
+    scale: the name of the scales that must come too if the tensor is in FP8; None: it cannot be
     takes_all: whether the target takes the whole tensor
     """
 
@@ -38,6 +63,7 @@ class Shard:
     entry: int | None = None
     replaces: tuple[str, ...] = ()
     optional: bool = False
+    scale: str | None = None
     takes_all: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,6 +88,23 @@ class Shard:
         if begin >= end:
             return None
         return target[begin - start : end - start], rows[begin - first : end - first]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Neighbouring rows of a matrix that one tensor of a checkpoint, or a slice of it, fills.
+
+    name: the tensor's name without ".weight"
+    rows: how many rows of the matrix they are; the rows of the next Section follow
+    shape: [out_features, in_features] of the whole tensor
+    start: the first of the tensor's rows that is used, or if dim is 1, the first of its columns
+    """
+
+    name: str
+    rows: int
+    shape: tuple[int, int]
+    start: int
+    dim: int = 0
 
 
 Table = dict[str, list[Shard]]  # by the tensor's name

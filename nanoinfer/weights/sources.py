@@ -36,20 +36,23 @@ class Source(Protocol):
 class RandomSource:
     """Normal noise of standard deviation 0.02, drawn on the targets' device, or ones or zeros where a shard says so."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.device = seed, device
 
     def fill(self, table: Table) -> None:
-        """Fill every target of the table, always alike for the same seed. No target is packed yet."""
-        shards = [shard for entries in table.values() for shard in entries if not shard.replaces]
+        """Fill every target of the table, always alike for the same seed."""
+        shards = [shard for entries in table.values() for shard in entries if not (shard.replaces or shard.optional)]
         generator: torch.Generator | None = None
         for shard in shards:
-            assert isinstance(shard.target, Tensor)
-            generator = generator or torch.Generator(shard.target.device).manual_seed(self.seed)
+            target = shard.target
+            numbers = target if isinstance(target, Tensor) else torch.empty(target.shape, device=self.device)
+            generator = generator or torch.Generator(numbers.device).manual_seed(self.seed)
             if shard.random == "noise":
-                shard.target.normal_(0, 0.02, generator=generator)
+                numbers.normal_(0, 0.02, generator=generator)
             else:
-                shard.target.fill_(float(shard.random == "ones"))
+                numbers.fill_(float(shard.random == "ones"))
+            if not isinstance(target, Tensor):
+                target.copy_(numbers)
 
 
 class FileSource:

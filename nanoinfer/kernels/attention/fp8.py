@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # larger numbers become this one
+from nanoinfer.kernels.fp8 import FP8, LARGEST, as_bytes
 
 
 def put(cache: Tensor, slots: tuple[Tensor, Tensor], x: Tensor, scale: Tensor | None) -> None:
@@ -34,11 +33,6 @@ def read(cached: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
         return cached
     assert scale is not None
     return (cached.float() * scale).to(dtype)
-
-
-def as_bytes(cache: Tensor) -> Tensor:
-    """View an FP8 tensor as uint8, which torch can index everywhere; others stay what they are."""
-    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
 @triton.jit

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.fp8 import FP8, as_bytes, load_halves, read
+from nanoinfer.kernels.attention.fp8 import load_halves, read
 from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
+from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import (
     early_launch,
     load_complete,

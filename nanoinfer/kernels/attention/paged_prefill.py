@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.fp8 import FP8, as_bytes, read
+from nanoinfer.kernels.attention.fp8 import read
 from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
+from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import shared_memory
 
 LONG = 4096  # queries of one sequence; from here on larger tiles are faster

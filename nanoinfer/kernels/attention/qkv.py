@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.fp8 import FP8, put, to_fp8
+from nanoinfer.kernels.attention.fp8 import put, to_fp8
+from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_warps
 

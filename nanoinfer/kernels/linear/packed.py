@@ -58,6 +58,11 @@ class PackedRows:
         """[rows, in_features], as a tensor has it."""
         return torch.Size((self.end - self.first, self.weight.shape[1]))
 
+    @property
+    def whole(self) -> PackedWeight:
+        """The whole weight."""
+        return self.weight
+
     def __getitem__(self, rows: slice) -> PackedRows:
         first, end, _ = rows.indices(self.shape[0])
         return PackedRows(self.weight, self.first + first, self.first + end)

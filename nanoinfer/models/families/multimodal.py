@@ -9,8 +9,8 @@ from transformers import PretrainedConfig
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.families import gemma, mistral, qwen2, qwen3
+from nanoinfer.models.quantization import read_fp8
 from nanoinfer.models.reading import refuse_windows
-from nanoinfer.models.settings import refuse
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:
@@ -36,6 +36,5 @@ def describe_qwen3_vl(config: PretrainedConfig) -> Description:
 
 
 def _describe_text(config: PretrainedConfig, describe: Callable[[PretrainedConfig], Description]) -> Description:
-    refuse(config, quantization_config=None)
     tied = bool(config.tie_word_embeddings)  # the outer one decides
-    return replace(describe(config.get_text_config()), tied=tied, is_multimodal=True)
+    return replace(describe(config.get_text_config()), tied=tied, is_multimodal=True, fp8=read_fp8(config))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.config import Config
-from nanoinfer.kernels.attention.fp8 import as_bytes
+from nanoinfer.kernels.fp8 import as_bytes
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.attention.fp8 import as_bytes
+from nanoinfer.kernels.fp8 import as_bytes
 
 BLOCKS_AT_ONCE = 4  # in a copy
 

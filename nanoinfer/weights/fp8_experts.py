@@ -1,0 +1,79 @@
+"""Fp8Experts: the experts of a layer in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.kernels.experts.products import expert_mlps
+from nanoinfer.kernels.experts.route import Routes
+from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.weights.fp8_format import Fp8Format
+from nanoinfer.weights.fp8_store import Fp8Store
+from nanoinfer.weights.plain_experts import ExpertTensors
+from nanoinfer.weights.shards import Section, Shard
+
+
+class Fp8Experts(nn.Module):
+    """Used as PlainExperts are. Each store has one expert's rows after the other's."""
+
+    def __init__(
+        self,
+        tensors: ExpertTensors,
+        count: int,
+        hidden_size: int,
+        size: int,
+        start: int,
+        share: int,
+        format: Fp8Format,
+    ) -> None:
+        """As PlainExperts."""
+        super().__init__()
+        self.tensors = tensors
+        self.count, self.size = count, size
+        inward, outward = (size, hidden_size), (hidden_size, size)
+        halves = [
+            Section(tensors.module(projection, number), share, inward, start)
+            for number in range(count)
+            for projection in (tensors.gate, tensors.up)
+        ]
+        downs = [
+            Section(tensors.module(tensors.down, number), hidden_size, outward, start, dim=1) for number in range(count)
+        ]
+        self.gate_up = Fp8Store(halves, hidden_size, format)
+        self.down = Fp8Store(downs, share, format)
+        self._dtype = torch.get_default_dtype()
+        self._dense: tuple[tuple[int, int], Tensor, Tensor] | None = None  # of the CPU, and the stores' versions then
+
+    def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
+        """Multiply, as kernels.experts.products.expert_mlps does."""
+        gate_up, down = self._weights()
+        return expert_mlps(x, routes, gate_up, down, activation, may_split)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """Return both matrices of all experts in the model's dtype. The CPU keeps them."""
+        versions = self.gate_up.version, self.down.version
+        if self._dense is not None and self._dense[0] == versions:
+            return self._dense[1:]
+        gate_up, down = (store.dense(self._dtype).unflatten(0, (self.count, -1)) for store in (self.gate_up, self.down))
+        if not gate_up.is_cuda:
+            self._dense = versions, gate_up, down
+        return gate_up, down
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards of the stacked tensors that a checkpoint may have; the stores yield the others."""
+        names, size = self.tensors, self.size
+        hidden_size = self.gate_up.weight.shape[1]
+        halves, downs = self.gate_up.parts, self.down.parts
+        numbers = range(self.count)
+        of_halves = tuple(names.of(projection, number) for number in numbers for projection in (names.gate, names.up))
+        of_downs = tuple(names.of(names.down, number) for number in numbers)
+        for number in numbers:
+            gate, up = halves[2 * number : 2 * number + 2]
+            stack, shape = f"{names.stack}.gate_up_proj", (self.count, 2 * size, hidden_size)
+            yield Shard(stack, gate, shape, gate.cover[0].start, entry=number, replaces=of_halves)
+            yield Shard(stack, up, shape, size + up.cover[0].start, entry=number, replaces=of_halves)
+            stack, shape, down = f"{names.stack}.down_proj", (self.count, hidden_size, size), downs[number]
+            yield Shard(stack, down, shape, down.cover[1].start, dim=1, entry=number, replaces=of_downs)

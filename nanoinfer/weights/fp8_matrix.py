@@ -1,0 +1,68 @@
+"""Fp8Matrix: the format of FP8 checkpoints, and of others that are quantized as they load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.dispatch import linear, norm_linear
+from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
+from nanoinfer.kernels.norm.rms_norm import Norm
+from nanoinfer.kernels.ranks.send_receive import VectorLane
+from nanoinfer.weights.fp8_format import Fp8Format
+from nanoinfer.weights.fp8_store import Fp8Store
+from nanoinfer.weights.shards import Section, Shard
+
+
+class Fp8Matrix(nn.Module):
+    """A weight in FP8, [out_features, in_features], and if wanted a bias, [out_features]. Used as a PlainMatrix is."""
+
+    bias: Tensor | None
+
+    def __init__(self, sections: list[Section], in_features: int, bias: bool, format: Fp8Format) -> None:
+        super().__init__()
+        self.store = Fp8Store(sections, in_features, format)
+        rows = len(self.store.weight)
+        self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
+        self._dtype = torch.get_default_dtype()
+        self._dense: tuple[int, Tensor | PackedWeight] | None = None  # of the CPU, and the store's version then
+
+    def product(
+        self, x: Tensor, activation: Activation | None = None, may_split: bool = False, with_bias: bool = True
+    ) -> Tensor:
+        """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
+        return linear(x, self._weight(), self.bias if with_bias else None, activation, may_split)
+
+    def norm_product(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        pre: Norm | None,
+        post: Norm | None,
+        activation: Activation | None,
+        lane: VectorLane | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
+        return norm_linear(x, residual, pre, self._weight(), self.bias, activation, post, lane)
+
+    def _weight(self) -> Tensor | PackedWeight:
+        """Return the weight in the model's dtype. The CPU keeps it: its products cannot read FP8."""
+        if self.store.weight.is_cuda:
+            return self.store.dense(self._dtype)
+        if self._dense is None or self._dense[0] != self.store.version:
+            dense = self.store.dense(self._dtype)
+            self._dense = self.store.version, PackedWeight(dense) if can_pack(dense) else dense
+        return self._dense[1]
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards of the bias, if there is one; the store yields the others."""
+        first = 0
+        for section in self.store.sections:
+            rows = slice(first, first + section.rows)
+            first += section.rows
+            if self.bias is not None:
+                start = section.start if section.dim == 0 else 0
+                yield Shard(f"{section.name}.bias", self.bias[rows], section.shape[:1], start, random="zeros")
