@@ -34,6 +34,7 @@ from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, has_experts, write_config
 from nanoinfer.config import Config
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.kernels.fp8 import FP8
 
 SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p")
@@ -64,7 +65,8 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         repeats = [time_repeat(llm, work, index, args.sampling) for index in range(count)]
         # Measure beside the engine: on an H200, memory that the engine has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
-    itemsizes = config.torch_dtype.itemsize, config.torch_cache_dtype.itemsize
+    in_fp8 = FP8.itemsize if config.description.fp8 else None
+    itemsizes = config.torch_dtype.itemsize, config.torch_cache_dtype.itemsize, in_fp8
     floor = Floor.of(work, config.description, config.max_num_seqs, *itemsizes)
     floor_seconds = floor.seconds(bandwidth, flops, args.tp)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
@@ -79,6 +81,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         "sampling": {name: getattr(args.sampling, name) for name in SAMPLING_OPTIONS},
         "logprobs": args.logprobs,
         "dtype": config.dtype,
+        "quantization": args.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "num_seqs": recipe.num_seqs,
         "tokens_in": work.tokens_in,
@@ -106,6 +109,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             max_num_seqs=args.recipe.max_num_seqs,
             max_model_len=args.recipe.max_model_len,
             dtype=args.dtype,
+            quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
             device=args.device,
             load_format=args.load_format,
@@ -280,6 +284,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=SAMPLING.top_k, help="default: all tokens")
     parser.add_argument("--top-p", type=float, default=SAMPLING.top_p, help="default: 1")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--quantization", help="fp8 (default: none)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")

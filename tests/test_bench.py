@@ -133,6 +133,8 @@ def test_the_floor_counts_what_must_be_read_and_computed() -> None:
 
 def test_the_floor_counts_the_bytes_of_a_smaller_cache() -> None:
     floor = bench.Floor.of(bench.Workload([[1, 2, 3]], [3]), Shape, max_num_seqs=8, itemsize=2, cache_itemsize=1)
+    small = bench.Floor.of(bench.Workload([[1, 2, 3]], [3]), Shape, 8, itemsize=2, matrix_itemsize=1)
+    assert small.decode_bytes == 2 * (2 * LAYER + 800 * 2) + (4 + 5) * (2 * 2 * 8 * 2)
     assert floor.decode_bytes == 2 * (2 * LAYER + 800) * 2 + (4 + 5) * (2 * 2 * 8)
 
 

@@ -208,6 +208,12 @@ class TestChanges:
         stored = load_file(f"{folder}/model.safetensors")
         llm.update_weights(dict(reversed(stored.items())))
         assert tokens_of(llm) == expected
+        name = "model.layers.1.mlp.down_proj.weight"
+        with pytest.raises(ValueError, match=f"missing: {name}_scale"):
+            llm.update_weights({name: stored[name]}, partial=True)
+        some = {key: stored[key] for key in (name, f"{name}_scale")}
+        llm.update_weights(some, partial=True)
+        assert tokens_of(llm) == expected
 
 
 class TestBadInput:

@@ -23,11 +23,18 @@ class Floor:
 
     @classmethod
     def of(
-        cls, work: Workload, model: Description, max_num_seqs: int, itemsize: int, cache_itemsize: int | None = None
+        cls,
+        work: Workload,
+        model: Description,
+        max_num_seqs: int,
+        itemsize: int,
+        cache_itemsize: int | None = None,
+        matrix_itemsize: int | None = None,
     ) -> Floor:
         """Count each decode step's weights, keys and values, and the prompts' matrix products.
 
-        itemsize: bytes of a weight; cache_itemsize: bytes of a number in the KV cache, None: as many
+        itemsize: bytes of a weight; matrix_itemsize: of one in a layer's matrices, None: as many
+        cache_itemsize: bytes of a number in the KV cache, None: as many as of a weight
 
         Of each layer's E experts, r rows that use k each, by even routing, read the share 1 - (1 - k / E)^r.
         A shared prefix counts once a step, for however many rows, and is computed once. So does a prompt of several
@@ -51,7 +58,7 @@ class Floor:
         used = 0.0 if model.experts is None else model.experts.used / model.experts.count
         matrices = 2 * (layers + used * experts) * (prefix + sum(own)) + 2 * head * len(own)
         read = experts * sum(1 - (1 - used) ** rows for rows in _rows_of_steps(decoded, max_num_seqs))
-        weight_bytes = (steps * (layers + head) + read) * itemsize
+        weight_bytes = (steps * layers + read) * (matrix_itemsize or itemsize) + steps * head * itemsize
         return cls(
             decode_bytes=weight_bytes + 2 * keys * kv_size * (cache_itemsize or itemsize),
             prefill_flops=matrices + 4 * q_size * pairs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from nanoinfer.weights.shards import Table
 
@@ -58,19 +58,19 @@ class Roll:
         return True
 
     def check(self, whole: bool = False) -> None:
-        """Raise ValueError if a tensor was unknown or came twice, or with `whole`, if one is missing."""
-        missing = self._missing() if whole else []
+        """Raise ValueError if a tensor was unknown, came twice, or has no scales; with `whole`, if one is missing."""
+        scales = self._needed.keys() - self.come.keys()
+        missing = sorted({*self._missing(), *scales} if whole else scales)
         if missing or self._unknown or self._twice:
             raise ValueError(
                 f"{self._source}:{_list('missing', missing)}{_list('unknown', self._unknown)}"
                 f"{_list('known names like that', self._like_unknown())}{_list('stored twice', sorted(self._twice))}"
             )
 
-    def _missing(self) -> list[str]:
+    def _missing(self) -> Iterator[str]:
         replaced = {other for name in self.come for other in self._table[name][0].replaces}
         names = self._table.keys() - self.come.keys() - replaced
-        required = (name for name in names if not (self._table[name][0].replaces or self._table[name][0].optional))
-        return sorted({*required, *(self._needed.keys() - self.come.keys())})
+        return (name for name in names if not (self._table[name][0].replaces or self._table[name][0].optional))
 
     def _like_unknown(self) -> list[str]:
         """Return the known names that are most like the unknown ones, with these ones' numbers of layers and experts.
