@@ -28,12 +28,8 @@ from torch import Tensor
 from nanoinfer import BUNDLED_MODEL, LLM, LogProb, RequestOutput, SamplingParams
 from nanoinfer.attention.context import Scoring
 from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
-from nanoinfer.kernels.attention.paged_decode import (
-    FEW_ROWS,
-    paged_decode_reference,
-    paged_decode_triton,
-    plan_decode,
-)
+from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
+from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.attention.qkv import norm_rotate_store_reference, norm_rotate_store_triton
 from nanoinfer.kernels.fp8 import FP8, LARGEST
@@ -216,14 +212,25 @@ def test_the_tokens_are_the_same_however_they_are_computed(
         assert [output.token_ids for output in second.generate(prompts, params, use_tqdm=False)] == expected
 
 
-ROLES = "ROMEO JULIET GLOUCESTER MENENIUS LEONTES PAULINA PETRUCHIO PROSPERO ISABELLA CAPULET"  # of the plays
+SPEAKERS = (
+    "ROMEO",
+    "JULIET",
+    "GLOUCESTER",
+    "MENENIUS",
+    "LEONTES",
+    "PAULINA",
+    "PETRUCHIO",
+    "PROSPERO",
+    "ISABELLA",
+    "CAPULET",
+)
 
 
 @pytest.fixture(scope="module")
 def recited() -> list[RequestOutput]:
     """Speeches that the bundled model knows by heart, each from the role's name to its end, in float32."""
     with LLM(BUNDLED_MODEL, **{**OPTIONS, "kv_cache_dtype": "auto"}) as llm:
-        return llm.generate([f"{role}:\n" for role in ROLES.split()], greedy(230), use_tqdm=False)
+        return llm.generate([f"{speaker}:\n" for speaker in SPEAKERS], greedy(230), use_tqdm=False)
 
 
 def of_tokens(recited: list[RequestOutput], **options: Any) -> list[LogProb]:
@@ -269,7 +276,9 @@ class TestScales:
 
     def test_they_come_from_the_checkpoint(self, scaled: str) -> None:
         with LLM(scaled, **OPTIONS) as llm, LLM(BUNDLED_MODEL, **OPTIONS) as other:
-            first, second = (block.attention.attention.kv_scales for block in llm.engine.ranks.runner.model.blocks[:2])
+            first, second = (
+                block.attention.attention.scoring.kv_scales for block in llm.engine.ranks.runner.model.blocks[:2]
+            )
             assert (first.tolist(), second.tolist()) == ([0.25, 0.5], [2.0, 1.0])
             tokens = [one.generate(PLAYS, greedy(30), use_tqdm=False)[0].token_ids for one in (llm, other)]
             assert tokens[0] == tokens[1]  # these scales are powers of two

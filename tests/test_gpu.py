@@ -17,7 +17,8 @@ from test_models import CASES, Case, build
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend
-from nanoinfer.kernels.attention.paged_decode import FEW_ROWS, paged_decode_triton, plan_decode
+from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
+from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.attention.qkv import norm_rotate_store
 from nanoinfer.kernels.linear.activation import gate_mul_reference

@@ -21,7 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from nanoinfer.attention import BACKENDS, choose_backend, make_backend
 from nanoinfer.attention.context import Context, PackedQueries, Scoring
-from nanoinfer.kernels.attention.paged_decode import FEW_ROWS, paged_decode_reference, paged_decode_triton, plan_decode
+from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
+from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.attention.qkv import (
     norm_rotate_store_reference,

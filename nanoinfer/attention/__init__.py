@@ -16,35 +16,18 @@ from nanoinfer.checks import check_choice
 class AttentionBackend(Protocol):
     """The interface of a backend. layers/attention.py calls it once the new keys and values are in the cache.
 
-    The tensors have the shapes that kernels/attention/paged_prefill.py and paged_decode.py describe. A cache of another
-    dtype than FP8 needs no kv_scales.
+    The tensors have the shapes that kernels/attention/paged_prefill.py and paged_decode.py describe.
     """
 
     def prepare_decode(self, context: Context) -> None:
         """Compute what all layers of a decode step need. The runner calls this before the first layer."""
         ...
 
-    def prefill(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        context: Context,
-        scoring: Scoring,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from packed queries, each to the keys that it sees (Scoring.window) in its sequence's context."""
         ...
 
-    def decode(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        context: Context,
-        scoring: Scoring,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from one query per sequence, to the keys that it sees (Scoring.window) in its context."""
         ...
 

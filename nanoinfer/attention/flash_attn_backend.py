@@ -14,15 +14,7 @@ class FlashAttnBackend:
     def prepare_decode(self, context: Context) -> None:
         """Do nothing: flash-attn makes no plan ahead."""
 
-    def prefill(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        context: Context,
-        scoring: Scoring,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from packed queries."""
         packed = context.prefill
         assert packed is not None
@@ -41,15 +33,7 @@ class FlashAttnBackend:
             block_table=context.block_tables,
         )
 
-    def decode(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        context: Context,
-        scoring: Scoring,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from one query per sequence."""
         out = flash_attn_with_kvcache(
             q.unsqueeze(1),

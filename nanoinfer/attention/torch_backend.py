@@ -27,15 +27,7 @@ class TorchBackend:
                 for window in self.windows
             }
 
-    def prefill(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        context: Context,
-        scoring: Scoring,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from packed queries, one sequence after another."""
         packed = context.prefill
         assert packed is not None
@@ -49,22 +41,14 @@ class TorchBackend:
             scoring.scale,
             scoring.window,
             scoring.softcap,
-            kv_scales,
+            scoring.kv_scales,
         )
 
-    def decode(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        context: Context,
-        scoring: Scoring,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from one query per sequence; on CUDA the host reads no lengths, so that a graph can hold it."""
         if not q.is_cuda:
             plan = context.decode_plans[scoring.window]
-            return paged_decode_cpu(q, k_cache, v_cache, plan, scoring.scale, scoring.softcap, kv_scales)
+            return paged_decode_cpu(q, k_cache, v_cache, plan, scoring.scale, scoring.softcap, scoring.kv_scales)
         return paged_decode_reference(
             q,
             k_cache,
@@ -75,5 +59,5 @@ class TorchBackend:
             scoring.scale,
             scoring.window,
             scoring.softcap,
-            kv_scales,
+            scoring.kv_scales,
         )

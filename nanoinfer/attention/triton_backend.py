@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from nanoinfer.attention.context import Context, Scoring
-from nanoinfer.kernels.attention.paged_decode import paged_decode_triton, plan_decode
+from nanoinfer.kernels.attention.decode_plan import plan_decode
+from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 
 
@@ -23,15 +24,7 @@ class TritonBackend:
             window: plan_decode(context.context_lens, context.kv_cache[0, 0], window=window) for window in self.windows
         }
 
-    def prefill(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        context: Context,
-        scoring: Scoring,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from packed queries."""
         packed = context.prefill
         assert packed is not None
@@ -46,18 +39,10 @@ class TritonBackend:
             scoring.scale,
             scoring.window,
             scoring.softcap,
-            kv_scales,
+            scoring.kv_scales,
         )
 
-    def decode(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        context: Context,
-        scoring: Scoring,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from one query per sequence."""
         return paged_decode_triton(
             q,
@@ -68,5 +53,5 @@ class TritonBackend:
             scoring.scale,
             context.decode_plans[scoring.window],
             scoring.softcap,
-            kv_scales,
+            scoring.kv_scales,
         )

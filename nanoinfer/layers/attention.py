@@ -48,7 +48,6 @@ class Attention(nn.Module):
         self.query_scales = query_scales
         self.norms = None if norms is None else nn.ModuleList(norms)
         self.full_norms = full_norms
-        self.kv_scales = torch.ones(2, dtype=torch.float32)  # see kernels.attention.fp8
         self.q_norm = None if norms is None else norms[0].norm
         self.k_norm = None if norms is None else norms[1].norm
 
@@ -71,14 +70,15 @@ class Attention(nn.Module):
             k_cache,
             v_cache,
             context.slot_mapping,
-            self.kv_scales,
+            self.scoring.kv_scales,
         )
         attend = self.backend.decode if context.prefill is None else self.backend.prefill
-        return attend(q, k_cache, v_cache, context, self.scoring, self.kv_scales)
+        return attend(q, k_cache, v_cache, context, self.scoring)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the scales that a checkpoint may have for a KV cache of FP8."""
-        for scale, kind in zip(self.kv_scales.split(1), "kv", strict=True):
+        assert self.scoring.kv_scales is not None
+        for scale, kind in zip(self.scoring.kv_scales.split(1), "kv", strict=True):
             for name in (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale"):
                 yield Shard(f"{self.name}.{name}", scale, (1,), random="ones", optional=True)
 

@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
         self.attention = Attention(
             f"{prefix}self_attn",
             layer,
-            Scoring(model.attention_scale, model.windows[layer], model.score_cap),
+            Scoring(model.attention_scale, model.windows[layer], model.score_cap, torch.ones(2, dtype=torch.float32)),
             backend,
             rotary,
             scales,

@@ -14,7 +14,7 @@ from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.fp8_store import Fp8Store
-from nanoinfer.weights.shards import Section, Shard
+from nanoinfer.weights.shards import Section, Shard, bias_shards
 
 
 class Fp8Matrix(nn.Module):
@@ -59,10 +59,5 @@ class Fp8Matrix(nn.Module):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the bias, if there is one; the store yields the others."""
-        first = 0
-        for section in self.store.sections:
-            rows = slice(first, first + section.rows)
-            first += section.rows
-            if self.bias is not None:
-                start = section.start if section.dim == 0 else 0
-                yield Shard(f"{section.name}.bias", self.bias[rows], section.shape[:1], start, random="zeros")
+        if self.bias is not None:
+            yield from bias_shards(self.bias, self.store.sections)

@@ -16,7 +16,7 @@ from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
-from nanoinfer.weights.shards import Section, Shard
+from nanoinfer.weights.shards import Section, Shard, bias_shards
 
 
 class PlainMatrix(nn.Module):
@@ -59,14 +59,13 @@ class PlainMatrix(nn.Module):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of NAME.weight, and of NAME.bias if there is a bias, for each of the sections."""
-        weight, first = self.weight, 0
+        first = 0
         for section in self.sections:
-            rows = slice(first, first + section.rows)
+            rows = self.weight[first : first + section.rows]
             first += section.rows
-            yield Shard(f"{section.name}.weight", weight[rows], section.shape, section.start, section.dim)
-            if self.bias is not None:
-                start = section.start if section.dim == 0 else 0
-                yield Shard(f"{section.name}.bias", self.bias[rows], section.shape[:1], start, random="zeros")
+            yield Shard(f"{section.name}.weight", rows, section.shape, section.start, section.dim)
+        if self.bias is not None:
+            yield from bias_shards(self.bias, self.sections)
 
 
 def pack_weights(model: nn.Module) -> None:

@@ -107,6 +107,13 @@ class Section:
     dim: int = 0
 
 
+def bias_shards(bias: Tensor, sections: list[Section]) -> Iterator[Shard]:
+    """Yield the shards of a matrix's bias, [rows]: NAME.bias for each of its sections."""
+    for rows, section in zip(bias.split([section.rows for section in sections]), sections, strict=True):
+        start = section.start if section.dim == 0 else 0
+        yield Shard(f"{section.name}.bias", rows, section.shape[:1], start, random="zeros")
+
+
 Table = dict[str, list[Shard]]  # by the tensor's name
 
 

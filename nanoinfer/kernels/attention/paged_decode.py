@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.attention.decode_plan import DecodePlan
 from nanoinfer.kernels.attention.fp8 import load_halves, read
 from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
 from nanoinfer.kernels.fp8 import FP8, as_bytes
-from nanoinfer.kernels.launch import (
-    early_launch,
-    load_complete,
-    num_multiprocessors,
-    start_successor,
-    wait_for_predecessor,
-)
-
-MAX_TILE = 128  # keys
-TILE_BYTES = 32 << 10  # of keys in shared memory, and as many of values
-FEW_ROWS = 64  # up to here, half tiles, loaded one whole tile further ahead, are faster (measured on an H200)
-MANY_ROWS = 512
+from nanoinfer.kernels.launch import early_launch, load_complete, start_successor, wait_for_predecessor
 
 
 def paged_decode_reference(
@@ -75,143 +61,6 @@ def paged_decode_reference(
     else:
         attended = capped_attention(grouped, k, v, mask, scale, softcap)
     return attended.reshape(rows, heads, head_dim)
-
-
-class Programs(NamedTuple):
-    """How the programs of a decode step run.
-
-    tile: keys; stages: of the loop over the tiles: read the block table, load the keys, use them
-    warps: of a program; per_multiprocessor: programs
-    """
-
-    tile: int
-    stages: int
-    warps: int
-    per_multiprocessor: int
-
-
-@dataclass(slots=True)
-class DecodePlan:
-    """The keys that each worker reads in a decode step. Every KV head, and every layer with this window, uses one plan.
-
-    A worker is a program of the kernel. plan_decode cuts the rows' contexts into tiles, lays them end to end, and gives
-    each worker an equal share. So all workers end together, whatever the lengths. A row's tiles begin with the first
-    that the window reaches. If several workers share a row's tiles, the last of them to finish combines their results
-    ("stream-K", Osama et al., 2023).
-
-    shares: [workers, 4] int32: first row, last row, first tile in the first row, number of tiles
-    share_tiles: [1] int32, how many tiles a full share has
-    arrivals: [rows * kv_heads] int32, how many of a divided row's workers have finished; zero between layers
-    """
-
-    shares: Tensor
-    share_tiles: Tensor
-    arrivals: Tensor
-    window: int | None
-    tile: int  # these three as in Programs
-    stages: int
-    warps: int
-
-
-def plan_decode(
-    context_lens: Tensor, k_cache: Tensor, workers: int | None = None, window: int | None = None
-) -> DecodePlan:
-    """Divide the contexts of a decode step among workers, in one launch.
-
-    context_lens: [rows] int32; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's
-    workers: programs for each KV head; None: enough to fill the device
-    window: how many tokens a query sees, the last of its context; None: all
-    """
-    rows, device = len(context_lens), context_lens.device
-    kv_heads = k_cache.shape[2]
-    programs = choose_programs(rows, k_cache)
-    if workers is None:
-        workers = max(1, programs.per_multiprocessor * num_multiprocessors(device) // kv_heads)
-    plan = DecodePlan(
-        torch.empty((workers, 4), dtype=torch.int32, device=device),
-        torch.empty(1, dtype=torch.int32, device=device),
-        torch.empty(rows * kv_heads, dtype=torch.int32, device=device),
-        window,
-        *programs[:3],
-    )
-    # One or two sizes for all numbers of rows, because Triton compiles the kernel for each size.
-    block_r, block_w = FEW_ROWS if rows <= FEW_ROWS else max(MANY_ROWS, triton.next_power_of_2(rows)), 8
-    planners = triton.cdiv(workers, block_w)
-    _plan_kernel[(planners,)](
-        context_lens,
-        plan.shares,
-        plan.share_tiles,
-        plan.arrivals,
-        rows,
-        workers,
-        plan.arrivals.numel(),
-        WINDOW=window or 0,
-        TILE=programs.tile,
-        BLOCK_R=block_r,
-        BLOCK_W=block_w,
-        BLOCK_A=triton.next_power_of_2(triton.cdiv(block_r * kv_heads, planners)),
-        **early_launch(context_lens),
-    )
-    return plan
-
-
-def choose_programs(rows: int, k_cache: Tensor) -> Programs:
-    """Return the programs that are the fastest on an H200; k_cache: as for plan_decode."""
-    _, block_size, kv_heads, head_dim = k_cache.shape
-    block_d, few = triton.next_power_of_2(head_dim), rows <= FEW_ROWS
-    if k_cache.dtype == FP8 and block_d <= 128 and not few:
-        # Other warps compute while one converts numbers. Warps that are programs never wait for each other. But where
-        # more than two share a row's keys, combining their results costs more.
-        single = Programs(math.gcd(block_size, 32), stages=5, warps=1, per_multiprocessor=8)
-        if single.per_multiprocessor * num_multiprocessors(k_cache.device) <= 2 * rows * kv_heads:
-            return single
-    tile = min(MAX_TILE, TILE_BYTES // (block_d * k_cache.itemsize))
-    tile = math.gcd(block_size, tile // 2 if few else tile)  # so that a tile lies in one block
-    return Programs(tile, stages=5 if few else 3, warps=4, per_multiprocessor=2)
-
-
-@triton.jit(do_not_specialize=["rows", "num_arrivals"])
-def _plan_kernel(
-    context_lens_ptr,
-    shares_ptr,
-    share_tiles_ptr,
-    arrivals_ptr,
-    rows,
-    workers,
-    num_arrivals,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    wait_for_predecessor(EARLY)
-    r = tl.arange(0, BLOCK_R)
-    context_lens = tl.load(context_lens_ptr + r, mask=r < rows, other=0)
-    tiles = tl.cdiv(context_lens, TILE)
-    if WINDOW > 0:
-        tiles -= tl.maximum(context_lens - WINDOW, 0) // TILE
-    ends = tl.cumsum(tiles, axis=0)
-    total = tl.sum(tiles, axis=0)
-    share = tl.maximum(tl.cdiv(total, workers), 1)
-
-    w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
-    first = tl.minimum(w * share, total)
-    last = tl.minimum(first + share, total) - 1  # below `first` if no tile is left for this worker
-    before_first = (ends[None, :] <= first[:, None]) & (r < rows)[None, :]
-    before_last = (ends[None, :] <= last[:, None]) & (r < rows)[None, :]
-    first_row = tl.sum(before_first.to(tl.int32), axis=1)
-    last_row = tl.where(last < first, first_row - 1, tl.sum(before_last.to(tl.int32), axis=1))
-    first_tile = first - tl.sum(tl.where(before_first, tiles[None, :], 0), axis=1)
-    mask = w < workers
-    tl.store(shares_ptr + w * 4, first_row, mask=mask)
-    tl.store(shares_ptr + w * 4 + 1, last_row, mask=mask)
-    tl.store(shares_ptr + w * 4 + 2, first_tile, mask=mask)
-    tl.store(shares_ptr + w * 4 + 3, last + 1 - first, mask=mask)
-    tl.store(share_tiles_ptr, share)
-    a = tl.program_id(0) * BLOCK_A + tl.arange(0, BLOCK_A)
-    tl.store(arrivals_ptr + a, 0, mask=a < num_arrivals)
 
 
 def paged_decode_triton(
