@@ -303,22 +303,22 @@ def test_a_cache_that_does_not_fit_says_what_would_help() -> None:
         LLM(BUNDLED_MODEL, gpu_memory_utilization=0.001)
 
 
-def test_the_kernels_compile_for_every_head_size() -> None:
-    for head_dim in (32, 64, 96, 128, 256):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            q = torch.randn(3, 4, head_dim, device="cuda").to(dtype)
-            k_cache, v_cache = (torch.randn(2, 256, 2, head_dim, device="cuda").to(dtype) for _ in range(2))
-            tables = torch.tensor([[1, 0]], dtype=torch.int32, device="cuda")
-            lens = torch.tensor([400], dtype=torch.int32, device="cuda")
-            cu = torch.tensor([0, 3], dtype=torch.int32, device="cuda")
-            for window, softcap in ((None, None), (100, None), (None, 5.0), (100, 5.0)):
-                prefilled = paged_prefill_triton(q, k_cache, v_cache, tables, cu, lens, 3, 0.1, window, softcap)
-                for rows in (1, FEW_ROWS + 1):
-                    row_lens, row_tables = lens.expand(rows).contiguous(), tables.expand(rows, -1).contiguous()
-                    plan = plan_decode(row_lens, k_cache, window=window)
-                    queries = q[-1:].expand(rows, -1, -1).contiguous()
-                    decoded = paged_decode_triton(queries, k_cache, v_cache, row_tables, row_lens, 0.1, plan, softcap)
-                    torch.testing.assert_close(prefilled[-1:].expand_as(decoded), decoded, rtol=1e-2, atol=1e-2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+def test_the_kernels_compile_for_every_head_size(head_dim: int, dtype: torch.dtype) -> None:
+    q = torch.randn(3, 4, head_dim, device="cuda").to(dtype)
+    k_cache, v_cache = (torch.randn(2, 256, 2, head_dim, device="cuda").to(dtype) for _ in range(2))
+    tables = torch.tensor([[1, 0]], dtype=torch.int32, device="cuda")
+    lens = torch.tensor([400], dtype=torch.int32, device="cuda")
+    cu = torch.tensor([0, 3], dtype=torch.int32, device="cuda")
+    for window, softcap in ((None, None), (100, None), (None, 5.0), (100, 5.0)):
+        prefilled = paged_prefill_triton(q, k_cache, v_cache, tables, cu, lens, 3, 0.1, window, softcap)
+        for rows in (1, FEW_ROWS + 1):
+            row_lens, row_tables = lens.expand(rows).contiguous(), tables.expand(rows, -1).contiguous()
+            plan = plan_decode(row_lens, k_cache, window=window)
+            queries = q[-1:].expand(rows, -1, -1).contiguous()
+            decoded = paged_decode_triton(queries, k_cache, v_cache, row_tables, row_lens, 0.1, plan, softcap)
+            torch.testing.assert_close(prefilled[-1:].expand_as(decoded), decoded, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 40, 64, 128, 144, 200, 256, 300])
