@@ -2,13 +2,121 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest number; those beyond become NaN, if nobody limits them before
+BLOCK = tl.constexpr(128)  # neighbouring numbers of a token's vector share a scale, and no fewer of a weight's row
+ROOM = 4
+BLOCKS_PER_PROGRAM = 16
+LEAST_SCALE = tl.constexpr(2.0**-120)  # float32 has its reciprocal, too
+
+
+class Fp8Tokens(NamedTuple):
+    """The vectors of some tokens: a number times the scale of its block is the vector's.
+
+    numbers: [room, size] FP8, the first `tokens` of which are the tokens'; the others are any
+    scales: [size / BLOCK, room] float32; cuBLAS wants this order, and a room that is a multiple of ROOM
+    """
+
+    numbers: Tensor
+    scales: Tensor
+    tokens: int
+
+    @classmethod
+    def empty(cls, tokens: int, size: int, device: torch.device) -> Fp8Tokens:
+        """Return vectors that a kernel is to fill."""
+        room = triton.cdiv(tokens, ROOM) * ROOM
+        scales = torch.empty(size // BLOCK.value, room, dtype=torch.float32, device=device)
+        return cls(torch.empty(room, size, dtype=FP8, device=device), scales, tokens)
+
+
+class Fp8Weight(NamedTuple):
+    """A weight in FP8: a number times the scale of its block is the weight's.
+
+    numbers: [out_features, in_features] FP8; those of several experts have a dimension more before these two
+    scales: [out_features / height, in_features / width] float32, for blocks of height x width, or likewise
+    """
+
+    numbers: Tensor
+    scales: Tensor
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The height and the width of the blocks."""
+        (*_, rows, columns), (*_, down, across) = self.numbers.shape, self.scales.shape
+        return rows // down, columns // across
 
 
 def as_bytes(x: Tensor) -> Tensor:
     """View an FP8 tensor as uint8, which torch can index everywhere; others stay what they are."""
     return x.view(torch.uint8) if x.dtype == FP8 else x
+
+
+def quantize(x: Tensor) -> Fp8Tokens:
+    """Round vectors, [tokens, size], to FP8: a block's scale makes its largest number the largest that FP8 has.
+
+    size: a multiple of BLOCK
+    """
+    return quantize_triton(x) if x.is_cuda else quantize_reference(x)
+
+
+def quantize_reference(x: Tensor) -> Fp8Tokens:
+    """quantize in torch."""
+    blocks = F.pad(x.float(), (0, 0, 0, -len(x) % ROOM)).unflatten(1, (-1, BLOCK.value))
+    scales = (blocks.abs().amax(dim=2) * (1 / LARGEST)).clamp_(min=LEAST_SCALE.value)
+    numbers = (blocks * scales.reciprocal().unsqueeze(2)).clamp_(-LARGEST, LARGEST).to(FP8).flatten(1)
+    return Fp8Tokens(numbers, scales.T.contiguous(), len(x))
+
+
+def quantize_triton(x: Tensor) -> Fp8Tokens:
+    """quantize as one launch."""
+    assert x.is_contiguous()
+    out = Fp8Tokens.empty(len(x), x.shape[1], x.device)
+    blocks = x.numel() // BLOCK.value
+    across, room = out.scales.shape
+    grid = (triton.cdiv(blocks, BLOCKS_PER_PROGRAM),)
+    _quantize_kernel[grid](
+        x, out.numbers, out.scales, blocks, across, room, BLOCKS=BLOCKS_PER_PROGRAM, **early_launch(x)
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["blocks", "room"])
+def _quantize_kernel(x_ptr, out_ptr, scales_ptr, blocks, across, room, BLOCKS: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_predecessor(EARLY)
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    places = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    exists = block < blocks
+    x = tl.load(x_ptr + places, mask=exists[:, None], other=0.0)
+    numbers, scales = quantize_blocks(x.to(tl.float32))
+    tl.store(out_ptr + places, numbers.to(out_ptr.dtype.element_ty), mask=exists[:, None])
+    tl.store(scales_ptr + block % across * room + block // across, scales, mask=exists)
+
+
+@triton.jit
+def quantize_blocks(x):
+    """Quantize inside a kernel: return x, [blocks, BLOCK] float32, as numbers that FP8 has, and the blocks' scales."""
+    scales = tl.maximum(tl.max(tl.abs(x), axis=1) * (1 / 448), LEAST_SCALE)
+    return round_to_fp8(x * tl.div_rn(1.0, scales)[:, None]), scales
+
+
+@triton.jit
+def round_to_fp8(x):
+    """Round x, float32, to numbers that FP8 has: converting them is exact.
+
+    The conversion itself would round too. But Triton's interpreter drops the carry when it rounds up to a power of two.
+    """
+    x = tl.clamp(x, -448.0, 448.0)
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)  # below 2^-6 the numbers are as dense
+    dense = (exponent - (3 << 23)).to(tl.float32, bitcast=True)  # the distance of neighbours
+    to_multiple = dense * 12582912.0  # 1.5 * 2^23: a sum with it has no room for less than `dense`
+    return (x + to_multiple) - to_multiple

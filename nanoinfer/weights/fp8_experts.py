@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
+from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.fp8_store import Fp8Store
 from nanoinfer.weights.plain_experts import ExpertTensors
@@ -52,15 +54,22 @@ class Fp8Experts(nn.Module):
         gate_up, down = self._weights()
         return expert_mlps(x, routes, gate_up, down, activation, may_split)
 
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        """Return both matrices of all experts in the model's dtype. The CPU keeps them."""
+    def _weights(self) -> tuple[Tensor, Tensor] | tuple[Fp8Weight, Fp8Weight]:
+        """Return what the products read: the stores, or where they cannot, the model's dtype, which the CPU keeps."""
+        if self.gate_up.weight.is_cuda:
+            gate_up, down = (
+                Fp8Weight(*(part.unflatten(0, (self.count, -1)) for part in (store.weight, store.scales)))
+                for store in (self.gate_up, self.down)
+            )
+            if can_multiply_fp8(self._dtype, gate_up) and can_multiply_fp8(self._dtype, down):
+                return gate_up, down
         versions = self.gate_up.version, self.down.version
         if self._dense is not None and self._dense[0] == versions:
             return self._dense[1:]
-        gate_up, down = (store.dense(self._dtype).unflatten(0, (self.count, -1)) for store in (self.gate_up, self.down))
-        if not gate_up.is_cuda:
-            self._dense = versions, gate_up, down
-        return gate_up, down
+        dense = [store.dense(self._dtype).unflatten(0, (self.count, -1)) for store in (self.gate_up, self.down)]
+        if not dense[0].is_cuda:
+            self._dense = versions, dense[0], dense[1]
+        return dense[0], dense[1]
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the stacked tensors that a checkpoint may have; the stores yield the others."""

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
+from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
@@ -48,10 +50,11 @@ class Fp8Matrix(nn.Module):
         """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
         return norm_linear(x, residual, pre, self._weight(), self.bias, activation, post, lane)
 
-    def _weight(self) -> Tensor | PackedWeight:
-        """Return the weight in the model's dtype. The CPU keeps it: its products cannot read FP8."""
+    def _weight(self) -> Tensor | PackedWeight | Fp8Weight:
+        """Return what a product reads: the store, or where it cannot, the model's dtype, which the CPU keeps."""
         if self.store.weight.is_cuda:
-            return self.store.dense(self._dtype)
+            weight = Fp8Weight(self.store.weight, self.store.scales)
+            return weight if can_multiply_fp8(self._dtype, weight) else self.store.dense(self._dtype)
         if self._dense is None or self._dense[0] != self.store.version:
             dense = self.store.dense(self._dtype)
             self._dense = self.store.version, PackedWeight(dense) if can_pack(dense) else dense

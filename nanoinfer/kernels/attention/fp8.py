@@ -36,19 +36,6 @@ def read(cached: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def to_fp8(x, scale):
-    """Return x / scale, rounded to numbers that FP8 has, as float32: converting them is exact.
-
-    The conversion itself would round too. But Triton's interpreter drops the carry when it rounds up to a power of two.
-    """
-    x = tl.clamp(tl.div_rn(x, scale), -448.0, 448.0)
-    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)  # below 2^-6 the numbers are as dense
-    dense = (exponent - (3 << 23)).to(tl.float32, bitcast=True)  # the distance of neighbours
-    to_multiple = dense * 12582912.0  # 1.5 * 2^23: a sum with it has no room for less than `dense`
-    return (x + to_multiple) - to_multiple
-
-
-@triton.jit
 def load_halves(ptr, offsets, mask, dtype: tl.constexpr, ON_GPU: tl.constexpr):
     """Load pairs of neighbouring FP8 numbers; return the first numbers of all pairs, and the second ones, in `dtype`.
 

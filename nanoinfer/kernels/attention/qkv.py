@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.fp8 import put, to_fp8
-from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.kernels.attention.fp8 import put
+from nanoinfer.kernels.fp8 import FP8, round_to_fp8
 from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_warps
 
@@ -286,8 +286,8 @@ def _norm_rotate_store_kernel(
     if slot >= 0:
         if IN_FP8:
             k_scale, v_scale = tl.load(kv_scales_ptr), tl.load(kv_scales_ptr + 1)
-            key1, key2 = to_fp8(out1.to(tl.float32), k_scale), to_fp8(out2.to(tl.float32), k_scale)
-            value1, value2 = to_fp8(first.to(tl.float32), v_scale), to_fp8(second.to(tl.float32), v_scale)
+            key1, key2 = _in_fp8(out1, k_scale), _in_fp8(out2, k_scale)
+            value1, value2 = _in_fp8(first, v_scale), _in_fp8(second, v_scale)
         else:
             key1, key2, value1, value2 = out1, out2, first, second
         place = slot * KV_HEADS + head - HEADS
@@ -345,3 +345,8 @@ def _sum_squares_kernel(qkv_ptr, sums_ptr, q_size, kv_size, BLOCK: tl.constexpr,
     source = qkv_ptr + token * (q_size + 2 * kv_size) + of_keys * q_size
     wide = tl.load(source + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(sums_ptr + 2 * token + of_keys, tl.sum(wide * wide, axis=0))
+
+
+@triton.jit
+def _in_fp8(x, scale):
+    return round_to_fp8(tl.div_rn(x.to(tl.float32), scale))

@@ -11,58 +11,87 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.experts.route import Routes
+from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight
 from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES, MIN_TILE, WEIGHTS_PER_SM, load_tile, store_dots
+from nanoinfer.kernels.linear.one_row import (
+    MAX_IN_FEATURES,
+    WEIGHTS_PER_SM,
+    add_scaled,
+    choose_programs,
+    load_scales,
+    load_tile,
+    multiply_halves,
+    pack_halves,
+    store_dots,
+)
 
 
-def is_one_row(x: Tensor, routes: Routes, down: Tensor) -> bool:
-    """Return whether x is one token whose vectors fit into a program's registers."""
-    return len(x) == 1 and max(x.shape[1], routes.experts.numel() * down.shape[2]) <= MAX_IN_FEATURES
+def is_one_row(x: Tensor, routes: Routes, size: int) -> bool:
+    """Return whether x is one token whose vectors fit into a program's registers; size: an expert's intermediate one"""
+    return len(x) == 1 and max(x.shape[1], routes.experts.numel() * size) <= MAX_IN_FEATURES
 
 
-def one_row_expert_mlps(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activation: Activation) -> Tensor:
+def one_row_expert_mlps(
+    x: Tensor, routes: Routes, gate_up: Tensor | Fp8Weight, down: Tensor | Fp8Weight, activation: Activation
+) -> Tensor:
     """Compute products.expert_mlps for x of [1, hidden_size]; it rounds no single expert's result."""
     used = routes.experts.shape[1]
+    (height, width), (gate_up, gate_up_scales) = _parts(gate_up)
+    (down_height, down_width), (down, down_scales) = _parts(down)
     _, hidden_size, size = down.shape
     assert x.is_contiguous()
     assert gate_up.is_contiguous()
     assert down.is_contiguous()
+    in_fp8 = down_scales is not None
     gated = x.new_empty(used, size)
     block_k = triton.next_power_of_2(hidden_size)
-    tile = max(MIN_TILE, 2 * block_k)
-    block_n = tile // block_k
-    programs = max(max(WEIGHTS_PER_SM // tile, 1) * num_multiprocessors(x.device) // used, 1)
+    block_n, per_multiprocessor, warps = choose_programs(block_k, in_fp8)
+    programs = max(per_multiprocessor * num_multiprocessors(x.device) // used, 1)
     _gate_up_kernel[(min(triton.cdiv(2 * size, block_n), programs), used)](
         x,
         routes.experts,
         gate_up,
+        gate_up_scales,
         gated,
         hidden_size,
         2 * size,
         ACTIVATION=activation,
+        HEIGHT=height,
+        WIDTH=width,
+        IN_HALVES=in_fp8 and x.is_cuda,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=8 if tile == MIN_TILE else 16,
+        num_warps=warps,
         **early_launch(x),
     )
     out = x.new_empty(1, hidden_size)
     block_k = triton.next_power_of_2(used * size)
-    block_n = WEIGHTS_PER_SM // block_k  # with fewer, larger tiles an H200 reads faster here
-    _down_kernel[(min(triton.cdiv(hidden_size, block_n), num_multiprocessors(x.device)),)](
+    block_n = max(WEIGHTS_PER_SM // block_k, 1)  # with fewer, larger tiles an H200 reads faster here
+    programs = (2 if in_fp8 else 1) * num_multiprocessors(x.device)
+    _down_kernel[(min(triton.cdiv(hidden_size, block_n), programs),)](
         gated,
         *routes,
         down,
+        down_scales,
         out,
         size,
         hidden_size,
         USED=used,
+        HEIGHT=down_height,
+        WIDTH=down_width,
+        IN_HALVES=in_fp8 and x.is_cuda,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=16,
+        num_warps=8 if in_fp8 else 16,
         **early_launch(x),
     )
     return out
+
+
+def _parts(weight: Tensor | Fp8Weight) -> tuple[tuple[int | None, int | None], tuple[Tensor, Tensor | None]]:
+    """Return the blocks' height and width, the numbers and the scales of a weight that has them."""
+    return (weight.block, weight) if isinstance(weight, Fp8Weight) else ((None, None), (weight, None))
 
 
 @triton.jit
@@ -70,26 +99,48 @@ def _gate_up_kernel(
     x_ptr,
     experts_ptr,
     weight_ptr,
+    scales_ptr,
     out_ptr,
     in_features,
     weight_rows,
     ACTIVATION: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IN_HALVES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    IN_FP8: tl.constexpr = HEIGHT is not None
+    EIGHTS: tl.constexpr = 8 if IN_HALVES else 1
     program, programs, choice = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     k = tl.arange(0, BLOCK_K)
+    word = tl.arange(0, BLOCK_K // EIGHTS)
     wait_for_predecessor(EARLY)
     expert = tl.load(experts_ptr + choice).to(tl.int64)
     weight_ptr += expert * weight_rows * in_features
     out_ptr += choice * (weight_rows // 2)
-    tile = load_tile(weight_ptr, program, k, in_features, weight_rows, BLOCK_N, True)
+    if IN_HALVES:
+        weight_ptr = weight_ptr.to(tl.pointer_type(tl.int64))
+    tile = load_tile(weight_ptr, program, word, in_features // EIGHTS, weight_rows, BLOCK_N, True)
+    if IN_FP8:
+        scales_ptr += expert * (weight_rows // HEIGHT) * (in_features // WIDTH)
+        scales = load_scales(scales_ptr, program, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, True)
     x = tl.load(x_ptr + k, mask=k < in_features, other=0.0)
     wide = x.to(tl.float32)
+    if IN_HALVES:
+        fours, largest = pack_halves(wide, BLOCK_K)
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
-        following = load_tile(weight_ptr, start // BLOCK_N + programs, k, in_features, weight_rows, BLOCK_N, True)
-        dots = tl.sum(tile.to(tl.float32) * wide[None, :], axis=1)
+        next_tile = start // BLOCK_N + programs
+        following = load_tile(weight_ptr, next_tile, word, in_features // EIGHTS, weight_rows, BLOCK_N, True)
+        products = multiply_halves(tile, fours) if IN_HALVES else tile.to(tl.float32) * wide[None, :]
+        if IN_FP8:
+            dots = add_scaled(products, scales, BLOCK_N, BLOCK_K // BLOCK)
+            scales = load_scales(scales_ptr, next_tile, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, True)
+        else:
+            dots = tl.sum(products, axis=1)
+        if IN_HALVES:
+            dots *= largest
         store_dots(dots.to(x.dtype), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
         tile = following
 
@@ -100,27 +151,55 @@ def _down_kernel(
     experts_ptr,
     weights_ptr,
     down_ptr,
+    scales_ptr,
     out_ptr,
     size,
     out_features,
     USED: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IN_HALVES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    IN_FP8: tl.constexpr = HEIGHT is not None
+    EIGHTS: tl.constexpr = 8 if IN_HALVES else 1
     program, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK_K)
     inside = k < USED * size
-    expert = load_complete(experts_ptr + k // size, inside, 0).to(tl.int64)  # the predecessor has waited for the routes
-    weight = load_complete(weights_ptr + k // size, inside, 0.0)
-    down_ptrs = down_ptr + expert * out_features * size + k % size
-    tile = _load_down(down_ptrs, program, inside, size, out_features, BLOCK_N)
+    weight = load_complete(weights_ptr + k // size, inside, 0.0)  # the predecessor has waited for the routes
+    # A vector that the experts' numbers fill, or words of eight of them.
+    first = tl.arange(0, BLOCK_K // EIGHTS) * EIGHTS
+    has_word = first < USED * size
+    expert = load_complete(experts_ptr + first // size, has_word, 0).to(tl.int64)
+    if IN_HALVES:
+        down_ptr = down_ptr.to(tl.pointer_type(tl.int64))
+    down_ptrs = down_ptr + (expert * out_features * size + first % size) // EIGHTS
+    tile = _load_down(down_ptrs, program, has_word, size // EIGHTS, out_features, BLOCK_N)
+    if IN_FP8:
+        block = tl.arange(0, BLOCK_K // BLOCK) * BLOCK
+        has_block = block < USED * size
+        of_block = load_complete(experts_ptr + block // size, has_block, 0)
+        across = size // WIDTH
+        scale_ptrs = scales_ptr + of_block * (out_features // HEIGHT * across) + block % size // WIDTH
+        scales = _load_down_scales(scale_ptrs, program, has_block, across, out_features, HEIGHT, BLOCK_N)
     wait_for_predecessor(EARLY)
     wide = weight * tl.load(gated_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    if IN_HALVES:
+        fours, largest = pack_halves(wide, BLOCK_K)
     for start in range(program * BLOCK_N, out_features, programs * BLOCK_N):
-        following = _load_down(down_ptrs, start // BLOCK_N + programs, inside, size, out_features, BLOCK_N)
-        dots = tl.sum(tile.to(tl.float32) * wide[None, :], axis=1)
-        store_dots(dots.to(tile.dtype), out_ptr, start, out_features, None, BLOCK_N)
+        next_tile = start // BLOCK_N + programs
+        following = _load_down(down_ptrs, next_tile, has_word, size // EIGHTS, out_features, BLOCK_N)
+        products = multiply_halves(tile, fours) if IN_HALVES else tile.to(tl.float32) * wide[None, :]
+        if IN_FP8:
+            dots = add_scaled(products, scales, BLOCK_N, BLOCK_K // BLOCK)
+            scales = _load_down_scales(scale_ptrs, next_tile, has_block, across, out_features, HEIGHT, BLOCK_N)
+        else:
+            dots = tl.sum(products, axis=1)
+        if IN_HALVES:
+            dots *= largest
+        store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, out_features, None, BLOCK_N)
         tile = following
 
 
@@ -130,3 +209,11 @@ def _load_down(down_ptrs, tile, inside, size, out_features, BLOCK_N: tl.constexp
     n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (n < out_features)[:, None] & inside[None, :]
     return tl.load(down_ptrs[None, :] + n[:, None] * size, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_down_scales(scale_ptrs, tile, inside, across, out_features, HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load the scales of what _load_down loads: of each row, one for each BLOCK of its numbers."""
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (n < out_features)[:, None] & inside[None, :]
+    return tl.load(scale_ptrs[None, :] + (n // HEIGHT * across)[:, None], mask=mask, other=0.0)

@@ -16,15 +16,23 @@ from torch import Tensor
 
 from nanoinfer.kernels.experts.one_row import is_one_row, one_row_expert_mlps
 from nanoinfer.kernels.experts.route import Groups, Routes, group_triton
+from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
+from nanoinfer.kernels.fp8 import Fp8Tokens, Fp8Weight, quantize
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block
+from nanoinfer.kernels.linear.fp8_linear import multiply_block
 from nanoinfer.kernels.linear.one_wave import add_product
 
 BLOCK = 1024  # of the numbers of a token that a program adds up
 
 
 def expert_mlps(
-    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activation: Activation, may_split: bool = False
+    x: Tensor,
+    routes: Routes,
+    gate_up: Tensor | Fp8Weight,
+    down: Tensor | Fp8Weight,
+    activation: Activation,
+    may_split: bool = False,
 ) -> Tensor:
     """Add up, for each token, the weighted results of its experts, in the order in which its router ranks them.
 
@@ -34,9 +42,12 @@ def expert_mlps(
     may_split: the result may also be several pieces that the kernels in kernels.norm add up, [used, tokens,
         hidden_size]: the weighted results of the tokens' likeliest experts, of their second ones, and so on
     An expert computes down @ (act(gate @ x) * (up @ x)). Returns [tokens, hidden_size].
+    Weights in FP8 are those that kernels.linear.fp8_linear.can_multiply_fp8: it rounds several tokens to FP8 too.
     """
     if x.is_cuda:
         return expert_mlps_triton(x, routes, gate_up, down, activation, may_split)
+    assert isinstance(gate_up, Tensor)
+    assert isinstance(down, Tensor)
     return expert_mlps_reference(x, routes, gate_up, down, activation)
 
 
@@ -53,19 +64,29 @@ def expert_mlps_reference(x: Tensor, routes: Routes, gate_up: Tensor, down: Tens
 
 
 def expert_mlps_triton(
-    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activation: Activation, may_split: bool = False
+    x: Tensor,
+    routes: Routes,
+    gate_up: Tensor | Fp8Weight,
+    down: Tensor | Fp8Weight,
+    activation: Activation,
+    may_split: bool = False,
 ) -> Tensor:
-    """expert_mlps as four launches and, unless `may_split`, a fifth for the sum; for one token two."""
-    if is_one_row(x, routes, down):
+    """expert_mlps as four launches and, unless `may_split`, a fifth for the sum; for one token two.
+
+    In FP8, each product has a launch more, which rounds its input.
+    """
+    in_fp8 = isinstance(down, Fp8Weight)
+    count, hidden_size, size = (down.numbers if isinstance(down, Fp8Weight) else down).shape
+    if is_one_row(x, routes, size):
         return one_row_expert_mlps(x, routes, gate_up, down, activation)
     tokens, used = routes.experts.shape
-    count, hidden_size, size = down.shape
     block_m = choices_in_a_tile(tokens * used, count)
     groups = group_triton(routes.experts, count, block_m)
     gated = x.new_empty(tokens * used, size)
-    _multiply(x, gate_up, gated, groups, block_m, routes, activation)
+    _multiply(quantize(x) if in_fp8 else x, gate_up, gated, groups, block_m, routes, activation)
     results = x.new_empty(used, tokens, hidden_size)
-    _multiply(gated, down, results.view(used * tokens, hidden_size), groups, block_m, routes, None)
+    flat = results.view(used * tokens, hidden_size)
+    _multiply(quantize(gated) if in_fp8 else gated, down, flat, groups, block_m, routes, None)
     if used == 1:
         return results[0]
     return results if may_split and tokens > 1 else add_pieces_triton(results)
@@ -96,8 +117,13 @@ class Tiling:
     persistent: bool
 
     @classmethod
-    def of(cls, block_m: int, gated: bool) -> Tiling:
+    def of(cls, block_m: int, gated: bool, in_fp8: bool) -> Tiling:
         """Return the fastest."""
+        if in_fp8:  # block_k numbers share a scale; the products of a block fill registers of their own
+            is_large = block_m == 128
+            block_n = 128 if is_large and not gated else 64
+            stages = 4 if is_large else 3 if gated else 5  # so that three of the small programs share a multiprocessor
+            return cls(block_m, block_n, FP8_BLOCK.value, 8 if is_large else 4, stages, persistent=is_large)
         if block_m == 128:
             return cls(block_m, 128 if gated else 256, 64, warps=8, stages=3, persistent=True)
         block_k, stages = (128, 3) if block_m == 16 else (64, 5)
@@ -105,56 +131,75 @@ class Tiling:
 
 
 def _multiply(
-    x: Tensor, weight: Tensor, out: Tensor, groups: Groups, block_m: int, routes: Routes, activation: Activation | None
+    x: Tensor | Fp8Tokens,
+    weight: Tensor | Fp8Weight,
+    out: Tensor,
+    groups: Groups,
+    block_m: int,
+    routes: Routes,
+    activation: Activation | None,
 ) -> None:
     """Multiply each choice's input with its expert's weight, [experts, out_features, in_features].
 
     activation: given for the first product, which reads x of the choices' tokens and writes in the order of `groups`;
         None for the second, which reads that, applies the choices' weights, and writes what expert_mlps' pieces are
     """
+    height, width = weight.block if isinstance(weight, Fp8Weight) else (None, None)
+    numbers, x_scales = (x.numbers, x.scales) if isinstance(x, Fp8Tokens) else (x, None)
+    weight, scales = weight if isinstance(weight, Fp8Weight) else (weight, None)
     (tokens, used), in_features, out_features = routes.experts.shape, weight.shape[2], out.shape[1]
-    assert x.is_contiguous()
+    assert numbers.is_contiguous()
     assert weight.is_contiguous()
     gated = activation is not None
-    tiling = Tiling.of(block_m, gated)
-    stage = (tiling.block_m + tiling.block_n * (2 if gated else 1)) * tiling.block_k * x.itemsize
+    tiling = Tiling.of(block_m, gated, scales is not None)
+    stage = (tiling.block_m + tiling.block_n * (2 if gated else 1)) * tiling.block_k * numbers.itemsize
     items = triton.cdiv(out_features, tiling.block_n) * len(groups.tiles)
-    programs = min(items, num_multiprocessors(x.device)) if tiling.persistent else items
+    programs = min(items, num_multiprocessors(out.device)) if tiling.persistent else items
     _expert_kernel[(programs,)](
-        x,
+        numbers,
+        x_scales,
         weight,
+        scales,
         out,
         routes.weights,
         *groups,
         tokens,
+        len(numbers),
         out_features,
         in_features,
         items,
         USED=used,
+        HEIGHT=height,
+        WIDTH=width,
         ACTIVATION=activation,
         EVEN=in_features % tiling.block_k == out_features % tiling.block_n == 0,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         num_warps=tiling.warps,
-        num_stages=max(1, min(tiling.stages, shared_memory(x.device) // stage)),
-        **early_launch(x),
+        num_stages=max(1, min(tiling.stages, shared_memory(out.device) // stage)),
+        **early_launch(out),
     )
 
 
-@triton.jit(do_not_specialize=["tokens", "items"])
+@triton.jit(do_not_specialize=["tokens", "room", "items"])
 def _expert_kernel(
     x_ptr,
+    x_scales_ptr,
     weight_ptr,
+    scales_ptr,
     out_ptr,
     choice_weights_ptr,
     choices_ptr,
     tiles_ptr,
     tokens,
+    room,
     out_features,
     in_features,
     items,
     USED: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -163,6 +208,7 @@ def _expert_kernel(
     EARLY: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION is not None
+    IN_FP8: tl.constexpr = HEIGHT is not None
     OTHER: tl.constexpr = None if EVEN else 0.0
     wait_for_predecessor(EARLY)
     blocks = tl.cdiv(out_features, BLOCK_N)
@@ -192,11 +238,24 @@ def _expert_kernel(
                 weight_mask = None if EVEN else has_output[:, None] & inside
                 x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
                 weight = tl.load(weight_ptrs + start, mask=weight_mask, other=OTHER)
-                acc = add_product(acc, x, weight, TOKENS_LEFT)
                 if GATED:
                     up_ptrs = weight_ptrs + start + out_features * in_features
                     up_weight = tl.load(up_ptrs, mask=weight_mask, other=OTHER)
-                    up_acc = add_product(up_acc, x, up_weight, TOKENS_LEFT)
+                if IN_FP8:
+                    x_scale = tl.load(x_scales_ptr + start // BLOCK_K * room + source, mask=exists, other=0.0)
+                    row = expert * weight_rows + n
+                    column_ptr = scales_ptr + start // WIDTH
+                    scale = tl.load(column_ptr + row // HEIGHT * (in_features // WIDTH), mask=has_output, other=0.0)
+                    acc += multiply_block(x, x_scale, weight, scale, TOKENS_LEFT)
+                    if GATED:
+                        up_row = row + out_features
+                        up_scale_ptrs = column_ptr + up_row // HEIGHT * (in_features // WIDTH)
+                        up_scale = tl.load(up_scale_ptrs, mask=has_output, other=0.0)
+                        up_acc += multiply_block(x, x_scale, up_weight, up_scale, TOKENS_LEFT)
+                else:
+                    acc = add_product(acc, x, weight, TOKENS_LEFT)
+                    if GATED:
+                        up_acc = add_product(up_acc, x, up_weight, TOKENS_LEFT)
 
             if not GATED:
                 choice_weights = tl.load(choice_weights_ptr + choice, mask=exists, other=0.0)

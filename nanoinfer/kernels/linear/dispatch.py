@@ -6,11 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.kernels.fp8 import Fp8Weight, quantize
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
+from nanoinfer.kernels.linear.fp8_linear import fp8_linear
 from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave, one_wave_linear
 from nanoinfer.kernels.linear.packed import PackedWeight
-from nanoinfer.kernels.norm.rms_norm import Norm, add_residual, add_rms_norm, norm_add_rms_norm, rms_norm
+from nanoinfer.kernels.norm.rms_norm import (
+    Norm,
+    add_residual,
+    add_rms_norm,
+    fp8_norm_triton,
+    norm_add_rms_norm,
+    rms_norm,
+)
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 
 MAX_LANE_FEATURES = 2048  # of 4,096, every program's looks at the inbox cost more than a launch (measured on H200s)
@@ -18,13 +27,14 @@ MAX_LANE_FEATURES = 2048  # of 4,096, every program's looks at the inbox cost mo
 
 def linear(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: Tensor | PackedWeight | Fp8Weight,
     bias: Tensor | None = None,
     activation: Activation | None = None,
     may_split: bool = False,
 ) -> Tensor:
     """Compute x @ weight.T + bias: [tokens, in_features] and [out_features, in_features] to [tokens, out_features].
 
+    weight: if in FP8, one that can_multiply_fp8; several tokens are rounded to FP8 too
     bias: [out_features]
     activation: the weight and the bias have gates in their first half and ups in the second. The result is
         act(gate) * up, [tokens, out_features // 2], see activation.py
@@ -35,6 +45,8 @@ def linear(
         out = weight.product(x, bias)
     elif _is_one_row(x):
         return one_row_linear(x, weight, bias, activation)
+    elif isinstance(weight, Fp8Weight):
+        return fp8_linear(quantize(x), weight, x.dtype, bias, activation, may_split)
     elif wave := find_one_wave(x, weight, activation is not None, may_split):
         return one_wave_linear(x, weight, wave, bias, activation)
     else:
@@ -46,7 +58,7 @@ def norm_linear(
     x: Tensor,
     residual: Tensor | None,
     norm: Norm | None,
-    weight: Tensor | PackedWeight,
+    weight: Tensor | PackedWeight | Fp8Weight,
     bias: Tensor | None = None,
     activation: Activation | None = None,
     post: Norm | None = None,
@@ -61,9 +73,12 @@ def norm_linear(
     lane: if given, x stands for the sum of all ranks' x; only where takes_lane(x)
     """
     assert post is None or residual is not None
-    if isinstance(weight, Tensor) and _is_one_row(x):
+    if not isinstance(weight, PackedWeight) and _is_one_row(x):
         return one_row_norm_linear(x, residual, norm, weight, bias, activation, post, lane)
     assert lane is None
+    if isinstance(weight, Fp8Weight) and norm is not None:
+        in_fp8, total = fp8_norm_triton(x, residual, norm, post)
+        return fp8_linear(in_fp8, weight, total.dtype, bias, activation), total
     normed, total = _norm(x, residual, norm, post)
     return linear(normed, weight, bias, activation), total
 

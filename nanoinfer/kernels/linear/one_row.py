@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block
@@ -23,7 +24,7 @@ WEIGHTS_PER_SM = 4 * MIN_TILE  # numbers of the weight that are on their way at 
 
 
 def one_row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None
+    x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:
     """Compute kernels.linear.dispatch.linear for x of [1, in_features], in one launch."""
     return _launch(x, weight, bias, activation)
@@ -33,7 +34,7 @@ def one_row_norm_linear(
     x: Tensor,
     residual: Tensor | None,
     norm: Norm | None,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None = None,
     activation: Activation | None = None,
     post: Norm | None = None,
@@ -50,7 +51,7 @@ def one_row_norm_linear(
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Fp8Weight,
     bias: Tensor | None,
     activation: Activation | None,
     residual: Tensor | None = None,
@@ -61,20 +62,21 @@ def _launch(
     normed: Tensor | None = None,
 ) -> Tensor:
     ranks = len(lane.inboxes) if lane else 1
-    weight_rows, in_features = weight.shape
+    numbers, scales = weight if isinstance(weight, Fp8Weight) else (weight, None)
+    weight_rows, in_features = numbers.shape
     assert x.is_contiguous()
-    assert weight.is_contiguous()
+    assert numbers.is_contiguous()
     out = torch.empty((1, weight_rows // 2 if activation else weight_rows), dtype=x.dtype, device=x.device)
     block_k = triton.next_power_of_2(in_features)
-    tile = max(MIN_TILE, 2 * block_k)
-    block_n = tile // block_k
-    programs = max(WEIGHTS_PER_SM // tile, 1) * num_multiprocessors(x.device)
+    block_n, per_multiprocessor, warps = choose_programs(block_k, scales is not None)
+    programs = per_multiprocessor * num_multiprocessors(x.device)
     _one_row_kernel[(min(triton.cdiv(weight_rows, block_n), programs),)](
         x,
         post.weight if post else None,
         residual,
         norm.weight if norm else None,
-        weight,
+        numbers,
+        scales,
         bias,
         out,
         total,
@@ -98,12 +100,24 @@ def _launch(
         KEEP=normed is not None,
         BIAS=bias is not None,
         ACTIVATION=activation,
+        HEIGHT=weight.block[0] if isinstance(weight, Fp8Weight) else None,
+        WIDTH=weight.block[1] if isinstance(weight, Fp8Weight) else None,
+        IN_HALVES=scales is not None and x.is_cuda,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=8 if tile == MIN_TILE else 16,
+        num_warps=warps,
         **early_launch(x),
     )
     return out
+
+
+def choose_programs(block_k: int, in_fp8: bool) -> tuple[int, int, int]:
+    """Return the rows of a tile, the programs for each multiprocessor, and the warps of a program."""
+    if in_fp8:  # half the bytes; and fewer warps wait for each other
+        tile = max(2 * MIN_TILE, 2 * block_k)
+        return tile // block_k, 2 * WEIGHTS_PER_SM // tile, 4 if tile == 2 * MIN_TILE else 8
+    tile = max(MIN_TILE, 2 * block_k)
+    return tile // block_k, max(WEIGHTS_PER_SM // tile, 1), 8 if tile == MIN_TILE else 16
 
 
 @triton.jit
@@ -113,6 +127,7 @@ def _one_row_kernel(
     residual_ptr,
     norm_weight_ptr,
     weight_ptr,
+    scales_ptr,
     bias_ptr,
     out_ptr,
     total_ptr,
@@ -136,16 +151,27 @@ def _one_row_kernel(
     KEEP: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IN_HALVES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION is not None
+    IN_FP8: tl.constexpr = HEIGHT is not None
+    # A load of FP8 numbers is of eight: a thread multiplies them at once.
+    EIGHTS: tl.constexpr = 8 if IN_HALVES else 1
+    if IN_HALVES:
+        weight_ptr = weight_ptr.to(tl.pointer_type(tl.int64))
     program, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK_K)
     inside = k < in_features
     # The predecessor writes no weights, so the first loads of them need not wait for it.
-    tile = load_tile(weight_ptr, program, k, in_features, weight_rows, BLOCK_N, GATED)
+    word = tl.arange(0, BLOCK_K // EIGHTS)
+    tile = load_tile(weight_ptr, program, word, in_features // EIGHTS, weight_rows, BLOCK_N, GATED)
+    if IN_FP8:
+        scales = load_scales(scales_ptr, program, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED)
     if BIAS:
         bias = _load_bias(bias_ptr, program, weight_rows, BLOCK_N, GATED)
     if POST:
@@ -170,13 +196,25 @@ def _one_row_kernel(
     if KEEP:
         tl.store(normed_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
     wide = x.to(tl.float32)
+    if IN_HALVES:
+        fours, largest = pack_halves(wide, BLOCK_K)
 
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
-        following = load_tile(weight_ptr, start // BLOCK_N + programs, k, in_features, weight_rows, BLOCK_N, GATED)
-        dots = tl.sum(tile.to(tl.float32) * wide[None, :], axis=1)
+        next_tile = start // BLOCK_N + programs
+        following = load_tile(weight_ptr, next_tile, word, in_features // EIGHTS, weight_rows, BLOCK_N, GATED)
+        products = multiply_halves(tile, fours) if IN_HALVES else tile.to(tl.float32) * wide[None, :]
+        if IN_FP8:
+            dots = add_scaled(products, scales, BLOCK_N, BLOCK_K // BLOCK)
+            scales = load_scales(
+                scales_ptr, next_tile, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED
+            )
+        else:
+            dots = tl.sum(products, axis=1)
+        if IN_HALVES:
+            dots *= largest
         if BIAS:
             dots += bias
-            bias = _load_bias(bias_ptr, start // BLOCK_N + programs, weight_rows, BLOCK_N, GATED)
+            bias = _load_bias(bias_ptr, next_tile, weight_rows, BLOCK_N, GATED)
         store_dots(dots.to(x.dtype), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
         tile = following
 
@@ -189,6 +227,87 @@ def load_tile(weight_ptr, tile, k, in_features, weight_rows, BLOCK_N: tl.constex
     if GATED:
         n = n // 2 + n % 2 * (weight_rows // 2)
     return tl.load(weight_ptr + n[:, None] * in_features + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_scales(
+    scales_ptr,
+    tile,
+    in_features,
+    weight_rows,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Load the scales of what load_tile loads: of each row, one for each BLOCK of its numbers."""
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.arange(0, BLOCK_K // BLOCK) * BLOCK
+    mask = (n < weight_rows)[:, None] & (first < in_features)[None, :]
+    if GATED:
+        n = n // 2 + n % 2 * (weight_rows // 2)
+    return tl.load(scales_ptr + (n // HEIGHT * (in_features // WIDTH))[:, None] + first // WIDTH, mask=mask, other=0.0)
+
+
+@triton.jit
+def add_scaled(products, scales, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr):
+    """Add up each row's products, [BLOCK_N, any multiple of BLOCKS], each block's times its scale of load_scales."""
+    sums = tl.sum(tl.reshape(products, [BLOCK_N, BLOCKS, products.shape[1] // BLOCKS]), axis=2)
+    return tl.sum(sums * scales, axis=1)
+
+
+@triton.jit
+def pack_halves(x, SIZE: tl.constexpr):
+    """Divide x, [SIZE], by its largest number and round it to float16, [SIZE / 8] int64 twice; return the number too.
+
+    The first has the first four of each eight, the other the last four.
+    """
+    largest = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-30)
+    x *= 1 / largest
+    bits = x.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int64) << (tl.arange(0, SIZE) % 4 * 16).to(tl.int64)
+    fours = tl.sum(tl.reshape(bits, [SIZE // 4, 4]), axis=1)
+    return tl.split(tl.reshape(fours, [SIZE // 8, 2])), largest
+
+
+@triton.jit
+def multiply_halves(tile, fours):
+    """Return the product of each eight FP8 numbers, [rows, eights] int64, with x's, [eights] int64 twice, as float32.
+
+    A GPU converts two FP8 numbers to float16 in one instruction, and multiplies two of these in another. Only sums of
+    four products are rounded to float16; x is at most 1, and so they are below its largest number.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 first, second, x0, x1, x2, x3, pair, sums;
+            .reg .b16 a, b, c, d, even, odd;
+            .reg .f32 evens, odds;
+            mov.b64 {first, second}, $1;
+            mov.b64 {x0, x1}, $2;
+            mov.b64 {x2, x3}, $3;
+            mov.b32 {a, b}, first;
+            mov.b32 {c, d}, second;
+            cvt.rn.f16x2.e4m3x2 pair, a;
+            mul.rn.f16x2 sums, pair, x0;
+            cvt.rn.f16x2.e4m3x2 pair, b;
+            fma.rn.f16x2 sums, pair, x1, sums;
+            cvt.rn.f16x2.e4m3x2 pair, c;
+            fma.rn.f16x2 sums, pair, x2, sums;
+            cvt.rn.f16x2.e4m3x2 pair, d;
+            fma.rn.f16x2 sums, pair, x3, sums;
+            mov.b32 {even, odd}, sums;
+            cvt.f32.f16 evens, even;
+            cvt.f32.f16 odds, odd;
+            add.f32 $0, evens, odds;
+        }
+        """,
+        constraints="=f,l,l,l",
+        args=[tile, fours[0][None, :], fours[1][None, :]],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
+from nanoinfer.kernels.fp8 import Fp8Tokens, quantize_blocks
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
 
@@ -127,23 +129,38 @@ def add_residual_triton(x: Tensor, residual: Tensor, post: Norm | None = None) -
     return out
 
 
+def fp8_norm_triton(x: Tensor, residual: Tensor | None, norm: Norm, post: Norm | None) -> tuple[Fp8Tokens, Tensor]:
+    """Return the result of the norm in FP8, and the total, as one launch.
+
+    x, residual, post: as for norm_add_rms_norm; without a post the total is x + residual, without a residual x
+    """
+    tokens, size = x.shape[-2:]
+    out = Fp8Tokens.empty(tokens, size, x.device)
+    total = x if residual is None else torch.empty_like(residual)
+    _launch(x, residual, out, None if residual is None else total, post, norm)
+    return out, total
+
+
 def _launch(
     x: Tensor,
     residual: Tensor | None,
-    out: Tensor,
+    out: Tensor | Fp8Tokens,
     total: Tensor | None = None,
     post: Norm | None = None,
     norm: Norm | None = None,
 ) -> None:
     tokens, size = x.shape[-2:]
     block = triton.next_power_of_2(size)
+    numbers, scales = (out.numbers, out.scales) if isinstance(out, Fp8Tokens) else (out, None)
     _rms_norm_kernel[(tokens,)](
         x,
         residual,
         post.weight if post else None,
         norm.weight if norm else None,
-        out,
+        numbers,
+        scales,
         total,
+        len(numbers),
         size,
         tokens * size,
         post.eps if post else None,
@@ -154,6 +171,7 @@ def _launch(
         ADD=residual is not None,
         NORM=norm is not None,
         PLUS_ONE=norm is not None and norm.plus_one,
+        IN_FP8=scales is not None,
         BLOCK=block,
         num_warps=norm_warps(block),
         **early_launch(x),
@@ -165,14 +183,16 @@ def norm_warps(block: int) -> int:
     return min(max(block // 256, 1), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     post_weight_ptr,
     weight_ptr,
     out_ptr,
+    scales_ptr,
     total_ptr,
+    room,
     size,
     piece_stride,
     post_eps,
@@ -183,6 +203,7 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    IN_FP8: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -200,14 +221,23 @@ def _rms_norm_kernel(
         for piece in tl.static_range(1, PIECES):
             place = start + piece * piece_stride.to(tl.int64) + offsets
             x += tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        x = x.to(out_ptr.dtype.element_ty)
+        x = x.to(weight_ptr.dtype.element_ty if NORM else out_ptr.dtype.element_ty)
     if POST:
         x = norm_block(x, post_weight, size, post_eps, POST_PLUS_ONE)
     if ADD:
         x += tl.load(residual_ptr + start + offsets, mask=mask, other=0.0)
         if NORM:
             tl.store(total_ptr + start + offsets, x, mask=mask)
-    tl.store(out_ptr + start + offsets, norm_block(x, weight, size, eps, PLUS_ONE) if NORM else x, mask=mask)
+    if NORM:
+        x = norm_block(x, weight, size, eps, PLUS_ONE)
+    if IN_FP8:
+        blocks = tl.reshape(x.to(tl.float32), [BLOCK // FP8_BLOCK, FP8_BLOCK])
+        numbers, scales = quantize_blocks(blocks)
+        b = tl.arange(0, BLOCK // FP8_BLOCK)
+        tl.store(out_ptr + start + offsets, tl.reshape(numbers, [BLOCK]).to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(scales_ptr + b * room + tl.program_id(0), scales, mask=b < size // FP8_BLOCK)
+    else:
+        tl.store(out_ptr + start + offsets, x, mask=mask)
 
 
 @triton.jit

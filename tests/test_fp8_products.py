@@ -1,0 +1,207 @@
+"""Products with weights in FP8: each kernel against float64 of the numbers that its operands stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE
+from torch import Tensor
+
+from nanoinfer.kernels.experts.products import expert_mlps_triton
+from nanoinfer.kernels.experts.route import Routes
+from nanoinfer.kernels.fp8 import (
+    FP8,
+    LARGEST,
+    Fp8Tokens,
+    Fp8Weight,
+    as_bytes,
+    quantize,
+    quantize_reference,
+    quantize_triton,
+)
+from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
+from nanoinfer.kernels.linear.dispatch import linear, norm_linear
+from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8, find_cut, fp8_linear_triton
+from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton, norm_add_rms_norm_reference, rms_norm_reference
+
+# The interpreter computes with no bfloat16; a GPU converts FP8 for one token to float16, in sums of four.
+DTYPE, CLOSE = (torch.bfloat16, 0.006) if DEVICE == "cuda" else (torch.float32, 1e-5)
+BLOCKS = [(128, 128), (64, 256), (1, None)]  # of the weights; None: a whole row
+
+
+def make_weight(rows: int, columns: int, block: tuple[int, int | None] = (128, 128)) -> tuple[Fp8Weight, Tensor]:
+    """Return a weight, and in float64 the matrix that it stands for."""
+    height, width = block[0], block[1] or columns
+    numbers = (torch.randn(rows, columns, device=DEVICE) * 100).clamp(-LARGEST, LARGEST).to(FP8)
+    scales = torch.rand(rows // height, columns // width, device=DEVICE) * 2e-3 + 1e-4
+    spread = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)
+    return Fp8Weight(numbers, scales), numbers.double() * spread.double()
+
+
+def dequantized(x: Fp8Tokens) -> Tensor:
+    return (x.numbers.double() * x.scales.T.double().repeat_interleave(128, 1))[: x.tokens]
+
+
+def expected(x: Tensor, matrix: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
+    out = F.linear(x.double(), matrix, None if bias is None else bias.double())
+    return gate_mul_reference(out, activation) if activation else out
+
+
+def assert_near(out: Tensor, reference: Tensor, most: float = CLOSE) -> None:
+    error = (out.double() - reference).norm() / reference.norm()
+    assert error < most
+
+
+class TestTokens:
+    @pytest.mark.parametrize(("tokens", "size"), [(1, 128), (3, 640), (5, 4096)])
+    def test_the_kernel_rounds_like_the_reference(self, tokens: int, size: int) -> None:
+        x = torch.randn(tokens, size, device=DEVICE) * torch.logspace(-5, 5, size, device=DEVICE)
+        x[0, :128] = 0
+        reference, out = quantize_reference(x), quantize_triton(x)
+        assert out.scales.shape == reference.scales.shape
+        assert torch.equal(out.scales[:, :tokens], reference.scales[:, :tokens])
+        assert torch.equal(as_bytes(out.numbers)[:tokens], as_bytes(reference.numbers)[:tokens])
+
+    def test_a_number_loses_no_more_than_a_sixteenth(self) -> None:
+        x = torch.randn(7, 512, device=DEVICE)
+        x[2] *= 1e5
+        largest = x.unflatten(1, (-1, 128)).abs().amax(2).repeat_interleave(128, 1)
+        error = (dequantized(quantize(x)) - x).abs()
+        assert (error <= torch.maximum(x.abs() / 16, largest * 2**-9 / LARGEST) * 1.0001).all()
+
+    @pytest.mark.parametrize("pieces", [1, 3])
+    @pytest.mark.parametrize("with_post", [False, True])
+    def test_the_norm_rounds_its_result(self, pieces: int, with_post: bool) -> None:
+        """One launch adds, normalises and rounds to FP8."""
+        x, residual = torch.randn(pieces, 5, 384, device=DEVICE), torch.randn(5, 384, device=DEVICE).to(DTYPE)
+        norm, post = (Norm(torch.rand(384, device=DEVICE).to(DTYPE), 1e-6) for _ in range(2))
+        summed = x.sum(0).to(DTYPE)
+        out, total = fp8_norm_triton(x if pieces > 1 else summed, residual, norm, post if with_post else None)
+        if with_post:
+            normed, sums = norm_add_rms_norm_reference(summed, residual, post, norm)
+        else:
+            sums = summed + residual
+            normed = rms_norm_reference(sums, norm)
+        torch.testing.assert_close(total, sums, rtol=0.02, atol=0.02)
+        assert_near(dequantized(out), normed.double(), 0.05)
+        alone, same = fp8_norm_triton(total, None, norm, None)
+        assert same is total
+        assert_near(dequantized(alone), rms_norm_reference(total, norm).double(), 0.05)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+class TestProducts:
+    @pytest.mark.parametrize(("rows", "columns"), [(256, 512), (384, 768)])
+    def test_one_token(
+        self, rows: int, columns: int, block: tuple[int, int | None], with_bias: bool, activation: Activation | None
+    ) -> None:
+        weight, matrix = make_weight(rows, columns, block)
+        x = torch.randn(1, columns, device=DEVICE).to(DTYPE)
+        bias = torch.randn(rows, device=DEVICE).to(DTYPE) if with_bias else None
+        assert_near(one_row_linear(x, weight, bias, activation), expected(x, matrix, bias, activation))
+        norm = Norm(torch.rand(columns, device=DEVICE).to(DTYPE), 1e-6)
+        out, total = one_row_norm_linear(x, 300 * x, norm, weight, bias, activation)
+        normed = rms_norm_reference(total, norm)
+        assert_near(out, expected(normed, matrix, bias, activation))
+
+    @pytest.mark.parametrize("tokens", [2, 20, 40, 130])
+    def test_several_tokens(
+        self, tokens: int, block: tuple[int, int | None], with_bias: bool, activation: Activation | None
+    ) -> None:
+        rows = 384 if activation else 128
+        weight, matrix = make_weight(rows, 512 if activation else 4096, block)
+        x = quantize_reference(torch.randn(tokens, weight.numbers.shape[1], device=DEVICE))
+        bias = torch.randn(rows, device=DEVICE).to(DTYPE) if with_bias else None
+        reference = expected(dequantized(x), matrix, bias, activation)
+        for may_split in (False, True):
+            cut = find_cut(x, weight, torch.float32, activation is not None, may_split)
+            assert cut is not None
+            assert cut.pieces == 1 or (may_split and activation is None)
+            out = fp8_linear_triton(x, weight, DTYPE, cut, bias, activation)
+            assert out.shape == (() if cut.pieces == 1 else (cut.pieces,)) + reference.shape
+            assert_near(out.sum(0) if cut.pieces > 1 else out, reference)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "used", "hidden_size", "size"),
+    [
+        (1, 8, 2, 256, 128),
+        (1, 8, 3, 512, 256),
+        (5, 60, 4, 256, 128),
+        (40, 4, 2, 128, 256),
+        (100, 4, 3, 128, 128),
+        (130, 2, 2, 256, 256),
+    ],
+)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_experts(
+    tokens: int, count: int, used: int, hidden_size: int, size: int, block: tuple[int, int | None]
+) -> None:
+    """For one token nothing is rounded to FP8; for several the input is, and the activation's result."""
+    block = block[0], min(block[1], size, hidden_size) if block[1] else None
+    (gate_up, inward), (down, outward) = (
+        make_weight(count * rows, columns, block) for rows, columns in ((2 * size, hidden_size), (hidden_size, size))
+    )
+    gate_up, down = (Fp8Weight(*(part.unflatten(0, (count, -1)) for part in weight)) for weight in (gate_up, down))
+    inward, outward = (matrix.unflatten(0, (count, -1)) for matrix in (inward, outward))
+    x = torch.randn(tokens, hidden_size, device=DEVICE).to(DTYPE)
+    experts = torch.rand(tokens, count, device=DEVICE).argsort()[:, :used].int()
+    routes = Routes(experts, torch.rand(tokens, used, device=DEVICE))
+
+    def rounded(vectors: Tensor) -> Tensor:
+        return vectors.double() if tokens == 1 else dequantized(quantize(vectors))
+
+    reference = torch.zeros(tokens, hidden_size, dtype=torch.float64, device=DEVICE)
+    for i in range(used):
+        gates = torch.einsum("th,toh->to", rounded(x), inward[experts[:, i]])
+        gated = gate_mul_reference(gates.to(DTYPE), "silu")  # a GPU rounds like this
+        results = torch.einsum("ts,ths->th", rounded(gated), outward[experts[:, i]])
+        reference += routes.weights[:, i : i + 1] * results
+    assert_near(expert_mlps_triton(x, routes, gate_up, down, "silu"), reference, 0.02)
+    pieces = expert_mlps_triton(x, routes, gate_up, down, "silu", may_split=True)
+    assert_near(pieces.double().sum(0) if pieces.dim() == 3 else pieces, reference, 0.02)
+
+
+@pytest.mark.gpu
+class TestOnAGpu:
+    @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 33, 64, 65, 128, 200, 300])
+    @pytest.mark.parametrize("shape", [(6144, 4096), (1024, 3072), (1152, 1280), (4096, 12288)], ids=str)
+    def test_whichever_way_is_chosen(self, tokens: int, shape: tuple[int, int]) -> None:
+        """cuBLAS multiplies many tokens, if it can."""
+        weight, matrix = make_weight(*shape)
+        assert can_multiply_fp8(torch.bfloat16, weight)
+        for dtype in (torch.bfloat16, torch.float16):
+            x, bias = torch.randn(tokens, shape[1], device=DEVICE).to(dtype), torch.randn(shape[0], device=DEVICE)
+            read = x.double() if tokens == 1 else dequantized(quantize(x))
+            for activation in (None, "silu"):
+                out = linear(x, weight, bias.to(dtype), activation)
+                assert out.dtype == dtype
+                assert_near(out, expected(read, matrix, bias.to(dtype), activation), 0.008)
+            pieces = linear(x, weight, may_split=True)
+            assert_near(pieces.view(-1, tokens, shape[0]).sum(0), expected(read, matrix, None, None))
+            norm = Norm(torch.rand(shape[1], device=DEVICE).to(dtype), 1e-6)
+            out, total = norm_linear(x, x, norm, weight, None)
+            normed = rms_norm_reference(total, norm)
+            read = normed.double() if tokens == 1 else dequantized(quantize(normed))
+            assert_near(out, expected(read, matrix, None, None), 0.01)
+
+    def test_what_no_kernel_multiplies(self) -> None:
+        """Such weights become 16-bit numbers for each product, or 32-bit ones."""
+        weight, _ = make_weight(256, 256)
+        assert not can_multiply_fp8(torch.float32, weight)
+        narrow = Fp8Weight(weight.numbers, torch.ones(4, 4, device=DEVICE))
+        assert not can_multiply_fp8(torch.bfloat16, narrow)
+        assert not can_multiply_fp8(torch.bfloat16, Fp8Weight(weight.numbers.cpu(), weight.scales.cpu()))
+
+    def test_one_token_may_be_far_from_1(self) -> None:
+        """Its numbers are divided by the largest before they become float16."""
+        weight, matrix = make_weight(256, 1024)
+        for scale in (1e-30, 1e-6, 1e6, 1e20):
+            x = (torch.randn(1, 1024, device=DEVICE) * scale).bfloat16()
+            assert_near(linear(x, weight), expected(x, matrix, None, None))
+        zero = linear(torch.zeros(1, 1024, device=DEVICE).bfloat16(), weight)
+        assert not zero.any()
