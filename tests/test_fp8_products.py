@@ -27,7 +27,7 @@ from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton, norm_add_rms_norm_reference, rms_norm_reference
 
 # The interpreter computes with no bfloat16; a GPU converts FP8 for one token to float16, in sums of four.
-DTYPE, CLOSE = (torch.bfloat16, 0.006) if DEVICE == "cuda" else (torch.float32, 1e-5)
+DTYPE, CLOSE = (torch.bfloat16, 0.01) if DEVICE == "cuda" else (torch.float32, 1e-5)
 BLOCKS = [(128, 128), (64, 256), (1, None)]  # of the weights; None: a whole row
 
 
@@ -180,14 +180,14 @@ class TestOnAGpu:
             for activation in (None, "silu"):
                 out = linear(x, weight, bias.to(dtype), activation)
                 assert out.dtype == dtype
-                assert_near(out, expected(read, matrix, bias.to(dtype), activation), 0.008)
+                assert_near(out, expected(read, matrix, bias.to(dtype), activation))
             pieces = linear(x, weight, may_split=True)
             assert_near(pieces.view(-1, tokens, shape[0]).sum(0), expected(read, matrix, None, None))
             norm = Norm(torch.rand(shape[1], device=DEVICE).to(dtype), 1e-6)
             out, total = norm_linear(x, x, norm, weight, None)
             normed = rms_norm_reference(total, norm)
             read = normed.double() if tokens == 1 else dequantized(quantize(normed))
-            assert_near(out, expected(read, matrix, None, None), 0.01)
+            assert_near(out, expected(read, matrix, None, None))
 
     def test_what_no_kernel_multiplies(self) -> None:
         """Such weights become 16-bit numbers for each product, or 32-bit ones."""

@@ -14,17 +14,8 @@ from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight
 from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.one_row import (
-    MAX_IN_FEATURES,
-    WEIGHTS_PER_SM,
-    add_scaled,
-    choose_programs,
-    load_scales,
-    load_tile,
-    multiply_halves,
-    pack_halves,
-    store_dots,
-)
+from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
+from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES, WEIGHTS_PER_SM, choose_programs, load_tile, store_dots
 
 
 def is_one_row(x: Tensor, routes: Routes, size: int) -> bool:
@@ -67,7 +58,7 @@ def one_row_expert_mlps(
     )
     out = x.new_empty(1, hidden_size)
     block_k = triton.next_power_of_2(used * size)
-    block_n = max(WEIGHTS_PER_SM // block_k, 1)  # with fewer, larger tiles an H200 reads faster here
+    block_n = WEIGHTS_PER_SM // block_k  # with fewer, larger tiles an H200 reads faster here
     programs = (2 if in_fp8 else 1) * num_multiprocessors(x.device)
     _down_kernel[(min(triton.cdiv(hidden_size, block_n), programs),)](
         gated,
@@ -123,25 +114,18 @@ def _gate_up_kernel(
     if IN_HALVES:
         weight_ptr = weight_ptr.to(tl.pointer_type(tl.int64))
     tile = load_tile(weight_ptr, program, word, in_features // EIGHTS, weight_rows, BLOCK_N, True)
+    scales = None
     if IN_FP8:
         scales_ptr += expert * (weight_rows // HEIGHT) * (in_features // WIDTH)
         scales = load_scales(scales_ptr, program, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, True)
-    x = tl.load(x_ptr + k, mask=k < in_features, other=0.0)
-    wide = x.to(tl.float32)
-    if IN_HALVES:
-        fours, largest = pack_halves(wide, BLOCK_K)
+    x, factor = prepare_row(tl.load(x_ptr + k, mask=k < in_features, other=0.0), BLOCK_K, IN_HALVES)
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
         following = load_tile(weight_ptr, next_tile, word, in_features // EIGHTS, weight_rows, BLOCK_N, True)
-        products = multiply_halves(tile, fours) if IN_HALVES else tile.to(tl.float32) * wide[None, :]
+        dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_HALVES)
         if IN_FP8:
-            dots = add_scaled(products, scales, BLOCK_N, BLOCK_K // BLOCK)
             scales = load_scales(scales_ptr, next_tile, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, True)
-        else:
-            dots = tl.sum(products, axis=1)
-        if IN_HALVES:
-            dots *= largest
-        store_dots(dots.to(x.dtype), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
+        store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
         tile = following
 
 
@@ -169,14 +153,15 @@ def _down_kernel(
     k = tl.arange(0, BLOCK_K)
     inside = k < USED * size
     weight = load_complete(weights_ptr + k // size, inside, 0.0)  # the predecessor has waited for the routes
-    # A vector that the experts' numbers fill, or words of eight of them.
-    first = tl.arange(0, BLOCK_K // EIGHTS) * EIGHTS
-    has_word = first < USED * size
-    expert = load_complete(experts_ptr + first // size, has_word, 0).to(tl.int64)
     if IN_HALVES:
         down_ptr = down_ptr.to(tl.pointer_type(tl.int64))
-    down_ptrs = down_ptr + (expert * out_features * size + first % size) // EIGHTS
-    tile = _load_down(down_ptrs, program, has_word, size // EIGHTS, out_features, BLOCK_N)
+    words = size // EIGHTS
+    word = tl.arange(0, BLOCK_K // EIGHTS)
+    has_word = word < USED * words
+    expert = load_complete(experts_ptr + word // words, has_word, 0).to(tl.int64)
+    down_ptrs = down_ptr + expert * out_features * words + word % words
+    tile = _load_down(down_ptrs, program, has_word, words, out_features, BLOCK_N)
+    scales = None
     if IN_FP8:
         block = tl.arange(0, BLOCK_K // BLOCK) * BLOCK
         has_block = block < USED * size
@@ -185,20 +170,14 @@ def _down_kernel(
         scale_ptrs = scales_ptr + of_block * (out_features // HEIGHT * across) + block % size // WIDTH
         scales = _load_down_scales(scale_ptrs, program, has_block, across, out_features, HEIGHT, BLOCK_N)
     wait_for_predecessor(EARLY)
-    wide = weight * tl.load(gated_ptr + k, mask=inside, other=0.0).to(tl.float32)
-    if IN_HALVES:
-        fours, largest = pack_halves(wide, BLOCK_K)
+    weighted = weight * tl.load(gated_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    x, factor = prepare_row(weighted, BLOCK_K, IN_HALVES)
     for start in range(program * BLOCK_N, out_features, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
-        following = _load_down(down_ptrs, next_tile, has_word, size // EIGHTS, out_features, BLOCK_N)
-        products = multiply_halves(tile, fours) if IN_HALVES else tile.to(tl.float32) * wide[None, :]
+        following = _load_down(down_ptrs, next_tile, has_word, words, out_features, BLOCK_N)
+        dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_HALVES)
         if IN_FP8:
-            dots = add_scaled(products, scales, BLOCK_N, BLOCK_K // BLOCK)
             scales = _load_down_scales(scale_ptrs, next_tile, has_block, across, out_features, HEIGHT, BLOCK_N)
-        else:
-            dots = tl.sum(products, axis=1)
-        if IN_HALVES:
-            dots *= largest
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, out_features, None, BLOCK_N)
         tile = following
 

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight
+from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
+from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block
 from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 
@@ -170,6 +171,7 @@ def _one_row_kernel(
     # The predecessor writes no weights, so the first loads of them need not wait for it.
     word = tl.arange(0, BLOCK_K // EIGHTS)
     tile = load_tile(weight_ptr, program, word, in_features // EIGHTS, weight_rows, BLOCK_N, GATED)
+    scales = None
     if IN_FP8:
         scales = load_scales(scales_ptr, program, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED)
     if BIAS:
@@ -195,27 +197,20 @@ def _one_row_kernel(
         x = norm_block(x, norm_weight, in_features, eps, PLUS_ONE)
     if KEEP:
         tl.store(normed_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
-    wide = x.to(tl.float32)
-    if IN_HALVES:
-        fours, largest = pack_halves(wide, BLOCK_K)
+    x, factor = prepare_row(x, BLOCK_K, IN_HALVES)
 
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
         following = load_tile(weight_ptr, next_tile, word, in_features // EIGHTS, weight_rows, BLOCK_N, GATED)
-        products = multiply_halves(tile, fours) if IN_HALVES else tile.to(tl.float32) * wide[None, :]
+        dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_HALVES)
         if IN_FP8:
-            dots = add_scaled(products, scales, BLOCK_N, BLOCK_K // BLOCK)
             scales = load_scales(
                 scales_ptr, next_tile, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED
             )
-        else:
-            dots = tl.sum(products, axis=1)
-        if IN_HALVES:
-            dots *= largest
         if BIAS:
             dots += bias
             bias = _load_bias(bias_ptr, next_tile, weight_rows, BLOCK_N, GATED)
-        store_dots(dots.to(x.dtype), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
+        store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
         tile = following
 
 
@@ -227,87 +222,6 @@ def load_tile(weight_ptr, tile, k, in_features, weight_rows, BLOCK_N: tl.constex
     if GATED:
         n = n // 2 + n % 2 * (weight_rows // 2)
     return tl.load(weight_ptr + n[:, None] * in_features + k[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def load_scales(
-    scales_ptr,
-    tile,
-    in_features,
-    weight_rows,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Load the scales of what load_tile loads: of each row, one for each BLOCK of its numbers."""
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.arange(0, BLOCK_K // BLOCK) * BLOCK
-    mask = (n < weight_rows)[:, None] & (first < in_features)[None, :]
-    if GATED:
-        n = n // 2 + n % 2 * (weight_rows // 2)
-    return tl.load(scales_ptr + (n // HEIGHT * (in_features // WIDTH))[:, None] + first // WIDTH, mask=mask, other=0.0)
-
-
-@triton.jit
-def add_scaled(products, scales, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr):
-    """Add up each row's products, [BLOCK_N, any multiple of BLOCKS], each block's times its scale of load_scales."""
-    sums = tl.sum(tl.reshape(products, [BLOCK_N, BLOCKS, products.shape[1] // BLOCKS]), axis=2)
-    return tl.sum(sums * scales, axis=1)
-
-
-@triton.jit
-def pack_halves(x, SIZE: tl.constexpr):
-    """Divide x, [SIZE], by its largest number and round it to float16, [SIZE / 8] int64 twice; return the number too.
-
-    The first has the first four of each eight, the other the last four.
-    """
-    largest = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-30)
-    x *= 1 / largest
-    bits = x.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int64) << (tl.arange(0, SIZE) % 4 * 16).to(tl.int64)
-    fours = tl.sum(tl.reshape(bits, [SIZE // 4, 4]), axis=1)
-    return tl.split(tl.reshape(fours, [SIZE // 8, 2])), largest
-
-
-@triton.jit
-def multiply_halves(tile, fours):
-    """Return the product of each eight FP8 numbers, [rows, eights] int64, with x's, [eights] int64 twice, as float32.
-
-    A GPU converts two FP8 numbers to float16 in one instruction, and multiplies two of these in another. Only sums of
-    four products are rounded to float16; x is at most 1, and so they are below its largest number.
-    """
-    return tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 first, second, x0, x1, x2, x3, pair, sums;
-            .reg .b16 a, b, c, d, even, odd;
-            .reg .f32 evens, odds;
-            mov.b64 {first, second}, $1;
-            mov.b64 {x0, x1}, $2;
-            mov.b64 {x2, x3}, $3;
-            mov.b32 {a, b}, first;
-            mov.b32 {c, d}, second;
-            cvt.rn.f16x2.e4m3x2 pair, a;
-            mul.rn.f16x2 sums, pair, x0;
-            cvt.rn.f16x2.e4m3x2 pair, b;
-            fma.rn.f16x2 sums, pair, x1, sums;
-            cvt.rn.f16x2.e4m3x2 pair, c;
-            fma.rn.f16x2 sums, pair, x2, sums;
-            cvt.rn.f16x2.e4m3x2 pair, d;
-            fma.rn.f16x2 sums, pair, x3, sums;
-            mov.b32 {even, odd}, sums;
-            cvt.f32.f16 evens, even;
-            cvt.f32.f16 odds, odd;
-            add.f32 $0, evens, odds;
-        }
-        """,
-        constraints="=f,l,l,l",
-        args=[tile, fours[0][None, :], fours[1][None, :]],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
 
 
 @triton.jit

@@ -1,0 +1,117 @@
+"""How the kernels for a single token multiply a weight in FP8, in the token's own dtype.
+
+A program that converts each number by itself cannot keep up with the memory. A GPU converts two numbers to float16 in
+one instruction, and multiplies two in another. So there a program loads words of eight numbers ("halves" below).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nanoinfer.kernels.fp8 import BLOCK
+
+
+@triton.jit
+def prepare_row(x, SIZE: tl.constexpr, IN_HALVES: tl.constexpr):
+    """Return the token's vector x, [SIZE], as multiply_tile wants it, and a factor of its products."""
+    wide = x.to(tl.float32)
+    return _pack_halves(wide, SIZE) if IN_HALVES else (wide, 1.0)
+
+
+@triton.jit
+def multiply_tile(
+    tile,
+    x,
+    factor,
+    scales,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    IN_HALVES: tl.constexpr,
+):
+    """Return the products of a tile's rows with a token's vector, [BLOCK_N] float32.
+
+    tile: [BLOCK_N, BLOCK_K], or if IN_HALVES, words of eight numbers; x, factor: from prepare_row
+    scales: if IN_FP8, from load_scales
+    """
+    products = _multiply_halves(tile, x) if IN_HALVES else tile.to(tl.float32) * x[None, :]
+    if IN_FP8:
+        of_blocks = tl.reshape(products, [BLOCK_N, BLOCK_K // BLOCK, products.shape[1] // (BLOCK_K // BLOCK)])
+        return tl.sum(tl.sum(of_blocks, axis=2) * scales, axis=1) * factor
+    else:
+        return tl.sum(products, axis=1)
+
+
+@triton.jit
+def load_scales(
+    scales_ptr,
+    tile,
+    in_features,
+    weight_rows,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Load the scales of what load_tile loads: of each row, one for each BLOCK of its numbers."""
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.arange(0, BLOCK_K // BLOCK) * BLOCK
+    mask = (n < weight_rows)[:, None] & (first < in_features)[None, :]
+    if GATED:
+        n = n // 2 + n % 2 * (weight_rows // 2)
+    return tl.load(scales_ptr + (n // HEIGHT * (in_features // WIDTH))[:, None] + first // WIDTH, mask=mask, other=0.0)
+
+
+@triton.jit
+def _pack_halves(x, SIZE: tl.constexpr):
+    """Divide x, [SIZE], by its largest number and round it to float16, [SIZE / 8] int64 twice; return the number too.
+
+    The first has the first four of each eight, the other the last four.
+    """
+    largest = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-30)
+    x *= 1 / largest
+    bits = x.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int64) << (tl.arange(0, SIZE) % 4 * 16).to(tl.int64)
+    fours = tl.sum(tl.reshape(bits, [SIZE // 4, 4]), axis=1)
+    return tl.split(tl.reshape(fours, [SIZE // 8, 2])), largest
+
+
+@triton.jit
+def _multiply_halves(tile, fours):
+    """Return the product of each eight FP8 numbers, [rows, eights] int64, with x's, [eights] int64 twice, as float32.
+
+    A GPU converts two FP8 numbers to float16 in one instruction, and multiplies two of these in another. Only sums of
+    four products are rounded to float16; x is at most 1, and so they are below its largest number.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 first, second, x0, x1, x2, x3, pair, sums;
+            .reg .b16 a, b, c, d, even, odd;
+            .reg .f32 evens, odds;
+            mov.b64 {first, second}, $1;
+            mov.b64 {x0, x1}, $2;
+            mov.b64 {x2, x3}, $3;
+            mov.b32 {a, b}, first;
+            mov.b32 {c, d}, second;
+            cvt.rn.f16x2.e4m3x2 pair, a;
+            mul.rn.f16x2 sums, pair, x0;
+            cvt.rn.f16x2.e4m3x2 pair, b;
+            fma.rn.f16x2 sums, pair, x1, sums;
+            cvt.rn.f16x2.e4m3x2 pair, c;
+            fma.rn.f16x2 sums, pair, x2, sums;
+            cvt.rn.f16x2.e4m3x2 pair, d;
+            fma.rn.f16x2 sums, pair, x3, sums;
+            mov.b32 {even, odd}, sums;
+            cvt.f32.f16 evens, even;
+            cvt.f32.f16 odds, odd;
+            add.f32 $0, evens, odds;
+        }
+        """,
+        constraints="=f,l,l,l",
+        args=[tile, fours[0][None, :], fours[1][None, :]],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
