@@ -30,8 +30,8 @@ from nanoinfer import (
 )
 from nanoinfer.config import Config
 from nanoinfer.engine.sequence import FinishReason
-from nanoinfer.inputs import Chats, Prompt, Tokens
-from nanoinfer.request import Fate
+from nanoinfer.requests.inputs import Chats, Prompt, Tokens
+from nanoinfer.requests.request import Fate
 from nanoinfer.runner.memory.plan import MemoryPlan
 
 FILE = Path(__file__).with_name("api.md")

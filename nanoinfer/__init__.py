@@ -6,7 +6,7 @@ from pathlib import Path
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.llm import LLM
 from nanoinfer.logprob import LogProb
-from nanoinfer.outputs import RequestOutput, SampleOutput, Score, StreamOutput, Timings
+from nanoinfer.requests.outputs import RequestOutput, SampleOutput, Score, StreamOutput, Timings
 from nanoinfer.sampling_params import SamplingParams
 
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled" / "shakespeare-qwen3")

@@ -15,10 +15,10 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.sleeper import TAGS
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
-from nanoinfer.inputs import Chats, Inputs, Prepared, Prompt, Tokens, load_tokenizer
-from nanoinfer.outputs import RequestOutput, Score, StreamOutput, score_of
-from nanoinfer.progress import Stream, run_all, stream_all
-from nanoinfer.request import Fate, Requests
+from nanoinfer.requests.inputs import Chats, Inputs, Prepared, Prompt, Tokens, load_tokenizer
+from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
+from nanoinfer.requests.progress import Stream, run_all, stream_all
+from nanoinfer.requests.request import Fate, Requests
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
 

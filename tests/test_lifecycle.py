@@ -23,7 +23,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks import interrupts
 from nanoinfer.engine.ranks.interrupts import delayed_interrupt
-from nanoinfer.progress import Rates
+from nanoinfer.requests.progress import Rates
 
 
 def resident_bytes() -> int:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from nanoinfer import BUNDLED_MODEL, LLM, LogProb, RequestOutput, SampleOutput, SamplingParams, StreamOutput, Timings
 from nanoinfer.logprob import Candidates
-from nanoinfer.outputs import Later, Output
+from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.runner.logits.logprobs import LogProbs
 
 TEXT = "ROMEO:\nBut, soft!"

@@ -23,10 +23,10 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, StreamOutput
-from nanoinfer.detokenizer import Detokenizer, decode
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.step_result import StepResult
-from nanoinfer.stop_strings import StopStrings
+from nanoinfer.requests.detokenizer import Detokenizer, decode
+from nanoinfer.requests.stop_strings import StopStrings
 
 TOKENIZER: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 PROMPTS = ["ROMEO:\nBut, soft!", "JULIET:\nO Romeo", "GLOUCESTER:\nNow is", "KING:\n"]
@@ -573,7 +573,7 @@ class TestResults:
                     raise LookupError("no such token")
                 return decode(tokenizer, seq)
 
-            monkeypatch.setattr("nanoinfer.request.decode", fail)
+            monkeypatch.setattr("nanoinfer.requests.request.decode", fail)
         else:
             update = Detokenizer.update
 

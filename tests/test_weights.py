@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.parallel import buckets, channel
-from nanoinfer.request import Fate
+from nanoinfer.requests.request import Fate
 from nanoinfer.weights import sources
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -19,7 +19,7 @@ from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanoinfer.llm import LLM
-from nanoinfer.outputs import score_of
+from nanoinfer.requests.outputs import score_of
 from nanoinfer.sampling_params import SamplingParams
 
 Pair = tuple[Any, list[int], list[int]]  # a key for lm-eval's cache, and the tokens of a context and its continuation

@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 from nanoinfer.checks import short
 from nanoinfer.llm import LLM
-from nanoinfer.outputs import SampleOutput
+from nanoinfer.requests.outputs import SampleOutput
 from nanoinfer.sampling_params import SamplingParams
 
 Rollout = Callable[[list[Any], GRPOTrainer], dict[str, list[Any]]]

@@ -9,14 +9,14 @@ from typing import Literal, get_args
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.checks import as_int, check_choice, short
-from nanoinfer.detokenizer import Detokenizer, decode, decoder
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.routed_experts import ExpertIds
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step_result import StepResult
-from nanoinfer.inputs import Prepared
 from nanoinfer.logprob import Decode
-from nanoinfer.outputs import Later, RequestOutput, SampleOutput, StreamOutput, Timings
+from nanoinfer.requests.detokenizer import Detokenizer, decode, decoder
+from nanoinfer.requests.inputs import Prepared
+from nanoinfer.requests.outputs import Later, RequestOutput, SampleOutput, StreamOutput, Timings
 
 Fate = Literal["recompute", "keep", "abort"]  # of the requests that run when the weights change
 

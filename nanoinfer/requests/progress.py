@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator, Iterator
 from tqdm import tqdm
 
 from nanoinfer.engine.step_result import StepResult
-from nanoinfer.outputs import StreamOutput
-from nanoinfer.request import Request, Requests
+from nanoinfer.requests.outputs import StreamOutput
+from nanoinfer.requests.request import Request, Requests
 
 
 class Stream(Iterator[StreamOutput]):

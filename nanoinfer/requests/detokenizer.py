@@ -9,7 +9,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.stop_strings import stop_strings
+from nanoinfer.requests.stop_strings import stop_strings
 
 REPLACEMENT = "\ufffd"  # a decoder writes this for bytes that are no character
 MAX_WINDOW = 8  # tokens: a longer window drops its older half if it can

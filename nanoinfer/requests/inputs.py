@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
-from nanoinfer.detokenizer import decoder
 from nanoinfer.grammar import Grammar, Grammars
 from nanoinfer.hub import has_tokenizer
+from nanoinfer.requests.detokenizer import decoder
 from nanoinfer.sampling_params import SamplingParams
 
 # In the keys of messages and prompts, such as image_url and images:
