@@ -54,8 +54,8 @@ class Config:
     lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An
         embedding that is the same matrix keeps `dtype` beside it. "auto": all of this has `dtype`
     quantization: "fp8": a checkpoint of 16 or 32 bits is quantized to eight bits (e4m3) as it loads: its matrices, but
-        not embeddings, head, norms and routers. None: the weights stay as the checkpoint has them. A GPU
-        of compute capability 8.9 or more multiplies eight bits; elsewhere each product first makes numbers of `dtype`
+        not embeddings, head, norms and routers. None: the weights stay as the checkpoint has them. See the
+        README's limits for what multiplies them as they are
     kv_cache_dtype: "fp8": the KV cache holds keys and values in eight bits (e4m3), by the checkpoint's own scales if it
         has some; flash_attn cannot read it; "auto": the cache has `dtype`
     logprobs_mode: "raw_logprobs": log-probabilities come from the model's own logits; "processed_logprobs": from the

@@ -26,7 +26,7 @@ from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8, find_cut, fp8_
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton, norm_add_rms_norm_reference, rms_norm_reference
 
-# The interpreter computes with no bfloat16; a GPU converts FP8 for one token to float16, in sums of four.
+# The interpreter has no products of bfloat16. On a GPU, results are rounded to it up to four times.
 DTYPE, CLOSE = (torch.bfloat16, 0.01) if DEVICE == "cuda" else (torch.float32, 1e-5)
 BLOCKS = [(128, 128), (64, 256), (1, None)]  # of the weights; None: a whole row
 
@@ -100,10 +100,11 @@ class TestProducts:
         self, rows: int, columns: int, block: tuple[int, int | None], with_bias: bool, activation: Activation | None
     ) -> None:
         weight, matrix = make_weight(rows, columns, block)
-        x = torch.randn(1, columns, device=DEVICE).to(DTYPE)
+        # Kernels load weights early: some other kernel must run between what writes these and them.
         bias = torch.randn(rows, device=DEVICE).to(DTYPE) if with_bias else None
-        assert_near(one_row_linear(x, weight, bias, activation), expected(x, matrix, bias, activation))
         norm = Norm(torch.rand(columns, device=DEVICE).to(DTYPE), 1e-6)
+        x = torch.randn(1, columns, device=DEVICE).to(DTYPE)
+        assert_near(one_row_linear(x, weight, bias, activation), expected(x, matrix, bias, activation))
         out, total = one_row_norm_linear(x, 300 * x, norm, weight, bias, activation)
         normed = rms_norm_reference(total, norm)
         assert_near(out, expected(normed, matrix, bias, activation))
@@ -124,6 +125,21 @@ class TestProducts:
             out = fp8_linear_triton(x, weight, DTYPE, cut, bias, activation)
             assert out.shape == (() if cut.pieces == 1 else (cut.pieces,)) + reference.shape
             assert_near(out.sum(0) if cut.pieces > 1 else out, reference)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_rows_that_fill_no_tile(tokens: int, activation: Activation | None) -> None:
+    weight, matrix = make_weight(200, 512, (8, 128))
+    x = torch.randn(tokens, 512, device=DEVICE).to(DTYPE)
+    if tokens == 1:
+        assert_near(one_row_linear(x, weight, None, activation), expected(x, matrix, None, activation))
+        return
+    rounded = quantize(x)
+    cut = find_cut(rounded, weight, torch.float32, activation is not None, False)
+    assert cut is not None
+    out = fp8_linear_triton(rounded, weight, DTYPE, cut, None, activation)
+    assert_near(out, expected(dequantized(rounded), matrix, None, activation))
 
 
 @pytest.mark.parametrize(
@@ -175,19 +191,27 @@ class TestOnAGpu:
         weight, matrix = make_weight(*shape)
         assert can_multiply_fp8(torch.bfloat16, weight)
         for dtype in (torch.bfloat16, torch.float16):
-            x, bias = torch.randn(tokens, shape[1], device=DEVICE).to(dtype), torch.randn(shape[0], device=DEVICE)
+            bias = torch.randn(shape[0], device=DEVICE).to(dtype)
+            norm = Norm(torch.rand(shape[1], device=DEVICE).to(dtype), 1e-6)
+            x = torch.randn(tokens, shape[1], device=DEVICE).to(dtype)
             read = x.double() if tokens == 1 else dequantized(quantize(x))
             for activation in (None, "silu"):
-                out = linear(x, weight, bias.to(dtype), activation)
+                out = linear(x, weight, bias, activation)
                 assert out.dtype == dtype
-                assert_near(out, expected(read, matrix, bias.to(dtype), activation))
+                assert_near(out, expected(read, matrix, bias, activation))
             pieces = linear(x, weight, may_split=True)
             assert_near(pieces.view(-1, tokens, shape[0]).sum(0), expected(read, matrix, None, None))
-            norm = Norm(torch.rand(shape[1], device=DEVICE).to(dtype), 1e-6)
             out, total = norm_linear(x, x, norm, weight, None)
             normed = rms_norm_reference(total, norm)
             read = normed.double() if tokens == 1 else dequantized(quantize(normed))
             assert_near(out, expected(read, matrix, None, None))
+
+    def test_what_is_no_number_stays_none(self) -> None:
+        """Triton's interpreter makes a number of it."""
+        x = torch.randn(2, 256, device=DEVICE)
+        x[1, 5] = float("nan")
+        assert dequantized(quantize_triton(x))[1, 5].isnan()
+        assert not dequantized(quantize_triton(x))[0].isnan().any()
 
     def test_what_no_kernel_multiplies(self) -> None:
         """Such weights become 16-bit numbers for each product, or 32-bit ones."""

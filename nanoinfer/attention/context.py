@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
     """How an attention layer scores a key."""
 

@@ -14,8 +14,8 @@ from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest number; those beyond become NaN, if nobody limits them before
-BLOCK = tl.constexpr(128)  # neighbouring numbers of a token's vector share a scale, and no fewer of a weight's row
-ROOM = 4
+BLOCK = tl.constexpr(128)  # a scale serves so many neighbouring numbers of a token, and a multiple in a weight's row
+ROOM = 4  # tokens: Fp8Tokens has room for a multiple
 BLOCKS_PER_PROGRAM = 16
 LEAST_SCALE = tl.constexpr(2.0**-120)  # float32 has its reciprocal, too
 
@@ -54,6 +54,14 @@ class Fp8Weight(NamedTuple):
         """The height and the width of the blocks."""
         (*_, rows, columns), (*_, down, across) = self.numbers.shape, self.scales.shape
         return rows // down, columns // across
+
+
+Block = tuple[int | None, int | None]
+
+
+def parts_of(weight: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None, Block]:
+    """Return a weight's numbers, their scales, and the blocks' height and width; None: it is not in FP8."""
+    return (*weight, weight.block) if isinstance(weight, Fp8Weight) else (weight, None, (None, None))
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -111,11 +119,11 @@ def quantize_blocks(x):
 
 @triton.jit
 def round_to_fp8(x):
-    """Round x, float32, to numbers that FP8 has: converting them is exact.
+    """Round x, float32, to numbers that FP8 has, NaN among them: converting them is exact.
 
     The conversion itself would round too. But Triton's interpreter drops the carry when it rounds up to a power of two.
     """
-    x = tl.clamp(x, -448.0, 448.0)
+    x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)  # below 2^-6 the numbers are as dense
     dense = (exponent - (3 << 23)).to(tl.float32, bitcast=True)  # the distance of neighbours
     to_multiple = dense * 12582912.0  # 1.5 * 2^23: a sum with it has no room for less than `dense`

@@ -52,6 +52,11 @@ def shared_memory(device: torch.device) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
+def launch_in_between(device: torch.device) -> None:
+    """Launch a kernel that is not early: after it, an early kernel may load weights that were just written."""
+    torch.zeros(1, device=device)
+
+
 @triton.jit
 def wait_for_predecessor(EARLY: tl.constexpr, START_SUCCESSOR: tl.constexpr = True):
     """Wait until the kernel before has ended and its stores are visible; then let the next kernel start."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.fp8 import Fp8Weight
+from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
@@ -54,7 +55,11 @@ class Fp8Matrix(nn.Module):
         """Return what a product reads: the store, or where it cannot, the model's dtype, which the CPU keeps."""
         if self.store.weight.is_cuda:
             weight = Fp8Weight(self.store.weight, self.store.scales)
-            return weight if can_multiply_fp8(self._dtype, weight) else self.store.dense(self._dtype)
+            if can_multiply_fp8(self._dtype, weight):
+                return weight
+            dense = self.store.dense(self._dtype)
+            launch_in_between(dense.device)
+            return dense
         if self._dense is None or self._dense[0] != self.store.version:
             dense = self.store.dense(self._dtype)
             self._dense = self.store.version, PackedWeight(dense) if can_pack(dense) else dense

@@ -349,4 +349,5 @@ def _sum_squares_kernel(qkv_ptr, sums_ptr, q_size, kv_size, BLOCK: tl.constexpr,
 
 @triton.jit
 def _in_fp8(x, scale):
+    """Return x / scale as numbers that FP8 has."""
     return round_to_fp8(tl.div_rn(x.to(tl.float32), scale))

@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.experts.route import Routes
-from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight
+from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight, parts_of
 from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
-from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES, WEIGHTS_PER_SM, choose_programs, load_tile, store_dots
+from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES, WPER_WORD_PER_SM, choose_programs, load_tile, store_dots
 
 
 def is_one_row(x: Tensor, routes: Routes, size: int) -> bool:
@@ -28,12 +28,12 @@ def one_row_expert_mlps(
 ) -> Tensor:
     """Compute products.expert_mlps for x of [1, hidden_size]; it rounds no single expert's result."""
     used = routes.experts.shape[1]
-    (height, width), (gate_up, gate_up_scales) = _parts(gate_up)
-    (down_height, down_width), (down, down_scales) = _parts(down)
-    _, hidden_size, size = down.shape
+    gates, gate_scales, (height, width) = parts_of(gate_up)
+    downs, down_scales, (down_height, down_width) = parts_of(down)
+    _, hidden_size, size = downs.shape
     assert x.is_contiguous()
-    assert gate_up.is_contiguous()
-    assert down.is_contiguous()
+    assert gates.is_contiguous()
+    assert downs.is_contiguous()
     in_fp8 = down_scales is not None
     gated = x.new_empty(used, size)
     block_k = triton.next_power_of_2(hidden_size)
@@ -42,15 +42,15 @@ def one_row_expert_mlps(
     _gate_up_kernel[(min(triton.cdiv(2 * size, block_n), programs), used)](
         x,
         routes.experts,
-        gate_up,
-        gate_up_scales,
+        gates,
+        gate_scales,
         gated,
         hidden_size,
         2 * size,
         ACTIVATION=activation,
         HEIGHT=height,
         WIDTH=width,
-        IN_HALVES=in_fp8 and x.is_cuda,
+        IN_WORDS=in_fp8 and x.is_cuda,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=warps,
@@ -58,12 +58,12 @@ def one_row_expert_mlps(
     )
     out = x.new_empty(1, hidden_size)
     block_k = triton.next_power_of_2(used * size)
-    block_n = WEIGHTS_PER_SM // block_k  # with fewer, larger tiles an H200 reads faster here
+    block_n = WPER_WORD_PER_SM // block_k  # with fewer, larger tiles an H200 reads faster here
     programs = (2 if in_fp8 else 1) * num_multiprocessors(x.device)
     _down_kernel[(min(triton.cdiv(hidden_size, block_n), programs),)](
         gated,
         *routes,
-        down,
+        downs,
         down_scales,
         out,
         size,
@@ -71,18 +71,13 @@ def one_row_expert_mlps(
         USED=used,
         HEIGHT=down_height,
         WIDTH=down_width,
-        IN_HALVES=in_fp8 and x.is_cuda,
+        IN_WORDS=in_fp8 and x.is_cuda,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=8 if in_fp8 else 16,
         **early_launch(x),
     )
     return out
-
-
-def _parts(weight: Tensor | Fp8Weight) -> tuple[tuple[int | None, int | None], tuple[Tensor, Tensor | None]]:
-    """Return the blocks' height and width, the numbers and the scales of a weight that has them."""
-    return (weight.block, weight) if isinstance(weight, Fp8Weight) else ((None, None), (weight, None))
 
 
 @triton.jit
@@ -97,32 +92,32 @@ def _gate_up_kernel(
     ACTIVATION: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-    IN_HALVES: tl.constexpr,
+    IN_WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     IN_FP8: tl.constexpr = HEIGHT is not None
-    EIGHTS: tl.constexpr = 8 if IN_HALVES else 1
+    PER_WORD: tl.constexpr = 8 if IN_WORDS else 1
     program, programs, choice = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     k = tl.arange(0, BLOCK_K)
-    word = tl.arange(0, BLOCK_K // EIGHTS)
+    word = tl.arange(0, BLOCK_K // PER_WORD)
     wait_for_predecessor(EARLY)
     expert = tl.load(experts_ptr + choice).to(tl.int64)
     weight_ptr += expert * weight_rows * in_features
     out_ptr += choice * (weight_rows // 2)
-    if IN_HALVES:
+    if IN_WORDS:
         weight_ptr = weight_ptr.to(tl.pointer_type(tl.int64))
-    tile = load_tile(weight_ptr, program, word, in_features // EIGHTS, weight_rows, BLOCK_N, True)
+    tile = load_tile(weight_ptr, program, word, in_features // PER_WORD, weight_rows, BLOCK_N, True)
     scales = None
     if IN_FP8:
         scales_ptr += expert * (weight_rows // HEIGHT) * (in_features // WIDTH)
         scales = load_scales(scales_ptr, program, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, True)
-    x, factor = prepare_row(tl.load(x_ptr + k, mask=k < in_features, other=0.0), BLOCK_K, IN_HALVES)
+    x, factor = prepare_row(tl.load(x_ptr + k, mask=k < in_features, other=0.0), BLOCK_K, IN_WORDS)
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
-        following = load_tile(weight_ptr, next_tile, word, in_features // EIGHTS, weight_rows, BLOCK_N, True)
-        dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_HALVES)
+        following = load_tile(weight_ptr, next_tile, word, in_features // PER_WORD, weight_rows, BLOCK_N, True)
+        dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_WORDS)
         if IN_FP8:
             scales = load_scales(scales_ptr, next_tile, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, True)
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
@@ -142,21 +137,21 @@ def _down_kernel(
     USED: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-    IN_HALVES: tl.constexpr,
+    IN_WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     IN_FP8: tl.constexpr = HEIGHT is not None
-    EIGHTS: tl.constexpr = 8 if IN_HALVES else 1
+    PER_WORD: tl.constexpr = 8 if IN_WORDS else 1
     program, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK_K)
     inside = k < USED * size
     weight = load_complete(weights_ptr + k // size, inside, 0.0)  # the predecessor has waited for the routes
-    if IN_HALVES:
+    if IN_WORDS:
         down_ptr = down_ptr.to(tl.pointer_type(tl.int64))
-    words = size // EIGHTS
-    word = tl.arange(0, BLOCK_K // EIGHTS)
+    words = size // PER_WORD
+    word = tl.arange(0, BLOCK_K // PER_WORD)
     has_word = word < USED * words
     expert = load_complete(experts_ptr + word // words, has_word, 0).to(tl.int64)
     down_ptrs = down_ptr + expert * out_features * words + word % words
@@ -171,11 +166,11 @@ def _down_kernel(
         scales = _load_down_scales(scale_ptrs, program, has_block, across, out_features, HEIGHT, BLOCK_N)
     wait_for_predecessor(EARLY)
     weighted = weight * tl.load(gated_ptr + k, mask=inside, other=0.0).to(tl.float32)
-    x, factor = prepare_row(weighted, BLOCK_K, IN_HALVES)
+    x, factor = prepare_row(weighted, BLOCK_K, IN_WORDS)
     for start in range(program * BLOCK_N, out_features, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
         following = _load_down(down_ptrs, next_tile, has_word, words, out_features, BLOCK_N)
-        dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_HALVES)
+        dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_WORDS)
         if IN_FP8:
             scales = _load_down_scales(scale_ptrs, next_tile, has_block, across, out_features, HEIGHT, BLOCK_N)
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, out_features, None, BLOCK_N)
@@ -192,7 +187,7 @@ def _load_down(down_ptrs, tile, inside, size, out_features, BLOCK_N: tl.constexp
 
 @triton.jit
 def _load_down_scales(scale_ptrs, tile, inside, across, out_features, HEIGHT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load the scales of what _load_down loads: of each row, one for each BLOCK of its numbers."""
+    """Load the scales of what _load_down loads, [BLOCK_N, one for each BLOCK of a row's numbers]."""
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (n < out_features)[:, None] & inside[None, :]
     return tl.load(scale_ptrs[None, :] + (n // HEIGHT * across)[:, None], mask=mask, other=0.0)

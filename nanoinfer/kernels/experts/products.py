@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoinfer.kernels.experts.one_row import is_one_row, one_row_expert_mlps
 from nanoinfer.kernels.experts.route import Groups, Routes, group_triton
 from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
-from nanoinfer.kernels.fp8 import Fp8Tokens, Fp8Weight, quantize
+from nanoinfer.kernels.fp8 import Fp8Tokens, Fp8Weight, parts_of, quantize
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block
 from nanoinfer.kernels.linear.fp8_linear import multiply_block
@@ -42,7 +42,8 @@ def expert_mlps(
     may_split: the result may also be several pieces that the kernels in kernels.norm add up, [used, tokens,
         hidden_size]: the weighted results of the tokens' likeliest experts, of their second ones, and so on
     An expert computes down @ (act(gate @ x) * (up @ x)). Returns [tokens, hidden_size].
-    Weights in FP8 are those that kernels.linear.fp8_linear.can_multiply_fp8: it rounds several tokens to FP8 too.
+    Weights in FP8 are such that kernels.linear.fp8_linear.can_multiply_fp8. With them, the kernels round several tokens
+    to FP8 too, and their results of the activation.
     """
     if x.is_cuda:
         return expert_mlps_triton(x, routes, gate_up, down, activation, may_split)
@@ -73,10 +74,11 @@ def expert_mlps_triton(
 ) -> Tensor:
     """expert_mlps as four launches and, unless `may_split`, a fifth for the sum; for one token two.
 
-    In FP8, each product has a launch more, which rounds its input.
+    With weights in FP8, each product of several tokens has a launch more, which rounds its input.
     """
-    in_fp8 = isinstance(down, Fp8Weight)
-    count, hidden_size, size = (down.numbers if isinstance(down, Fp8Weight) else down).shape
+    downs, scales, _ = parts_of(down)
+    in_fp8 = scales is not None
+    count, hidden_size, size = downs.shape
     if is_one_row(x, routes, size):
         return one_row_expert_mlps(x, routes, gate_up, down, activation)
     tokens, used = routes.experts.shape
@@ -144,27 +146,26 @@ def _multiply(
     activation: given for the first product, which reads x of the choices' tokens and writes in the order of `groups`;
         None for the second, which reads that, applies the choices' weights, and writes what expert_mlps' pieces are
     """
-    height, width = weight.block if isinstance(weight, Fp8Weight) else (None, None)
-    numbers, x_scales = (x.numbers, x.scales) if isinstance(x, Fp8Tokens) else (x, None)
-    weight, scales = weight if isinstance(weight, Fp8Weight) else (weight, None)
-    (tokens, used), in_features, out_features = routes.experts.shape, weight.shape[2], out.shape[1]
+    numbers, scales, (height, width) = parts_of(weight)
+    vectors, x_scales = (x.numbers, x.scales) if isinstance(x, Fp8Tokens) else (x, None)
+    (tokens, used), in_features, out_features = routes.experts.shape, numbers.shape[2], out.shape[1]
+    assert vectors.is_contiguous()
     assert numbers.is_contiguous()
-    assert weight.is_contiguous()
     gated = activation is not None
     tiling = Tiling.of(block_m, gated, scales is not None)
-    stage = (tiling.block_m + tiling.block_n * (2 if gated else 1)) * tiling.block_k * numbers.itemsize
+    stage = (tiling.block_m + tiling.block_n * (2 if gated else 1)) * (tiling.block_k * numbers.itemsize + 4)
     items = triton.cdiv(out_features, tiling.block_n) * len(groups.tiles)
     programs = min(items, num_multiprocessors(out.device)) if tiling.persistent else items
     _expert_kernel[(programs,)](
-        numbers,
+        vectors,
         x_scales,
-        weight,
+        numbers,
         scales,
         out,
         routes.weights,
         *groups,
         tokens,
-        len(numbers),
+        len(vectors),
         out_features,
         in_features,
         items,

@@ -59,6 +59,12 @@ def _gate_mul_kernel(gate_up_ptr, out_ptr, size, ACTIVATION: tl.constexpr, BLOCK
 
 
 @triton.jit
+def gated_row(n, weight_rows):
+    """Return the row of a weight with all gates first that is row n where each gate precedes its up."""
+    return n // 2 + n % 2 * (weight_rows // 2)
+
+
+@triton.jit
 def gate_mul_block(gate, up, ACTIVATION: tl.constexpr):
     """Compute gate_mul inside a kernel, of blocks in the model's dtype; round act(gate) to it, as transformers does."""
     wide = gate.to(tl.float32)

@@ -1,8 +1,9 @@
 """Matrix products of several tokens with a weight in FP8, by tensor cores that multiply FP8 with FP8.
 
 The tokens' vectors are in FP8 too, and each block of them has a scale. cuBLAS multiplies many tokens at nearly twice
-the speed of 16-bit numbers. Few tokens take as long as the weight takes to be read: our own kernel reads it faster. It
-is launched early, applies the activation, and cuts the inputs of a product that has few outputs into pieces.
+the speed of 16-bit numbers, on the GPUs for which it can. Few tokens take as long as the weight takes to be read: our
+own kernel reads it faster. It is launched early, applies the activation, and cuts the inputs of a product that has few
+outputs into pieces. It also multiplies whatever cuBLAS cannot.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import BLOCK, Fp8Tokens, Fp8Weight
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
-from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block
+from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block, gated_row
 
 HAS_FP8 = (8, 9)  # the first GPUs whose tensor cores multiply FP8
 CUBLAS_SCALES_BLOCKS = (9, 0)  # the GPUs for which cuBLAS multiplies numbers whose blocks have scales
@@ -70,15 +71,19 @@ def fp8_linear(
 
 
 def find_cut(x: Fp8Tokens, weight: Fp8Weight, dtype: torch.dtype, gated: bool, may_split: bool) -> Cut | None:
-    """Return the cut for our own kernel; None if cuBLAS is faster (measured on an H200). Arguments: as fp8_linear's"""
+    """Return the cut for our own kernel; None if cuBLAS can multiply these, and is faster (measured on an H200).
+
+    gated: whether fp8_linear has an activation; the others are as there
+    """
     tokens, (weight_rows, in_features) = x.tokens, weight.numbers.shape
     multiprocessors = num_multiprocessors(x.numbers.device)
     may_split = may_split and not gated  # the activation needs the whole sum
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
     tiles = triton.cdiv(tokens, block_m) * triton.cdiv(weight_rows, BLOCK_N)
     resident = (3 if tokens <= 64 else 2) * multiprocessors  # programs that run at the same time
-    least_inputs = LEAST_INPUTS * (2 if tokens <= 32 else 1)
+    least_inputs = LEAST_INPUTS * (2 if tokens <= 32 else 1)  # fewer tokens take less time to multiply than to add up
     pieces = _pieces(in_features, resident // tiles, least_inputs) if may_split else 1
+    # Our kernel is the faster one if its programs fill the device, or are done soon.
     is_full = tokens <= 64 and tiles * pieces > resident // 2
     is_short = tiles <= resident and in_features // pieces <= (LONG if tokens <= 128 else LEAST_INPUTS)
     if tokens > 32 and not is_full and not is_short and _cublas_can(weight, dtype):
@@ -200,8 +205,8 @@ def _fp8_linear_kernel(
     first_row = tl.program_id(0) // token_tiles * BLOCK_N
     n = first_row + tl.arange(0, BLOCK_N)
     has_token, has_row = m < tokens, n < weight_rows
-    if GATED:  # each gate's row precedes its up's; the weight has all gates first
-        n = n // 2 + n % 2 * (weight_rows // 2)
+    if GATED:
+        n = gated_row(n, weight_rows)
     if BIAS:
         biased = tl.where(tl.program_id(1) == 0, weight_rows, 0)  # only the first piece has the bias
         bias = tl.load(bias_ptr + n, mask=n < biased, other=0.0).to(tl.float32)

@@ -1,7 +1,7 @@
-"""How the kernels for a single token multiply a weight in FP8, in the token's own dtype.
+"""How the kernels for a single token multiply a tile of a weight, above all one in FP8.
 
-A program that converts each number by itself cannot keep up with the memory. A GPU converts two numbers to float16 in
-one instruction, and multiplies two in another. So there a program loads words of eight numbers ("halves" below).
+A program that converts each FP8 number by itself cannot keep up with the memory. A GPU converts two of them to float16
+in one instruction, and multiplies two in another. So there a thread loads words of eight FP8 numbers.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import triton
 import triton.language as tl
 
 from nanoinfer.kernels.fp8 import BLOCK
+from nanoinfer.kernels.linear.activation import gated_row
 
 
 @triton.jit
-def prepare_row(x, SIZE: tl.constexpr, IN_HALVES: tl.constexpr):
-    """Return the token's vector x, [SIZE], as multiply_tile wants it, and a factor of its products."""
+def prepare_row(x, SIZE: tl.constexpr, IN_WORDS: tl.constexpr):
+    """Return the token's vector x, [SIZE], as multiply_tile wants it, and a factor of all its products.
+
+    The vector becomes float32, [SIZE], or if IN_WORDS two vectors of four float16 in an int64, [SIZE / 8] each.
+    """
     wide = x.to(tl.float32)
-    return _pack_halves(wide, SIZE) if IN_HALVES else (wide, 1.0)
+    return _pack_halves(wide, SIZE) if IN_WORDS else (wide, 1.0)
 
 
 @triton.jit
@@ -28,14 +32,14 @@ def multiply_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IN_FP8: tl.constexpr,
-    IN_HALVES: tl.constexpr,
+    IN_WORDS: tl.constexpr,
 ):
     """Return the products of a tile's rows with a token's vector, [BLOCK_N] float32.
 
-    tile: [BLOCK_N, BLOCK_K], or if IN_HALVES, words of eight numbers; x, factor: from prepare_row
-    scales: if IN_FP8, from load_scales
+    tile: [BLOCK_N, BLOCK_K], or if IN_WORDS [BLOCK_N, BLOCK_K / 8] int64; x, factor: from prepare_row
+    scales: if IN_FP8, [BLOCK_N, BLOCK_K / BLOCK]
     """
-    products = _multiply_halves(tile, x) if IN_HALVES else tile.to(tl.float32) * x[None, :]
+    products = _multiply_halves(tile, x) if IN_WORDS else tile.to(tl.float32) * x[None, :]
     if IN_FP8:
         of_blocks = tl.reshape(products, [BLOCK_N, BLOCK_K // BLOCK, products.shape[1] // (BLOCK_K // BLOCK)])
         return tl.sum(tl.sum(of_blocks, axis=2) * scales, axis=1) * factor
@@ -55,12 +59,12 @@ def load_scales(
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Load the scales of what load_tile loads: of each row, one for each BLOCK of its numbers."""
+    """Load the scales of what one_row.load_tile loads, [BLOCK_N, BLOCK_K / BLOCK]."""
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.arange(0, BLOCK_K // BLOCK) * BLOCK
     mask = (n < weight_rows)[:, None] & (first < in_features)[None, :]
     if GATED:
-        n = n // 2 + n % 2 * (weight_rows // 2)
+        n = gated_row(n, weight_rows)
     return tl.load(scales_ptr + (n // HEIGHT * (in_features // WIDTH))[:, None] + first // WIDTH, mask=mask, other=0.0)
 
 

@@ -12,16 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.fp8 import Fp8Weight
+from nanoinfer.kernels.fp8 import Fp8Weight, parts_of
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
+from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block
 from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 
 MAX_IN_FEATURES = 16384  # the longest input that one program's registers hold beside two tiles of the weight
 MIN_TILE = 8192  # numbers of the weight per load of a program; at least two of its rows, or reductions cost more
-WEIGHTS_PER_SM = 4 * MIN_TILE  # numbers of the weight that are on their way at a time
+WPER_WORD_PER_SM = 4 * MIN_TILE  # numbers of the weight that are on their way at a time
 
 
 def one_row_linear(
@@ -63,7 +63,7 @@ def _launch(
     normed: Tensor | None = None,
 ) -> Tensor:
     ranks = len(lane.inboxes) if lane else 1
-    numbers, scales = weight if isinstance(weight, Fp8Weight) else (weight, None)
+    numbers, scales, (height, width) = parts_of(weight)
     weight_rows, in_features = numbers.shape
     assert x.is_contiguous()
     assert numbers.is_contiguous()
@@ -101,9 +101,9 @@ def _launch(
         KEEP=normed is not None,
         BIAS=bias is not None,
         ACTIVATION=activation,
-        HEIGHT=weight.block[0] if isinstance(weight, Fp8Weight) else None,
-        WIDTH=weight.block[1] if isinstance(weight, Fp8Weight) else None,
-        IN_HALVES=scales is not None and x.is_cuda,
+        HEIGHT=height,
+        WIDTH=width,
+        IN_WORDS=scales is not None and x.is_cuda,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=warps,
@@ -116,9 +116,9 @@ def choose_programs(block_k: int, in_fp8: bool) -> tuple[int, int, int]:
     """Return the rows of a tile, the programs for each multiprocessor, and the warps of a program."""
     if in_fp8:  # half the bytes; and fewer warps wait for each other
         tile = max(2 * MIN_TILE, 2 * block_k)
-        return tile // block_k, 2 * WEIGHTS_PER_SM // tile, 4 if tile == 2 * MIN_TILE else 8
+        return tile // block_k, 2 * WPER_WORD_PER_SM // tile, 4 if tile == 2 * MIN_TILE else 8
     tile = max(MIN_TILE, 2 * block_k)
-    return tile // block_k, max(WEIGHTS_PER_SM // tile, 1), 8 if tile == MIN_TILE else 16
+    return tile // block_k, max(WPER_WORD_PER_SM // tile, 1), 8 if tile == MIN_TILE else 16
 
 
 @triton.jit
@@ -154,23 +154,22 @@ def _one_row_kernel(
     ACTIVATION: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-    IN_HALVES: tl.constexpr,
+    IN_WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION is not None
     IN_FP8: tl.constexpr = HEIGHT is not None
-    # A load of FP8 numbers is of eight: a thread multiplies them at once.
-    EIGHTS: tl.constexpr = 8 if IN_HALVES else 1
-    if IN_HALVES:
+    PER_WORD: tl.constexpr = 8 if IN_WORDS else 1  # numbers that a thread loads and multiplies at once
+    if IN_WORDS:
         weight_ptr = weight_ptr.to(tl.pointer_type(tl.int64))
     program, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK_K)
     inside = k < in_features
     # The predecessor writes no weights, so the first loads of them need not wait for it.
-    word = tl.arange(0, BLOCK_K // EIGHTS)
-    tile = load_tile(weight_ptr, program, word, in_features // EIGHTS, weight_rows, BLOCK_N, GATED)
+    word = tl.arange(0, BLOCK_K // PER_WORD)
+    tile = load_tile(weight_ptr, program, word, in_features // PER_WORD, weight_rows, BLOCK_N, GATED)
     scales = None
     if IN_FP8:
         scales = load_scales(scales_ptr, program, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED)
@@ -197,12 +196,12 @@ def _one_row_kernel(
         x = norm_block(x, norm_weight, in_features, eps, PLUS_ONE)
     if KEEP:
         tl.store(normed_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
-    x, factor = prepare_row(x, BLOCK_K, IN_HALVES)
+    x, factor = prepare_row(x, BLOCK_K, IN_WORDS)
 
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
-        following = load_tile(weight_ptr, next_tile, word, in_features // EIGHTS, weight_rows, BLOCK_N, GATED)
-        dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_HALVES)
+        following = load_tile(weight_ptr, next_tile, word, in_features // PER_WORD, weight_rows, BLOCK_N, GATED)
+        dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_WORDS)
         if IN_FP8:
             scales = load_scales(
                 scales_ptr, next_tile, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED
@@ -220,7 +219,7 @@ def load_tile(weight_ptr, tile, k, in_features, weight_rows, BLOCK_N: tl.constex
     n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (n < weight_rows)[:, None] & (k < in_features)[None, :]
     if GATED:
-        n = n // 2 + n % 2 * (weight_rows // 2)
+        n = gated_row(n, weight_rows)
     return tl.load(weight_ptr + n[:, None] * in_features + k[None, :], mask=mask, other=0.0)
 
 
@@ -242,5 +241,5 @@ def _load_bias(bias_ptr, tile, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.con
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = n < weight_rows
     if GATED:
-        n = n // 2 + n % 2 * (weight_rows // 2)
+        n = gated_row(n, weight_rows)
     return tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
