@@ -37,7 +37,7 @@ class Fp8Matrix(nn.Module):
         self, x: Tensor, activation: Activation | None = None, may_split: bool = False, with_bias: bool = True
     ) -> Tensor:
         """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
-        return linear(x, self._weight(), self.bias if with_bias else None, activation, may_split)
+        return linear(x, self._weight(len(x)), self.bias if with_bias else None, activation, may_split)
 
     def norm_product(
         self,
@@ -49,13 +49,13 @@ class Fp8Matrix(nn.Module):
         lane: VectorLane | None,
     ) -> tuple[Tensor, Tensor]:
         """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
-        return norm_linear(x, residual, pre, self._weight(), self.bias, activation, post, lane)
+        return norm_linear(x, residual, pre, self._weight(x.shape[-2]), self.bias, activation, post, lane)
 
-    def _weight(self) -> Tensor | PackedWeight | Fp8Weight:
-        """Return what a product reads: the store, or where it cannot, the model's dtype, which the CPU keeps."""
+    def _weight(self, tokens: int) -> Tensor | PackedWeight | Fp8Weight:
+        """Return what a product of so many tokens reads: the store, or the model's dtype, which the CPU keeps."""
         if self.store.weight.is_cuda:
             weight = Fp8Weight(self.store.weight, self.store.scales)
-            if can_multiply_fp8(self._dtype, weight):
+            if can_multiply_fp8(self._dtype, weight, tokens):
                 return weight
             dense = self.store.dense(self._dtype)
             launch_in_between(dense.device)

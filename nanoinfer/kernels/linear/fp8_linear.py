@@ -28,6 +28,7 @@ CUBLAS_BLOCK = (128, 128)  # of the weight
 CUBLAS_MULTIPLE = 4 * BLOCK.value  # of the inputs, so that cuBLAS can read the scales
 LONG = 3072  # inputs; of longer sums, which a few programs compute, cuBLAS is the faster
 LEAST_INPUTS = 1024  # of a piece
+MANY_TOKENS = 4096  # from here on cuBLAS multiplies 16-bit numbers faster than our kernel those in FP8
 MAX_PIECES = 8
 BLOCK_N = 64  # rows of the weight in a tile
 WARPS = 4
@@ -42,14 +43,16 @@ class Cut:
     stages: int  # of the loop over the blocks of inputs: several programs are to share a multiprocessor
 
 
-def can_multiply_fp8(x: torch.dtype, weight: Fp8Weight) -> bool:
-    """Return whether the weight's device and blocks are such that fp8_linear and one_row can multiply it.
+def can_multiply_fp8(x: torch.dtype, weight: Fp8Weight, tokens: int = 1) -> bool:
+    """Return whether fp8_linear and one_row can multiply so many tokens by the weight, and well.
 
     x: the dtype of the tokens' vectors; those of float32 would lose more than the weight did
     """
     in_features, (_, width) = weight.numbers.shape[-1], weight.block
     in_blocks = in_features % BLOCK.value == width % BLOCK.value == 0
-    return in_blocks and x.itemsize == 2 and _capability(weight.numbers.device) >= HAS_FP8
+    if not in_blocks or x.itemsize != 2 or _capability(weight.numbers.device) < HAS_FP8:
+        return False
+    return tokens < MANY_TOKENS or _cublas_can(weight, x)
 
 
 def fp8_linear(
