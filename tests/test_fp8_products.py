@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -168,18 +170,24 @@ def test_experts(
     experts = torch.rand(tokens, count, device=DEVICE).argsort()[:, :used].int()
     routes = Routes(experts, torch.rand(tokens, used, device=DEVICE))
 
-    def rounded(vectors: Tensor) -> Tensor:
-        return vectors.double() if tokens == 1 else dequantized(quantize(vectors))
+    def computed(rounded: Callable[[Tensor], Tensor]) -> Tensor:
+        out = torch.zeros(tokens, hidden_size, dtype=torch.float64, device=DEVICE)
+        for i in range(used):
+            gates = torch.einsum("th,toh->to", rounded(x), inward[experts[:, i]])
+            gated = gate_mul_reference(gates.to(DTYPE), "silu")  # a GPU rounds like this
+            results = torch.einsum("ts,ths->th", rounded(gated), outward[experts[:, i]])
+            out += routes.weights[:, i : i + 1] * results
+        return out
 
-    reference = torch.zeros(tokens, hidden_size, dtype=torch.float64, device=DEVICE)
-    for i in range(used):
-        gates = torch.einsum("th,toh->to", rounded(x), inward[experts[:, i]])
-        gated = gate_mul_reference(gates.to(DTYPE), "silu")  # a GPU rounds like this
-        results = torch.einsum("ts,ths->th", rounded(gated), outward[experts[:, i]])
-        reference += routes.weights[:, i : i + 1] * results
-    assert_near(expert_mlps_triton(x, routes, gate_up, down, "silu"), reference, 0.02)
+    exact = computed(Tensor.double)
+    reference = exact if tokens == 1 else computed(lambda vectors: dequantized(quantize(vectors)))
+    out = expert_mlps_triton(x, routes, gate_up, down, "silu")
     pieces = expert_mlps_triton(x, routes, gate_up, down, "silu", may_split=True)
-    assert_near(pieces.double().sum(0) if pieces.dim() == 3 else pieces, reference, 0.02)
+    for results in (out, pieces.double().sum(0) if pieces.dim() == 3 else pieces):
+        # A gate that rounds to its neighbour may change its block's scale, and so what FP8 makes of the others.
+        assert_near(results, reference, CLOSE if tokens == 1 else 0.04 if DEVICE == "cuda" else 0.001)
+        errors = [(values.double() - exact).norm() / exact.norm() for values in (results, reference)]
+        assert errors[0] < 1.25 * errors[1] + CLOSE
 
 
 @pytest.mark.gpu
