@@ -167,6 +167,11 @@ class Config:
         return self.device == "cpu" and self.attention_backend == "torch"
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether decode attention reads prefixes once that several rows share, in layers where a query sees all."""
+        return self.attention_backend == "triton" and None in self.description.windows
+
+    @property
     def starts_ranks(self) -> bool:
         """Whether rank 0 starts the others; otherwise they are there already, and each has a host of its own."""
         return self.tensor_parallel_group is None

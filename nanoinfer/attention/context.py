@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoring:
@@ -40,6 +42,7 @@ class Context:
     context_lens: Tensor  # [seqs] int32
     max_context_len: int  # at least the longest context
     prefill: PackedQueries | None = None  # None: a decode step
+    prefixes: SharedPrefixes | None = None  # which a decode step reads once for all rows that share them
     # The attention backend's plans for a decode step: layers with the same window share one.
     decode_plans: dict[int | None, Any] = field(default_factory=dict)
     rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables: `positions`, or set later

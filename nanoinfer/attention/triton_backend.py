@@ -10,6 +10,7 @@ from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.kernels.attention.decode_plan import plan_decode
 from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
 
 
 class TritonBackend:
@@ -20,8 +21,11 @@ class TritonBackend:
 
     def prepare_decode(self, context: Context) -> None:
         """Divide the keys among the kernel's programs, once for each of the model's windows."""
+        lens, k_cache, prefixes = context.context_lens, context.kv_cache[0, 0], context.prefixes
+        own_starts = None if prefixes is None else prefixes.own_starts
         context.decode_plans = {
-            window: plan_decode(context.context_lens, context.kv_cache[0, 0], window=window) for window in self.windows
+            window: plan_decode(lens, k_cache, window=window, own_starts=own_starts if window is None else None)
+            for window in self.windows
         }
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
@@ -43,7 +47,20 @@ class TritonBackend:
         )
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
-        """Attend from one query per sequence."""
+        """Attend from one query per sequence; first to the prefixes that several share, if no window hides these."""
+        plan, begun = context.decode_plans[scoring.window], None
+        if plan.own_starts is not None:
+            assert context.prefixes is not None
+            begun = attend_to_prefixes(
+                q,
+                k_cache,
+                v_cache,
+                context.block_tables,
+                context.prefixes,
+                scoring.scale,
+                scoring.softcap,
+                scoring.kv_scales,
+            )
         return paged_decode_triton(
             q,
             k_cache,
@@ -51,7 +68,8 @@ class TritonBackend:
             context.block_tables,
             context.context_lens,
             scoring.scale,
-            context.decode_plans[scoring.window],
+            plan,
             scoring.softcap,
             scoring.kv_scales,
+            begun,
         )

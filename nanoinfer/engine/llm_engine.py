@@ -36,7 +36,7 @@ class LLMEngine:
             config.description.window,
             config.description.long_from,
         )
-        self.row_map = RowMap()
+        self.row_map = RowMap(config.kvcache_block_size if config.shares_prefixes else None)
         self.matchers = Matchers()
         self.updater = Updater(self.ranks, self.scheduler, config.description.tied)
         self.sleeper = Sleeper(self.ranks.call)

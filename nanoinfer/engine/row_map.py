@@ -6,12 +6,14 @@ from array import array
 
 from nanoinfer.engine.scheduler import Chunk, DecodeStep, PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.shared_prefixes import find_shared
 from nanoinfer.runner.message import (
     ChunkMessage,
     DecodeMessage,
     JoinMessage,
     LogitsMessage,
     PrefillMessage,
+    PrefixMessage,
     StepMessage,
 )
 
@@ -25,8 +27,12 @@ class RowMap:
     seqs: row i holds seqs[i]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int | None = None) -> None:
+        """block_size: of the KV cache, if decode attention reads shared prefixes once; None: it does not"""
         self.seqs: list[Sequence] = []
+        self._block_size = block_size
+        self._shares = False  # whether rows share prefixes, since they last changed
+        self._has_changed = False  # whether rows have come or gone since the last decode step
 
     def describe(self, step: Step) -> tuple[StepMessage, list[Sequence]]:
         """Turn a scheduled step into the message that makes the ranks run it.
@@ -38,6 +44,7 @@ class RowMap:
         joins = _describe_joins(step)  # a sequence that starts again may still be in its old row
         moves = self._pack([seq for seq in self.seqs if seq.status is SequenceStatus.RUNNING and seq not in joins])
         num_rows = len(self.seqs)
+        self._has_changed |= bool(joins)
         for seq in joins:
             seq.row = len(self.seqs)
             self.seqs.append(seq)
@@ -47,17 +54,30 @@ class RowMap:
     def clear(self) -> None:
         """Empty every row, whatever state an interrupt left them in."""
         self.seqs = []
+        self._has_changed = True
 
     def _describe_decode(self, step: DecodeStep) -> tuple[DecodeMessage, list[Sequence]]:
         moves = self._pack(step.seqs)
         grown = [(seq.row, len(seq.block_table) - 1, seq.block_table[-1]) for seq in step.grown]
-        return DecodeMessage(moves, len(self.seqs), grown, step.max_context_len), self.seqs.copy()
+        prefixes = self._new_prefixes()
+        message = DecodeMessage(moves, len(self.seqs), grown, step.max_context_len, self._shares, prefixes)
+        return message, self.seqs.copy()
+
+    def _new_prefixes(self) -> PrefixMessage | None:
+        """Find what the rows share, if they have changed. Blocks that a row gets later are its own."""
+        if not self._has_changed or self._block_size is None:
+            return None
+        self._has_changed = False
+        prefixes = find_shared([seq.block_table for seq in self.seqs], self._block_size)
+        self._shares = prefixes is not None
+        return prefixes
 
     def _pack(self, staying: list[Sequence]) -> list[tuple[int, int]]:
         """Remove all but `staying`, and move the last rows into the holes; returns (source, destination) rows."""
         num_rows = len(staying)
         if num_rows == len(self.seqs):
             return []
+        self._has_changed = True
         leaving = set(self.seqs).difference(staying)
         holes = sorted(seq.row for seq in leaving if seq.row < num_rows)
         movers = [seq for seq in self.seqs[num_rows:] if seq not in leaving]

@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step, one for each batch size."""
+"""CUDA graphs of the decode step, one for each of several batch sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 MAX_GRAPH_ROWS = 512
+SHARING_ROWS = (16, 32, 64, 128, 192, 256, 384)
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -17,32 +18,44 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, largest]
 
 
+def sharing_batch_sizes(sizes: list[int]) -> list[int]:
+    """Return the sizes, fewer of them, for which the step that reads shared prefixes once is captured.
+
+    sizes: from graph_batch_sizes, or none
+    """
+    return [size for size in sizes if size in SHARING_ROWS or size == max(sizes)]
+
+
 class DecodeGraphs:
-    """The captured decode step for each of several row counts.
+    """The captured decode step for each of several row counts, and likewise the one that reads shared prefixes once.
 
     A batch replays the graph of its size or the next larger one, whose further rows are empty.
     """
 
-    def __init__(self, sizes: list[int], decode: Callable[[int], object]) -> None:
-        """Capture `decode(rows)` for every size, the largest first, so that the others fit into its memory pool."""
-        self.sizes = sorted(sizes)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    def __init__(self, sizes: list[int], sharing_sizes: list[int], decode: Callable[[int, bool], object]) -> None:
+        """Capture `decode(rows, shares)` for all sizes.
+
+        The largest ones come first, so that the others fit into their memory pool.
+        """
+        self.sizes = {False: sorted(sizes), True: sorted(sharing_sizes)}
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         # Capture on a new stream: cuBLAS keeps a workspace for each stream, and the first capture's pool owns it.
         stream = torch.cuda.Stream()
-        for size in reversed(self.sizes):
-            decode(size)  # compiles kernels and creates handles, which a capture must not
+        for key in sorted(((size, shares) for shares in self.sizes for size in self.sizes[shares]), reverse=True):
+            decode(*key)  # compiles kernels and creates handles, which a capture must not
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                decode(size)
-            self.graphs[size] = graph
+                decode(*key)
+            self.graphs[key] = graph
 
     @property
     def largest(self) -> int:
         """The most rows that a graph takes."""
-        return self.sizes[-1]
+        return self.sizes[False][-1]
 
-    def replay(self, num_rows: int) -> None:
+    def replay(self, num_rows: int, shares: bool) -> None:
         """Run the captured step that covers `num_rows`."""
-        self.graphs[self.sizes[bisect_left(self.sizes, num_rows)]].replay()
+        sizes = self.sizes[shares]
+        self.graphs[sizes[bisect_left(sizes, num_rows)], shares].replay()

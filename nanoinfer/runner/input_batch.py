@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.context import Context, PackedQueries
+from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.rows import advance_rows, locate_rows
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage
 from nanoinfer.runner.transfer import upload, upload_all
@@ -20,10 +21,19 @@ class InputBatch:
     positions: [rows] int32, that token's position in its sequence; -1 in an empty row
     block_tables: [rows, max blocks] int32
     temperatures: [rows] float32; seeds: [rows] int64
+    prefixes: those that rows share, if decode attention reads them once
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        prefixes: SharedPrefixes | None = None,
+    ) -> None:
         self.block_size = block_size
+        self.prefixes = prefixes
         self.device = device
         self.num_rows = 0
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
@@ -42,8 +52,13 @@ class InputBatch:
         if message.num_rows < self.num_rows:
             self.positions[message.num_rows : self.num_rows] = -1
         self.num_rows = message.num_rows
-        if isinstance(message, DecodeMessage) and message.new_blocks:
-            self._add_blocks(message.new_blocks)
+        if isinstance(message, DecodeMessage):
+            if message.new_blocks:
+                self._add_blocks(message.new_blocks)
+            if message.new_prefixes is not None:
+                assert self.prefixes is not None
+                shared = message.new_prefixes
+                self.prefixes.fill(upload(self.prefixes.pack(shared.order, shared.runs), self.device))
 
     def _add_blocks(self, new_blocks: list[tuple[int, int, int]]) -> None:
         width = self.block_tables.shape[1]
@@ -63,12 +78,16 @@ class InputBatch:
         self.temperatures[joining] = prompts.temperatures
         self.seeds[joining] = prompts.seeds
 
-    def decode_context(self, num_rows: int, kv_cache: Tensor, max_context_len: int) -> Context:
-        """Return the context of a decode step over the first `num_rows` rows, computed on the device."""
+    def decode_context(self, num_rows: int, kv_cache: Tensor, max_context_len: int, shares: bool) -> Context:
+        """Return the context of a decode step over the first `num_rows` rows, computed on the device.
+
+        shares: whether shared prefixes are read once
+        """
         positions = self.positions[:num_rows]
         block_tables = self.block_tables[:num_rows]
         slots, context_lens = locate_rows(positions, block_tables, self.block_size)
-        return Context(kv_cache, positions, slots, block_tables, context_lens, max_context_len)
+        prefixes = self.prefixes if shares else None
+        return Context(kv_cache, positions, slots, block_tables, context_lens, max_context_len, prefixes=prefixes)
 
     def advance(self, token_ids: Tensor) -> None:
         """Give the first rows their sampled tokens; empty rows stay empty."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanoinfer.sampling_params import SamplingParams
 
@@ -74,6 +75,23 @@ class PrefillMessage:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
+class SharedRun(NamedTuple):
+    """Neighbouring blocks that several rows hold, at the same columns of their block tables."""
+
+    first: int  # the place, in PrefixMessage.order, of the first of the rows
+    rows: int
+    start: int  # the first column
+    end: int  # the column behind the last
+
+
+@dataclass(slots=True)
+class PrefixMessage:
+    """What the rows share. A row's first run begins with column 0, and each further one where the one before ends."""
+
+    order: list[int]  # all rows; those that share a run are neighbours
+    runs: list[SharedRun]  # a row's in their order
+
+
 @dataclass(slots=True)
 class DecodeMessage:
     """A decode step over the first `num_rows` rows, told as the changes since the last step."""
@@ -82,6 +100,8 @@ class DecodeMessage:
     num_rows: int  # rows from here on are empty
     new_blocks: list[tuple[int, int, int]]  # (row, column of the block table, block)
     max_context_len: int
+    shares: bool = False  # whether decode attention is to read shared prefixes once
+    new_prefixes: PrefixMessage | None = None  # they have changed since the last step that shares
 
     @property
     def num_tokens(self) -> int:

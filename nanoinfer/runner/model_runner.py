@@ -18,9 +18,10 @@ from torch import Tensor
 from nanoinfer.attention import AttentionBackend, make_backend
 from nanoinfer.attention.context import Context
 from nanoinfer.config import PROCESSED, Config
+from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes
+from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes, sharing_batch_sizes
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.input_batch import InputBatch, PrefillInputs
 from nanoinfer.runner.logits.processors import LogitsProcessors
@@ -178,7 +179,8 @@ class ModelRunner:
         self._make_cache(1)
         self._compile()
         prefill = self._peak_bytes(self._run_largest_prefill)
-        decode = self._peak_bytes(lambda: self._decode_rows(self.config.max_num_seqs, self.config.max_model_len))
+        largest = self.config.max_num_seqs, self.config.max_model_len, self.config.shares_prefixes
+        decode = self._peak_bytes(lambda: self._decode_rows(*largest))
         # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
         steps = prefill + decode if self._graph_sizes else max(prefill, decode)
         return steps + self.logits_processors.working_bytes + BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
@@ -195,30 +197,44 @@ class ModelRunner:
         prefill = partial(self._prefill, PrefillMessage([], 0, [chunk], []))
         draw = partial(self._draw, self.logits, self.batch.positions)
         decode = [partial(self._decode_rows, size, max_len) for size in sizes[:-1] if size in COMPILED_ROWS]
+        decode += [partial(self._decode_rows, size, max_len, True) for size in self._sharing_sizes if size in (64, 128)]
         largest = partial(self._decode_rows, sizes[-1], max_len)
         # The steps that run first have few kernels in common.
         run_side_by_side([prefill, draw, largest, *decode[:1]], decode[1:], self.device)
 
     def _size(self, step_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
-        graph_bytes = len(self._graph_sizes) * BYTES_PER_GRAPH
+        graph_bytes = (len(self._graph_sizes) + len(self._sharing_sizes)) * BYTES_PER_GRAPH
         self.memory = plan_memory(self.config, self.holdings.cache_spec, self.device, self.tp, step_bytes, graph_bytes)
         self._make_cache(self.memory.blocks)
 
     def _capture(self) -> None:
         """Capture the decode step for each batch size."""
+
+        def decode(rows: int, shares: bool) -> None:
+            self._decode_rows(rows, self.config.max_model_len, shares)
+
         if sizes := self._graph_sizes:
-            self.graphs = DecodeGraphs(sizes, lambda size: self._decode_rows(size, self.config.max_model_len))
+            self.graphs = DecodeGraphs(sizes, self._sharing_sizes, decode)
 
     @property
     def _graph_sizes(self) -> list[int]:
         config = self.config
         return [] if config.enforce_eager or config.device == "cpu" else graph_batch_sizes(config.max_num_seqs)
 
+    @property
+    def _sharing_sizes(self) -> list[int]:
+        return sharing_batch_sizes(self._graph_sizes) if self.config.shares_prefixes else []
+
     def _make_cache(self, num_blocks: int) -> None:
         config = self.config
         self.holdings.make_cache(num_blocks)
-        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, config.kvcache_block_size, self.device)
+        prefixes = None
+        if config.shares_prefixes:
+            heads = config.description.num_heads // self.tp.size
+            prefixes = SharedPrefixes(config.max_num_seqs, heads, self.kv_cache[0, 0])
+        block_size = config.kvcache_block_size
+        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, block_size, self.device, prefixes)
         self.logits_processors = LogitsProcessors(
             config.description.vocab_size,
             config.max_num_seqs,
@@ -310,9 +326,9 @@ class ModelRunner:
     def _decode(self, message: DecodeMessage) -> Launched:
         num_rows, graphs = message.num_rows, self.graphs
         if graphs is None or num_rows > graphs.largest:
-            self._decode_rows(num_rows, message.max_context_len)
+            self._decode_rows(num_rows, message.max_context_len, message.shares)
         else:
-            graphs.replay(num_rows)
+            graphs.replay(num_rows, message.shares)
         return Launched(0, self.logits[:num_rows], self._extras(num_rows))
 
     def _extras(self, num_tokens: int) -> Extras:
@@ -320,10 +336,10 @@ class ModelRunner:
         routing = self.holdings.routing
         return Extras(experts=None if routing is None else routing.taken(num_tokens))
 
-    def _decode_rows(self, num_rows: int, max_context_len: int) -> None:
-        """Run one decode step over the first rows, all of it on the device."""
+    def _decode_rows(self, num_rows: int, max_context_len: int, shares: bool = False) -> None:
+        """Run one decode step over the first rows, all of it on the device. shares: as for decode_context"""
         batch = self.batch
-        context = batch.decode_context(num_rows, self.kv_cache, max_context_len)
+        context = batch.decode_context(num_rows, self.kv_cache, max_context_len, shares)
         self.backend.prepare_decode(context)
         hidden = self.model(batch.last_tokens[:num_rows], context)
         logits = self.model.compute_logits(hidden, self.logits[:num_rows])

@@ -39,17 +39,19 @@ class DecodePlan:
 
     A worker is a program of the kernel. plan_decode cuts the rows' contexts into tiles, lays them end to end, and gives
     each worker an equal share. So all workers end together, whatever the lengths. A row's tiles begin with the first
-    that the window reaches. If several workers share a row's tiles, the last of them to finish combines their results
-    ("stream-K", Osama et al., 2023).
+    that the window reaches, or the first of the row's own. If several workers share a row's tiles, the last of them to
+    finish combines their results ("stream-K", Osama et al., 2023).
 
     shares: [workers, 4] int32: first row, last row, first tile in the first row, number of tiles
     share_tiles: [1] int32, how many tiles a full share has
     arrivals: [rows * kv_heads] int32, how many of a divided row's workers have finished; zero between layers
+    own_starts: as in plan_decode
     """
 
     shares: Tensor
     share_tiles: Tensor
     arrivals: Tensor
+    own_starts: Tensor | None
     window: int | None
     tile: int  # these three as in Programs
     stages: int
@@ -57,14 +59,21 @@ class DecodePlan:
 
 
 def plan_decode(
-    context_lens: Tensor, k_cache: Tensor, workers: int | None = None, window: int | None = None
+    context_lens: Tensor,
+    k_cache: Tensor,
+    workers: int | None = None,
+    window: int | None = None,
+    own_starts: Tensor | None = None,
 ) -> DecodePlan:
     """Divide the contexts of a decode step among workers, in one launch.
 
     context_lens: [rows] int32; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's
     workers: programs for each KV head; None: enough to fill the device
     window: how many tokens a query sees, the last of its context; None: all
+    own_starts: [rows] int32, the first token that each row reads by itself, a multiple of the block size, if there is
+        no window; None: 0
     """
+    assert window is None or own_starts is None
     rows, device = len(context_lens), context_lens.device
     kv_heads = k_cache.shape[2]
     programs = choose_programs(rows, k_cache)
@@ -74,6 +83,7 @@ def plan_decode(
         torch.empty((workers, 4), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
         torch.empty(rows * kv_heads, dtype=torch.int32, device=device),
+        own_starts,
         window,
         *programs[:3],
     )
@@ -82,12 +92,14 @@ def plan_decode(
     planners = triton.cdiv(workers, block_w)
     _plan_kernel[(planners,)](
         context_lens,
+        own_starts,
         plan.shares,
         plan.share_tiles,
         plan.arrivals,
         rows,
         workers,
         plan.arrivals.numel(),
+        SHARES=own_starts is not None,
         WINDOW=window or 0,
         TILE=programs.tile,
         BLOCK_R=block_r,
@@ -116,12 +128,14 @@ def choose_programs(rows: int, k_cache: Tensor) -> Programs:
 @triton.jit(do_not_specialize=["rows", "num_arrivals"])
 def _plan_kernel(
     context_lens_ptr,
+    own_starts_ptr,
     shares_ptr,
     share_tiles_ptr,
     arrivals_ptr,
     rows,
     workers,
     num_arrivals,
+    SHARES: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -135,6 +149,8 @@ def _plan_kernel(
     tiles = tl.cdiv(context_lens, TILE)
     if WINDOW > 0:
         tiles -= tl.maximum(context_lens - WINDOW, 0) // TILE
+    if SHARES:
+        tiles -= tl.load(own_starts_ptr + r, mask=r < rows, other=0) // TILE
     ends = tl.cumsum(tiles, axis=0)
     total = tl.sum(tiles, axis=0)
     share = tl.maximum(tl.cdiv(total, workers), 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from nanoinfer.kernels.attention.decode_plan import DecodePlan
 from nanoinfer.kernels.attention.fp8 import load_halves, read
 from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
+from nanoinfer.kernels.attention.shared_prefix import Begun
 from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import early_launch, load_complete, start_successor, wait_for_predecessor
 
@@ -73,8 +74,13 @@ def paged_decode_triton(
     plan: DecodePlan,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    begun: Begun | None = None,
 ) -> Tensor:
-    """paged_decode_reference as one launch, with the plan's window. plan: from plan_decode of the same context_lens"""
+    """paged_decode_reference as one launch, with the plan's window. plan: from plan_decode of the same context_lens
+
+    begun: the results of the tokens that come before the plan's own_starts; None: it has none
+    """
+    assert (begun is None) == (plan.own_starts is None)
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     group, workers = heads // kv_heads, plan.shares.shape[0]
@@ -89,6 +95,8 @@ def paged_decode_triton(
         v_cache,
         block_tables,
         context_lens,
+        plan.own_starts,
+        *(begun or (None, None, None)),
         plan.shares,
         plan.share_tiles,
         plan.arrivals,
@@ -99,6 +107,8 @@ def paged_decode_triton(
         factor,
         q.stride(0),
         block_tables.stride(0),
+        rows,
+        SHARES=begun is not None,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -118,13 +128,17 @@ def paged_decode_triton(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _paged_decode_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
     block_tables_ptr,
     context_lens_ptr,
+    own_starts_ptr,
+    begun_ptr,
+    begun_lse_ptr,
+    num_parts_ptr,
     shares_ptr,
     share_tiles_ptr,
     arrivals_ptr,
@@ -135,6 +149,8 @@ def _paged_decode_kernel(
     factor,
     q_stride,
     table_stride,
+    rows,
+    SHARES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -173,7 +189,10 @@ def _paged_decode_kernel(
     left = num_tiles
     for row in range(first_row, last_row + 1):
         row_tiles = tl.cdiv(context_len, TILE)
-        skipped = 0  # tiles before the window; `tile` and `end_tile` count from the next one
+        skipped = 0  # tiles before the window, or the row's own; `tile` and `end_tile` count from the next one
+        if SHARES:
+            skipped = tl.load(own_starts_ptr + row) // TILE
+            row_tiles -= skipped
         if WINDOW > 0:
             first_key = tl.maximum(context_len - WINDOW, 0)
             skipped = first_key // TILE
@@ -192,6 +211,26 @@ def _paged_decode_kernel(
         total = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if IN_FP8 else BLOCK_D], tl.float32)
         acc2 = acc
+        if SHARES:
+            num_parts = tl.where(tile == 0, tl.load(num_parts_ptr + row), 0)  # of the worker that begins the row
+            for part in range(0, num_parts):
+                place = (part * rows + row) * (KV_HEADS * GROUP) + head
+                lse = tl.load(begun_lse_ptr + place, mask=g < GROUP, other=-1e30)
+                results = begun_ptr + place.to(tl.int64)[:, None] * HEAD_DIM
+                if IN_FP8:
+                    half_mask = (g < GROUP)[:, None] & (half < HEAD_DIM // 2)[None, :]
+                    begun = tl.load(results + 2 * half[None, :], mask=half_mask, other=0.0)
+                    begun2 = tl.load(results + 2 * half[None, :] + 1, mask=half_mask, other=0.0)
+                else:
+                    begun = tl.load(results + d[None, :], mask=q_mask, other=0.0)
+                new_top = tl.maximum(top, lse)
+                weight = tl.exp2(lse - new_top)
+                rescale = tl.exp2(top - new_top)
+                total = total * rescale + weight
+                acc = acc * rescale[:, None] + begun * weight[:, None]
+                if IN_FP8:
+                    acc2 = acc2 * rescale[:, None] + begun2 * weight[:, None]
+                top = new_top
         for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):
             block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
             key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)

@@ -1,0 +1,92 @@
+"""Who reads what of the prefixes that several rows share in decode attention."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from nanoinfer.kernels.launch import num_multiprocessors
+
+TILE_QUERIES = 64  # of a tile of work; tensor cores multiply so many at once
+MAX_PARTS = 8  # results that a row begins with
+LEAST_TOKENS = 256  # of a tile of work
+TOKENS_TOGETHER = 128  # a tile of work begins at a multiple, except where blocks are smaller
+TILE_FIELDS = 5
+PROGRAMS_PER_MULTIPROCESSOR = 2
+
+Run = tuple[int, int, int, int]  # the first place in the order, the rows, the first block, the block behind the last
+
+
+class SharedPrefixes:
+    """The shared prefixes of a decode step, cut into tiles of work; on the device, at addresses that stay.
+
+    A tile of work is some neighbouring tokens, and up to TILE_QUERIES queries of the rows that share them. Each tile
+    gives its rows a partial result. A row begins with these, and reads the other keys of its context by itself.
+
+    workers: programs for each KV head that compute the tiles
+    order: [rows] int32, the rows; those that share tokens are neighbours
+    own_starts: [rows] int32, for each row, the first token that it reads by itself
+    num_parts: [rows] int32, how many partial results each row begins with
+    tiles: [most, TILE_FIELDS] int32: first place in the order, number of rows, first token, token behind the last, and
+        the number of the partial result
+    num_tiles: [1] int32
+    """
+
+    def __init__(self, max_rows: int, heads: int, k_cache: Tensor) -> None:
+        """heads: of the queries; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's"""
+        _, self.block_size, kv_heads, _ = k_cache.shape
+        self.tile_rows = max(1, TILE_QUERIES // (heads // kv_heads))
+        programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(k_cache.device)
+        self.workers = max(1, programs // kv_heads)
+        self.max_tiles = MAX_PARTS * max_rows
+        sizes = [max_rows, max_rows, max_rows, 1, self.max_tiles * TILE_FIELDS]
+        self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=k_cache.device)
+        self.order, self.own_starts, self.num_parts, self.num_tiles, tiles = self._packed.split(sizes)
+        self.tiles = tiles.view(-1, TILE_FIELDS)
+
+    def pack(self, order: Sequence[int], runs: Sequence[Run]) -> array[int]:
+        """Cut runs into tiles of work; returns what `fill` takes.
+
+        runs: blocks that rows share; a row's follow one another from its first block on
+        """
+        max_rows = len(self.order)
+        own_starts, num_parts = array("i", bytes(4 * max_rows)), array("i", bytes(4 * max_rows))
+        tiles = array("i")
+        share = self._share(runs)
+        for first, rows, start_block, end_block in runs:
+            start, end = start_block * self.block_size, end_block * self.block_size
+            members = order[first : first + rows]
+            before = num_parts[members[0]]
+            if before == MAX_PARTS or own_starts[members[0]] != start:
+                continue  # the rows read the rest by themselves
+            parts = list(_cut(start, end, share, max(1, (MAX_PARTS - before) // 2)))
+            for part, (part_start, part_end) in enumerate(parts, before):
+                for place in range(first, first + rows, self.tile_rows):
+                    tiles.extend((place, min(self.tile_rows, first + rows - place), part_start, part_end, part))
+            for row in members:
+                own_starts[row], num_parts[row] = end, before + len(parts)
+        num_tiles = len(tiles) // TILE_FIELDS
+        assert num_tiles <= self.max_tiles
+        padded = array("i", order) + array("i", bytes(4 * (max_rows - len(order))))
+        return padded + own_starts + num_parts + array("i", [num_tiles]) + tiles
+
+    def _share(self, runs: Sequence[Run]) -> int:
+        """Return how many tokens a tile of work should have, so that all programs get equally many."""
+        tokens = sum(triton.cdiv(rows, self.tile_rows) * (end - start) for _, rows, start, end in runs)
+        return max(triton.cdiv(tokens * self.block_size, self.workers), LEAST_TOKENS)
+
+    def fill(self, packed: Tensor) -> None:
+        """Write what `pack` has returned; packed: on the same device."""
+        self._packed[: len(packed)] = packed
+
+
+def _cut(start: int, end: int, share: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut tokens into at most so many parts, of about `share` tokens or more."""
+    parts = min(triton.cdiv(end - start, share), most)
+    size = triton.cdiv(triton.cdiv(end - start, parts), TOKENS_TOGETHER) * TOKENS_TOGETHER
+    for first in range(start, end, size):
+        yield first, min(first + size, end)

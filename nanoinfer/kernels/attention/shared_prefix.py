@@ -1,0 +1,153 @@
+"""Decode attention to prefixes that several rows share: each key is read once for many rows."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.attention.prefix_plan import MAX_PARTS, TILE_QUERIES, SharedPrefixes
+from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
+from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.kernels.launch import early_launch, start_successor, wait_for_predecessor
+
+TILE = 64  # keys that a program reads at a time
+WARPS = 4
+STAGES = 3
+
+
+class Begun(NamedTuple):
+    """The results with which rows begin, because they share the keys that these came from.
+
+    results: [parts, rows, heads, head_dim] float32, without the values' scale if the cache is in FP8
+    lse: [parts, rows, heads] float32: log2 of the sums of exponentials by which the results were divided
+    num_parts: [rows] int32, how many of the parts a row has
+    """
+
+    results: Tensor
+    lse: Tensor
+    num_parts: Tensor
+
+
+def attend_to_prefixes(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    prefixes: SharedPrefixes,
+    scale: float,
+    softcap: float | None = None,
+    kv_scales: Tensor | None = None,
+) -> Begun:
+    """Attend from each row's query to the tokens that other rows share, in one launch.
+
+    Arguments as for paged_decode_reference, which with a window of all tokens is the reference of this and of the
+    attention to the rows' own tokens together
+    """
+    rows, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    group = heads // kv_heads
+    factor, cap = in_log2(scale, softcap)
+    results = torch.empty((MAX_PARTS, rows, heads, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((MAX_PARTS, rows, heads), dtype=torch.float32, device=q.device)
+    _prefix_kernel[(prefixes.workers, kv_heads)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        prefixes.order,
+        prefixes.tiles,
+        prefixes.num_tiles,
+        results,
+        lse,
+        kv_scales,
+        factor,
+        q.stride(0),
+        block_tables.stride(0),
+        rows,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        CAP=cap,
+        IN_FP8=k_cache.dtype == FP8,
+        TILE=math.gcd(block_size, TILE),
+        BLOCK_M=max(TILE_QUERIES, triton.next_power_of_2(group)),
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        num_warps=WARPS,
+        num_stages=STAGES,
+        **early_launch(q),
+    )
+    return Begun(results, lse, prefixes.num_parts)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _prefix_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    results_ptr,
+    lse_ptr,
+    kv_scales_ptr,
+    factor,
+    q_stride,
+    table_stride,
+    rows,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAP: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    wait_for_predecessor(EARLY, START_SUCCESSOR=False)
+    kv_head = tl.program_id(1)
+    if IN_FP8:
+        factor *= tl.load(kv_scales_ptr)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, TILE)
+    d = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + m % GROUP
+    has_d = (d < HEAD_DIM)[None, :]
+    for work in range(tl.program_id(0), tl.load(num_tiles_ptr), tl.num_programs(0)):
+        first = tl.load(tiles_ptr + work * 5)
+        queries = tl.load(tiles_ptr + work * 5 + 1) * GROUP
+        start_token = tl.load(tiles_ptr + work * 5 + 2)
+        end_token = tl.load(tiles_ptr + work * 5 + 3)
+        part = tl.load(tiles_ptr + work * 5 + 4)
+        row = tl.load(order_ptr + first + m // GROUP, mask=m < queries, other=0)
+        q_mask = (m < queries)[:, None] & has_d
+        q = tl.load(q_ptr + row[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
+        table = block_tables_ptr + tl.load(order_ptr + first) * table_stride
+        top = tl.full([BLOCK_M], -1e30, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in range(start_token, end_token, TILE):
+            block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+            key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
+            offsets = key[:, None] + kv_head * HEAD_DIM + d[None, :]
+            k = tl.load(k_cache_ptr + offsets, mask=has_d, other=0.0).to(q.dtype)
+            scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - new_top[:, None])
+            rescale = tl.exp2(top - new_top)
+            total = total * rescale + tl.sum(weights, axis=1)
+            v = tl.load(v_cache_ptr + offsets, mask=has_d, other=0.0).to(q.dtype)
+            acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            top = new_top
+        place = (part * rows + row) * (KV_HEADS * GROUP) + head
+        tl.store(results_ptr + place.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], acc / total[:, None], mask=q_mask)
+        tl.store(lse_ptr + place, top + tl.log2(total), mask=m < queries)
+    start_successor(EARLY)
