@@ -14,7 +14,7 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import MIN_PREFILL_TOKENS, DecodeStep, PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.runner.message import DecodeMessage, PrefillMessage, StepMessage
+from nanoinfer.runner.message import DecodeMessage, PrefillMessage, PrefixMessage, StepMessage
 
 BLOCK, EOS = 4, 1
 
@@ -385,6 +385,7 @@ class Device:
         self.version = 0  # of the weights
         self.versions: dict[tuple[int, int], int] = {}  # of the weights that computed a place of the cache
         self.kept: set[Sequence] = set()  # those that go on with keys of older weights
+        self.prefixes: PrefixMessage | None = None
 
     def run(self, message: StepMessage) -> list[int]:
         for source, destination in message.moves:
@@ -413,7 +414,24 @@ class Device:
             row["len"] += 1
             self.write(row["table"], row["len"] - 1, row["last"], self.is_long(row["len"]))
         assert message.max_context_len == max(row["len"] for row in self.rows)
+        self.prefixes = message.new_prefixes or self.prefixes
+        if message.shares:
+            self.check_prefixes()
         return [self.sample(row) for row in self.rows]
+
+    def check_prefixes(self) -> None:
+        """Check that the rows of a run hold the same blocks, which hold none of their newest tokens."""
+        assert sorted(self.prefixes.order) == list(range(len(self.rows)))
+        covered = [0] * len(self.rows)
+        for first, count, start, end in self.prefixes.runs:
+            members = self.prefixes.order[first : first + count]
+            assert len(members) == count > 1
+            for row in members:
+                assert covered[row] == start < end
+                assert self.rows[row]["table"][start:end] == self.rows[members[0]]["table"][start:end]
+                assert end * BLOCK < self.rows[row]["len"]
+                covered[row] = end
+        assert any(covered)
 
     def is_long(self, length: int) -> bool:
         return self.long_from is not None and length > self.long_from
@@ -539,6 +557,8 @@ def test_every_request_ends_with_its_own_tokens(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("MIN_PREFILL_TOKENS", "MAX_FREE_ROWS"), worth, strict=True):
             patch.setattr(f"nanoinfer.engine.scheduler.{name}", value)
+        for name, value in (("MIN_ROWS", 2), ("MIN_TOKENS", BLOCK), ("MIN_SAVED", 1)):
+            patch.setattr(f"nanoinfer.engine.shared_prefixes.{name}", value)
         sched = scheduler(blocks, rows, budget, window, long_from, kind)
         serve_random_requests(sched, depth, requests, arrivals)
     assert sched.block_manager.num_free == blocks
@@ -565,7 +585,7 @@ def check_what_is_read(step: Step, message: StepMessage, device: Device, seqs: l
 
 
 def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
-    row_map, device = RowMap(), Device(sched.long_from)
+    row_map, device = RowMap(BLOCK if sched.window is None else None), Device(sched.long_from)
     rows, budget, window = sched.max_num_seqs, sched.max_num_batched_tokens, sched.window or 1000
     pending: deque[list[Sequence]] = deque()
     for i, (length, most, ignore, (first, num_first, then), n) in enumerate(requests):

@@ -1,0 +1,243 @@
+"""Prefixes that running sequences share: how they are found, cut into work, and read once in decode attention."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import DEVICE, HAS_CUDA
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.engine import shared_prefixes
+from nanoinfer.engine.shared_prefixes import find_shared
+from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
+from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
+from nanoinfer.kernels.attention.prefix_plan import MAX_PARTS, SharedPrefixes
+from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
+from nanoinfer.kernels.fp8 import FP8
+
+BLOCK = 256
+HEADER = list(range(1000, 1100))
+
+
+def own_blocks(row: int, count: int = 3) -> list[int]:
+    return [10 * row + i for i in range(count)]
+
+
+class TestFinding:
+    def test_all_rows_share_a_header(self) -> None:
+        found = find_shared([HEADER[:20] + own_blocks(row) for row in range(32)], BLOCK)
+        assert found is not None
+        assert found.runs == [(0, 32, 0, 20)]
+        assert found.order == list(range(32))
+
+    def test_groups_that_are_mixed_become_neighbours(self) -> None:
+        tables = [HEADER[40 * (row % 2) :][:20] + own_blocks(row) for row in range(32)]
+        found = find_shared(tables, BLOCK)
+        assert found is not None
+        assert sorted(found.runs) == [(0, 16, 0, 20), (16, 16, 0, 20)]
+        assert found.order == [*range(0, 32, 2), *range(1, 32, 2)]
+
+    def test_a_shared_prefix_goes_on_for_some(self) -> None:
+        tables = [HEADER[: 20 if row < 24 else 50] + own_blocks(row) for row in range(32)]
+        found = find_shared(tables, BLOCK)
+        assert found is not None
+        (outer, inner) = found.runs
+        assert outer == (0, 32, 0, 20)
+        assert inner[1:] == (8, 20, 50)
+        assert sorted(found.order[inner.first : inner.first + 8]) == list(range(24, 32))
+
+    @pytest.mark.parametrize(
+        "tables",
+        [
+            [own_blocks(row) for row in range(64)],
+            [HEADER[:1] + own_blocks(row) for row in range(32)],
+            [HEADER[: 20 if row < 3 else 0] + own_blocks(row) for row in range(32)],
+            [own_blocks(row) + HEADER[:20] for row in range(32)],
+            [HEADER],
+        ],
+        ids=["nothing is shared", "too few tokens", "too few rows", "not from the first block on", "one row"],
+    )
+    def test_what_does_not_pay(self, tables: list[list[int]]) -> None:
+        assert find_shared(tables, BLOCK) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=24),
+    block_size=st.sampled_from([16, 48, 256]),
+    heads=st.sampled_from([(4, 2), (14, 2), (3, 3), (128, 1)]),
+    workers=st.integers(1, 40),
+)
+def test_every_token_is_read_once(rows: list[list[int]], block_size: int, heads: tuple[int, int], workers: int) -> None:
+    """A row's tiles of work and its own tokens cover its context; tables share whatever a trie of three ways shares."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MIN_ROWS", "MIN_TOKENS", "MIN_SAVED"):
+            patch.setattr(shared_prefixes, name, 2)
+        names: dict[tuple[int, ...], int] = {}
+        trie = [[names.setdefault(tuple(path[: i + 1]), len(names)) for i in range(len(path))] for path in rows]
+        tables = [[*table, 10_000 + row] for row, table in enumerate(trie)]
+        found = find_shared(tables, block_size)
+    if found is None:
+        assert all(a[:1] != b[:1] for i, a in enumerate(trie) for b in trie[:i] if a and b)
+        return
+    prefixes = make_prefixes(len(rows), heads[0], torch.empty(1, block_size, heads[1], 8, device=DEVICE))
+    prefixes.workers = workers
+    prefixes.fill(on_device(prefixes.pack(found.order, found.runs)))
+    read: list[list[tuple[int, int, int]]] = [[] for _ in rows]
+    for first, count, start, end, part in prefixes.tiles[: int(prefixes.num_tiles)].tolist():
+        members = found.order[first : first + count]
+        assert 0 < count * heads[0] // heads[1] <= 128
+        for row in members:
+            assert (
+                tables[row][start // block_size : end // block_size]
+                == (tables[members[0]][start // block_size : end // block_size])
+            )
+            read[row].append((part, start, end))
+    for row, parts in enumerate(read):
+        assert [part for part, _, _ in sorted(parts)] == list(range(int(prefixes.num_parts[row])))
+        assert len(parts) <= MAX_PARTS
+        ends = [0, *(end for _, _, end in sorted(parts))]
+        assert [start for _, start, _ in sorted(parts)] == ends[:-1]
+        assert ends[-1] == prefixes.own_starts[row] <= len(trie[row]) * block_size
+
+
+def make_prefixes(rows: int, heads: int, k_cache: Tensor) -> SharedPrefixes:
+    return SharedPrefixes(rows + 3, heads, k_cache)
+
+
+def on_device(numbers: array[int]) -> Tensor:
+    return torch.tensor(numbers.tolist(), dtype=torch.int32, device=DEVICE)
+
+
+DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32, torch.float16]
+SHAPES = [(4, 4, 32, 16), (8, 4, 64, 256), (14, 2, 128, 48), (9, 3, 96, 32), (8, 2, 256, 16)]  # as in test_kernels.py
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["16 or 32 bits", "fp8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+class TestAttention:
+    def test_it_equals_attention_of_rows_alone(
+        self,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        in_fp8: bool,
+        softcap: float | None,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        self.check(shape, dtype, in_fp8, softcap, 11, monkeypatch)
+
+    @pytest.mark.gpu
+    def test_many_rows(
+        self,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        in_fp8: bool,
+        softcap: float | None,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Beyond FEW_ROWS the programs of decode attention have other shapes, and groups fill several tiles."""
+        self.check(shape, dtype, in_fp8, softcap, FEW_ROWS * 3 + 8, monkeypatch)
+
+    def check(
+        self,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        in_fp8: bool,
+        softcap: float | None,
+        rows: int,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        for name in ("MIN_ROWS", "MIN_TOKENS", "MIN_SAVED"):
+            monkeypatch.setattr(shared_prefixes, name, 2)
+        heads, kv_heads, head_dim, block_size = shape
+        tables, lens = nested_tables(rows, block_size)
+        blocks = 1 + max(map(max, tables))
+        caches = [torch.randn(blocks, block_size, kv_heads, head_dim, device=DEVICE).to(dtype) for _ in range(2)]
+        kv_scales = None
+        if in_fp8:
+            caches, kv_scales = [cache.to(FP8) for cache in caches], torch.tensor([0.5, 2.0], device=DEVICE)
+        q = torch.randn(rows, heads, head_dim, device=DEVICE).to(dtype)
+        device_tables = torch.zeros(rows, max(map(len, tables)), dtype=torch.int32, device=DEVICE)
+        for row, table in enumerate(tables):
+            device_tables[row, : len(table)] = torch.tensor(table)
+        device_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+        how = head_dim**-0.5, softcap, kv_scales
+        found = find_shared(tables, block_size)
+        assert found is not None
+        assert {run.start for run in found.runs} != {0}
+        prefixes = make_prefixes(rows, heads, caches[0])
+        prefixes.fill(on_device(prefixes.pack(found.order, found.runs)))
+        plan = plan_decode(device_lens, caches[0], own_starts=prefixes.own_starts)
+        begun = attend_to_prefixes(q, *caches, device_tables, prefixes, *how)
+        out = paged_decode_triton(q, *caches, device_tables, device_lens, how[0], plan, softcap, kv_scales, begun)
+        wide = caches if in_fp8 else [cache.float() for cache in caches]
+        expected = paged_decode_reference(
+            q.float(), *wide, device_tables, device_lens, max(lens), how[0], None, softcap, kv_scales
+        )
+        error = (out.float() - expected).norm() / expected.norm()
+        assert error < (1e-5 if dtype == torch.float32 and not in_fp8 else 6e-3)
+
+
+def nested_tables(rows: int, block_size: int) -> tuple[list[list[int]], list[int]]:
+    """Two of three rows share a header of some 300 tokens; every second of these goes on with some 100 shared ones."""
+    header, more = (list(range(1, 1 + tokens // block_size + 1)) for tokens in (300, 100))
+    more = [len(header) + block for block in more]
+    fresh = len(header) + len(more) + 1
+    tables, lens = [], []
+    for row in range(rows):
+        table = [*header, *(more if row % 2 else [])] if row % 3 else []
+        own = 1 + row % 4
+        table += range(fresh, fresh + own)
+        fresh += own
+        tables.append(table)
+        lens.append(len(table) * block_size - row % block_size)
+    return tables, lens
+
+
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sharing pay for short prompts too."""
+    for name, least in (("MIN_ROWS", 2), ("MIN_TOKENS", 16), ("MIN_SAVED", 16)):
+        monkeypatch.setattr(shared_prefixes, name, least)
+
+
+OPTIONS = {"attention_backend": "triton", "kvcache_block_size": 16, "max_model_len": 64, "max_num_seqs": 8}
+HEAD = list(range(30, 60))
+PROMPTS = [HEAD, [*HEAD, 70], [70, 71], HEAD, [*HEAD, 60, 61, 62, 63, 70]]
+
+
+def outputs(llm: LLM, most: int) -> list[list[list[int]]]:
+    """Generate for PROMPTS, two samples for every second one; some end after 3 tokens, the others after `most`."""
+    lens = [3, most, most, 3, most]
+    params = [SamplingParams(temperature=0.8, max_tokens=lens[i], n=1 + i % 2, ignore_eos=True) for i in range(5)]
+    results = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [[list(sample.token_ids) for sample in result.outputs] for result in results]
+
+
+@pytest.mark.usefixtures("cheap")
+class TestGenerate:
+    """Tokens in float32 equal those of the engine that reads every prefix for each row."""
+
+    @pytest.mark.parametrize(("most", "blocks"), [(5, 100), (5, 7)], ids=["rows come and go", "some are preempted"])
+    def test_eager(self, most: int, blocks: int, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = outputs(make_llm(**{**OPTIONS, "attention_backend": "torch"}), most)
+        llm = make_llm(**OPTIONS, enforce_eager=True, num_kvcache_blocks=blocks)
+        steps: list[bool] = []
+        runner = llm.engine.ranks.runner
+        run = runner._decode_rows
+        monkeypatch.setattr(runner, "_decode_rows", lambda *how: (steps.append(how[2]), run(*how))[1])
+        assert outputs(llm, most) == expected
+        assert any(steps)
+        assert (llm.engine.scheduler.num_preemptions > 0) == (blocks < 10)
+
+    @pytest.mark.gpu
+    def test_graphs(self, make_llm: Callable[..., LLM]) -> None:
+        assert outputs(make_llm(**OPTIONS), 20) == outputs(make_llm(**OPTIONS, enforce_eager=True), 20)
