@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 MAX_GRAPH_ROWS = 512
-SHARING_ROWS = (16, 32, 64, 128, 192, 256, 384)
+SHARING_ROWS = (16, *range(32, 257, 32), 384)
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:

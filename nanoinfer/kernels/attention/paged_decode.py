@@ -216,20 +216,19 @@ def _paged_decode_kernel(
             for part in range(0, num_parts):
                 place = (part * rows + row) * (KV_HEADS * GROUP) + head
                 lse = tl.load(begun_lse_ptr + place, mask=g < GROUP, other=-1e30)
-                results = begun_ptr + place.to(tl.int64)[:, None] * HEAD_DIM
-                if IN_FP8:
-                    half_mask = (g < GROUP)[:, None] & (half < HEAD_DIM // 2)[None, :]
-                    begun = tl.load(results + 2 * half[None, :], mask=half_mask, other=0.0)
-                    begun2 = tl.load(results + 2 * half[None, :] + 1, mask=half_mask, other=0.0)
-                else:
-                    begun = tl.load(results + d[None, :], mask=q_mask, other=0.0)
+                begun = begun_ptr + place.to(tl.int64)[:, None] * HEAD_DIM
                 new_top = tl.maximum(top, lse)
                 weight = tl.exp2(lse - new_top)
                 rescale = tl.exp2(top - new_top)
                 total = total * rescale + weight
-                acc = acc * rescale[:, None] + begun * weight[:, None]
                 if IN_FP8:
-                    acc2 = acc2 * rescale[:, None] + begun2 * weight[:, None]
+                    half_mask = (g < GROUP)[:, None] & (half < HEAD_DIM // 2)[None, :]
+                    results = tl.load(begun + 2 * half[None, :], mask=half_mask, other=0.0)
+                    results2 = tl.load(begun + 2 * half[None, :] + 1, mask=half_mask, other=0.0)
+                    acc2 = acc2 * rescale[:, None] + results2 * weight[:, None]
+                else:
+                    results = tl.load(begun + d[None, :], mask=q_mask, other=0.0)
+                acc = acc * rescale[:, None] + results * weight[:, None]
                 top = new_top
         for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):
             block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
