@@ -10,14 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.attention.paged_prefill import choose_tiles
 from nanoinfer.kernels.attention.prefix_plan import MAX_PARTS, TILE_QUERIES, SharedPrefixes
 from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import early_launch, start_successor, wait_for_predecessor
-
-TILE = 64  # keys that a program reads at a time
-WARPS = 4
-STAGES = 3
 
 
 class Begun(NamedTuple):
@@ -52,6 +49,7 @@ def attend_to_prefixes(
     _, block_size, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
     factor, cap = in_log2(scale, softcap)
+    tiles = choose_tiles(q, TILE_QUERIES)
     results = torch.empty((MAX_PARTS, rows, heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((MAX_PARTS, rows, heads), dtype=torch.float32, device=q.device)
     _prefix_kernel[(prefixes.workers, kv_heads)](
@@ -75,11 +73,11 @@ def attend_to_prefixes(
         BLOCK_SIZE=block_size,
         CAP=cap,
         IN_FP8=k_cache.dtype == FP8,
-        TILE=math.gcd(block_size, TILE),
+        TILE=math.gcd(block_size, tiles.keys),
         BLOCK_M=max(TILE_QUERIES, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=WARPS,
-        num_stages=STAGES,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
         **early_launch(q),
     )
     return Begun(results, lse, prefixes.num_parts)
