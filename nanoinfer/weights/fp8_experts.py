@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,6 @@ class Fp8Experts(nn.Module):
         self.gate_up = Fp8Store(halves, hidden_size, format)
         self.down = Fp8Store(downs, share, format)
         self._dtype = torch.get_default_dtype()
-        self._dense: tuple[tuple[int, int], Tensor, Tensor] | None = None  # of the CPU, and the stores' versions then
 
     def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
@@ -63,13 +63,12 @@ class Fp8Experts(nn.Module):
             )
             if can_multiply_fp8(self._dtype, gate_up) and can_multiply_fp8(self._dtype, down):
                 return gate_up, down
-        versions = self.gate_up.version, self.down.version
-        if self._dense is not None and self._dense[0] == versions:
-            return self._dense[1:]
-        dense = [store.dense(self._dtype).unflatten(0, (self.count, -1)) for store in (self.gate_up, self.down)]
-        if not dense[0].is_cuda:
-            self._dense = versions, dense[0], dense[1]
-        return dense[0], dense[1]
+            return self._dense(self.gate_up), self._dense(self.down)
+        kept = [store.remember(partial(self._dense, store)) for store in (self.gate_up, self.down)]
+        return kept[0], kept[1]
+
+    def _dense(self, store: Fp8Store) -> Tensor:
+        return store.dense(self._dtype).unflatten(0, (self.count, -1))
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the stacked tensors that a checkpoint may have; the stores yield the others."""

@@ -31,7 +31,6 @@ class Fp8Matrix(nn.Module):
         rows = len(self.store.weight)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._dtype = torch.get_default_dtype()
-        self._dense: tuple[int, Tensor | PackedWeight] | None = None  # of the CPU, and the store's version then
 
     def product(
         self, x: Tensor, activation: Activation | None = None, may_split: bool = False, with_bias: bool = True
@@ -60,10 +59,11 @@ class Fp8Matrix(nn.Module):
             dense = self.store.dense(self._dtype)
             launch_in_between(dense.device)
             return dense
-        if self._dense is None or self._dense[0] != self.store.version:
-            dense = self.store.dense(self._dtype)
-            self._dense = self.store.version, PackedWeight(dense) if can_pack(dense) else dense
-        return self._dense[1]
+        return self.store.remember(self._packed)
+
+    def _packed(self) -> Tensor | PackedWeight:
+        dense = self.store.dense(self._dtype)
+        return PackedWeight(dense) if can_pack(dense) else dense
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the bias, if there is one; the store yields the others."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from nanoinfer.kernels.fp8 import FP8, LARGEST, as_bytes
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.shards import Section, Shard
+
+T = TypeVar("T")
 
 NUMBERS_AT_ONCE = 1 << 24  # that are quantized, so that a large tensor needs little memory beside its own
 
@@ -39,7 +42,7 @@ class Fp8Store(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, in_features, dtype=FP8), requires_grad=False)
         shape = rows // height, in_features // width
         self.scales = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
-        self.version = 0  # how often the matrix has been written
+        self._made: object = None  # by `remember`, from the numbers as they are now
 
     def dense(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """Return some rows of the matrix in another dtype; the first and the last one are those of whole blocks."""
@@ -48,6 +51,16 @@ class Fp8Store(nn.Module):
         scales = self.scales[first // height : end // height]
         blocks = self.weight[first:end].to(torch.float32).view(len(scales), height, -1, width)
         return (blocks * scales[:, None, :, None]).to(dtype).view(end - first, -1)
+
+    def remember(self, make: Callable[[], T]) -> T:
+        """Return what `make` makes of the matrix, and make it anew only once the matrix has changed."""
+        if self._made is None:
+            self._made = make()
+        return cast(T, self._made)
+
+    def forget(self) -> None:
+        """Forget what was made of the matrix: it is about to change."""
+        self._made = None
 
     @property
     def parts(self) -> list[Fp8Rows]:
@@ -155,7 +168,7 @@ class Fp8Rows:
 
     def copy_(self, values: Tensor) -> None:
         """Write all of these rows, from any device. What is not FP8 is quantized, and gets scales of its own."""
-        self.store.version += 1
+        self.store.forget()
         if values.dtype == FP8:
             self._write(values)
             return
@@ -226,7 +239,7 @@ class Fp8Scales:
 
     def copy_(self, values: Tensor) -> None:
         """Write all of these scales, from any device and dtype."""
-        self.store.version += 1
+        self.store.forget()
         blocks = values.float().reshape(self.shape if self.dims == 2 else (1, 1)).to(self.scales.device)
         rows, columns = self.rows.to(blocks.device), self.columns.to(blocks.device)
         self.scales.copy_(blocks[rows][:, columns])
