@@ -17,9 +17,10 @@ from nanoinfer.engine import shared_prefixes
 from nanoinfer.engine.shared_prefixes import find_shared
 from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
-from nanoinfer.kernels.attention.prefix_plan import MAX_PARTS, SharedPrefixes
+from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes, max_parts
 from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
 from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.runner.cuda_graphs import graph_batch_sizes, sharing_batch_sizes
 
 BLOCK = 256
 HEADER = list(range(1000, 1100))
@@ -101,10 +102,18 @@ def test_every_token_is_read_once(rows: list[list[int]], block_size: int, heads:
             read[row].append((part, start, end))
     for row, parts in enumerate(read):
         assert [part for part, _, _ in sorted(parts)] == list(range(int(prefixes.num_parts[row])))
-        assert len(parts) <= MAX_PARTS
+        assert len(parts) <= max_parts(len(rows))
         ends = [0, *(end for _, _, end in sorted(parts))]
         assert [start for _, start, _ in sorted(parts)] == ends[:-1]
         assert ends[-1] == prefixes.own_starts[row] <= len(trie[row]) * block_size
+
+
+@given(rows=st.integers(1, 600), most=st.integers(1, 600))
+def test_a_captured_step_has_room_for_all_parts(rows: int, most: int) -> None:
+    """It may have more rows than run."""
+    sizes = sharing_batch_sizes(graph_batch_sizes(most))
+    captured = next((size for size in sizes if size >= rows), rows)
+    assert max_parts(captured) == max_parts(rows)
 
 
 def make_prefixes(rows: int, heads: int, k_cache: Tensor) -> SharedPrefixes:

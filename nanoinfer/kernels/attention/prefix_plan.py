@@ -12,7 +12,9 @@ from torch import Tensor
 from nanoinfer.kernels.launch import num_multiprocessors
 
 TILE_QUERIES = 64  # of a tile of work; tensor cores multiply so many at once
-MAX_PARTS = 8  # results that a row begins with
+MAX_PARTS = 8  # partial results that a row begins with, and more of fewer rows:
+PARTS_OF_ALL_ROWS = 512
+LEAST_ROWS = 16  # a step of fewer rows may run as one of so many
 LEAST_TOKENS = 256  # of a tile of work
 TOKENS_TOGETHER = 128  # a tile of work begins at a multiple, except where blocks are smaller
 TILE_FIELDS = 5
@@ -42,7 +44,7 @@ class SharedPrefixes:
         self.tile_rows = max(1, TILE_QUERIES // (heads // kv_heads))
         programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(k_cache.device)
         self.workers = max(1, programs // kv_heads)
-        self.max_tiles = MAX_PARTS * max_rows
+        self.max_tiles = max(MAX_PARTS * max_rows, PARTS_OF_ALL_ROWS)
         sizes = [max_rows, max_rows, max_rows, 1, self.max_tiles * TILE_FIELDS]
         self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=k_cache.device)
         self.order, self.own_starts, self.num_parts, self.num_tiles, tiles = self._packed.split(sizes)
@@ -53,7 +55,7 @@ class SharedPrefixes:
 
         runs: blocks that rows share; a row's follow one another from its first block on
         """
-        max_rows = len(self.order)
+        max_rows, most_parts = len(self.order), max_parts(len(order))
         own_starts, num_parts = array("i", bytes(4 * max_rows)), array("i", bytes(4 * max_rows))
         tiles = array("i")
         share = self._share(runs)
@@ -61,9 +63,9 @@ class SharedPrefixes:
             start, end = start_block * self.block_size, end_block * self.block_size
             members = order[first : first + rows]
             before = num_parts[members[0]]
-            if before == MAX_PARTS or own_starts[members[0]] != start:
+            if before == most_parts or own_starts[members[0]] != start:
                 continue  # the rows read the rest by themselves
-            parts = list(_cut(start, end, share, max(1, (MAX_PARTS - before) // 2)))
+            parts = list(_cut(start, end, share, max(1, (most_parts - before) // 2)))
             for part, (part_start, part_end) in enumerate(parts, before):
                 for place in range(first, first + rows, self.tile_rows):
                     tiles.extend((place, min(self.tile_rows, first + rows - place), part_start, part_end, part))
@@ -82,6 +84,14 @@ class SharedPrefixes:
     def fill(self, packed: Tensor) -> None:
         """Write what `pack` has returned; packed: on the same device."""
         self._packed[: len(packed)] = packed
+
+
+def max_parts(rows: int) -> int:
+    """Return the most partial results that a row may begin with, in a step of so many rows.
+
+    It is the same for all numbers of rows up to the next power of two: a captured step may have more rows.
+    """
+    return max(MAX_PARTS, PARTS_OF_ALL_ROWS // max(LEAST_ROWS, triton.next_power_of_2(rows)))
 
 
 def _cut(start: int, end: int, share: int, most: int) -> Iterator[tuple[int, int]]:

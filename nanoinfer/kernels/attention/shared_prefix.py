@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.paged_prefill import choose_tiles
-from nanoinfer.kernels.attention.prefix_plan import MAX_PARTS, TILE_QUERIES, SharedPrefixes
+from nanoinfer.kernels.attention.prefix_plan import TILE_QUERIES, SharedPrefixes, max_parts
 from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import early_launch, start_successor, wait_for_predecessor
@@ -50,8 +50,8 @@ def attend_to_prefixes(
     group = heads // kv_heads
     factor, cap = in_log2(scale, softcap)
     tiles = choose_tiles(q, TILE_QUERIES)
-    results = torch.empty((MAX_PARTS, rows, heads, head_dim), dtype=torch.float32, device=q.device)
-    lse = torch.empty((MAX_PARTS, rows, heads), dtype=torch.float32, device=q.device)
+    results = torch.empty((max_parts(rows), rows, heads, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty(results.shape[:3], dtype=torch.float32, device=q.device)
     _prefix_kernel[(prefixes.workers, kv_heads)](
         q,
         k_cache,
