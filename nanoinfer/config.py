@@ -169,7 +169,7 @@ class Config:
     @property
     def shares_prefixes(self) -> bool:
         """Whether decode attention reads prefixes once that several rows share, in layers where a query sees all."""
-        return self.attention_backend == "triton" and None in self.description.windows
+        return self.attention_backend == "triton" and None in self.description.windows and self.max_num_seqs > 1
 
     @property
     def starts_ranks(self) -> bool:

@@ -14,16 +14,21 @@ from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine import shared_prefixes
-from nanoinfer.engine.shared_prefixes import find_shared
+from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes, max_parts
+from nanoinfer.kernels.attention.prefix_plan import TILE_QUERIES, SharedPrefixes, max_parts
 from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.runner.cuda_graphs import graph_batch_sizes, sharing_batch_sizes
+from nanoinfer.runner.message import PrefixMessage
 
 BLOCK = 256
 HEADER = list(range(1000, 1100))
+
+
+def find_shared(tables: list[list[int]], block_size: int = BLOCK, tile_rows: int = 16) -> PrefixMessage | None:
+    return PrefixFinder(block_size, tile_rows, token_bytes=4096).find(tables)
 
 
 def own_blocks(row: int, count: int = 3) -> list[int]:
@@ -32,21 +37,21 @@ def own_blocks(row: int, count: int = 3) -> list[int]:
 
 class TestFinding:
     def test_all_rows_share_a_header(self) -> None:
-        found = find_shared([HEADER[:20] + own_blocks(row) for row in range(32)], BLOCK)
+        found = find_shared([HEADER[:20] + own_blocks(row) for row in range(32)])
         assert found is not None
         assert found.runs == [(0, 32, 0, 20)]
         assert found.order == list(range(32))
 
     def test_groups_that_are_mixed_become_neighbours(self) -> None:
         tables = [HEADER[40 * (row % 2) :][:20] + own_blocks(row) for row in range(32)]
-        found = find_shared(tables, BLOCK)
+        found = find_shared(tables)
         assert found is not None
         assert sorted(found.runs) == [(0, 16, 0, 20), (16, 16, 0, 20)]
         assert found.order == [*range(0, 32, 2), *range(1, 32, 2)]
 
     def test_a_shared_prefix_goes_on_for_some(self) -> None:
         tables = [HEADER[: 20 if row < 24 else 50] + own_blocks(row) for row in range(32)]
-        found = find_shared(tables, BLOCK)
+        found = find_shared(tables)
         assert found is not None
         (outer, inner) = found.runs
         assert outer == (0, 32, 0, 20)
@@ -58,14 +63,25 @@ class TestFinding:
         [
             [own_blocks(row) for row in range(64)],
             [HEADER[:1] + own_blocks(row) for row in range(32)],
-            [HEADER[: 20 if row < 3 else 0] + own_blocks(row) for row in range(32)],
+            [HEADER[3 * (row // 3) :][: 3 if row < 60 else 0] + own_blocks(row) for row in range(99)],
+            [HEADER[:20] + own_blocks(row) for row in range(5)],
             [own_blocks(row) + HEADER[:20] for row in range(32)],
             [HEADER],
         ],
-        ids=["nothing is shared", "too few tokens", "too few rows", "not from the first block on", "one row"],
+        ids=["nothing", "few tokens", "groups of few rows", "few rows", "not from the first block on", "one row"],
     )
     def test_what_does_not_pay(self, tables: list[list[int]]) -> None:
-        assert find_shared(tables, BLOCK) is None
+        assert find_shared(tables) is None
+
+    def test_a_short_header_is_not_worth_a_result(self) -> None:
+        tables = [HEADER[:4] + own_blocks(row) for row in range(400)]
+        assert find_shared(tables, block_size=16) is None
+        assert find_shared([HEADER[:8] + table for table in tables], block_size=16) is not None
+
+    def test_rows_with_many_heads_share_little(self) -> None:
+        """Where each row fills a tile of work by itself, nothing is read once for several."""
+        tables = [HEADER[:20] + own_blocks(row) for row in range(32)]
+        assert find_shared(tables, tile_rows=1) is None
 
 
 @settings(max_examples=200, deadline=None)
@@ -83,7 +99,7 @@ def test_every_token_is_read_once(rows: list[list[int]], block_size: int, heads:
         names: dict[tuple[int, ...], int] = {}
         trie = [[names.setdefault(tuple(path[: i + 1]), len(names)) for i in range(len(path))] for path in rows]
         tables = [[*table, 10_000 + row] for row, table in enumerate(trie)]
-        found = find_shared(tables, block_size)
+        found = find_shared(tables, block_size, max(64 // (heads[0] // heads[1]), 2))
     if found is None:
         assert all(a[:1] != b[:1] for i, a in enumerate(trie) for b in trie[:i] if a and b)
         return
@@ -93,7 +109,7 @@ def test_every_token_is_read_once(rows: list[list[int]], block_size: int, heads:
     read: list[list[tuple[int, int, int]]] = [[] for _ in rows]
     for first, count, start, end, part in prefixes.tiles[: int(prefixes.num_tiles)].tolist():
         members = found.order[first : first + count]
-        assert 0 < count * heads[0] // heads[1] <= 128
+        assert 0 < count * heads[0] // heads[1] <= max(TILE_QUERIES, heads[0] // heads[1])
         for row in members:
             assert (
                 tables[row][start // block_size : end // block_size]
@@ -183,15 +199,16 @@ class TestAttention:
         assert {run.start for run in found.runs} != {0}
         prefixes = make_prefixes(rows, heads, caches[0])
         prefixes.fill(on_device(prefixes.pack(found.order, found.runs)))
-        plan = plan_decode(device_lens, caches[0], own_starts=prefixes.own_starts)
         begun = attend_to_prefixes(q, *caches, device_tables, prefixes, *how)
-        out = paged_decode_triton(q, *caches, device_tables, device_lens, how[0], plan, softcap, kv_scales, begun)
         wide = caches if in_fp8 else [cache.float() for cache in caches]
         expected = paged_decode_reference(
             q.float(), *wide, device_tables, device_lens, max(lens), how[0], None, softcap, kv_scales
         )
-        error = (out.float() - expected).norm() / expected.norm()
-        assert error < (1e-5 if dtype == torch.float32 and not in_fp8 else 6e-3)
+        for workers in (None, 13):  # 13 of them divide rows
+            plan = plan_decode(device_lens, caches[0], workers, own_starts=prefixes.own_starts)
+            out = paged_decode_triton(q, *caches, device_tables, device_lens, how[0], plan, softcap, kv_scales, begun)
+            error = (out.float() - expected).norm() / expected.norm()
+            assert error < (1e-5 if dtype == torch.float32 and not in_fp8 else 6e-3)
 
 
 def nested_tables(rows: int, block_size: int) -> tuple[list[list[int]], list[int]]:
@@ -234,10 +251,16 @@ def outputs(llm: LLM, most: int) -> list[list[list[int]]]:
 class TestGenerate:
     """Tokens in float32 equal those of the engine that reads every prefix for each row."""
 
-    @pytest.mark.parametrize(("most", "blocks"), [(5, 100), (5, 7)], ids=["rows come and go", "some are preempted"])
-    def test_eager(self, most: int, blocks: int, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("most", "blocks", "ranks"),
+        [(5, 100, 1), (5, 7, 1), (3, 100, 2)],
+        ids=["rows come and go", "some are preempted", "two ranks"],
+    )
+    def test_eager(
+        self, most: int, blocks: int, ranks: int, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         expected = outputs(make_llm(**{**OPTIONS, "attention_backend": "torch"}), most)
-        llm = make_llm(**OPTIONS, enforce_eager=True, num_kvcache_blocks=blocks)
+        llm = make_llm(**OPTIONS, enforce_eager=True, num_kvcache_blocks=blocks, tensor_parallel_size=ranks)
         steps: list[bool] = []
         runner = llm.engine.ranks.runner
         run = runner._decode_rows

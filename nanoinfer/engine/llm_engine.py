@@ -18,8 +18,10 @@ from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
+from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.engine.step_result import InFlight, StepResult
 from nanoinfer.grammar import Grammar
+from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -36,7 +38,7 @@ class LLMEngine:
             config.description.window,
             config.description.long_from,
         )
-        self.row_map = RowMap(config.kvcache_block_size if config.shares_prefixes else None)
+        self.row_map = RowMap(_prefix_finder(config) if config.shares_prefixes else None)
         self.matchers = Matchers()
         self.updater = Updater(self.ranks, self.scheduler, config.description.tied)
         self.sleeper = Sleeper(self.ranks.call)
@@ -209,3 +211,11 @@ class LLMEngine:
         self.ranks.check_open()
         self.sleeper.check_awake("weights", "kv_cache")
         self.updater.check_whole()
+
+
+def _prefix_finder(config: Config) -> PrefixFinder:
+    model = config.description
+    kv_heads = max(model.num_kv_heads // config.tensor_parallel_size, 1)  # of a rank
+    group = model.num_heads // config.tensor_parallel_size // kv_heads
+    token_bytes = 2 * kv_heads * model.head_dim * config.torch_cache_dtype.itemsize
+    return PrefixFinder(config.kvcache_block_size, rows_of_a_tile(group), token_bytes)

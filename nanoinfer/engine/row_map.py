@@ -6,7 +6,7 @@ from array import array
 
 from nanoinfer.engine.scheduler import Chunk, DecodeStep, PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
-from nanoinfer.engine.shared_prefixes import find_shared
+from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.runner.message import (
     ChunkMessage,
     DecodeMessage,
@@ -27,10 +27,10 @@ class RowMap:
     seqs: row i holds seqs[i]
     """
 
-    def __init__(self, block_size: int | None = None) -> None:
-        """block_size: of the KV cache, if decode attention reads shared prefixes once; None: it does not"""
+    def __init__(self, finder: PrefixFinder | None = None) -> None:
+        """finder: given if decode attention reads shared prefixes once"""
         self.seqs: list[Sequence] = []
-        self._block_size = block_size
+        self._finder = finder
         self._shares = False  # whether rows share prefixes, since they last changed
         self._has_changed = False  # whether rows have come or gone since the last decode step
 
@@ -54,7 +54,6 @@ class RowMap:
     def clear(self) -> None:
         """Empty every row, whatever state an interrupt left them in."""
         self.seqs = []
-        self._has_changed = True
 
     def _describe_decode(self, step: DecodeStep) -> tuple[DecodeMessage, list[Sequence]]:
         moves = self._pack(step.seqs)
@@ -65,10 +64,10 @@ class RowMap:
 
     def _new_prefixes(self) -> PrefixMessage | None:
         """Find what the rows share, if they have changed. Blocks that a row gets later are its own."""
-        if not self._has_changed or self._block_size is None:
+        if not self._has_changed or self._finder is None:
             return None
         self._has_changed = False
-        prefixes = find_shared([seq.block_table for seq in self.seqs], self._block_size)
+        prefixes = self._finder.find([seq.block_table for seq in self.seqs])
         self._shares = prefixes is not None
         return prefixes
 

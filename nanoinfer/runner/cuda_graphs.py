@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 MAX_GRAPH_ROWS = 512
-SHARING_ROWS = (16, *range(32, 257, 32), 384)
+SHARING_ROWS = (16, *range(32, 256, 32), *range(256, 512, 64))
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:

@@ -196,8 +196,8 @@ class ModelRunner:
         chunk = ChunkMessage(array("i", [0]) * min(LONG_CHUNK, max_len - 1), 0, [0] * self.max_blocks)
         prefill = partial(self._prefill, PrefillMessage([], 0, [chunk], []))
         draw = partial(self._draw, self.logits, self.batch.positions)
-        decode = [partial(self._decode_rows, size, max_len) for size in sizes[:-1] if size in COMPILED_ROWS]
-        decode += [partial(self._decode_rows, size, max_len, True) for size in self._sharing_sizes if size in (64, 128)]
+        steps = [(size, False) for size in sizes[:-1]] + [(size, True) for size in self._sharing_sizes]
+        decode = [partial(self._decode_rows, size, max_len, shares) for size, shares in steps if size in COMPILED_ROWS]
         largest = partial(self._decode_rows, sizes[-1], max_len)
         # The steps that run first have few kernels in common.
         run_side_by_side([prefill, draw, largest, *decode[:1]], decode[1:], self.device)

@@ -12,13 +12,13 @@ from torch import Tensor
 from nanoinfer.kernels.launch import num_multiprocessors
 
 TILE_QUERIES = 64  # of a tile of work; tensor cores multiply so many at once
-MAX_PARTS = 8  # partial results that a row begins with, and more of fewer rows:
-PARTS_OF_ALL_ROWS = 512
-LEAST_ROWS = 16  # a step of fewer rows may run as one of so many
-LEAST_TOKENS = 256  # of a tile of work
-TOKENS_TOGETHER = 128  # a tile of work begins at a multiple, except where blocks are smaller
 TILE_FIELDS = 5
+LEAST_TOKENS = 256  # of a tile of work
+TOKENS_TOGETHER = 128  # the parts of a run, except its last, have a multiple of so many tokens
 PROGRAMS_PER_MULTIPROCESSOR = 2
+# Partial results that a row begins with: those of all rows together take memory, and few rows need many programs.
+MANY_RESULTS, MOST_PARTS_OF_MANY_ROWS, LEAST_PARTS = 4096, 8, 2
+FEW_RESULTS, LEAST_ROWS = 512, 16
 
 Run = tuple[int, int, int, int]  # the first place in the order, the rows, the first block, the block behind the last
 
@@ -41,10 +41,10 @@ class SharedPrefixes:
     def __init__(self, max_rows: int, heads: int, k_cache: Tensor) -> None:
         """heads: of the queries; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's"""
         _, self.block_size, kv_heads, _ = k_cache.shape
-        self.tile_rows = max(1, TILE_QUERIES // (heads // kv_heads))
+        self.tile_rows = rows_of_a_tile(heads // kv_heads)
         programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(k_cache.device)
         self.workers = max(1, programs // kv_heads)
-        self.max_tiles = max(MAX_PARTS * max_rows, PARTS_OF_ALL_ROWS)
+        self.max_tiles = max(MANY_RESULTS, LEAST_PARTS * max_rows)
         sizes = [max_rows, max_rows, max_rows, 1, self.max_tiles * TILE_FIELDS]
         self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=k_cache.device)
         self.order, self.own_starts, self.num_parts, self.num_tiles, tiles = self._packed.split(sizes)
@@ -58,14 +58,20 @@ class SharedPrefixes:
         max_rows, most_parts = len(self.order), max_parts(len(order))
         own_starts, num_parts = array("i", bytes(4 * max_rows)), array("i", bytes(4 * max_rows))
         tiles = array("i")
-        share = self._share(runs)
+        share, alone = self._shares(runs)
+        goes_on = {(first, start) for first, start in _parents(order, runs)}
         for first, rows, start_block, end_block in runs:
             start, end = start_block * self.block_size, end_block * self.block_size
             members = order[first : first + rows]
             before = num_parts[members[0]]
-            if before == most_parts or own_starts[members[0]] != start:
-                continue  # the rows read the rest by themselves
-            parts = list(_cut(start, end, share, max(1, (most_parts - before) // 2)))
+            most = most_parts - before
+            if (first, start_block) in goes_on:
+                most = -(-most // 2)  # the runs behind need some
+            if own_starts[members[0]] != start or most == 0:
+                continue
+            parts = list(_cut(start, end, share, most))
+            if parts[0][1] - start > alone:
+                continue  # few programs would read for long: the rows read it, and what follows, by themselves
             for part, (part_start, part_end) in enumerate(parts, before):
                 for place in range(first, first + rows, self.tile_rows):
                     tiles.extend((place, min(self.tile_rows, first + rows - place), part_start, part_end, part))
@@ -76,14 +82,23 @@ class SharedPrefixes:
         padded = array("i", order) + array("i", bytes(4 * (max_rows - len(order))))
         return padded + own_starts + num_parts + array("i", [num_tiles]) + tiles
 
-    def _share(self, runs: Sequence[Run]) -> int:
-        """Return how many tokens a tile of work should have, so that all programs get equally many."""
-        tokens = sum(triton.cdiv(rows, self.tile_rows) * (end - start) for _, rows, start, end in runs)
-        return max(triton.cdiv(tokens * self.block_size, self.workers), LEAST_TOKENS)
+    def _shares(self, runs: Sequence[Run]) -> tuple[int, int]:
+        """Return how many tokens a tile of work should have, so that programs get equally many; and how many tokens a
+        program reads where nothing is shared.
+        """
+        in_tiles = sum(-(-rows // self.tile_rows) * (end - start) for _, rows, start, end in runs)
+        in_rows = sum(rows * (end - start) for _, rows, start, end in runs)
+        share, alone = (-(-blocks * self.block_size // self.workers) for blocks in (in_tiles, in_rows))
+        return max(share, LEAST_TOKENS), max(alone, LEAST_TOKENS)
 
     def fill(self, packed: Tensor) -> None:
         """Write what `pack` has returned; packed: on the same device."""
         self._packed[: len(packed)] = packed
+
+
+def rows_of_a_tile(group: int) -> int:
+    """Return how many rows share a tile of work; group: query heads that share a KV head."""
+    return max(1, TILE_QUERIES // group)
 
 
 def max_parts(rows: int) -> int:
@@ -91,12 +106,23 @@ def max_parts(rows: int) -> int:
 
     It is the same for all numbers of rows up to the next power of two: a captured step may have more rows.
     """
-    return max(MAX_PARTS, PARTS_OF_ALL_ROWS // max(LEAST_ROWS, triton.next_power_of_2(rows)))
+    rows = max(LEAST_ROWS, triton.next_power_of_2(rows))
+    return max(FEW_RESULTS // rows, min(MOST_PARTS_OF_MANY_ROWS, MANY_RESULTS // rows), LEAST_PARTS)
+
+
+def _parents(order: Sequence[int], runs: Sequence[Run]) -> Iterator[tuple[int, int]]:
+    """Yield the first place and the first block of each run that others go on behind."""
+    newest: dict[int, Run] = {}  # by row
+    for run in runs:
+        first, rows, start, _ = run
+        if start > 0:
+            yield newest[order[first]][0], newest[order[first]][2]
+        newest.update(dict.fromkeys(order[first : first + rows], run))
 
 
 def _cut(start: int, end: int, share: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut tokens into at most so many parts, of about `share` tokens or more."""
-    parts = min(triton.cdiv(end - start, share), most)
-    size = triton.cdiv(triton.cdiv(end - start, parts), TOKENS_TOGETHER) * TOKENS_TOGETHER
+    """Cut tokens into at most so many parts, of about `share` tokens or more; the first is one of the longest."""
+    parts = min(-(-(end - start) // share), most)
+    size = -(-(end - start) // (parts * TOKENS_TOGETHER)) * TOKENS_TOGETHER
     for first in range(start, end, size):
         yield first, min(first + size, end)

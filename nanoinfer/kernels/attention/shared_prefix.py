@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.paged_prefill import choose_tiles
-from nanoinfer.kernels.attention.prefix_plan import TILE_QUERIES, SharedPrefixes, max_parts
+from nanoinfer.kernels.attention.prefix_plan import TILE_FIELDS, TILE_QUERIES, SharedPrefixes, max_parts
 from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import early_launch, start_successor, wait_for_predecessor
@@ -42,8 +42,8 @@ def attend_to_prefixes(
 ) -> Begun:
     """Attend from each row's query to the tokens that other rows share, in one launch.
 
-    Arguments as for paged_decode_reference, which with a window of all tokens is the reference of this and of the
-    attention to the rows' own tokens together
+    Arguments as for paged_decode_reference. It is the reference of this and of attention to the rows' own tokens
+    together.
     """
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -73,6 +73,7 @@ def attend_to_prefixes(
         BLOCK_SIZE=block_size,
         CAP=cap,
         IN_FP8=k_cache.dtype == FP8,
+        FIELDS=TILE_FIELDS,
         TILE=math.gcd(block_size, tiles.keys),
         BLOCK_M=max(TILE_QUERIES, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
@@ -105,6 +106,7 @@ def _prefix_kernel(
     BLOCK_SIZE: tl.constexpr,
     CAP: tl.constexpr,
     IN_FP8: tl.constexpr,
+    FIELDS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -120,11 +122,12 @@ def _prefix_kernel(
     head = kv_head * GROUP + m % GROUP
     has_d = (d < HEAD_DIM)[None, :]
     for work in range(tl.program_id(0), tl.load(num_tiles_ptr), tl.num_programs(0)):
-        first = tl.load(tiles_ptr + work * 5)
-        queries = tl.load(tiles_ptr + work * 5 + 1) * GROUP
-        start_token = tl.load(tiles_ptr + work * 5 + 2)
-        end_token = tl.load(tiles_ptr + work * 5 + 3)
-        part = tl.load(tiles_ptr + work * 5 + 4)
+        fields = tiles_ptr + work * FIELDS
+        first = tl.load(fields)
+        queries = tl.load(fields + 1) * GROUP
+        start_token = tl.load(fields + 2)
+        end_token = tl.load(fields + 3)
+        part = tl.load(fields + 4)
         row = tl.load(order_ptr + first + m // GROUP, mask=m < queries, other=0)
         q_mask = (m < queries)[:, None] & has_d
         q = tl.load(q_ptr + row[:, None] * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
