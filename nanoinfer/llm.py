@@ -77,8 +77,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for every prompt; returns the outputs in the prompts' order.
 
-        prompts: strings, lists of token ids, or mappings: {"prompt": text} or {"prompt_token_ids": ids}. A lone string
-            or mapping counts as a list of one
+        prompts: strings, lists of token ids, or mappings: {"prompt": text}, {"prompt_token_ids": ids}, or for a chat
+            {"messages": [...]}, beside which "chat_template_kwargs" may hold the template's arguments. A lone string or
+            mapping counts as a list of one
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode
         lora_request: None, which vLLM's callers may pass: there is no LoRA here
@@ -198,7 +199,7 @@ class LLM:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt for `step`; returns the request_id that its output will have.
 
-        prompt: a string, a list of token ids, or a mapping with one of these, as for generate
+        prompt: a string, a list of token ids, or a mapping, as for generate
         sampling_params: the request's settings; None: SamplingParams()
 
         Raises ValueError as generate does.

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, StreamOutput
+from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, StreamOutput
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.requests.detokenizer import Detokenizer, decode
@@ -610,6 +610,37 @@ class TestChat:
         for kwargs, text in (({}, "But, soft!"), ({"loud": True}, "But, soft!!!!")):
             (chat,) = llm._inputs.check_chats(self.CHAT, None, kwargs)
             assert (chat.text, chat.token_ids) == (text, llm.tokenizer.encode(text))
+
+    def test_a_prompt_may_be_a_chat(self, llm: LLM) -> None:
+        """generate, stream and add_request take a chat among their prompts, as `chat` takes it alone."""
+        llm.tokenizer.chat_template = "{{ messages[0].content }}{% if loud %}!!!{% endif %}"
+        chat = {"messages": self.CHAT, "chat_template_kwargs": {"loud": True}}
+        expected, plain = llm.chat(self.CHAT, greedy(8), use_tqdm=False, loud=True)[0], {"messages": self.CHAT}
+        for prompts in (chat, [chat, "ROMEO:", plain]):
+            first, *rest = llm.generate(prompts, greedy(8), use_tqdm=False)
+            assert (first.prompt, first.text) == ("But, soft!!!!", expected.text)
+            assert [output.prompt for output in rest] == ["ROMEO:", "But, soft!"][: len(rest)]
+        assert "".join(new.text for new in llm.stream(chat, greedy(8))) == expected.text
+        llm.add_request(chat, greedy(8))
+        outputs: list[RequestOutput] = []
+        while llm.has_unfinished_requests():
+            outputs += llm.step()
+        assert [output.text for output in outputs] == [expected.text]
+
+    @pytest.mark.parametrize(
+        ("prompt", "message"),
+        [
+            ({"messages": "hi"}, r"prompt\['messages'\]='hi': must be a list of messages"),
+            ({"messages": [], "prompt": "x"}, "prompt has 'prompt': must have 'messages' alone"),
+            (
+                {"messages": [], "chat_template_kwargs": ["loud"]},
+                r"prompt\['chat_template_kwargs'\] is \['loud'\]: must be a mapping",
+            ),
+        ],
+    )
+    def test_a_prompt_that_is_no_chat_is_refused(self, prompt: dict, message: str, llm: LLM) -> None:
+        with pytest.raises(ValueError, match=message):
+            llm.add_request(prompt)
 
     @pytest.mark.parametrize("kind", ["image", "image_url", "video"])
     def test_images_are_refused(self, kind: str, llm: LLM) -> None:

@@ -19,6 +19,7 @@ from nanoinfer.sampling_params import SamplingParams
 # In the keys of messages and prompts, such as image_url and images:
 MEDIA = ("image", "video", "audio", "multi_modal", "mm_processor")
 TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a mapping, as vLLM names them
+MESSAGES, TEMPLATE = "messages", "chat_template_kwargs"  # the keys of a prompt that is a chat
 A_PROMPT = "a string or a list of token ids"
 A_MAPPING = f"a mapping with {TEXT!r} or with {TOKEN_IDS!r} alone"
 MOST_SHOWN = 60  # characters of a prompt in an error message
@@ -116,26 +117,25 @@ class Inputs:
         template: dict[str, Any],
     ) -> list[Prepared]:
         """Return the chats, ready to run; template: the template's arguments."""
-        texts = self._render(messages, template)
-        settings = self._check_params(len(texts), sampling_params)
-        prepared = []
-        for index, text in enumerate(texts):
-            name = f"messages[{index}]"
-            token_ids = self._tokenize(name, text, add_special_tokens=False)  # the template has written them
-            checked = self._check_token_ids(name, token_ids, settings[index].params)
-            prepared.append(Prepared(checked, text, *settings[index]))
-        return prepared
-
-    def _render(self, messages: Chats, template: dict[str, Any]) -> list[str]:
-        """Return each chat's text, by the tokenizer's own template."""
-        if self.tokenizer is None or not (self.tokenizer.chat_template or template.get("chat_template") is not None):
-            raise ValueError(f"{self._folder!r} has no chat template: use generate with prompts of your own")
+        self._check_template(template)
         chats = _list("messages", messages, "a list of messages, or of such lists")
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
-        return [self._render_one(f"messages[{i}]", chat, template) for i, chat in enumerate(chats)]
+        settings = self._check_params(len(chats), sampling_params)
+        return [self._prepare_chat(f"messages[{i}]", chat, template, settings[i]) for i, chat in enumerate(chats)]
 
-    def _render_one(self, name: str, chat: Any, template: dict[str, Any]) -> str:
+    def _check_template(self, template: Mapping[str, Any]) -> None:
+        """Raise ValueError if there is no chat template."""
+        if self.tokenizer is None or not (self.tokenizer.chat_template or template.get("chat_template") is not None):
+            raise ValueError(f"{self._folder!r} has no chat template: use generate with prompts of your own")
+
+    def _prepare_chat(self, name: str, chat: Any, template: Mapping[str, Any], settings: Settings) -> Prepared:
+        text = self._render(name, chat, template)
+        token_ids = self._tokenize(name, text, add_special_tokens=False)  # the template has written them
+        return Prepared(self._check_token_ids(name, token_ids, settings.params), text, *settings)
+
+    def _render(self, name: str, chat: Any, template: Mapping[str, Any]) -> str:
+        """Return a chat's text, by the tokenizer's own template."""
         assert self.tokenizer is not None
         entries = _list(name, chat, "a list of messages")
         for entry in entries:
@@ -232,6 +232,10 @@ class Inputs:
 
     def _prepare(self, name: str, prompt: object, settings: Settings) -> Prepared:
         if isinstance(prompt, Mapping):
+            if MESSAGES in prompt:
+                template = _template_of(name, prompt)
+                self._check_template(template)
+                return self._prepare_chat(f"{name}[{MESSAGES!r}]", prompt[MESSAGES], template, settings)
             name, prompt = _unwrap(name, prompt)
         text = prompt if isinstance(prompt, str) else None
         token_ids = self._check_token_ids(name, self._to_token_ids(name, prompt), settings.params)
@@ -282,14 +286,27 @@ def _list(name: str, value: Any, what: str) -> list[Any]:
 
 
 def _holds_prompt(value: object) -> bool:
-    return isinstance(value, Mapping) and (TEXT in value or TOKEN_IDS in value)
+    return isinstance(value, Mapping) and any(key in value for key in (TEXT, TOKEN_IDS, MESSAGES))
+
+
+def _template_of(name: str, prompt: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Return the template's arguments in a prompt that is a chat."""
+    if others := [key for key in prompt if key not in (MESSAGES, TEMPLATE)]:
+        raise ValueError(f"{name} has {short(others[0])}: must have {MESSAGES!r} alone, or {TEMPLATE!r} beside it")
+    template = prompt.get(TEMPLATE, {})
+    if not isinstance(template, Mapping) or not all(isinstance(key, str) for key in template):
+        raise ValueError(
+            f"{name}[{TEMPLATE!r}] is {short(template, MOST_SHOWN)}: must be a mapping from the template's arguments to"
+            " values"
+        )
+    return template
 
 
 def _unwrap(name: str, prompt: Mapping[Any, Any]) -> tuple[str, str | ListLike[int]]:
     """Return the text or the token ids that a mapping holds, with their name."""
     if medium := _other_medium(prompt):
         raise ValueError(f"{name} has {medium!r}: this model is run as text only; pass {A_MAPPING}")
-    if len(prompt) != 1 or not _holds_prompt(prompt):
+    if len(prompt) != 1 or not (TEXT in prompt or TOKEN_IDS in prompt):
         raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: must be text, a list of token ids, or {A_MAPPING}")
     ((key, value),) = prompt.items()
     if isinstance(value, str) != (key == TEXT):
