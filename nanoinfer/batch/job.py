@@ -1,0 +1,147 @@
+"""run: a batch file from its first check to its last line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from nanoinfer.batch.files import STANDARD, Lines, Writer, codec_of, is_regular
+from nanoinfer.batch.interrupts import Interrupts
+from nanoinfer.batch.ledger import Ledger
+from nanoinfer.batch.lines import LineError
+from nanoinfer.batch.loop import Loop, read_jobs
+from nanoinfer.batch.progress import Progress
+from nanoinfer.checks import check_flag, check_int
+from nanoinfer.llm import LLM
+from nanoinfer.sampling_params import SamplingParams
+
+DEFAULTS = {field.name for field in fields(SamplingParams)} - {"seed"}  # the job's seed is the option of LLM
+HOW_FAST = {  # options that change how fast a job runs, not what it asks for: a resumed job may have others
+    "enforce_eager",
+    "gpu_memory_utilization",
+    "kvcache_block_size",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "num_kvcache_blocks",
+    "tensor_parallel_size",
+    "worker_timeout",
+}
+MOST_NAMED = 5  # lines that cannot run, before the model loads
+
+Path = str | os.PathLike[str]
+
+
+class Summary(NamedTuple):
+    """How a job ended: the numbers of its lines that have results, and of those that have errors."""
+
+    done: int
+    errors: int
+
+    def __str__(self) -> str:
+        said = f"{self.done:,} of {self.done + self.errors:,} lines have results"
+        if not self.errors:
+            return said
+        return f"{said}, {self.errors:,} have errors; run the same command again to try these again"
+
+
+def run(
+    input: Path,
+    output: Path,
+    model: str,
+    *,
+    keep_order: bool = False,
+    max_errors: int | None = None,
+    **options: Any,
+) -> Summary:
+    """Generate for every line of a file, and write a line for each into another; go on where an earlier run ended.
+
+    input: a file of JSON lines, plain ({"id", "prompt" or "token_ids" or "messages", settings}) or as OpenAI's batches
+        have them; "-" is standard input; names that end with .gz or .zst are compressed files
+    output: the file of results, which must be this job's if it has lines; "-" is standard output
+    model: as for LLM
+    keep_order: True: rows come in the order of their lines; False: as their requests end. Lines that failed and are
+        tried again come behind those of the earlier run, in either case
+    max_errors: the job ends once more lines than this have failed; None: it goes on
+    options: those of LLM, and settings of SamplingParams, for lines that do not say them
+
+    Beside the output lies its manifest, OUTPUT.manifest.json, which holds the job's settings. A line without a seed
+    gets one from the option `seed` and its id. So a job that was broken off and resumed draws the same tokens.
+
+    Raises ValueError for what cannot work, before the model loads. Raises OSError if the output cannot be written,
+    RuntimeError after too many errors or as LLM does, and KeyboardInterrupt after a Ctrl-C. What is done is in the
+    output then, and the same call goes on.
+    """
+    source, target = os.fspath(input), os.fspath(output)
+    keep_order = check_flag("keep_order", keep_order)
+    max_errors = None if max_errors is None else check_int("max_errors", max_errors, 0)
+    checked = SamplingParams(**{name: value for name, value in options.items() if name in DEFAULTS})
+    defaults = {name: getattr(checked, name) for name in options if name in DEFAULTS}
+    options = {name: value for name, value in options.items() if name not in DEFAULTS}
+    seed = options.get("seed", 0)
+    with _open_input(source, target) as lines, _open_output(source, target, model, options, defaults) as (writer, done):
+        total = _survey(source, defaults, seed, max_errors) if is_regular(source) else None
+        with LLM(model, **options) as llm, Interrupts() as interrupts:
+            progress = Progress(total)
+            loop = Loop(llm, model, writer.write, progress, keep_order, max_errors)
+            try:
+                loop.run(lines, read_jobs(lines, done, defaults, seed), interrupts)
+            finally:
+                progress.show(is_last=True)
+            if interrupts.asked:
+                raise KeyboardInterrupt(f"{progress.done:,} lines have results")
+            return Summary(progress.done, progress.errors)
+
+
+@contextmanager
+def _open_input(source: str, target: str) -> Iterator[Lines]:
+    """Open the input. Raises ValueError if it cannot be read, or is the output too."""
+    is_regular(source)
+    if STANDARD not in (source, target) and os.path.exists(target) and os.path.samefile(source, target):
+        raise ValueError(f"{target}: is the input too; give another output")
+    try:
+        lines = Lines(source)
+    except OSError as error:
+        raise ValueError(f"{source}: {error.strerror}") from None
+    with closing(lines):
+        try:
+            yield lines
+        except EOFError as error:
+            raise ValueError(str(error)) from None
+
+
+@contextmanager
+def _open_output(
+    source: str, target: str, model: str, options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Iterator[tuple[Writer, set[bytes]]]:
+    """Open the output; yields it, and the digests of the ids that have results there."""
+    if not is_regular(target):
+        with closing(Writer(target, codec_of(target))) as writer:
+            yield writer, set()
+        return
+    same = {name: value for name, value in options.items() if name not in HOW_FAST}
+    name = source if source == STANDARD else os.path.abspath(source)
+    settings = json.dumps({"model": model, "input": name, **same, **defaults}, default=str)
+    with closing(Ledger(target, json.loads(settings))) as ledger:
+        yield ledger.writer, ledger.done
+
+
+def _survey(source: str, defaults: Mapping[str, Any], seed: int, max_errors: int | None) -> int:
+    """Count the lines of a file, and name those that cannot run. Raises ValueError if these are too many."""
+    total = bad = 0
+    with closing(Lines(source)) as lines:
+        for job in read_jobs(lines, (), defaults, seed):
+            total += 1
+            if isinstance(job, LineError):
+                bad += 1
+                if bad <= MOST_NAMED:
+                    print(f"{source}: {job}", file=sys.stderr)
+    if bad > MOST_NAMED:
+        print(f"{source}: {bad - MOST_NAMED:,} more lines cannot run", file=sys.stderr)
+    if max_errors is not None and bad > max_errors:
+        raise ValueError(f"max_errors={max_errors}: {bad:,} lines of {source} cannot run")
+    return total

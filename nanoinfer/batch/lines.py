@@ -1,0 +1,173 @@
+"""Lines: one line of a batch file, in OpenAI's format or in a plain one, as a prompt and its settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
+
+from nanoinfer.checks import short
+from nanoinfer.requests.inputs import Prompt
+from nanoinfer.sampling_params import SamplingParams
+
+Kind = Literal["plain", "chat", "completion"]
+
+URLS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+PROMPTS: dict[Kind, tuple[str, ...]] = {
+    "plain": ("prompt", "token_ids", "messages"),
+    "chat": ("messages",),
+    "completion": ("prompt",),
+}
+TEMPLATE = "chat_template_kwargs"  # may stand beside messages
+UNUSED = ("model", "user", "metadata", "store")  # of OpenAI's bodies; they change no token
+REFUSED = {
+    "stream": "a batch file's results come whole",
+    "tools": "nobody reads tool calls out of a text here; a template takes tools as chat_template_kwargs",
+    "prompt_logprobs": "OpenAI's results have no place for it: write a plain line",
+    "kept_tokens": "OpenAI's results have no place for it: write a plain line",
+}
+ID_BYTES = 12  # of a digest: among a billion ids, two share one with a probability of 1e-11
+MOST_SHOWN = 60  # characters of a value in an error message
+
+
+class Line(NamedTuple):
+    """A line of the input that says what it wants.
+
+    number: the line's, from 1
+    id: None if the line has none
+    body: prompt and settings, as the line names them
+    """
+
+    number: int
+    id: str | int | None
+    kind: Kind
+    body: dict[str, Any]
+
+
+class Job(NamedTuple):
+    """A line, and what it asks of LLM.add_request."""
+
+    line: Line
+    prompt: Prompt
+    params: SamplingParams
+
+
+class LineError(ValueError):
+    """A line that cannot run, or that failed, and the reason."""
+
+    def __init__(self, line: Line, reason: str) -> None:
+        super().__init__(f"line {line.number}: {reason}")
+        self.line = line
+        self.reason = reason
+
+
+def digest(line_id: str | int) -> bytes:
+    """Return the ID_BYTES bytes that stand for an id: a job remembers these, not the id."""
+    return blake2b(json.dumps(line_id).encode(), digest_size=ID_BYTES).digest()
+
+
+def read_line(data: bytes, number: int) -> Line:
+    """Read a line as far as its id and format. Raises LineError if there is none."""
+    unread = Line(number, None, "plain", {})
+    try:
+        entry = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise LineError(unread, f"is no JSON: {error}") from None
+    if not isinstance(entry, dict):
+        raise LineError(unread, f"is {short(entry, MOST_SHOWN)}: must be a JSON object")
+    is_openai = "custom_id" in entry or "body" in entry
+    name = "custom_id" if is_openai else "id"
+    line_id = entry.pop(name, None)
+    if not isinstance(line_id, (str, int)) or isinstance(line_id, bool):
+        shown = f"{name}={short(line_id, MOST_SHOWN)}"
+        raise LineError(unread, f"{shown}: must be a string or an integer, by which you find its result")
+    if not is_openai:
+        return Line(number, line_id, "plain", entry)
+    line = Line(number, line_id, URLS.get(str(entry.get("url")), "chat"), {})
+    for name, known in (("method", ["POST"]), ("url", list(URLS))):
+        if entry.get(name) not in known:
+            shown = f"{name}={short(entry.get(name), MOST_SHOWN)}"
+            raise LineError(line, f"{shown}: must be {' or '.join(map(repr, known))}")
+    if not isinstance(entry.get("body"), dict):
+        raise LineError(line, f"body={short(entry.get('body'), MOST_SHOWN)}: must be a JSON object")
+    return line._replace(body=entry["body"])
+
+
+def read_job(line: Line, defaults: Mapping[str, Any], seed: int) -> Job:
+    """Return the prompt and the settings that a line asks for. Raises LineError for what it cannot have.
+
+    defaults: settings for lines that do not say them
+    seed: the job's; a line without a seed of its own draws by this number and its id, in every run
+    """
+    settings = dict(line.body)
+    try:
+        prompt = _take_prompt(line.kind, settings)
+        if line.kind != "plain":
+            settings = _translate(line.kind, {name: value for name, value in settings.items() if value is not None})
+        if isinstance(bias := settings.get("logit_bias"), dict):  # JSON's keys are strings
+            settings["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
+        settings = {**defaults, **settings}
+        if settings.get("seed") is None:
+            own = f"{seed} {json.dumps(line.id)}".encode()
+            settings["seed"] = int.from_bytes(blake2b(own, digest_size=8).digest(), "big") >> 1
+        if line.kind != "plain":
+            _refuse(settings)
+        return Job(line, prompt, SamplingParams(**settings))
+    except ValueError as error:
+        raise LineError(line, str(error)) from None
+
+
+def _take_prompt(kind: Kind, settings: dict[str, Any]) -> Prompt:
+    """Take the prompt out of a body, as LLM.add_request takes it."""
+    known = PROMPTS[kind]
+    given = [name for name in known if settings.get(name) is not None]
+    if len(given) != 1:
+        had = f"has {' and '.join(given)}" if given else "has no prompt"
+        raise ValueError(f"{had}: must have {' or '.join(map(repr, known))}")
+    prompt: Prompt = settings.pop(given[0])
+    if given[0] != "messages":
+        return prompt
+    template = settings.pop(TEMPLATE, None)
+    return {"messages": prompt, TEMPLATE: {} if template is None else template}
+
+
+def _translate(kind: Kind, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of OpenAI's body by the names of SamplingParams."""
+    settings = {name: value for name, value in body.items() if name not in UNUSED}
+    if kind == "chat":
+        if "max_completion_tokens" in settings:
+            settings["max_tokens"] = settings.pop("max_completion_tokens")
+        likely = settings.pop("top_logprobs", None)
+        if settings.pop("logprobs", False) is True:
+            settings["logprobs"] = likely or 0
+        elif likely is not None:
+            raise ValueError(f"top_logprobs={short(likely)}: needs logprobs=true beside it")
+    if "response_format" in settings:
+        form = _form_of(settings.pop("response_format"))
+        if form is not None:
+            settings["structured_outputs"] = form
+    if settings.get("stream") is False:
+        del settings["stream"]
+    return settings
+
+
+def _form_of(response_format: Any) -> dict[str, Any] | None:
+    """Return the structured_outputs of a response_format; None for plain text."""
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return {"json": schema}
+    raise ValueError(
+        f"response_format={short(response_format)}: must have the type 'text', 'json_object', or 'json_schema' with a"
+        " json_schema that has a schema"
+    )
+
+
+def _refuse(settings: Mapping[str, Any]) -> None:
+    for name, why in REFUSED.items():
+        if settings.get(name) not in (None, False):
+            raise ValueError(f"{name}={short(settings[name], MOST_SHOWN)}: {why}")

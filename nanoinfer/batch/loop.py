@@ -1,0 +1,129 @@
+"""Loop: keeps an LLM busy with the lines of a file, and writes each result when its request has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from nanoinfer.batch.files import Lines
+from nanoinfer.batch.interrupts import Interrupts
+from nanoinfer.batch.lines import Job, LineError, digest, read_job, read_line
+from nanoinfer.batch.progress import Progress
+from nanoinfer.batch.results import encode, error_row, result_row
+from nanoinfer.checks import short
+from nanoinfer.llm import LLM
+
+AHEAD = 2  # times max_num_seqs: so many requests the LLM has, that no step waits for the next line
+HELD = 16  # times max_num_seqs: so many rows wait for an earlier line, before no more lines are read
+
+
+def read_jobs(
+    lines: Iterator[bytes], done: Collection[bytes], defaults: Mapping[str, Any], seed: int
+) -> Iterator[Job | LineError | None]:
+    """Yield what each line asks for, or why it cannot run; None for a line that is done. Empty lines do not count.
+
+    done: the digests of the ids that have results
+    """
+    seen: set[bytes] = set()
+    for number, data in enumerate(lines, 1):
+        if not data.strip():
+            continue
+        try:
+            line = read_line(data, number)
+            assert line.id is not None
+            key = digest(line.id)
+            if key in seen:
+                raise LineError(line, f"an earlier line has its id {short(line.id)}")
+            seen.add(key)
+            yield None if key in done else read_job(line, defaults, seed)
+        except LineError as error:
+            yield error
+
+
+class Loop:
+    """Runs jobs and writes their rows, in the order in which they end or in that of their lines."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        model: str,
+        write: Callable[[bytes], None],
+        progress: Progress,
+        keep_order: bool,
+        max_errors: int | None,
+    ) -> None:
+        self._llm = llm
+        self._model = model
+        self._write = write
+        self._progress = progress
+        self._keep_order = keep_order
+        self._max_errors = max_errors
+        self._running: dict[int, tuple[int, Job]] = {}  # by request id; the number is that of the row's turn
+        self._held: dict[int, bytes] = {}  # rows that have come before their turn
+        self._turn = self._num_turns = 0  # the turn of the next row to be written; of the next line
+
+    def run(self, lines: Lines, jobs: Iterator[Job | LineError | None], interrupts: Interrupts) -> None:
+        """Run all jobs, or until somebody presses Ctrl-C. Raises RuntimeError for more than max_errors errors.
+
+        jobs: of these lines
+        """
+        has_more = True
+        while (has_more or self._running) and not interrupts.asked:
+            while has_more and self._has_room and not interrupts.asked and (lines.is_ready() or not self._running):
+                interrupts.waits = not self._running
+                try:
+                    self._add(next(jobs))
+                except StopIteration:
+                    has_more = False
+                interrupts.waits = False
+                self._progress.show()
+            if self._running:
+                self._step()
+            self._progress.show()
+
+    @property
+    def _has_room(self) -> bool:
+        rows = self._llm.config.max_num_seqs
+        return len(self._running) < AHEAD * rows and len(self._held) < HELD * rows
+
+    def _add(self, job: Job | LineError | None) -> None:
+        if job is None:
+            self._progress.skip()
+            return
+        turn, self._num_turns = self._num_turns, self._num_turns + 1
+        if isinstance(job, LineError):
+            self._fail(turn, job)
+            return
+        try:
+            request_id = self._llm.add_request(job.prompt, job.params)
+        except ValueError as error:
+            self._fail(turn, LineError(job.line, str(error)))
+        else:
+            self._running[request_id] = turn, job
+
+    def _step(self) -> None:
+        for output in self._llm.step():
+            turn, job = self._running.pop(output.request_id)
+            try:
+                row = result_row(job, output, self._model)
+            except LineError as error:
+                self._fail(turn, error)
+            else:
+                self._put(turn, row)
+                self._progress.add(sum(len(sample.token_ids) for sample in output.samples))
+
+    def _fail(self, turn: int, error: LineError) -> None:
+        self._put(turn, error_row(error))
+        self._progress.add(0, is_error=True)
+        if self._max_errors is not None and self._progress.errors > self._max_errors:
+            raise RuntimeError(f"max_errors={self._max_errors}: {self._progress.errors} lines have failed; {error}")
+
+    def _put(self, turn: int, row: Mapping[str, Any]) -> None:
+        """Write a row, or hold it back until all lines before have theirs."""
+        if not self._keep_order:
+            self._write(encode(row))
+            return
+        self._held[turn] = encode(row)
+        while self._turn in self._held:
+            self._write(self._held.pop(self._turn))
+            self._turn += 1

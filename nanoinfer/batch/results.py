@@ -1,0 +1,155 @@
+"""Results: a request's output, or a line's error, as a line of the output file.
+
+A result has no time and nothing by chance, so that a job that was broken off gives the lines of one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+from nanoinfer.batch.lines import Job, Line, LineError, digest
+from nanoinfer.logprob import LogProb
+from nanoinfer.requests.outputs import RequestOutput, SampleOutput
+
+LEAST = -9999.0  # stands for a log-probability of -inf, for which JSON has no word
+
+Entry = Mapping[int, LogProb]  # of one place: token id -> log-probability
+Place = tuple[int, Entry]  # a generated token, and what could have stood in its place
+
+
+def encode(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line of JSON in UTF-8."""
+    try:
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # an id has half a surrogate pair, which UTF-8 cannot hold
+        return json.dumps(row).encode() + b"\n"
+
+
+def error_row(error: LineError) -> dict[str, Any]:
+    """Return the row of a line that failed, in the line's own format."""
+    line, shown = error.line, {"line": error.line.number, "message": error.reason}
+    if line.kind == "plain":
+        return {"id": line.id, "error": shown}
+    return {**_envelope(line), "response": None, "error": {"code": "failed", **shown}}
+
+
+def result_row(job: Job, output: RequestOutput, model: str) -> dict[str, Any]:
+    """Return the row of a line whose request has ended. Raises LineError if a sample has ended with an error.
+
+    model: the name that results in OpenAI's format have, if the line names none
+    """
+    line = job.line
+    for sample in output.samples:
+        if sample.finish_reason == "error":
+            raise LineError(line, str(sample.stop_reason))
+    if line.kind == "plain":
+        return {"id": line.id, **_plain(output)}
+    body = _completion(job, output, line.body.get("model") or model)
+    response = {"status_code": 200, "request_id": _name("req", line), "body": body}
+    return {**_envelope(line), "response": response, "error": None}
+
+
+def _plain(output: RequestOutput) -> dict[str, Any]:
+    row = {**_plain_sample(output.samples[0]), "num_prompt_tokens": len(output.prompt_token_ids)}
+    if output.prompt_logprobs is not None:
+        row["prompt_logprobs"] = [None if entry is None else _plain_entry(entry) for entry in output.prompt_logprobs]
+    if len(output.samples) > 1:
+        row["samples"] = [_plain_sample(sample) for sample in output.samples]
+    return row
+
+
+def _plain_sample(sample: SampleOutput) -> dict[str, Any]:
+    """Return a sample's keys as SampleOutput has them; those that nobody asked for are left out."""
+    row: dict[str, Any] = {key: sample[key] for key in ("text", "token_ids", "finish_reason", "stop_reason")}
+    if sample.logprobs is not None:
+        row["logprobs"] = [_plain_entry(entry) for entry in sample.logprobs]
+    if sample.kept_tokens is not None:
+        row["kept_tokens"] = sample.kept_tokens
+    if sample.routed_experts is not None:
+        row["routed_experts"] = sample.routed_experts.tolist()
+    return row
+
+
+def _plain_entry(entry: Entry) -> dict[str, Any]:
+    return {
+        str(token_id): {"logprob": _finite(value), "rank": value.rank, "decoded_token": value.decoded_token}
+        for token_id, value in entry.items()
+    }
+
+
+def _envelope(line: Line) -> dict[str, Any]:
+    return {"id": _name("batch_req", line), "custom_id": line.id}
+
+
+def _name(prefix: str, line: Line) -> str:
+    """Return a name that follows from the line's id."""
+    assert line.id is not None
+    return f"{prefix}_{digest(line.id).hex()}"
+
+
+def _completion(job: Job, output: RequestOutput, model: str) -> dict[str, Any]:
+    """Return the body of OpenAI's response."""
+    line, is_chat, top = job.line, job.line.kind == "chat", job.params.logprobs or 0
+    used, made = len(output.prompt_token_ids), sum(len(sample.token_ids) for sample in output.samples)
+    return {
+        "id": _name("chatcmpl" if is_chat else "cmpl", line),
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": 0,
+        "model": model,
+        "choices": [_choice(sample, is_chat, top) for sample in output.samples],
+        "usage": {"prompt_tokens": used, "completion_tokens": made, "total_tokens": used + made},
+    }
+
+
+def _choice(sample: SampleOutput, is_chat: bool, top: int) -> dict[str, Any]:
+    """Return OpenAI's entry for a sample; top: so many likely tokens stand beside each token of a chat."""
+    text = (
+        {"message": {"role": "assistant", "content": sample.text, "refusal": None}}
+        if is_chat
+        else {"text": sample.text}
+    )
+    logprobs = None
+    if sample.logprobs is not None:
+        places = list(zip(sample.token_ids, sample.logprobs, strict=True))
+        logprobs = _chat_logprobs(places, top) if is_chat else _completion_logprobs(places)
+    return {"index": sample.index, **text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
+
+
+def _chat_logprobs(places: list[Place], top: int) -> dict[str, Any]:
+    content = [
+        {**_chat_token(token_id, entry[token_id]), "top_logprobs": [_chat_token(*item) for item in _likely(entry, top)]}
+        for token_id, entry in places
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token_id: int, value: LogProb) -> dict[str, Any]:
+    text = _text(token_id, value)
+    return {"token": text, "logprob": _finite(value), "bytes": list(text.encode())}
+
+
+def _completion_logprobs(places: list[Place]) -> dict[str, Any]:
+    tokens = [_text(token_id, entry[token_id]) for token_id, entry in places]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_finite(entry[token_id]) for token_id, entry in places],
+        "top_logprobs": [{_text(*item): _finite(item[1]) for item in _likely(entry)} for _, entry in places],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
+    }
+
+
+def _likely(entry: Entry, top: int | None = None) -> list[tuple[int, LogProb]]:
+    """Return the tokens of a place, the most likely first; top: so many, among which the drawn one may not be."""
+    return sorted(entry.items(), key=lambda item: -item[1])[:top]
+
+
+def _text(token_id: int, value: LogProb) -> str:
+    """Return a token's text, or its id as vLLM writes it where there is no tokenizer."""
+    return f"token_id:{token_id}" if value.decoded_token is None else value.decoded_token
+
+
+def _finite(value: float) -> float:
+    return max(float(value), LEAST)
