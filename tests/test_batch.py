@@ -229,6 +229,7 @@ BAD = [
     ({"custom_id": "j", "method": "POST", "url": "/v1/completions"}, "body=None: must be a JSON object"),
     (openai("k", messages=CHAT, stream=True), "stream=True: a batch file's results come whole"),
     (openai("l", messages=CHAT, tools=[{}]), r"tools=\[\{\}\]: nobody reads tool calls"),
+    (openai("q", messages=CHAT, logprobs=2), "logprobs=2: must be True or False"),
     (openai("m", messages=CHAT, top_logprobs=2), "top_logprobs=2: needs logprobs=true beside it"),
     (
         openai("n", messages=CHAT, response_format={"type": "xml"}),

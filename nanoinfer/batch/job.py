@@ -90,6 +90,8 @@ def run(
             loop = Loop(llm, model, writer.write, progress, keep_order, max_errors)
             try:
                 loop.run(lines, read_jobs(lines, done, defaults, seed), interrupts)
+            except KeyboardInterrupt:
+                interrupts.asked = True
             finally:
                 progress.show(is_last=True)
             if interrupts.asked:

@@ -89,7 +89,9 @@ def _check_same(output: str, manifest: str, settings: Mapping[str, Any]) -> None
 def _tidy(output: str, codec: Codec | None) -> set[bytes]:
     """Drop errors and a torn end from an output; returns the digests of the ids that have a result."""
     done: set[bytes] = set()
-    size, has_errors = 0, False
+    size, has_errors, part = 0, False, f"{output}.part"
+    with suppress(FileNotFoundError):  # a killed process may have left it
+        os.unlink(part)
     with closing(Lines(output)) as lines:
         for data, row in _whole_rows(output, lines):
             size += len(data)
@@ -98,17 +100,14 @@ def _tidy(output: str, codec: Codec | None) -> set[bytes]:
             else:
                 done.add(digest(row["custom_id"] if "custom_id" in row else row["id"]))
     if has_errors or (lines.is_torn and codec is not None):
-        _rewrite(output, codec)
+        _rewrite(output, part, codec)
     elif lines.is_torn:
         os.truncate(output, size)
     return done
 
 
-def _rewrite(output: str, codec: Codec | None) -> None:
-    """Put a new file in an output's place, which has its results alone."""
-    part = f"{output}.part"
-    with suppress(FileNotFoundError):  # one that a killed process left
-        os.unlink(part)
+def _rewrite(output: str, part: str, codec: Codec | None) -> None:
+    """Write an output's results alone into a new file, `part`, and put it in the output's place."""
     with closing(Lines(output)) as lines, closing(Writer(part, codec)) as writer:
         for data, row in _whole_rows(output, lines):
             if not _is_error(row):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
-from nanoinfer.checks import short
+from nanoinfer.checks import check_flag, short
 from nanoinfer.requests.inputs import Prompt
 from nanoinfer.sampling_params import SamplingParams
 
@@ -139,8 +139,8 @@ def _translate(kind: Kind, body: dict[str, Any]) -> dict[str, Any]:
         if "max_completion_tokens" in settings:
             settings["max_tokens"] = settings.pop("max_completion_tokens")
         likely = settings.pop("top_logprobs", None)
-        if settings.pop("logprobs", False) is True:
-            settings["logprobs"] = likely or 0
+        if check_flag("logprobs", settings.pop("logprobs", False)):
+            settings["logprobs"] = 0 if likely is None else likely
         elif likely is not None:
             raise ValueError(f"top_logprobs={short(likely)}: needs logprobs=true beside it")
     if "response_format" in settings:

@@ -72,10 +72,13 @@ class Loop:
             while has_more and self._has_room and not interrupts.asked and (lines.is_ready() or not self._running):
                 interrupts.waits = not self._running
                 try:
-                    self._add(next(jobs))
+                    job = next(jobs)
                 except StopIteration:
                     has_more = False
-                interrupts.waits = False
+                    break
+                finally:
+                    interrupts.waits = False
+                self._add(job)
                 self._progress.show()
             if self._running:
                 self._step()
