@@ -28,6 +28,7 @@ from nanoinfer import (
     Timings,
     WorkerError,
 )
+from nanoinfer.batch import run
 from nanoinfer.config import Config
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.inputs import Chats, Prompt, Tokens
@@ -72,7 +73,7 @@ def render() -> str:
     return "\n".join(
         [
             HEAD,
-            *_section("LLM(model, **options)", LLM, _arguments(LLM.__init__)),
+            *_section("LLM(model, **options)", LLM, _typed(_parameters(LLM.__init__))),
             *[line for name, method in _public_methods(LLM) for line in _method(name, method)],
             OPTIONS_HEAD,
             *_options(),
@@ -85,6 +86,7 @@ def render() -> str:
             *_section("Score", Score, _keys(Score)),
             *_section("MemoryPlan", MemoryPlan, _fields(MemoryPlan)),
             *_section("WorkerError", WorkerError, {}),
+            *_function("nanoinfer.batch.run", run),
             "## BUNDLED_MODEL\n",
             f"The folder of the small Qwen3 that ships with the package, `{_in_package(nanoinfer.BUNDLED_MODEL)}`.\n",
             "## \\_\\_version\\_\\_\n",
@@ -109,12 +111,19 @@ def _options() -> list[str]:
 
 
 def _method(name: str, method: Callable[..., Any]) -> list[str]:
-    signature = inspect.signature(method)
-    shown = [str(p.replace(annotation=p.empty)) for p in _parameters(method)]
-    returned = _plain(signature.return_annotation)
-    returns = "" if returned == "None" else f" -> {returned}"
-    title = _escape(f"llm.{name}({', '.join(shown)}){returns}")
-    return [f"### {title}\n", *document(method, _arguments(method))]
+    parameters = _parameters(method)
+    return [f"### {_title(f'llm.{name}', method, parameters)}\n", *document(method, _typed(parameters))]
+
+
+def _function(name: str, function: Callable[..., Any]) -> list[str]:
+    parameters = list(inspect.signature(function).parameters.values())
+    return [f"## {_title(name, function, parameters)}\n", *document(function, _typed(parameters))]
+
+
+def _title(name: str, function: Callable[..., Any], parameters: list[inspect.Parameter]) -> str:
+    shown = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
+    returned = _plain(inspect.signature(function).return_annotation)
+    return _escape(f"{name}({shown}){'' if returned == 'None' else f' -> {returned}'}")
 
 
 def document(documented: object, known: dict[str, Typed]) -> list[str]:
@@ -173,11 +182,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())[1:]  # without self
 
 
-def _arguments(function: Callable[..., Any]) -> dict[str, Typed]:
-    return {
-        p.name: Typed(_plain(p.annotation), "" if p.default is p.empty else _quoted(p.default))
-        for p in _parameters(function)
-    }
+def _typed(parameters: list[inspect.Parameter]) -> dict[str, Typed]:
+    return {p.name: Typed(_plain(p.annotation), "" if p.default is p.empty else _quoted(p.default)) for p in parameters}
 
 
 def _fields(documented: Any) -> dict[str, Typed]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -25,6 +26,8 @@ from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingP
 from nanoinfer.batch import Summary, job, run
 from nanoinfer.batch.cli import main
 from nanoinfer.batch.ledger import Ledger
+from nanoinfer.batch.report import MOST_BUCKETS, Report
+from nanoinfer.engine.step_result import StepResult
 
 SMALL = {"dtype": "float32", "kvcache_block_size": 16, "max_model_len": 64, "num_kvcache_blocks": 256, "device": "cpu"}
 FORK = multiprocessing.get_context("fork")  # a new interpreter would take seconds to import torch
@@ -40,6 +43,7 @@ class NullLLM:
         if model == "no model":
             raise ValueError("model='no model': no such folder")
         self.config = SimpleNamespace(max_num_seqs=options.get("max_num_seqs", 8))
+        self.engine = SimpleNamespace(on_step=None)
         self._asked: list[tuple[int, Any, SamplingParams]] = []
         self._count = 0
 
@@ -530,6 +534,38 @@ class TestRefused:
         with pytest.raises(ValueError, match="no model"):
             run(file, tmp_path / "out", "no model")
         assert run(file, tmp_path / "out", "a") == Summary(1, 0)
+
+
+class TestReport:
+    def test_a_page_shows_the_run(self, tmp_path: Path) -> None:
+        rows = [{"id": i, "prompt": "ROMEO:", "max_tokens": 6, "ignore_eos": True} for i in range(5)]
+        file = write(tmp_path / "in", [*rows, {"id": "<b>"}])
+        run(file, tmp_path / "out", BUNDLED_MODEL, report=tmp_path / "page.html", **SMALL)
+        page = (tmp_path / "page.html").read_text()
+        for title in ("Tokens per second", "Running rows", "KV-cache blocks in use", "Prompts by", "Samples by"):
+            assert title in page
+        assert "5 of 6 lines" in page
+        assert "4 to 7: 5<" in page  # five samples have six tokens
+        assert "line 6: has no prompt" in page
+        assert "http" not in page
+        ElementTree.fromstring(page.split("\n", 1)[1].replace('<meta charset="utf-8">', ""))  # every tag is closed
+
+    def test_a_long_run_takes_no_more_room(self, tmp_path: Path) -> None:
+        report = Report(str(tmp_path / "page.html"))
+        for second in range(10_000):
+            report.step(StepResult([], num_decode_tokens=5, ready_at=float(second), num_running=5, blocks_used=0.5))
+        report.write("a run", "done")
+        page = (tmp_path / "page.html").read_text()
+        assert page.count("<rect") < 3 * MOST_BUCKETS + 3
+        numbers = [float(number) for number in re.findall(r"s: ([\d.]+)</title>", page)]
+        count = len(numbers) // 3
+        rates, rows, blocks = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
+        assert rates[:-1] == pytest.approx([5] * (count - 1), rel=0.02)  # the last stretch has not ended
+        assert (set(rows), set(blocks)) == ({5.0}, {50.0})
+
+    def test_a_page_that_cannot_be_written(self, tmp_path: Path, null: None) -> None:
+        with pytest.raises(ValueError, match=r"report='.*/none/page.html': No such file"):
+            run(write(tmp_path / "in", []), tmp_path / "out", "no model", report=tmp_path / "none" / "page.html")
 
 
 class TestPipes:

@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="a folder or a Hugging Face Hub id")
     parser.add_argument("--keep-order", action="store_true", help="write results in the order of their lines")
     parser.add_argument("--max-errors", type=int, help="end once more lines than this have failed")
+    parser.add_argument("--report", metavar="FILE", help="write a page of HTML there: speed, lengths, errors")
     options = parser.add_argument_group("options of LLM")
     for field, text in _documented(Config):
         if field.name not in NOT_HERE:

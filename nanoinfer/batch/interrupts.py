@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
+
+AGAIN_SECONDS = 1.0  # a SIGINT that comes sooner is the same key press: some launchers repeat the terminal's
 
 
 class Interrupts:
@@ -18,6 +21,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.asked = False
         self.waits = False
+        self._asked_at = 0.0
         self._before: Any = None
 
     def __enter__(self) -> Interrupts:
@@ -30,6 +34,8 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked or self.waits:
+        now = time.monotonic()
+        if self.waits or (self.asked and now - self._asked_at > AGAIN_SECONDS):
             raise KeyboardInterrupt
-        self.asked = True
+        if not self.asked:
+            self.asked, self._asked_at = True, now

@@ -16,6 +16,7 @@ from nanoinfer.batch.ledger import Ledger
 from nanoinfer.batch.lines import LineError
 from nanoinfer.batch.loop import Loop, read_jobs
 from nanoinfer.batch.progress import Progress
+from nanoinfer.batch.report import Report
 from nanoinfer.checks import check_flag, check_int
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
@@ -33,8 +34,6 @@ HOW_FAST = {  # options that change how fast a job runs, not what it asks for: a
 }
 MOST_NAMED = 5  # lines that cannot run, before the model loads
 
-Path = str | os.PathLike[str]
-
 
 class Summary(NamedTuple):
     """How a job ended: the numbers of its lines that have results, and of those that have errors."""
@@ -50,15 +49,18 @@ class Summary(NamedTuple):
 
 
 def run(
-    input: Path,
-    output: Path,
+    input: str | os.PathLike[str],
+    output: str | os.PathLike[str],
     model: str,
     *,
     keep_order: bool = False,
     max_errors: int | None = None,
+    report: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Summary:
     """Generate for every line of a file, and write a line for each into another; go on where an earlier run ended.
+
+    Returns a Summary, which has the numbers of lines that have results (`done`) and errors (`errors`).
 
     input: a file of JSON lines, plain ({"id", "prompt" or "token_ids" or "messages", settings}) or as OpenAI's batches
         have them; "-" is standard input; names that end with .gz or .zst are compressed files
@@ -67,6 +69,7 @@ def run(
     keep_order: True: rows come in the order of their lines; False: as their requests end. Lines that failed and are
         tried again come behind those of the earlier run, in either case
     max_errors: the job ends once more lines than this have failed; None: it goes on
+    report: a file for a page of HTML, which shows this run's speed, lengths and errors; None: there is none
     options: those of LLM, and settings of SamplingParams, for lines that do not say them
 
     Beside the output lies its manifest, OUTPUT.manifest.json, which holds the job's settings. A line without a seed
@@ -85,15 +88,20 @@ def run(
     seed = options.get("seed", 0)
     with _open_input(source, target) as lines, _open_output(source, target, model, options, defaults) as (writer, done):
         total = _survey(source, defaults, seed, max_errors) if is_regular(source) else None
+        page = None if report is None else Report(os.fspath(report))
         with LLM(model, **options) as llm, Interrupts() as interrupts:
             progress = Progress(total)
-            loop = Loop(llm, model, writer.write, progress, keep_order, max_errors)
+            loop = Loop(llm, model, writer.write, progress, page, keep_order, max_errors)
+            if page is not None:
+                llm.engine.on_step = page.step
             try:
                 loop.run(lines, read_jobs(lines, done, defaults, seed), interrupts)
             except KeyboardInterrupt:
                 interrupts.asked = True
             finally:
                 progress.show(is_last=True)
+                if page is not None:
+                    page.write(f"{source} with {model}", str(progress))
             if interrupts.asked:
                 raise KeyboardInterrupt(f"{progress.done:,} lines have results")
             return Summary(progress.done, progress.errors)

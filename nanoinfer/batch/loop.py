@@ -9,6 +9,7 @@ from nanoinfer.batch.files import Lines
 from nanoinfer.batch.interrupts import Interrupts
 from nanoinfer.batch.lines import Job, LineError, digest, read_job, read_line
 from nanoinfer.batch.progress import Progress
+from nanoinfer.batch.report import Report
 from nanoinfer.batch.results import encode, error_row, result_row
 from nanoinfer.checks import short
 from nanoinfer.llm import LLM
@@ -49,6 +50,7 @@ class Loop:
         model: str,
         write: Callable[[bytes], None],
         progress: Progress,
+        report: Report | None,
         keep_order: bool,
         max_errors: int | None,
     ) -> None:
@@ -56,6 +58,7 @@ class Loop:
         self._model = model
         self._write = write
         self._progress = progress
+        self._report = report
         self._keep_order = keep_order
         self._max_errors = max_errors
         self._running: dict[int, tuple[int, Job]] = {}  # by request id; the number is that of the row's turn
@@ -114,10 +117,14 @@ class Loop:
             else:
                 self._put(turn, row)
                 self._progress.add(sum(len(sample.token_ids) for sample in output.samples))
+                if self._report is not None:
+                    self._report.add(output)
 
     def _fail(self, turn: int, error: LineError) -> None:
         self._put(turn, error_row(error))
         self._progress.add(0, is_error=True)
+        if self._report is not None:
+            self._report.fail(error)
         if self._max_errors is not None and self._progress.errors > self._max_errors:
             raise RuntimeError(f"max_errors={self._max_errors}: {self._progress.errors} lines have failed; {error}")
 
