@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.engine.block_manager import BlockManager, Content
+from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
+from nanoinfer.kernels.launch import launch_in_between
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take memory of the same GPU
@@ -49,6 +51,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def plan_ahead(*args: Any, **options: Any) -> DecodePlan:
+    """Call plan_decode. A decode kernel loads the plan early, so another kernel must run in between, as in a step."""
+    plan = plan_decode(*args, **options)
+    launch_in_between(plan.shares.device)
+    return plan
 
 
 class Oracle:

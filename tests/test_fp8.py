@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEVICE, greedy
+from conftest import DEVICE, greedy, plan_ahead
 from safetensors.torch import load_file, save_file
 from test_kernels import (
     DTYPES,
@@ -28,7 +28,7 @@ from torch import Tensor
 from nanoinfer import BUNDLED_MODEL, LLM, LogProb, RequestOutput, SamplingParams
 from nanoinfer.attention.context import Scoring
 from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
-from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
+from nanoinfer.kernels.attention.decode_plan import FEW_ROWS
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.attention.qkv import norm_rotate_store_reference, norm_rotate_store_triton
@@ -100,7 +100,7 @@ class TestReading:
         k_cache, v_cache, tables = forget(k_cache, v_cache, tables, starts)
         (k8, _), (v8, _) = quantized(k_cache, scales()[0]), quantized(v_cache, scales()[1])
         for workers in (2, 7):
-            plan = plan_decode(lens, k8, workers, window)
+            plan = plan_ahead(lens, k8, workers, window)
             assert_close(paged_decode_triton(q, k8, v8, tables, lens, how.scale, plan, softcap, scales()), expected)
         wide = q.float()
         assert_close(
@@ -120,7 +120,7 @@ class TestReading:
         q = randn(len(context_lens), shape[0], shape[2], dtype=dtype)
         lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
         expected = attend_densely(q, k, v, tables, [1] * len(lens), context_lens, Scoring(0.1))
-        out = paged_decode_triton(q, k8, v8, tables, lens, 0.1, plan_decode(lens, k8), None, scales())
+        out = paged_decode_triton(q, k8, v8, tables, lens, 0.1, plan_ahead(lens, k8), None, scales())
         assert_close(out, expected)
 
     @pytest.mark.parametrize("dtype", KINDS)
@@ -153,7 +153,7 @@ class TestReading:
         q = (randn(2, 4, 64) * largest).to(dtype)
         lens = torch.tensor([90, 40], dtype=torch.int32, device=DEVICE)
         expected = attend_densely(q, k, v, tables, [1, 1], [90, 40], Scoring(1 / largest))
-        out = paged_decode_triton(q, k8, v8, tables, lens, 1 / largest, plan_decode(lens, k8), None, scales())
+        out = paged_decode_triton(q, k8, v8, tables, lens, 1 / largest, plan_ahead(lens, k8), None, scales())
         assert_close(out, expected)
 
     def test_a_needle_among_30_000_keys(self) -> None:
@@ -172,7 +172,7 @@ class TestReading:
         assert 1 < expected.mean() < 7
         short = q.to(SHORT)
         for out in (
-            paged_decode_triton(short, k8, v8, tables, lens, scale, plan_decode(lens, k8), None, scales()),
+            paged_decode_triton(short, k8, v8, tables, lens, scale, plan_ahead(lens, k8), None, scales()),
             paged_prefill_triton(
                 short, k8, v8, tables, torch.tensor([0, 1], device=DEVICE).int(), lens, 1, scale, None, None, scales()
             ),

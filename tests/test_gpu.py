@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Oracle, greedy
+from conftest import Oracle, greedy, plan_ahead
 from test_models import CASES, Case, build
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend
-from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
+from nanoinfer.kernels.attention.decode_plan import FEW_ROWS
 from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.attention.qkv import norm_rotate_store
@@ -315,7 +315,7 @@ def test_the_kernels_compile_for_every_head_size(head_dim: int, dtype: torch.dty
         prefilled = paged_prefill_triton(q, k_cache, v_cache, tables, cu, lens, 3, 0.1, window, softcap)
         for rows in (1, FEW_ROWS + 1):
             row_lens, row_tables = lens.expand(rows).contiguous(), tables.expand(rows, -1).contiguous()
-            plan = plan_decode(row_lens, k_cache, window=window)
+            plan = plan_ahead(row_lens, k_cache, window=window)
             queries = q[-1:].expand(rows, -1, -1).contiguous()
             decoded = paged_decode_triton(queries, k_cache, v_cache, row_tables, row_lens, 0.1, plan, softcap)
             torch.testing.assert_close(prefilled[-1:].expand_as(decoded), decoded, rtol=1e-2, atol=1e-2)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from conftest import DEVICE, HAS_CUDA
+from conftest import DEVICE, HAS_CUDA, plan_ahead
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -672,7 +672,7 @@ def test_paged_decode(shape: tuple[int, int, int, int], workers: int | None, dty
     k_cache, v_cache, tables = paged(context_lens, *shape, dtype)
     q = randn(len(context_lens), heads, head_dim, dtype=dtype)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
-    plan = plan_decode(lens, k_cache, workers)
+    plan = plan_ahead(lens, k_cache, workers)
     k, v = (cache.float().nan_to_num() for cache in (k_cache, v_cache))
     expected = paged_decode_reference(q.float(), k, v, tables, lens, 300, head_dim**-0.5)
     for _ in range(2):  # two layers: the first must leave the plan unchanged
@@ -689,7 +689,7 @@ def test_paged_decode_of_many_rows(dtype: torch.dtype) -> None:
     k_cache, v_cache, tables = paged(context_lens, *shape, dtype)
     q = randn(len(context_lens), 4, 128, dtype=dtype)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
-    out = paged_decode_triton(q, k_cache, v_cache, tables, lens, 0.1, plan_decode(lens, k_cache))
+    out = paged_decode_triton(q, k_cache, v_cache, tables, lens, 0.1, plan_ahead(lens, k_cache))
     k, v = (cache.float().nan_to_num() for cache in (k_cache, v_cache))
     assert_close(out, paged_decode_reference(q.float(), k, v, tables, lens, 400, 0.1))
 
@@ -796,7 +796,7 @@ def test_paged_decode_of_windows_and_soft_caps(
     starts = [0 if window is None else max(0, length - window) for length in context_lens]
     k_cache, v_cache, tables = forget(*pages, starts)
     for workers in (2, 7):
-        plan = plan_decode(lens, k_cache, workers, window)
+        plan = plan_ahead(lens, k_cache, workers, window)
         out = paged_decode_triton(q, k_cache, v_cache, tables, lens, how.scale, plan, softcap)
         assert_close(out[rows], expected)
         assert plan.arrivals.eq(0).all()
