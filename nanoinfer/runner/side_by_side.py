@@ -16,9 +16,13 @@ def run_side_by_side(first: Sequence[Step], then: Sequence[Step], device: torch.
     """Run the steps of `first`, each on its own thread, then those of `then` on the same threads. Results are lost.
 
     Each thread takes a cuBLAS handle, whose memory PyTorch keeps for later threads. All take theirs before a step
-    begins, so that every engine of a process needs the same number. Raises the error of a step that fails.
+    begins, and the calling thread before them, so that every engine of a process needs the same number. Raises the
+    error of a step that fails.
     """
     together = Barrier(len(first))
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.current_blas_handle()
 
     def prepare() -> None:
         if device.type == "cuda":
