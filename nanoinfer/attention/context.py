@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nanoinfer.kernels.attention.prefill_plan import DividedPrefill
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 
 
@@ -29,6 +30,7 @@ class PackedQueries:
     cu_query_lens: Tensor  # [seqs + 1] int32
     cu_context_lens: Tensor  # [seqs + 1] int32
     is_long: list[bool]  # for each sequence, whether it is rotated by Rope.long_frequencies
+    divided: DividedPrefill | None = None  # the same tokens, if some can attend by cuDNN
 
 
 @dataclass(slots=True)

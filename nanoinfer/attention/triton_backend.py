@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels: any block size, nothing to build."""
+"""Attention by our own Triton kernels, and from long prompts by cuDNN: any block size, nothing to build."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.kernels.attention.decode_plan import plan_decode
+from nanoinfer.kernels.attention.long_prefill import attend_from, can_attend
 from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
 from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
@@ -32,19 +33,22 @@ class TritonBackend:
         """Attend from packed queries."""
         packed = context.prefill
         assert packed is not None
-        return paged_prefill_triton(
-            q,
-            k_cache,
-            v_cache,
-            context.block_tables,
-            packed.cu_query_lens,
-            context.context_lens,
-            max(packed.query_lens),
-            scoring.scale,
-            scoring.window,
-            scoring.softcap,
-            scoring.kv_scales,
-        )
+        tables, how = context.block_tables, (scoring.scale, scoring.window, scoring.softcap, scoring.kv_scales)
+        divided = packed.divided if can_attend(q, scoring.window, scoring.softcap) else None
+        if divided is None:
+            pieces = tables, packed.cu_query_lens, context.context_lens, max(packed.query_lens)
+            return paged_prefill_triton(q, k_cache, v_cache, *pieces, *how)
+        attended = [
+            attend_from(stretch, q, k_cache, v_cache, tables, scoring.scale, scoring.kv_scales)
+            for stretch in divided.stretches
+        ]
+        if divided.max_query_len == 0 and len(attended) == 1:
+            return attended[0]
+        pieces = divided.block_tables, divided.cu_query_lens, divided.context_lens, divided.max_query_len
+        out = paged_prefill_triton(q, k_cache, v_cache, *pieces, *how)
+        for stretch, results in zip(divided.stretches, attended, strict=True):
+            out[stretch.first : stretch.first + stretch.length] = results
+        return out
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from one query per sequence; first to the prefixes that several share, if no window hides these."""

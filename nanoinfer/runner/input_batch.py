@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.context import Context, PackedQueries
+from nanoinfer.kernels.attention.prefill_plan import DividedPrefill, divide
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.rows import advance_rows, locate_rows
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage
@@ -120,6 +121,8 @@ class PrefillInputs:
             context_lens.append(end)
             cu_queries.append(len(tokens))
             cu_contexts.append(cu_contexts[-1] + end)
+        query_lens = [len(chunk.token_ids) for chunk in chunks]
+        division = divide(query_lens, context_lens)
         sampled, join_tables, copies = array("i"), array("i"), array("i")
         for join in joins:
             sampled.append(join.chunk)
@@ -127,23 +130,31 @@ class PrefillInputs:
             copies.extend(join.copied_block or ())
 
         arrays = [tokens, positions, slots, tables, context_lens, cu_queries, cu_contexts, sampled, join_tables, copies]
+        if division is not None:
+            arrays += [division.rows, division.cu_query_lens, division.context_lens]
         on_device = upload_all(arrays, device)
         self.token_ids, device_positions, device_slots, flat_tables, *lens = on_device[:7]
-        device_sampled, flat_join_tables, flat_copies = on_device[7:]
+        device_sampled, flat_join_tables, flat_copies = on_device[7:10]
         device_context_lens, device_cu_queries, device_cu_contexts = lens
+        block_tables, divided = flat_tables.view(-1, max_blocks), None
+        if division is not None:
+            rows, *piece_lens = on_device[10:]
+            whole = division.stretches, division.max_query_len
+            divided = DividedPrefill(*whole, block_tables[rows], *piece_lens)
         self.context = Context(
             kv_cache,
             device_positions,
             device_slots,
-            flat_tables.view(-1, max_blocks),
+            block_tables,
             device_context_lens,
             max(context_lens),
             PackedQueries(
-                [len(chunk.token_ids) for chunk in chunks],
+                query_lens,
                 context_lens.tolist(),
                 device_cu_queries,
                 device_cu_contexts,
                 [chunk.is_long for chunk in chunks],
+                divided,
             ),
         )
         self.last_indices = device_cu_queries[1:][device_sampled].long() - 1

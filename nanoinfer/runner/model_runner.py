@@ -18,6 +18,7 @@ from torch import Tensor
 from nanoinfer.attention import AttentionBackend, make_backend
 from nanoinfer.attention.context import Context
 from nanoinfer.config import PROCESSED, Config
+from nanoinfer.kernels.attention.prefill_plan import LONG, UNIT
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -178,7 +179,7 @@ class ModelRunner:
             return 0
         self._make_cache(1)
         self._compile()
-        prefill = self._peak_bytes(self._run_largest_prefill)
+        prefill = max(self._peak_bytes(self._run_largest_prefill), self._peak_bytes(self._run_longest_prefill))
         largest = self.config.max_num_seqs, self.config.max_model_len, self.config.shares_prefixes
         decode = self._peak_bytes(lambda: self._decode_rows(*largest))
         # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
@@ -252,6 +253,18 @@ class ModelRunner:
         table = [0] * self.max_blocks
         chunks = [ChunkMessage(array("i", [0]) * min(length, config.max_model_len - 1), 0, table) for length in lengths]
         self.run(PrefillMessage([], 0, chunks, [JoinMessage(chunk, table, 1.0, 0) for chunk in range(prompts)]))
+
+    def _run_longest_prefill(self) -> None:
+        """Run a late chunk of the longest prompt, if attention takes more memory for so many tokens of one prompt.
+
+        The chunk begins behind a multiple of UNIT, if it can. So our kernel and cuDNN both attend from it.
+        """
+        most = self.config.max_model_len - 1
+        length = min(self.config.max_num_batched_tokens, most)
+        if length >= LONG:
+            start = min((most - length) // UNIT * UNIT + 1, most - length)
+            chunk = ChunkMessage(array("i", [0]) * length, start, [0] * self.max_blocks)
+            self.run(PrefillMessage([], 0, [chunk], []))
 
     def _peak_bytes(self, step: Callable[[], object]) -> int:
         """Return the device memory, in bytes, that a step takes while it runs."""

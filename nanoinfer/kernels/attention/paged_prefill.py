@@ -120,11 +120,14 @@ def paged_prefill_triton(
     """paged_prefill_reference as one launch.
 
     cu_query_lens: [seqs + 1] int32, where each sequence's queries begin and the last one's end
-    context_lens: [seqs] int32; max_query_len: at least the most queries of one sequence
+    context_lens: [seqs] int32; 0: the kernel writes no result for the sequence's queries
+    max_query_len: at least the most queries of a sequence that the kernel attends from
     """
     tokens, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    if max_query_len == 0:
+        return out
     factor, cap = in_log2(scale, softcap)
     tiles = choose_tiles(q, max_query_len)
     grid = (heads, triton.cdiv(max_query_len, tiles.queries), len(context_lens))
@@ -206,7 +209,7 @@ def _paged_prefill_kernel(
     begin = tl.load(cu_query_lens_ptr + seq)
     query_len = tl.load(cu_query_lens_ptr + seq + 1) - begin
     context_len = tl.load(context_lens_ptr + seq)
-    if tile * BLOCK_M < query_len:
+    if (tile * BLOCK_M < query_len) & (context_len > 0):
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         n = tl.arange(0, BLOCK_N)
         d = tl.arange(0, BLOCK_D)

@@ -1,0 +1,83 @@
+"""Which new tokens of a prefill step attend by cuDNN, and which by our own kernel.
+
+cuDNN multiplies faster than our kernel. But it prepares each pair of lengths anew, which takes long. So it gets
+stretches of tokens that begin and end at multiples of UNIT, and our kernel the pieces before and after these.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+UNIT = 2048  # tokens
+LONG = 4096  # new tokens of a sequence: with fewer, the kernel does them all
+
+
+class Stretch(NamedTuple):
+    """Neighbouring new tokens of one sequence, for cuDNN."""
+
+    row: int  # the sequence's, in the block tables
+    first: int  # the place of the first token among the packed queries
+    position: int  # of the first token in its sequence, a multiple of UNIT
+    length: int  # a multiple of UNIT
+
+
+@dataclass(slots=True)
+class Division:
+    """A prefill step's new tokens, divided. The pieces are the kernel's sequences; some of them are stretches.
+
+    rows: each piece's row in the block tables
+    cu_query_lens: where each piece's queries begin, and the last one's end
+    context_lens: how many tokens the context of each piece has, its queries included; 0: a stretch
+    max_query_len: the most queries of a piece that is no stretch; 0: all are stretches
+    """
+
+    stretches: list[Stretch]
+    rows: array[int]
+    cu_query_lens: array[int]
+    context_lens: array[int]
+    max_query_len: int
+
+
+@dataclass(slots=True)
+class DividedPrefill:
+    """A Division whose pieces are on the device.
+
+    block_tables: [pieces, max blocks]; cu_query_lens: [pieces + 1]; context_lens: [pieces]; all int32
+    """
+
+    stretches: list[Stretch]
+    max_query_len: int
+    block_tables: Tensor
+    cu_query_lens: Tensor
+    context_lens: Tensor
+
+
+def divide(query_lens: Iterable[int], context_lens: Iterable[int]) -> Division | None:
+    """Divide a step's new tokens; None: no sequence has a long stretch of them.
+
+    query_lens, context_lens: how many new tokens each sequence has, and how many tokens in all
+    """
+    division = Division([], array("i"), array("i", [0]), array("i"), 0)
+    for row, (queries, end) in enumerate(zip(query_lens, context_lens, strict=True)):
+        start = end - queries
+        begin, stop = -(-start // UNIT) * UNIT, end // UNIT * UNIT
+        if queries < LONG or begin >= stop:
+            begin = stop = end
+        else:
+            first = division.cu_query_lens[-1] + begin - start
+            division.stretches.append(Stretch(row, first, begin, stop - begin))
+        for piece_start, piece_end, is_stretch in (start, begin, False), (begin, stop, True), (stop, end, False):
+            if piece_start == piece_end:
+                continue
+            length = piece_end - piece_start
+            division.rows.append(row)
+            division.cu_query_lens.append(division.cu_query_lens[-1] + length)
+            division.context_lens.append(0 if is_stretch else piece_end)
+            if not is_stretch:
+                division.max_query_len = max(division.max_query_len, length)
+    return division if division.stretches else None
