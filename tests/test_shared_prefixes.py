@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import DEVICE, HAS_CUDA
+from conftest import DEVICE, HAS_CUDA, plan_ahead
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,7 +15,8 @@ from torch import Tensor
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engine import shared_prefixes
 from nanoinfer.engine.shared_prefixes import PrefixFinder
-from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
+from nanoinfer.engine.step_result import StepResult
+from nanoinfer.kernels.attention.decode_plan import FEW_ROWS
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.prefix_plan import TILE_QUERIES, SharedPrefixes, max_parts
 from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
@@ -205,7 +206,7 @@ class TestAttention:
             q.float(), *wide, device_tables, device_lens, max(lens), how[0], None, softcap, kv_scales
         )
         for workers in (None, 13):  # 13 of them divide rows
-            plan = plan_decode(device_lens, caches[0], workers, own_starts=prefixes.own_starts)
+            plan = plan_ahead(device_lens, caches[0], workers, own_starts=prefixes.own_starts)
             out = paged_decode_triton(q, *caches, device_tables, device_lens, how[0], plan, softcap, kv_scales, begun)
             error = (out.float() - expected).norm() / expected.norm()
             assert error < (1e-5 if dtype == torch.float32 and not in_fp8 else 6e-3)
@@ -234,6 +235,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shared_prefixes, name, least)
 
 
+NEEDS_TWO_GPUS = [pytest.mark.multi_gpu] if HAS_CUDA else []
 OPTIONS = {"attention_backend": "triton", "kvcache_block_size": 16, "max_model_len": 64, "max_num_seqs": 8}
 HEAD = list(range(30, 60))
 PROMPTS = [HEAD, [*HEAD, 70], [70, 71], HEAD, [*HEAD, 60, 61, 62, 63, 70]]
@@ -253,7 +255,7 @@ class TestGenerate:
 
     @pytest.mark.parametrize(
         ("most", "blocks", "ranks"),
-        [(5, 100, 1), (5, 7, 1), (3, 100, 2)],
+        [(5, 100, 1), (5, 7, 1), pytest.param(3, 100, 2, marks=NEEDS_TWO_GPUS)],
         ids=["rows come and go", "some are preempted", "two ranks"],
     )
     def test_eager(
@@ -272,3 +274,29 @@ class TestGenerate:
     @pytest.mark.gpu
     def test_graphs(self, make_llm: Callable[..., LLM]) -> None:
         assert outputs(make_llm(**OPTIONS), 20) == outputs(make_llm(**OPTIONS, enforce_eager=True), 20)
+
+    @pytest.mark.parametrize("step", [2, 4])
+    def test_an_interrupt_leaves_nothing_shared(self, step: int, make_llm: Callable[..., LLM]) -> None:
+        """The rows of the run behind it are others; sharing goes on for these alone."""
+        llm = make_llm(**OPTIONS, enforce_eager=True)
+        alone = make_llm(**{**OPTIONS, "attention_backend": "torch"})
+        seen: list[StepResult] = []
+
+        def interrupt(result: StepResult) -> None:
+            seen.append(result)
+            if len(seen) == step:
+                raise KeyboardInterrupt
+
+        llm.engine.on_step = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            outputs(llm, 5)
+        assert not llm.has_unfinished_requests()
+        prompts = [[5, *HEAD], [6, *HEAD], [5, *HEAD, 7], [5, *HEAD, 8]]
+        for engine in (llm, alone):
+            engine.engine.num_requests = 100  # so that their seeds are the same
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        first, second = (
+            [output.outputs[0].token_ids for output in engine.generate(prompts, params, use_tqdm=False)]
+            for engine in (llm, alone)
+        )
+        assert first == second

@@ -173,7 +173,8 @@ def _paged_decode_kernel(
     num_tiles = load_complete(shares_ptr + worker * 4 + 3)
     share = load_complete(share_tiles_ptr)
     context_len = load_complete(context_lens_ptr + first_row, num_tiles > 0, 0)
-    wait_for_predecessor(EARLY, START_SUCCESSOR=False)
+    if not SHARES:  # else the predecessor attends to shared prefixes, and the kernels before it wrote all but these
+        wait_for_predecessor(EARLY, START_SUCCESSOR=False)
 
     if IN_FP8:
         factor *= load_complete(kv_scales_ptr)
@@ -198,7 +199,8 @@ def _paged_decode_kernel(
             skipped = first_key // TILE
             row_tiles -= skipped
         end_tile = tl.minimum(row_tiles, tile + left)
-        q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
+        q_ptrs = q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :]
+        q = load_complete(q_ptrs, q_mask, 0.0) if SHARES else tl.load(q_ptrs, mask=q_mask, other=0.0)
         table = block_tables_ptr + row * table_stride
         row_factor = factor
         if IN_FP8 and q.dtype == tl.bfloat16:
@@ -212,24 +214,12 @@ def _paged_decode_kernel(
         acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if IN_FP8 else BLOCK_D], tl.float32)
         acc2 = acc
         if SHARES:
-            num_parts = tl.where(tile == 0, tl.load(num_parts_ptr + row), 0)  # of the worker that begins the row
-            for part in range(0, num_parts):
-                place = (part * rows + row) * (KV_HEADS * GROUP) + head
-                lse = tl.load(begun_lse_ptr + place, mask=g < GROUP, other=-1e30)
-                begun = begun_ptr + place.to(tl.int64)[:, None] * HEAD_DIM
-                new_top = tl.maximum(top, lse)
-                weight = tl.exp2(lse - new_top)
-                rescale = tl.exp2(top - new_top)
-                total = total * rescale + weight
-                if IN_FP8:
-                    half_mask = (g < GROUP)[:, None] & (half < HEAD_DIM // 2)[None, :]
-                    results = tl.load(begun + 2 * half[None, :], mask=half_mask, other=0.0)
-                    results2 = tl.load(begun + 2 * half[None, :] + 1, mask=half_mask, other=0.0)
-                    acc2 = acc2 * rescale[:, None] + results2 * weight[:, None]
-                else:
-                    results = tl.load(begun + d[None, :], mask=q_mask, other=0.0)
-                acc = acc * rescale[:, None] + results * weight[:, None]
-                top = new_top
+            # The worker that begins a row adds its parts. From its second row on, it loads the first part ahead.
+            num_parts = tl.where(tile == 0, tl.load(num_parts_ptr + row), 0)
+            part = row * (KV_HEADS * GROUP) + kv_head * GROUP
+            is_ahead = (row > first_row) & (num_parts > 0)
+            heads = tl.where(is_ahead, GROUP, 0)
+            begun, begun2, begun_lse = _load_part(begun_ptr, begun_lse_ptr, part, g, heads, HEAD_DIM, BLOCK_D, IN_FP8)
         for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):
             block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
             key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
@@ -254,6 +244,15 @@ def _paged_decode_kernel(
             if IN_FP8:
                 acc2 = acc2 * rescale[:, None] + tl.dot(weights.to(v.dtype), v2, input_precision="ieee")
             top = new_top
+        if SHARES:
+            wait_for_predecessor(EARLY, START_SUCCESSOR=False)
+            top, total, acc, acc2 = _add_part(top, total, acc, acc2, begun, begun2, begun_lse)
+            for number in range(tl.where(is_ahead, 1, 0), num_parts):
+                place = number * rows * (KV_HEADS * GROUP) + part
+                begun, begun2, begun_lse = _load_part(
+                    begun_ptr, begun_lse_ptr, place, g, GROUP, HEAD_DIM, BLOCK_D, IN_FP8
+                )
+                top, total, acc, acc2 = _add_part(top, total, acc, acc2, begun, begun2, begun_lse)
         if IN_FP8:
             acc = tl.interleave(acc, acc2) * v_scale
         acc = acc / tl.maximum(total, 1e-30)[:, None]
@@ -287,7 +286,42 @@ def _paged_decode_kernel(
         left -= end_tile - tile
         tile = 0
         context_len = tl.load(context_lens_ptr + row + 1, mask=row < last_row, other=0)
+    if SHARES:  # a program without rows has not waited yet
+        wait_for_predecessor(EARLY, START_SUCCESSOR=False)
     start_successor(EARLY)  # not earlier: the successor would only take up room
+
+
+@triton.jit
+def _load_part(
+    begun_ptr, begun_lse_ptr, part, g, heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IN_FP8: tl.constexpr
+):
+    """Load partial results of the first `heads` heads, and log2 of their sums; part: the first head's number of all.
+
+    The results come as accumulators have them: with IN_FP8, the numbers at even places and those at odd places.
+    """
+    mask = g < heads
+    lse = tl.load(begun_lse_ptr + part + g, mask=mask, other=-1e30)
+    begun = begun_ptr + (part + g).to(tl.int64)[:, None] * HEAD_DIM
+    if IN_FP8:
+        half = tl.arange(0, BLOCK_D // 2)[None, :]
+        half_mask = mask[:, None] & (half < HEAD_DIM // 2)
+        result = tl.load(begun + 2 * half, mask=half_mask, other=0.0)
+        result2 = tl.load(begun + 2 * half + 1, mask=half_mask, other=0.0)
+    else:
+        d = tl.arange(0, BLOCK_D)[None, :]
+        result = tl.load(begun + d, mask=mask[:, None] & (d < HEAD_DIM), other=0.0)
+        result2 = result
+    return result, result2, lse
+
+
+@triton.jit
+def _add_part(top, total, acc, acc2, result, result2, lse):
+    """Add a partial result, which its sum divides already, to accumulators."""
+    new_top = tl.maximum(top, lse)
+    weight, rescale = tl.exp2(lse - new_top), tl.exp2(top - new_top)
+    acc = acc * rescale[:, None] + result * weight[:, None]
+    acc2 = acc2 * rescale[:, None] + result2 * weight[:, None]
+    return new_top, total * rescale + weight, acc, acc2
 
 
 @triton.jit

@@ -175,9 +175,13 @@ def choose_tiles(q: Tensor, max_query_len: int) -> Tiles:
         small, large, is_long = Tiles(64, 32, 4, 2), Tiles(128, 64, 8, 2), max_query_len > 64
     else:
         small, large, is_long = Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 3), max_query_len >= LONG and head_dim == 128
-    in_shared_memory = large.queries + 4 * large.keys  # two tiles of keys, and two of values
-    fits = in_shared_memory * head_dim * q.itemsize + RESERVED_BYTES <= shared_memory(q.device)
-    return large if is_long and fits and q.dtype != torch.float32 else small
+    return large if is_long and fits(large, q) and q.dtype != torch.float32 else small
+
+
+def fits(tiles: Tiles, q: Tensor) -> bool:
+    """Return whether a program has shared memory for its queries, and for two tiles of keys and two of values."""
+    in_shared_memory = (tiles.queries + 4 * tiles.keys) * triton.next_power_of_2(q.shape[2]) * q.itemsize
+    return in_shared_memory + RESERVED_BYTES <= shared_memory(q.device)
 
 
 @triton.jit

@@ -13,9 +13,9 @@ from nanoinfer.kernels.launch import num_multiprocessors
 
 TILE_QUERIES = 64  # of a tile of work; tensor cores multiply so many at once
 TILE_FIELDS = 5
-LEAST_TOKENS = 256  # of a tile of work
+LEAST_TOKENS = 512  # of a tile of work: rows take longer to begin with more results
 TOKENS_TOGETHER = 128  # the parts of a run, except its last, have a multiple of so many tokens
-PROGRAMS_PER_MULTIPROCESSOR = 2
+PROGRAMS_PER_MULTIPROCESSOR = 1  # beside one of decode attention, which starts meanwhile
 # Partial results that a row begins with: those of all rows together take memory, and few rows need many programs.
 MANY_RESULTS, MOST_PARTS_OF_MANY_ROWS, LEAST_PARTS = 4096, 8, 2
 FEW_RESULTS, LEAST_ROWS = 512, 16
@@ -59,7 +59,7 @@ class SharedPrefixes:
         own_starts, num_parts = array("i", bytes(4 * max_rows)), array("i", bytes(4 * max_rows))
         tiles = array("i")
         share, alone = self._shares(runs)
-        goes_on = {(first, start) for first, start in _parents(order, runs)}
+        goes_on = set(_parents(order, runs))
         for first, rows, start_block, end_block in runs:
             start, end = start_block * self.block_size, end_block * self.block_size
             members = order[first : first + rows]
@@ -121,8 +121,8 @@ def _parents(order: Sequence[int], runs: Sequence[Run]) -> Iterator[tuple[int, i
 
 
 def _cut(start: int, end: int, share: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut tokens into at most so many parts, of about `share` tokens or more; the first is one of the longest."""
-    parts = min(-(-(end - start) // share), most)
+    """Cut tokens into as many parts as have `share` tokens, and at most so many; no part is longer than the first."""
+    parts = min(max(1, (end - start) // share), most)
     size = -(-(end - start) // (parts * TOKENS_TOGETHER)) * TOKENS_TOGETHER
     for first in range(start, end, size):
         yield first, min(first + size, end)
