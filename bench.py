@@ -35,6 +35,7 @@ from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, h
 from nanoinfer.config import Config
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.kernels.linear.fp8_linear import HAS_FP8
 
 SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p")
@@ -65,10 +66,11 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         repeats = [time_repeat(llm, work, index, args.sampling) for index in range(count)]
         # Measure beside the engine: on an H200, memory that the engine has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
+        matrix_flops = measure_flops("cuda", FP8) if multiplies_fp8(config) else flops
     in_fp8 = FP8.itemsize if config.description.fp8 else None
     itemsizes = config.torch_dtype.itemsize, config.torch_cache_dtype.itemsize, in_fp8
     floor = Floor.of(work, config.description, config.max_num_seqs, *itemsizes)
-    floor_seconds = floor.seconds(bandwidth, flops, args.tp)
+    floor_seconds = floor.seconds(bandwidth, flops, args.tp, matrix_flops)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
     return {
         "config": args.config or args.model,
@@ -91,11 +93,18 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         "seconds": seconds,
         "tokens_per_second": work.tokens_out / seconds,
         "bandwidth_bytes_per_second": bandwidth,
-        "matrix_flops": flops,
+        "matrix_flops": matrix_flops,
         "floor_seconds": floor_seconds,
         "fraction_of_floor": floor_seconds / seconds,
         "versions": {name: installed_version(name) for name in ("torch", "triton", "transformers", "flash-attn")},
     }, repeats[-1]
+
+
+def multiplies_fp8(config: Config) -> bool:
+    """Whether the layers' matrices are in FP8, and the device has units that multiply such numbers."""
+    if config.description.fp8 is None or config.device == "cpu":
+        return False
+    return torch.cuda.get_device_capability() >= HAS_FP8
 
 
 def make_llm(args: argparse.Namespace, folder: str) -> LLM:

@@ -11,15 +11,20 @@ from dataclasses import dataclass
 import torch
 
 from nanoinfer.benchmark.workloads import Workload
+from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models.description import Description
 
 
 @dataclass
 class Floor:
-    """The least time a workload can take: bytes that must be read, operations that must be done."""
+    """The least time a workload can take: bytes that must be read, operations that must be done.
+
+    matrix_flops: those of prefill_flops that are the products with the layers' matrices
+    """
 
     decode_bytes: float
     prefill_flops: float
+    matrix_flops: float
 
     @classmethod
     def of(
@@ -56,17 +61,22 @@ class Floor:
                 keys += steps * prefix + sum(n * out for n, out in zip(shared, decoded, strict=False))
             pairs += _area(prefix, window) * (1 - len(own)) + sum(_area(prefix + n, window) for n in own)
         used = 0.0 if model.experts is None else model.experts.used / model.experts.count
-        matrices = 2 * (layers + used * experts) * (prefix + sum(own)) + 2 * head * len(own)
+        matrices = 2 * (layers + used * experts) * (prefix + sum(own))
         read = experts * sum(1 - (1 - used) ** rows for rows in _rows_of_steps(decoded, max_num_seqs))
         weight_bytes = (steps * layers + read) * (matrix_itemsize or itemsize) + steps * head * itemsize
         return cls(
             decode_bytes=weight_bytes + 2 * keys * kv_size * (cache_itemsize or itemsize),
-            prefill_flops=matrices + 4 * q_size * pairs,
+            prefill_flops=matrices + 2 * head * len(own) + 4 * q_size * pairs,
+            matrix_flops=matrices,
         )
 
-    def seconds(self, bandwidth: float, flops: float, devices: int) -> float:
-        """Return the least time on `devices` of this bandwidth, in bytes a second, and rate, in operations a second."""
-        return (self.decode_bytes / bandwidth + self.prefill_flops / flops) / devices
+    def seconds(self, bandwidth: float, flops: float, devices: int, matrix_flops: float | None = None) -> float:
+        """Return the least time on `devices` of this bandwidth, in bytes a second, and rate, in operations a second.
+
+        matrix_flops: the rate of the products with the layers' matrices; None: the same
+        """
+        matrices = self.matrix_flops / (matrix_flops or flops)
+        return (self.decode_bytes / bandwidth + (self.prefill_flops - self.matrix_flops) / flops + matrices) / devices
 
 
 def _layer_weights(model: Description) -> int:
@@ -122,7 +132,12 @@ def measure_flops(device: str, dtype: torch.dtype) -> float:
     """Operations per second of a large matrix product of random numbers."""
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / median_seconds(lambda: a @ b, device)
+    scale = torch.ones((), device=device)
+
+    def multiply() -> torch.Tensor:
+        return torch._scaled_mm(a, b.T, scale, scale, out_dtype=torch.bfloat16) if dtype == FP8 else a @ b
+
+    return 2 * size**3 / median_seconds(multiply, device)
 
 
 def median_seconds(run: Callable[[], object], device: str, times: int = 11) -> float:
