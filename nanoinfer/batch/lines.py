@@ -102,15 +102,10 @@ def read_job(line: Line, defaults: Mapping[str, Any], seed: int) -> Job:
     """
     settings = dict(line.body)
     try:
-        prompt = _take_prompt(line.kind, settings)
+        prompt = take_prompt(settings, PROMPTS[line.kind])
         if line.kind != "plain":
             settings = _translate(line.kind, {name: value for name, value in settings.items() if value is not None})
-        if isinstance(bias := settings.get("logit_bias"), dict):  # JSON's keys are strings
-            settings["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
-        settings = {**defaults, **settings}
-        if settings.get("seed") is None:
-            own = f"{seed} {json.dumps(line.id)}".encode()
-            settings["seed"] = int.from_bytes(blake2b(own, digest_size=8).digest(), "big") >> 1
+        settings = complete(settings, defaults, seed, line.id)
         if line.kind != "plain":
             _refuse(settings)
         return Job(line, prompt, SamplingParams(**settings))
@@ -118,9 +113,11 @@ def read_job(line: Line, defaults: Mapping[str, Any], seed: int) -> Job:
         raise LineError(line, str(error)) from None
 
 
-def _take_prompt(kind: Kind, settings: dict[str, Any]) -> Prompt:
-    """Take the prompt out of a body, as LLM.add_request takes it."""
-    known = PROMPTS[kind]
+def take_prompt(settings: dict[str, Any], known: tuple[str, ...]) -> Prompt:
+    """Take the prompt out of what stands beside it, as LLM.add_request takes it.
+
+    known: the names that it may have. Raises ValueError if not exactly one of them is there
+    """
     given = [name for name in known if settings.get(name) is not None]
     if len(given) != 1:
         had = f"has {' and '.join(given)}" if given else "has no prompt"
@@ -130,6 +127,20 @@ def _take_prompt(kind: Kind, settings: dict[str, Any]) -> Prompt:
         return prompt
     template = settings.pop(TEMPLATE, None)
     return {"messages": prompt, TEMPLATE: {} if template is None else template}
+
+
+def complete(settings: Mapping[str, Any], defaults: Mapping[str, Any], seed: int, key: Any) -> dict[str, Any]:
+    """Return the settings, with defaults for those that are missing, and with a seed.
+
+    seed, key: the job's seed, and what stands for the request in every run; a seed is made from these if none is given
+    """
+    known = {**defaults, **settings}
+    if isinstance(bias := known.get("logit_bias"), dict):  # JSON's keys are strings
+        known["logit_bias"] = {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in bias.items()}
+    if known.get("seed") is None:
+        own = f"{seed} {json.dumps(key, default=str)}".encode()
+        known["seed"] = int.from_bytes(blake2b(own, digest_size=8).digest(), "big") >> 1
+    return known
 
 
 def _translate(kind: Kind, body: dict[str, Any]) -> dict[str, Any]:

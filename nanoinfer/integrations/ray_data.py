@@ -1,0 +1,285 @@
+"""Ray Data generates with an LLM in each of its actors: build(dataset, model), or dataset.map_batches(Generator, ...)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
+from dataclasses import fields
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import ray
+from ray.data import ActorPoolStrategy, Dataset
+from ray.data.block import BlockAccessor, DataBatch
+
+from nanoinfer.batch.lines import PROMPTS, TEMPLATE, complete, take_prompt
+from nanoinfer.batch.loop import AHEAD
+from nanoinfer.checks import check_int, short
+from nanoinfer.config import Config
+from nanoinfer.llm import LLM
+from nanoinfer.requests.inputs import Prompt
+from nanoinfer.requests.outputs import RequestOutput, SampleOutput
+from nanoinfer.sampling_params import SamplingParams
+
+KNOWN = PROMPTS["plain"]  # columns, of which each row has one
+SETTINGS = {field.name for field in fields(SamplingParams)}
+READ = {*KNOWN, *SETTINGS, TEMPLATE, "id"}
+UNKEPT = ("prompt_logprobs", "prompt_logprobs_start", "kept_tokens")  # settings whose results have no column
+NO_COLUMN = "its results have no column"
+GIVEN_IDS = "prompt_token_ids"  # a column token_ids gets this name, because the generated ones have its own
+
+IDS = pa.list_(pa.int32())
+ENTRY = pa.struct({"token_id": pa.int32(), "logprob": pa.float64(), "rank": pa.int32()})
+SAMPLE = {"text": pa.string(), "token_ids": IDS, "finish_reason": pa.string()}
+COLUMNS = {**SAMPLE, "error": pa.string()}
+SAMPLES = {"samples": pa.list_(pa.struct({**SAMPLE, "logprobs": pa.list_(pa.list_(ENTRY))}))}
+
+BATCHES = 8  # so many batches an actor has at once
+IN_HAND = 4  # times max_num_seqs: so many rows these have, because a batch stays until its longest row has ended
+
+
+def build(
+    dataset: Dataset,
+    model: str,
+    sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+    *,
+    size: int | None = None,
+    batch_size: int | None = None,
+    max_concurrency: int = BATCHES,
+    num_gpus: float | None = None,
+    num_cpus: float | None = None,
+    **options: Any,
+) -> Dataset:
+    """Return the dataset with the columns of a Generator, which Ray makes when somebody reads them.
+
+    dataset: its rows have a column prompt, token_ids or messages
+    model, sampling_params, options: as for Generator
+    size: so many actors, each with an LLM of its own; None: as many as the GPUs serve, or one a machine without GPUs
+    batch_size: an actor gets so many rows at a time; None: so many that four times max_num_seqs are in its hands
+    max_concurrency: an actor has so many batches at once
+    num_gpus: an actor's; None: one a rank, or none where the cluster has none, and for device="cpu"
+    num_cpus: an actor's; None: one beside GPUs, otherwise half of a machine's
+
+    Raises ValueError for settings that cannot work, and for columns that clash if Ray knows them before it runs.
+    """
+    shared = _shared(sampling_params)
+    _check_options(options)
+    if (schema := dataset.schema(fetch_if_missing=False)) is not None:
+        _check_columns(schema.names, shared)
+    ranks = check_int("tensor_parallel_size", options.get("tensor_parallel_size", 1), 1)
+    rows = check_int("max_num_seqs", options.get("max_num_seqs", Config.max_num_seqs), 1)
+    batches = check_int("max_concurrency", max_concurrency, 1)
+    gpus, cpus, machines = _cluster()
+    if num_gpus is None:
+        num_gpus = ranks if gpus and str(options.get("device")) != "cpu" else 0
+    if num_cpus is None:
+        num_cpus = 1 if num_gpus else max(1, cpus // machines // 2)
+    if size is None:
+        size = max(1, int(gpus // num_gpus)) if num_gpus else machines
+    return dataset.map_batches(
+        Generator,
+        fn_constructor_kwargs={"model": model, "sampling_params": sampling_params, **options},
+        compute=ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=batches),
+        max_concurrency=batches,
+        batch_size=batch_size or -(-IN_HAND * rows // batches),
+        batch_format="pyarrow",
+        num_gpus=num_gpus,
+        num_cpus=num_cpus,
+    )
+
+
+class Generator:
+    """An LLM as Ray Data calls it: dataset.map_batches(Generator, fn_constructor_kwargs={"model": ...}, ...).
+
+    model, options: as for LLM
+    sampling_params: a SamplingParams, or a mapping with its fields; a row's columns of their names go before it
+
+    A row has a prompt in one of the columns prompt, token_ids and messages; chat_template_kwargs may stand beside
+    messages. In these columns and in those of settings, null or NaN counts as nothing.
+
+    text, token_ids, finish_reason: new columns, of the row's first sample; a column token_ids that was there becomes
+        prompt_token_ids
+    error: a new column: why the row failed, such as a prompt that is too long; null if it did not
+    samples: one more column if sampling_params or a column ask for n or logprobs: a list of all samples, with text,
+        token_ids, finish_reason and logprobs: for each token a list of {token_id, logprob, rank}, the token's own first
+
+    A row without a seed gets one from the option `seed` and from its column `id`, or if it has none from its prompt.
+    So it draws the same tokens in any order and on any actor. Rows that share a prompt need ids to draw for themselves.
+
+    Ray calls it with several batches at once, whose rows run side by side in one LLM. Raises ValueError, before a row
+    runs, for columns that clash with the new ones and for settings whose results have no column.
+    """
+
+    def __init__(
+        self, model: str, sampling_params: SamplingParams | Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        self._shared = _shared(sampling_params)
+        _check_options(options)
+        self._engine = _Engine(LLM(model, **options))
+        self._seed = self._engine.llm.config.seed
+
+    async def __call__(self, batch: DataBatch) -> AsyncIterator[pa.Table]:
+        """Yield the batch with its new columns, when all of its rows have ended."""
+        table = BlockAccessor.for_block(BlockAccessor.batch_to_block(batch)).to_arrow()
+        types = {**COLUMNS, **SAMPLES} if _has_samples(table.column_names, self._shared) else COLUMNS
+        _check_columns(table.column_names, self._shared)
+        read = table.select([name for name in table.column_names if name in READ])
+        results = await asyncio.gather(*map(self._generate, read.to_pylist()))
+        table = table.rename_columns([GIVEN_IDS if name == "token_ids" else name for name in table.column_names])
+        for name, type in types.items():
+            table = table.append_column(name, pa.array([result.get(name) for result in results], type))
+        yield table
+
+    async def _generate(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a row's new columns, without those that are null."""
+        try:
+            output = await asyncio.wrap_future(self._engine.submit(*self._read(row)))
+            return _columns(output)
+        except ValueError as error:
+            return {"error": str(error)}
+
+    def _read(self, row: dict[str, Any]) -> tuple[Prompt, SamplingParams]:
+        """Return what a row asks for. Raises ValueError for what it cannot have."""
+        settings = {name: value for name, given in row.items() if (value := _plain(given)) is not None}
+        key = settings.pop("id", None)
+        prompt = take_prompt(settings, KNOWN)
+        return prompt, SamplingParams(**complete(settings, self._shared, self._seed, prompt if key is None else key))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.close()
+
+
+class _Asked(NamedTuple):
+    prompt: Prompt
+    params: SamplingParams
+    future: Future[RequestOutput]
+
+
+class _Engine:
+    """An LLM on a thread of its own, which takes requests from any thread while others run."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()  # None: the end
+        self._running: dict[int, Future[RequestOutput]] = {}
+        self._thread = Thread(target=self._run, name="nanoinfer", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: Prompt, params: SamplingParams) -> Future[RequestOutput]:
+        """Queue a request. The future raises ValueError if it cannot run, and what the LLM raises while it runs."""
+        future: Future[RequestOutput] = Future()
+        future.set_running_or_notify_cancel()  # who waits for it may go away, but cannot cancel it
+        self._asked.put(_Asked(prompt, params, future))
+        return future
+
+    def close(self) -> None:
+        self._asked.put(None)
+        self._thread.join()
+        self.llm.close()
+
+    def _run(self) -> None:
+        most = AHEAD * self.llm.config.max_num_seqs
+        while True:
+            while not self._running or (len(self._running) < most and not self._asked.empty()):
+                asked = self._asked.get()
+                if asked is None:
+                    return
+                self._add(*asked)
+            self._step()
+
+    def _add(self, prompt: Prompt, params: SamplingParams, future: Future[RequestOutput]) -> None:
+        try:
+            self._running[self.llm.add_request(prompt, params)] = future
+        except Exception as error:
+            future.set_exception(error)
+
+    def _step(self) -> None:
+        try:
+            for output in self.llm.step():
+                self._running.pop(output.request_id).set_result(output)
+        except Exception as error:  # the LLM has dropped every request
+            for future in self._running.values():
+                future.set_exception(error)
+            self._running.clear()
+
+
+def _shared(sampling_params: SamplingParams | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the checked settings of all rows."""
+    if sampling_params is None or isinstance(sampling_params, Mapping):
+        sampling_params = SamplingParams(**(sampling_params or {}))
+    if not isinstance(sampling_params, SamplingParams):
+        raise ValueError(f"sampling_params={short(sampling_params)}: must be a SamplingParams or a mapping")
+    for name in UNKEPT:
+        if (value := getattr(sampling_params, name)) != getattr(SamplingParams, name):
+            raise ValueError(f"{name}={short(value)}: must be left out, because {NO_COLUMN}")
+    return vars(sampling_params)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    if options.get("routed_experts"):
+        raise ValueError(f"routed_experts={short(options['routed_experts'])}: must be left out, because {NO_COLUMN}")
+
+
+def _check_columns(names: list[str], shared: Mapping[str, Any]) -> None:
+    """Raise ValueError for columns that clash with new ones, or that ask for what has none, and without a prompt."""
+    if not any(name in names for name in KNOWN):
+        raise ValueError(f"columns are {', '.join(names)}: must have {' or '.join(map(repr, KNOWN))}")
+    made = {**COLUMNS, **(SAMPLES if _has_samples(names, shared) else {})}
+    if "token_ids" in names:
+        made[GIVEN_IDS] = made.pop("token_ids")
+    for name in names:
+        if name in made:
+            raise ValueError(f"column {name!r}: is there already, and a new one has its name; rename or drop it")
+        if name in UNKEPT:
+            raise ValueError(f"column {name!r}: is a setting, and {NO_COLUMN}; rename or drop it")
+
+
+def _has_samples(names: list[str], shared: Mapping[str, Any]) -> bool:
+    """Whether a row may have several samples, or log-probabilities."""
+    return shared["n"] > 1 or shared["logprobs"] is not None or "n" in names or "logprobs" in names
+
+
+def _plain(value: Any) -> Any:
+    """Return a row's value without what a table adds: None for NaN, integers for whole floats, no key of null."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: plain for key, entry in value.items() if (plain := _plain(entry)) is not None}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float):
+        return None if math.isnan(value) else int(value) if value.is_integer() else value
+    return value
+
+
+def _columns(output: RequestOutput) -> dict[str, Any]:
+    """Return a request's output as new columns of its row. Raises ValueError if a sample has ended with an error."""
+    for sample in output.samples:
+        if sample.finish_reason == "error":
+            raise ValueError(str(sample.stop_reason))
+    samples = [_sample(sample) for sample in output.samples]
+    return {**samples[0], "samples": samples}
+
+
+def _sample(sample: SampleOutput) -> dict[str, Any]:
+    row: dict[str, Any] = {name: sample[name] for name in SAMPLE}
+    if sample.logprobs is not None:
+        row["logprobs"] = [
+            [{"token_id": token_id, "logprob": float(value), "rank": value.rank} for token_id, value in place.items()]
+            for place in sample.logprobs
+        ]
+    return row
+
+
+def _cluster() -> tuple[int, int, int]:
+    """Return the numbers of the cluster's GPUs, CPUs and machines; starts Ray here if nothing has."""
+    if not ray.is_initialized():
+        ray.init()
+    resources = ray.cluster_resources()
+    return int(resources.get("GPU", 0)), int(resources["CPU"]), sum(node["Alive"] for node in ray.nodes())
