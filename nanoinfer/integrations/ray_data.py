@@ -1,4 +1,4 @@
-"""Ray Data generates with an LLM in each of its actors: build(dataset, model), or dataset.map_batches(Generator, ...)."""
+"""Ray Data runs an LLM in each of its actors: build(dataset, model), or dataset.map_batches(Generator, ...)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ SAMPLE = {"text": pa.string(), "token_ids": IDS, "finish_reason": pa.string()}
 COLUMNS = {**SAMPLE, "error": pa.string()}
 SAMPLES = {"samples": pa.list_(pa.struct({**SAMPLE, "logprobs": pa.list_(pa.list_(ENTRY))}))}
 
-BATCHES = 8  # so many batches an actor has at once
-IN_HAND = 4  # times max_num_seqs: so many rows these have, because a batch stays until its longest row has ended
+BATCHES = 4  # of max_num_seqs rows each: so many an actor has at once, because a batch waits for its longest row
 
 
 def build(
@@ -55,17 +54,18 @@ def build(
     num_cpus: float | None = None,
     **options: Any,
 ) -> Dataset:
-    """Return the dataset with the columns of a Generator, which Ray makes when somebody reads them.
+    """Return the dataset with the new columns of a Generator, which Ray makes when somebody reads them.
 
     dataset: its rows have a column prompt, token_ids or messages
     model, sampling_params, options: as for Generator
-    size: so many actors, each with an LLM of its own; None: as many as the GPUs serve, or one a machine without GPUs
-    batch_size: an actor gets so many rows at a time; None: so many that four times max_num_seqs are in its hands
+    size: so many actors, each with an LLM of its own; None: as many as the cluster's GPUs serve, or one a machine
+    batch_size: an actor takes so many rows at a time; None: max_num_seqs
     max_concurrency: an actor has so many batches at once
-    num_gpus: an actor's; None: one a rank, or none where the cluster has none, and for device="cpu"
-    num_cpus: an actor's; None: one beside GPUs, otherwise half of a machine's
+    num_gpus: an actor's GPUs; None: one a rank, or none where the cluster has none, and for device="cpu"
+    num_cpus: an actor's CPUs; None: one beside GPUs, otherwise half of a machine's
 
-    Raises ValueError for settings that cannot work, and for columns that clash if Ray knows them before it runs.
+    An actor is one process, so that its GPUs are always those of one machine. Raises ValueError for settings that
+    cannot work, and for columns that clash, if Ray knows their names before it runs.
     """
     shared = _shared(sampling_params)
     _check_options(options)
@@ -73,7 +73,6 @@ def build(
         _check_columns(schema.names, shared)
     ranks = check_int("tensor_parallel_size", options.get("tensor_parallel_size", 1), 1)
     rows = check_int("max_num_seqs", options.get("max_num_seqs", Config.max_num_seqs), 1)
-    batches = check_int("max_concurrency", max_concurrency, 1)
     gpus, cpus, machines = _cluster()
     if num_gpus is None:
         num_gpus = ranks if gpus and str(options.get("device")) != "cpu" else 0
@@ -84,12 +83,14 @@ def build(
     return dataset.map_batches(
         Generator,
         fn_constructor_kwargs={"model": model, "sampling_params": sampling_params, **options},
-        compute=ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=batches),
-        max_concurrency=batches,
-        batch_size=batch_size or -(-IN_HAND * rows // batches),
+        compute=ActorPoolStrategy(
+            size=size, max_concurrent_calls_per_actor=max_concurrency, max_tasks_in_flight_per_actor=max_concurrency
+        ),
+        batch_size=rows if batch_size is None else batch_size,
         batch_format="pyarrow",
         num_gpus=num_gpus,
         num_cpus=num_cpus,
+        udf_modifying_row_count=False,
     )
 
 

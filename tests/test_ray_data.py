@@ -1,0 +1,265 @@
+"""Ray Data maps rows by LLMs in its actors, and loses none of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
+pytest.importorskip("ray.data", reason="needs ray.data: pip install -e '.[ray]'")
+
+import pyarrow as pa
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, WorkerError, batch
+from nanoinfer.integrations.ray_data import Generator, build
+
+SMALL = {"dtype": "float32", "kvcache_block_size": 16, "max_model_len": 64, "num_kvcache_blocks": 256, "device": "cpu"}
+CHAT = [{"role": "user", "content": "Good morrow"}]
+
+
+NEW = ["text", "token_ids", "finish_reason", "error"]
+
+
+def table_of(rows: list[dict[str, Any]]) -> pa.Table:
+    """Return rows as a table, in which all have the columns of each."""
+    return pa.Table.from_pylist([{**{name: None for other in rows for name in other}, **row} for row in rows])
+
+
+class Watched(Generator):
+    """A Generator that says which process made a row, and how many steps that process had run by then."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.steps = [0]
+        self._engine.llm.engine.on_step = lambda step, steps=self.steps: steps.append(step.num_running)
+
+    async def __call__(self, rows: Any) -> AsyncIterator[pa.Table]:
+        async for table in super().__call__(rows):
+            told = {"pid": os.getpid(), "steps": len(self.steps), "most": max(self.steps)}
+            for name, value in told.items():
+                table = table.append_column(name, pa.array([value] * len(table)))
+            yield table
+
+
+def once(generator: Generator, rows: Any) -> pa.Table:
+    """Return what a generator makes of one batch."""
+
+    async def first() -> pa.Table:
+        return await anext(generator(rows))
+
+    return asyncio.run(first())
+
+
+@pytest.fixture(scope="module")
+def generator() -> Generator:
+    return Generator(BUNDLED_MODEL, {"max_tokens": 6}, **SMALL)
+
+
+class TestRows:
+    """One batch, in this process: what stands in its columns."""
+
+    def test_each_kind_of_prompt_gives_what_generate_gives(self, generator: Generator) -> None:
+        rows = [
+            {"prompt": "ROMEO:\n", "seed": 1, "temperature": None},
+            {"token_ids": [30, 31], "seed": 2, "temperature": 0.5, "stop": ["a"]},
+            {"messages": CHAT, "seed": 3, "max_tokens": 3, "temperature": 0.0},
+        ]
+        made = once(generator, table_of(rows)).to_pylist()
+        with LLM(BUNDLED_MODEL, **SMALL) as llm:
+            params = [
+                SamplingParams(max_tokens=6, seed=1),
+                SamplingParams(max_tokens=6, seed=2, temperature=0.5, stop="a"),
+                SamplingParams(max_tokens=3, seed=3, temperature=0),
+            ]
+            expected = llm.generate(["ROMEO:\n", [30, 31], {"messages": CHAT}], params, use_tqdm=False)
+        for row, output in zip(made, expected, strict=True):
+            assert [row["text"], row["token_ids"], row["finish_reason"], row["error"]] == [
+                output.text, output.token_ids, output.finish_reason, None,
+            ]  # fmt: skip
+        assert [row["prompt_token_ids"] for row in made] == [None, [30, 31], None]
+
+    def test_every_batch_format_gives_the_same(self, generator: Generator) -> None:
+        """NumPy and pandas know no missing integers: they make them, and the others, floats."""
+        table = pa.table(
+            {"prompt": ["ROMEO:\n"] * 3, "max_tokens": [3, None, 5], "id": [1, 2, 3], "kept": ["a", "b", None]}
+        )
+        expected = once(generator, table).to_pylist()
+        assert [len(row["token_ids"]) for row in expected] == [3, 6, 5]
+        assert [row["kept"] for row in expected] == ["a", "b", None]
+        frame = table.to_pandas()
+        arrays = {name: frame[name].to_numpy() for name in frame}
+        for rows in (frame, arrays):
+            assert once(generator, rows).select(NEW).to_pylist() == [{n: row[n] for n in NEW} for row in expected]
+
+    def test_a_row_that_fails_says_why_and_the_others_go_on(self, generator: Generator) -> None:
+        rows = [
+            {"prompt": "x" * 999},
+            {"prompt": None},
+            {"prompt": "both", "token_ids": [1]},
+            {"prompt": "cold", "temperature": -1.0},
+            {"prompt": "form", "structured_outputs": {"no": "form"}},
+            {"prompt": "fine"},
+        ]
+        made = once(generator, table_of(rows)).to_pylist()
+        reasons = ["max_model_len=64", "has no prompt", "prompt and token_ids", "temperature=-1", "structured_outputs"]
+        for row, said in zip(made[:-1], reasons, strict=True):
+            assert said in row["error"]
+            assert [row["text"], row["token_ids"], row["finish_reason"]] == [None] * 3
+        assert made[-1]["error"] is None
+        assert made[-1]["text"]
+
+    def test_samples_and_log_probabilities(self, generator: Generator) -> None:
+        made = once(generator, pa.table({"prompt": ["ROMEO:"] * 2, "n": [3, None], "logprobs": [None, 1]})).to_pylist()
+        several, scored = made
+        assert several["samples"][0]["text"] == several["text"]
+        assert len({sample["text"] for sample in several["samples"]}) == 3
+        assert several["samples"][0]["logprobs"] is None
+        (sample,) = scored["samples"]
+        for token_id, place in zip(scored["token_ids"], sample["logprobs"], strict=True):
+            assert place[0]["token_id"] == token_id
+            assert min(entry["rank"] for entry in place) == 1
+
+    def test_a_row_draws_what_the_line_of_a_batch_file_draws(self, generator: Generator, tmp_path: Path) -> None:
+        rows = [{"id": i, "prompt": "ROMEO:\n"} for i in range(4)]
+        source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        batch.run(source, target, BUNDLED_MODEL, max_tokens=6, keep_order=True, **SMALL)
+        expected = [json.loads(line)["token_ids"] for line in target.read_text().splitlines()]
+        made = once(generator, pa.Table.from_pylist(rows[::-1])).to_pylist()
+        assert [row["token_ids"] for row in made[::-1]] == expected
+        without = once(generator, pa.table({"prompt": ["ROMEO:\n", "JULIET:\n", "ROMEO:\n"]})).to_pylist()
+        assert without[0] == without[2]
+
+    @pytest.mark.parametrize("name", ["text", "error", "finish_reason", "prompt_token_ids", "samples", "kept_tokens"])
+    def test_a_column_that_clashes_is_named(self, generator: Generator, name: str) -> None:
+        rows = pa.table({"token_ids": [[30]], "n": [2], name: ["mine"]})
+        with pytest.raises(ValueError, match=f"column '{name}'"):
+            once(generator, rows)
+
+    def test_rows_without_a_prompt_are_refused(self, generator: Generator) -> None:
+        with pytest.raises(ValueError, match="columns are question: must have 'prompt' or"):
+            once(generator, pa.table({"question": ["Who?"]}))
+
+    @pytest.mark.parametrize(
+        ("settings", "options", "said"),
+        [
+            ({"temperature": -1}, {}, "temperature=-1"),
+            ({"prompt_logprobs": 0}, {}, "prompt_logprobs=0: must be left out"),
+            ("greedy", {}, "sampling_params='greedy': must be"),
+            ({}, {"routed_experts": True}, "routed_experts=True: must be left out"),
+        ],
+    )
+    def test_settings_that_cannot_work_are_refused(self, settings: Any, options: dict[str, Any], said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            Generator("no model", settings, **options)
+
+    def test_a_dead_rank_ends_the_batch(self) -> None:
+        generator = Generator(BUNDLED_MODEL, tensor_parallel_size=2, **SMALL)
+        (worker,) = generator._engine.llm.engine.ranks.workers.processes
+        assert once(generator, pa.table({"prompt": ["ROMEO:"]}))["error"].to_pylist() == [None]
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="rank 1"):
+            once(generator, pa.table({"prompt": ["ROMEO:"]}))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A cluster of this machine, whose two GPUs are mere numbers by which Ray plans."""
+    ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
+
+
+def expected_ids(rows: list[dict[str, Any]], **options: Any) -> list[list[int]]:
+    with LLM(BUNDLED_MODEL, **{**SMALL, **options}) as llm:
+        params = [SamplingParams(max_tokens=row["max_tokens"], seed=row["seed"]) for row in rows]
+        outputs = llm.generate([row["prompt"] for row in rows], params, use_tqdm=False)
+    return [output.token_ids for output in outputs]
+
+
+def is_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.usefixtures("cluster")
+class TestCluster:
+    """A real cluster of this machine."""
+
+    def test_an_actor_that_is_killed_loses_no_row(self) -> None:
+        """Two actors share the rows; Ray starts the dead one again. The others end cleanly: no process, no memory."""
+        segments = set(os.listdir("/dev/shm"))
+        rows = [
+            {"id": i, "prompt": "ROMEO:\n", "seed": i, "max_tokens": 5 + i % 40, "x": {"y": [i]}} for i in range(400)
+        ]
+        made = ray.data.from_items(rows, override_num_blocks=50).map_batches(
+            Watched,
+            fn_constructor_kwargs={"model": BUNDLED_MODEL, "max_num_seqs": 4, **SMALL},
+            compute=ray.data.ActorPoolStrategy(size=2, max_concurrent_calls_per_actor=2),
+            batch_size=8,
+            batch_format="pyarrow",
+        )
+        results = []
+        for row in made.iter_rows():
+            if not results:
+                os.kill(row["pid"], signal.SIGKILL)
+            results.append(row)
+        results.sort(key=lambda row: row["id"])
+        assert [{name: row[name] for name in rows[0]} for row in results] == rows
+        assert [row["token_ids"] for row in results] == expected_ids(rows)
+        pids = {row["pid"] for row in results}
+        assert len(pids) == 3
+        del made
+        assert all(is_gone(pid) for pid in pids)
+        assert {name for name in set(os.listdir("/dev/shm")) - segments if not name.startswith("sem.")} == set()
+
+    def test_batches_leave_no_gap_between_them(self) -> None:
+        """The engine needs the steps of one generate over all rows, and a few to begin with."""
+        rows = [{"prompt": "JULIET:", "seed": i, "max_tokens": 2 + 7 * i % 50} for i in range(300)]
+        made = ray.data.from_items(rows, override_num_blocks=30).map_batches(
+            Watched,
+            fn_constructor_kwargs={"model": BUNDLED_MODEL, "max_num_seqs": 8, **SMALL},
+            compute=ray.data.ActorPoolStrategy(size=1, max_concurrent_calls_per_actor=4),
+            batch_size=8,
+        )
+        results = made.take_all()
+        steps = []
+        with LLM(BUNDLED_MODEL, max_num_seqs=8, **SMALL) as llm:
+            llm.engine.on_step = steps.append
+            params = [SamplingParams(max_tokens=row["max_tokens"], seed=row["seed"]) for row in rows]
+            llm.generate([row["prompt"] for row in rows], params, use_tqdm=False)
+        assert max(row["most"] for row in results) == 8
+        assert max(row["steps"] for row in results) < 1.05 * len(steps)
+
+    def test_build_chooses_for_the_cluster(self) -> None:
+        """Two ranks of one actor take two GPUs, which the cluster has once."""
+        rows = ray.data.from_items([{"prompt": "ROMEO:\n", "seed": 1, "max_tokens": 8}] * 3)
+        made = build(rows, BUNDLED_MODEL, {"temperature": 0.5}, tensor_parallel_size=2, **{**SMALL, "device": "auto"})
+        results = made.take_all()
+        with LLM(BUNDLED_MODEL, **SMALL) as llm:
+            expected = llm.generate("ROMEO:\n", SamplingParams(temperature=0.5, seed=1, max_tokens=8), use_tqdm=False)
+        assert [row["text"] for row in results] == [expected[0].text] * 3
+
+    def test_build_refuses_before_anything_runs(self) -> None:
+        rows = ray.data.from_items([{"prompt": "ROMEO:\n", "text": "mine"}])
+        with pytest.raises(ValueError, match="column 'text': is there already"):
+            build(rows, BUNDLED_MODEL)
+        with pytest.raises(ValueError, match="unknown argument 'max_token': did you mean 'max_tokens'"):
+            build(rows, BUNDLED_MODEL, {"max_token": 3})
+        with pytest.raises(ValueError, match="tensor_parallel_size=0"):
+            build(rows.drop_columns(["text"]), BUNDLED_MODEL, tensor_parallel_size=0)
