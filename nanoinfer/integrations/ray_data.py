@@ -132,8 +132,8 @@ class Generator:
         read = table.select([name for name in table.column_names if name in READ])
         results = await asyncio.gather(*map(self._generate, read.to_pylist()))
         table = table.rename_columns([GIVEN_IDS if name == "token_ids" else name for name in table.column_names])
-        for name, type in types.items():
-            table = table.append_column(name, pa.array([result.get(name) for result in results], type))
+        for name, kind in types.items():
+            table = table.append_column(name, pa.array([result.get(name) for result in results], kind))
         yield table
 
     async def _generate(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -283,4 +283,4 @@ def _cluster() -> tuple[int, int, int]:
     if not ray.is_initialized():
         ray.init()
     resources = ray.cluster_resources()
-    return int(resources.get("GPU", 0)), int(resources["CPU"]), sum(node["Alive"] for node in ray.nodes())
+    return int(resources.get("GPU", 0)), int(resources.get("CPU", 0)), sum(node["Alive"] for node in ray.nodes())
