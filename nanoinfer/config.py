@@ -25,6 +25,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 HAVE_DEFAULTS = ("max_num_seqs", "max_model_len")  # if they are None
 MAX_RANKS = 8
+MAX_REPLICAS = 64
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
 
@@ -77,7 +78,11 @@ class Config:
     worker_timeout: the engine ends when a rank's process does not run for this many seconds, because it is stopped or
         starved. On CUDA it also ends when a step takes that long. float("inf"): it waits for ever. With
         tensor_parallel_group it ends when a rank waits that long for another while requests run. Before they run, ranks
-        wait for each other for half an hour
+        wait for each other for half an hour. A replica ends likewise, and the others go on
+    data_parallel_size: this many replicas of the model share the requests, 1 to 64. Each is a process with an engine of
+        its own, and takes tensor_parallel_size GPUs. max_num_seqs and all other options are those of each replica
+    restart_replicas: True: a replica that dies starts again, while the others go on. If it dies before it is ready, it
+        does not start again, nor does any replica once load_weights has changed the weights
 
     Integers, numbers and booleans may come from any library; a boolean does not count as an integer.
     Raises a ValueError that names the option, its value and what would work.
@@ -108,6 +113,8 @@ class Config:
     trust_remote_code: bool = False
     tensor_parallel_group: ProcessGroup | None = field(default=None, repr=False)
     worker_timeout: float = 30.0
+    data_parallel_size: int = 1
+    restart_replicas: bool = False
 
     description: Description = field(init=False, repr=False)  # the model's structure
     eos_token_ids: frozenset[int] = field(init=False, repr=False)
@@ -120,7 +127,14 @@ class Config:
         self.enforce_eager = check_flag("enforce_eager", self.enforce_eager)
         self.load_format = check_choice("load_format", self.load_format, ["safetensors", "dummy", "dummy_skewed"])
         self.logprobs_mode = check_choice("logprobs_mode", self.logprobs_mode, [RAW, PROCESSED])
-        self.device = _resolve_device(self.device, self.tensor_parallel_size if self.starts_ranks else 1)
+        self.restart_replicas = check_flag("restart_replicas", self.restart_replicas)
+        if self.data_parallel_size > 1 and not self.starts_ranks:
+            raise ValueError(
+                f"data_parallel_size={self.data_parallel_size}: must be 1 with tensor_parallel_group: make an LLM in"
+                " each group of processes instead"
+            )
+        ranks = self.tensor_parallel_size if self.starts_ranks else 1
+        self.device = _resolve_device(self.device, ranks, self.data_parallel_size)
         if check_flag("trust_remote_code", self.trust_remote_code):
             raise ValueError("trust_remote_code=True: must be False: no remote code runs here")
         checkpoint = Checkpoint.open(self.model, self.revision)
@@ -210,6 +224,7 @@ class Config:
             ("max_num_seqs", 1, None),
             ("max_model_len", 2, None),  # a prompt token and a generated one
             ("tensor_parallel_size", 1, MAX_RANKS),
+            ("data_parallel_size", 1, MAX_REPLICAS),
             ("seed", 0, 2**63 - 1),
             ("kvcache_block_size", 16, MAX_SLOTS),
         ):
@@ -239,7 +254,7 @@ class Config:
             )
 
 
-def _resolve_device(device: str | torch.device, ranks: int) -> str:
+def _resolve_device(device: str | torch.device, ranks: int, replicas: int) -> str:
     if isinstance(device, (str, torch.device)):
         device = str(device).removesuffix(":0")
         if device.startswith("cuda:"):
@@ -250,8 +265,14 @@ def _resolve_device(device: str | torch.device, ranks: int) -> str:
         return "cpu"
     if count == 0:
         raise ValueError("device='cuda': torch sees no CUDA device; use device='cpu', or 'auto'")
-    if ranks > count:
-        raise ValueError(f"tensor_parallel_size={ranks}: this machine has {count} GPU{'s' if count > 1 else ''}")
+    found = f"this machine has {count} GPU{'s' if count > 1 else ''}"
+    if replicas == 1 and ranks > count:
+        raise ValueError(f"tensor_parallel_size={ranks}: {found}")
+    if replicas * ranks > count:
+        raise ValueError(
+            f"data_parallel_size={replicas}: {replicas} replicas of tensor_parallel_size={ranks} need"
+            f" {replicas * ranks} GPUs, and {found}"
+        )
     return "cuda"
 
 

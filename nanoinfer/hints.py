@@ -15,6 +15,7 @@ ELSEWHERE = {
         ("device_map", "device"),
         ("attn_implementation", "attention_backend"),
         ("tp_size num_gpus", "tensor_parallel_size"),
+        ("dp_size num_replicas", "data_parallel_size"),
         ("max_seq_len max_seq_length context_length", "max_model_len"),
         ("max_batch_size max_running_requests", "max_num_seqs"),
         ("block_size page_size", "kvcache_block_size"),
@@ -50,7 +51,7 @@ ELSEWHERE = {
         ("tokenizer_mode skip_tokenizer_init", "leave it out: a tokenizer is used if there is one"),
         ("cache_dir download_dir token hf_token", "download the checkpoint, and pass its folder as model"),
         ("swap_space cpu_offload_gb", "leave it out: nothing is moved to the CPU"),
-        ("pipeline_parallel_size data_parallel_size", "tensor_parallel_size alone divides the work"),
+        ("pipeline_parallel_size", "tensor_parallel_size and data_parallel_size alone divide the work"),
         ("distributed_executor_backend disable_log_stats disable_custom_all_reduce", "leave it out"),
     )
     for name in names.split()

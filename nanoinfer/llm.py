@@ -8,6 +8,7 @@ from collections.abc import Sequence as ListLike
 from typing import Any, overload
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.checks import check_flag, check_int, check_none, check_subset
 from nanoinfer.config import Config
@@ -15,10 +16,13 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.sleeper import TAGS
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
+from nanoinfer.replicas.replicas import Replicas
+from nanoinfer.replicas.requests import ReplicaRequests
 from nanoinfer.requests.inputs import Chats, Inputs, Prepared, Prompt, Tokens, load_tokenizer
+from nanoinfer.requests.interface import AnyEngine, Fate, SomeRequests
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.requests.progress import Stream, run_all, stream_all
-from nanoinfer.requests.request import Fate, Requests
+from nanoinfer.requests.request import Requests
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
 
@@ -60,12 +64,11 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         self.config = Config(model, **options)
         self.tokenizer = load_tokenizer(self.config)
-        self.engine = LLMEngine(self.config)
-        self.memory = self.engine.ranks.runner.memory
+        self.engine, self._requests = _start(self.config, self.tokenizer)
+        self.memory = self.engine.memory
         self.config.num_kvcache_blocks = self.memory.blocks
         self._inputs = Inputs(self.config, self.tokenizer)
         self._busy = threading.Lock()
-        self._requests = Requests(self.engine, self.tokenizer)
 
     @hints_for("generate")
     def generate(
@@ -87,7 +90,7 @@ class LLM:
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
         """
         self.engine.check_ready()
-        with self.engine.ranks.alike():
+        with self.engine.alike():
             use_tqdm = check_flag("use_tqdm", use_tqdm)
             check_none("lora_request", lora_request, NO_LORA)
             prepared = self._inputs.check(prompts, sampling_params)
@@ -113,7 +116,7 @@ class LLM:
         Raises ValueError, before anything runs, as generate does, and for a chat that the template refuses.
         """
         self.engine.check_ready()
-        with self.engine.ranks.alike():
+        with self.engine.alike():
             use_tqdm = check_flag("use_tqdm", use_tqdm)
             check_none("lora_request", lora_request, NO_LORA)
             prepared = self._inputs.check_chats(messages, sampling_params, template)
@@ -139,7 +142,7 @@ class LLM:
         Raises ValueError, before anything runs, as generate does.
         """
         self.engine.check_ready()
-        with self.engine.ranks.alike():
+        with self.engine.alike():
             prepared = self._inputs.check(prompts, sampling_params)
             if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
                 self._inputs.check_detokenizer("stream")
@@ -159,7 +162,7 @@ class LLM:
         Raises ValueError as generate does, and for a continuation that adds no token to the prompt's.
         """
         self.engine.check_ready()
-        with self.engine.ranks.alike():
+        with self.engine.alike():
             prepared = self._inputs.check_continuations(prompt, continuations)
         return [score_of(output) for output in self._generate(prepared, use_tqdm=False)]
 
@@ -205,7 +208,7 @@ class LLM:
         Raises ValueError as generate does.
         """
         self.engine.check_ready()
-        with self.engine.ranks.alike():
+        with self.engine.alike():
             prepared = self._inputs.check_one(prompt, sampling_params)
         with self._turn(), self._requests:
             return self._requests.add(prepared).id
@@ -267,7 +270,7 @@ class LLM:
         has written any.
         """
         self.engine.check_writable()
-        with self.engine.ranks.alike():
+        with self.engine.alike():
             partial = check_flag("partial", partial)
             source = TensorSource(named_tensors, partial, self.config.description.is_multimodal)
             begin = self._requests.before_new_weights(in_flight)
@@ -287,7 +290,7 @@ class LLM:
         numbers that are not finite. The weights are then incomplete.
         """
         self.engine.check_writable()
-        with self.engine.ranks.alike():
+        with self.engine.alike():
             folder = find_folder("model", model, revision, CHECKPOINT_FILES)
             source = FileSource(folder, self.config.description.is_multimodal)
             begin = self._requests.before_new_weights(in_flight)
@@ -302,10 +305,9 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Let no later request share what has been computed so far."""
-        self.engine.ranks.check_open()
+        self.engine.check_open()
         with self._turn():
-            self.engine.ranks.note("reset_prefix_cache")
-            self.engine.scheduler.reset_prefix_cache()
+            self.engine.reset_prefix_cache()
 
     @hints_for("sleep")
     def sleep(self, level: int = 1) -> None:
@@ -319,8 +321,8 @@ class LLM:
 
         Raises RuntimeError while requests run, or if the host has no room for the weights.
         """
-        self.engine.ranks.check_open()
-        with self.engine.ranks.alike():
+        self.engine.check_open()
+        with self.engine.alike():
             check_int("level", level, 1, 2)
         with self._turn(alone=True):
             self.engine.sleep(keep_weights=level == 1)
@@ -333,8 +335,8 @@ class LLM:
 
         Raises RuntimeError if the device has no room any more. The LLM then sleeps on.
         """
-        self.engine.ranks.check_open()
-        with self.engine.ranks.alike():
+        self.engine.check_open()
+        with self.engine.alike():
             wanted = set(TAGS) if tags is None else check_subset("tags", tags, list(TAGS))
         with self._turn():
             self.engine.wake_up(wanted)
@@ -342,7 +344,7 @@ class LLM:
     @property
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache, or both, are given away."""
-        return bool(self.engine.sleeper.asleep)
+        return self.engine.is_sleeping
 
     def default_sampling_params(self) -> SamplingParams:
         """Return SamplingParams with the checkpoint's generation_config.json; other settings have our defaults.
@@ -391,5 +393,14 @@ class LLM:
     def _stream(self, prompts: list[Prepared]) -> Generator[StreamOutput, None, None]:
         with self._turn(alone=True), self._requests:
             requests = [self._requests.add(prompt, streams=True) for prompt in prompts]
-            yield from stream_all(self._requests, requests, self.engine.ranks.check_open)
+            yield from stream_all(self._requests, requests, self.engine.check_open)
             self._requests.take_finished()
+
+
+def _start(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests]:
+    """Start an engine in this process, or replicas in others; returns it, and its requests."""
+    if config.data_parallel_size > 1:
+        replicas = Replicas(config)
+        return replicas, ReplicaRequests(replicas, config, tokenizer)
+    engine = LLMEngine(config)
+    return engine, Requests(engine, tokenizer)

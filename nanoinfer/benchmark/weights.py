@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoinfer import LLM
+from nanoinfer.engine.llm_engine import LLMEngine
 
 MOST_ON_DISK = 32 << 30  # bytes; larger checkpoints take minutes to write
 PAUSE_SECONDS = 1.0  # of sleep, in which a GPU's driver clears the memory; nobody gets it sooner
@@ -101,6 +102,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 def shapes_of(llm: LLM) -> Shapes:
     """Return the names and whole shapes of the tensors that a checkpoint of the model has, one for each expert."""
+    assert isinstance(llm.engine, LLMEngine)
     table = llm.engine.ranks.runner.holdings.weights.table
     return [
         (name, shards[0].shape, llm.config.torch_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
@@ -22,6 +23,7 @@ from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.engine.step_result import InFlight, StepResult
 from nanoinfer.grammar import Grammar
 from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
+from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -46,26 +48,34 @@ class LLMEngine:
         self.on_step: Callable[[StepResult], None] | None = None  # called with each step that is read back
         self.num_requests = 0  # that have been added so far, ended ones included
 
-    def add_request(self, prompt: list[int], params: SamplingParams, grammar: Grammar | None = None) -> list[Sequence]:
+    def add_request(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        grammar: Grammar | None = None,
+        seed: int | None = None,
+        samples: range | None = None,
+    ) -> list[Sequence]:
         """Queue a request; returns its params.n sequences, which hold their tokens once steps have finished them.
 
         grammar: that of params.structured_outputs, if there are any
+        seed: the request's; None: params.seed, or one that is made from the request's number
+        samples: the numbers of those that are wanted; None: all
 
         The sequences' request_id counts the requests, from 0.
         """
         self.ranks.note("prompt", prompt)
         self.ranks.note("settings", params)
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
-        seed = params.seed
-        if seed is None:  # + 1: the first request's seed is not 0, which a user may choose
-            seed = self.config.seed * 0x9E3779B97F4A7C15 + (request_id + 1) * 0xD1B54A32D192ED03
+        if seed is None:
+            seed = seed_of(params, self.config.seed, request_id)
         stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_ids |= self.config.eos_token_ids
         if grammar is not None:
             stop_ids |= grammar.eos_token_ids
         seqs: list[Sequence] = []
-        for index in range(params.n):
+        for index in samples or range(params.n):
             own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
             seq = Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, request_id, index)
             seq.queued_at = time.perf_counter()
@@ -128,6 +138,21 @@ class LLMEngine:
             while self.in_flight:
                 results.append(self._read_back(self.in_flight.popleft()))
         return results
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request share what has been computed so far."""
+        self.ranks.note("reset_prefix_cache")
+        self.scheduler.reset_prefix_cache()
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """How the device's memory is divided."""
+        return self.ranks.runner.memory
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache, or both, are lent."""
+        return bool(self.sleeper.asleep)
 
     def sleep(self, keep_weights: bool) -> None:
         """Lend the ranks' memory, while no request runs. Raises RuntimeError if there is no room for kept weights."""
@@ -199,6 +224,14 @@ class LLMEngine:
             self.ranks.close()  # first, so that a call on another thread learns why it ends
             self.matchers.close()
 
+    def alike(self) -> AbstractContextManager[None]:
+        """Return a context in which an error ends all peers' calls, if there are peers: see Ranks.alike."""
+        return self.ranks.alike()
+
+    def check_open(self) -> None:
+        """Raise an error if this engine can make no steps any more: see Ranks.check_open."""
+        self.ranks.check_open()
+
     def check_writable(self, only_whole: bool = False) -> None:
         """Raise RuntimeError if the weights are lent, or with only_whole incomplete, and as Ranks.check_open does."""
         self.ranks.check_open()
@@ -211,6 +244,14 @@ class LLMEngine:
         self.ranks.check_open()
         self.sleeper.check_awake("weights", "kv_cache")
         self.updater.check_whole()
+
+
+def seed_of(params: SamplingParams, engine_seed: int, request_id: int) -> int:
+    """Return the seed of a request: its own, or one that is made from the engine's and the request's number."""
+    if params.seed is not None:
+        return params.seed
+    # + 1: the first request's seed is not 0, which a user may choose
+    return engine_seed * 0x9E3779B97F4A7C15 + (request_id + 1) * 0xD1B54A32D192ED03
 
 
 def _prefix_finder(config: Config) -> PrefixFinder:

@@ -23,7 +23,8 @@ class InFlight:
 class StepResult:
     """The step that one call of LLMEngine.step read back; without one, all is empty or 0.
 
-    num_running and blocks_used still count the sequences that ended with the step.
+    num_running and blocks_used still count the sequences that ended with the step. With several replicas, finished and
+    advanced stay empty here: the sequences are in the replicas' processes.
     """
 
     finished: list[Sequence]
@@ -33,3 +34,4 @@ class StepResult:
     ready_at: float | None = None  # when the device was done with the step, on time.perf_counter's clock
     num_running: int = 0  # sequences whose prompts are scheduled whole and whose last token is not read back yet
     blocks_used: float = 0.0  # the share of the KV cache's blocks that sequences hold
+    replica: int = 0  # which of data_parallel_size made it

@@ -42,12 +42,15 @@ class Prepared(NamedTuple):
 
     token_ids, params, grammar: its tokens, and its settings
     text: the text of these tokens; None if the user passed token ids
+    seed, samples: as for LLMEngine.add_request
     """
 
     token_ids: list[int]
     text: str | None
     params: SamplingParams
     grammar: Grammar | None
+    seed: int | None = None
+    samples: range | None = None
 
 
 class Inputs:
@@ -203,10 +206,10 @@ class Inputs:
                 raise ValueError(f"{name}.{field}={short(count)}: the model has {vocab_size} tokens")
         if params.stop:
             self.check_detokenizer(f"{name}.stop={params.stop!r}")
-        return Settings(_copy(params), self._compile(name, params))
+        return Settings(_copy(params), self.compile(name, params))
 
-    def _compile(self, name: str, params: SamplingParams) -> Grammar | None:
-        """Compile the grammar of a request with structured outputs."""
+    def compile(self, name: str, params: SamplingParams) -> Grammar | None:
+        """Compile the grammar of a request with structured outputs; `name` begins the messages of errors."""
         if params.structured_outputs is None:
             return None
         name = f"{name}.structured_outputs={short(params.structured_outputs)}"

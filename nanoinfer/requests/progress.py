@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 
 from tqdm import tqdm
 
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.requests.interface import AnyRequest, SomeRequests
 from nanoinfer.requests.outputs import StreamOutput
-from nanoinfer.requests.request import Request, Requests
 
 
 class Stream(Iterator[StreamOutput]):
@@ -43,40 +43,46 @@ class Rates:
     """Tokens per second of prefill and of decode, each over the time that its steps took."""
 
     def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._prefill = [0, 0.0]  # tokens, seconds
-        self._decode = [0, 0.0]
+        self._start = time.perf_counter()
+        self._last: dict[int, float] = {}  # by replica, when its last step was done
+        self._prefill: dict[int, list[float]] = {}  # by replica: tokens, seconds
+        self._decode: dict[int, list[float]] = {}
 
     def update(self, result: StepResult) -> bool:
         """Count one step, over the time since the step before it; returns whether it was a prefill step."""
         if result.ready_at is None:
             return False
-        counter = self._prefill if result.num_prefill_tokens else self._decode
+        replica = result.replica
+        counter = (self._prefill if result.num_prefill_tokens else self._decode).setdefault(replica, [0, 0.0])
         counter[0] += result.num_prefill_tokens + result.num_decode_tokens
-        counter[1] += result.ready_at - self._last
-        self._last = result.ready_at
+        counter[1] += result.ready_at - self._last.get(replica, self._start)
+        self._last[replica] = result.ready_at
         return result.num_prefill_tokens > 0
 
     def __str__(self) -> str:
-        prefill, decode = (tokens / max(seconds, 1e-9) for tokens, seconds in (self._prefill, self._decode))
+        prefill, decode = (
+            sum(tokens / max(seconds, 1e-9) for tokens, seconds in counters.values())
+            for counters in (self._prefill, self._decode)
+        )
         return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
 
 
-def run_all(requests: Requests, count: int, use_tqdm: bool) -> None:
+def run_all(requests: SomeRequests, count: int, use_tqdm: bool) -> None:
     """Step until all of `count` requests have ended, and show how far they are if use_tqdm says so."""
     with tqdm(total=count, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
         rates, num_finished = Rates(), 0
         while requests.num_running:
-            result = requests.step()
+            results = requests.step()
             newly = len(requests.finished) - num_finished
             num_finished += newly
-            if use_tqdm and (rates.update(result) or newly):
+            prefills = [rates.update(result) for result in results if use_tqdm]
+            if use_tqdm and (any(prefills) or newly):
                 bar.set_postfix_str(str(rates), refresh=False)
                 bar.update(newly)
 
 
 def stream_all(
-    requests: Requests, streamed: list[Request], check_open: Callable[[], None]
+    requests: SomeRequests, streamed: Collection[AnyRequest], check_open: Callable[[], None]
 ) -> Generator[StreamOutput, None, None]:
     """Step until all of `streamed` have ended, and yield what their samples have that is new.
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, get_args
+from typing import get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from nanoinfer.checks import as_int, check_choice, short
+from nanoinfer.checks import check_choice
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.routed_experts import ExpertIds
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step_result import StepResult
-from nanoinfer.logprob import Decode
+from nanoinfer.logprob import CandidatesLog, Decode
 from nanoinfer.requests.detokenizer import Detokenizer, decode, decoder
 from nanoinfer.requests.inputs import Prepared
-from nanoinfer.requests.outputs import Later, RequestOutput, SampleOutput, StreamOutput, Timings
-
-Fate = Literal["recompute", "keep", "abort"]  # of the requests that run when the weights change
+from nanoinfer.requests.interface import AnyRequests, Fate
+from nanoinfer.requests.outputs import RequestOutput, StreamOutput
+from nanoinfer.requests.results import SampleResult, prompt_logprobs, request_output
 
 
 class Sample:
@@ -70,43 +69,44 @@ class Sample:
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             weights_versions=seq.weights_versions,
-            logprobs=None if seq.params.logprobs is None else seq.logprobs.logprobs(self._decode, start),
+            logprobs=None if seq.params.logprobs is None else seq.logprobs.logprobs(self.decode, start),
             kept_tokens=seq.kept_tokens[start:] if seq.params.kept_tokens else None,
             routed_experts=self._routed_experts if seq.is_finished else None,
-            prompt_logprobs=self.prompt_logprobs if start == 0 else None,
+            prompt_logprobs=prompt_logprobs(seq.params, self._prompt_logprobs, self.decode) if start == 0 else None,
         )
 
-    @property
-    def prompt_logprobs(self) -> Later | None:
-        """The prompt's log-probabilities, if they are asked for and this is the first sample; otherwise None."""
-        params = self.seq.params
-        if params.prompt_logprobs is None or self.seq.sample_index > 0:
-            return None
-        log, decode = self.seq.prompt_logprobs, self._decode
-        return Later(lambda: [None] * max(1, params.prompt_logprobs_start) + log.logprobs(decode))
-
-    def output(self) -> SampleOutput:
+    def result(self) -> SampleResult:
         """Return the result of the sequence, which has ended."""
-        seq = self.seq
+        seq, params = self.seq, self.seq.params
         text = self._text()
-        return SampleOutput(
-            index=seq.sample_index,
+        return SampleResult(
+            number=seq.sample_index,
             text=text,
             token_ids=seq.output_token_ids,
             finish_reason=seq.finish_reason or "abort",
             stop_reason=seq.stop_reason,
             weights_versions=seq.weights_versions,
-            logprobs=None if seq.params.logprobs is None else Later(partial(seq.logprobs.logprobs, self._decode)),
-            kept_tokens=seq.kept_tokens if seq.params.kept_tokens else None,
+            num_cached_tokens=seq.num_cached_tokens,
+            first_token_at=seq.first_token_at,
+            finished_at=seq.finished_at,
+            logprobs=None if params.logprobs is None else seq.logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            kept_tokens=seq.kept_tokens if params.kept_tokens else None,
             routed_experts=self._routed_experts,
         )
+
+    @property
+    def _prompt_logprobs(self) -> CandidatesLog | None:
+        seq = self.seq
+        return None if seq.params.prompt_logprobs is None or seq.sample_index > 0 else seq.prompt_logprobs
 
     @property
     def _routed_experts(self) -> ExpertIds | None:
         return None if self.seq.routed_experts is None else self.seq.routed_experts.array()
 
     @property
-    def _decode(self) -> Decode | None:
+    def decode(self) -> Decode | None:
+        """What makes text from the tokens of log-probabilities; None without a tokenizer."""
         return None if self._tokenizer is None else decoder(self._tokenizer, skip_special_tokens=False)
 
     def _text(self) -> str:
@@ -137,7 +137,7 @@ class Request:
         """streams: the caller takes each sample's new text and tokens as they come."""
         if not prompt.params.detokenize:
             tokenizer = None
-        seqs = engine.add_request(prompt.token_ids, prompt.params, prompt.grammar)
+        seqs = engine.add_request(prompt.token_ids, prompt.params, prompt.grammar, prompt.seed, prompt.samples)
         self.prompt = prompt
         self.samples = [Sample(seq, engine, tokenizer, streams) for seq in seqs]
         self.num_running = len(self.samples)  # samples that have not ended, kept by Requests
@@ -145,61 +145,27 @@ class Request:
 
     def output(self) -> RequestOutput:
         """Return the result, once all samples have ended."""
-        first = self.samples[0].seq
-        samples = [sample.output() for sample in self.samples]
-        return RequestOutput(
-            dict.items(samples[0]),
-            request_id=self.id,
-            prompt=self.prompt.text,
-            prompt_token_ids=self.prompt.token_ids,
-            prompt_logprobs=self.samples[0].prompt_logprobs,
-            num_cached_tokens=first.num_cached_tokens,
-            timings=Timings(
-                queued=first.queued_at,
-                first_token=first.first_token_at or None,
-                finished=max(sample.seq.finished_at for sample in self.samples),
-            ),
-            samples=samples,
-        )
+        first = self.samples[0]
+        return request_output(self.id, self.prompt, self.results(), first.decode, first.seq.queued_at)
+
+    def results(self) -> list[SampleResult]:
+        """Return the results of all samples, once they have ended."""
+        return [sample.result() for sample in self.samples]
 
 
-class Requests:
-    """The requests whose outputs have not been returned yet.
-
-    Change requests only inside `with requests:`. If the block is left by an exception (Ctrl-C too), every request is
-    dropped, because one may be half-updated. If Ctrl-C interrupts even that, the next `with` completes it.
-
-    finished: the requests whose samples have all ended, in the order in which they ended
-    """
+class Requests(AnyRequests[Request, Sample]):
+    """The requests of one engine."""
 
     def __init__(self, engine: LLMEngine, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self.finished: list[Request] = []
+        super().__init__()
         self._engine = engine
         self._tokenizer = tokenizer
-        self._running: dict[int, Request] = {}  # by id
         self._watched: dict[Sequence, Sample] = {}  # the samples to update after each of their steps
-        self._changed: list[Sample] = []  # streaming samples, since the last take_changed
-        self._is_settled = True  # no request is half-updated
-
-    def __enter__(self) -> None:
-        self.settle()
-        self._is_settled = False
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
-            self._is_settled = True
-        else:
-            self.abort_all()
-
-    def settle(self) -> None:
-        """Drop every request if an interrupt has left one half-updated."""
-        if not self._is_settled:
-            self.abort_all()
 
     @property
-    def num_running(self) -> int:
-        """The number of requests that have not ended."""
-        return len(self._running)
+    def num_added(self) -> int:
+        """The number of requests that have been added so far, ended ones included."""
+        return self._engine.num_requests
 
     def add(self, prompt: Prepared, streams: bool = False) -> Request:
         """Queue a request."""
@@ -208,11 +174,11 @@ class Requests:
         self._watched.update((sample.seq, sample) for sample in request.samples if sample.is_watched)
         return request
 
-    def step(self) -> StepResult:
-        """Run one step of the engine, and update the texts of the samples that it advanced."""
+    def step(self) -> list[StepResult]:
+        """Run one step of the engine, and update the texts of the samples that it advanced; returns the step."""
         result = self._engine.step()
         self._update(result)
-        return result
+        return [result]
 
     def _update(self, result: StepResult) -> None:
         """Update the texts of the samples that a step advanced, and retire those that ended."""
@@ -242,49 +208,17 @@ class Requests:
 
         return prepare
 
-    def find(self, request_id: int) -> Request | None:
-        """Return the request, or None if it has ended. Raises ValueError for an id that no request has had."""
-        known = as_int(request_id)
-        if known is None or known not in range(self._engine.num_requests):
-            raise ValueError(
-                f"request_id={short(request_id)}: no request has it; pass a number that add_request returned"
-            )
-        return self._running.get(known)
+    def _abort(self, request: Request) -> None:
+        seqs = [sample.seq for sample in request.samples if not sample.seq.is_finished]
+        for seq in seqs:
+            self._engine.finish(seq, "abort")
+            if seq in self._watched:
+                self._watched[seq].update()
+        self._retire(seqs)
 
-    def abort(self, request: Request) -> None:
-        """End the samples of a request that have not ended, outside or in the middle of `with requests:`."""
-        was_settled, self._is_settled = self._is_settled, False
-        try:
-            seqs = [sample.seq for sample in request.samples if not sample.seq.is_finished]
-            for seq in seqs:
-                self._engine.finish(seq, "abort")
-                if seq in self._watched:
-                    self._watched[seq].update()
-            self._retire(seqs)
-        except BaseException:
-            self.abort_all()
-            raise
-        self._is_settled = was_settled
-
-    def abort_all(self) -> None:
-        """Drop every request, ended ones included."""
-        self._is_settled = False
+    def _drop(self) -> None:
         self._engine.abort_all()
-        self._running.clear()
         self._watched.clear()
-        self._changed.clear()
-        self.finished.clear()
-        self._is_settled = True
-
-    def take_finished(self) -> list[Request]:
-        """Return the requests that have ended since the last call."""
-        finished, self.finished = self.finished, []
-        return finished
-
-    def take_changed(self) -> list[Sample]:
-        """Return the streaming samples that have new tokens or ended since the last call; one may be there twice."""
-        changed, self._changed = self._changed, []
-        return changed
 
     def _retire(self, ended: list[Sequence]) -> None:
         for seq in ended:

@@ -101,8 +101,9 @@ class ModelRunner:
         self.graphs = None
         self._launched: Launched | None = None  # a step with guided rows, until `finish`
         self.threads = Threads()
-        if config.device == "cpu" and tp.size > 1 and config.starts_ranks:
-            torch.set_num_threads(_share_of_threads(tp.size))
+        processes = tp.size * config.data_parallel_size
+        if config.device == "cpu" and processes > 1 and config.starts_ranks:
+            torch.set_num_threads(_share_of_threads(processes))
         try:
             with self._current_device(), named_memory_errors(config, self.device):
                 self._load()
@@ -389,5 +390,8 @@ class ModelRunner:
 
 
 def _share_of_threads(ranks: int) -> int:
-    """Return how many threads each of several ranks takes: those that fight for cores spin more than they compute."""
+    """Return how many threads each of several ranks takes: those that fight for cores spin more than they compute.
+
+    ranks: of all replicas together
+    """
     return max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // ranks))

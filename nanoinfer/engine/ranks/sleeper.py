@@ -43,5 +43,10 @@ class Sleeper:
 
     def check_awake(self, *tags: Tag) -> None:
         """Raise RuntimeError if anything of this is lent."""
-        if self.asleep.intersection(tags):
-            raise RuntimeError(f"this LLM sleeps, and has lent its {' and '.join(sorted(self.asleep))}: call wake_up()")
+        check_awake(self.asleep, *tags)
+
+
+def check_awake(asleep: set[Tag], *tags: Tag) -> None:
+    """Raise RuntimeError if anything of these tags is among what is asleep."""
+    if asleep.intersection(tags):
+        raise RuntimeError(f"this LLM sleeps, and has lent its {' and '.join(sorted(asleep))}: call wake_up()")

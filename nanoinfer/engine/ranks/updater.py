@@ -28,11 +28,7 @@ class Updater:
 
     def check_whole(self) -> None:
         """Raise RuntimeError if the weights are a mixture of old and new ones, or lost."""
-        if not self.is_whole:
-            raise RuntimeError(
-                "the weights are incomplete: an update of them has not ended well, or sleep(level=2) has dropped them;"
-                " write all of them by update_weights(named_tensors) with partial=False, or by load_weights(model)"
-            )
+        check_whole(self.is_whole)
 
     def update(self, source: TensorSource, in_flight: str, begin: Callable[[], None]) -> int:
         """Write a trainer's tensors into the weights; returns the new version.
@@ -131,3 +127,12 @@ class Updater:
         self.version = version
         self.is_whole = True
         return version
+
+
+def check_whole(is_whole: bool) -> None:
+    """Raise RuntimeError unless the weights are whole."""
+    if not is_whole:
+        raise RuntimeError(
+            "the weights are incomplete: an update of them has not ended well, or sleep(level=2) has dropped them;"
+            " write all of them by update_weights(named_tensors) with partial=False, or by load_weights(model)"
+        )

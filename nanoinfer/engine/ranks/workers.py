@@ -37,7 +37,7 @@ class Workers:
 
     def __init__(self, config: Config) -> None:
         ranks = config.tensor_parallel_size
-        _check_spawning(ranks)
+        check_spawning(f"tensor_parallel_size={ranks}", "rank")
         store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
         self.store: dist.TCPStore | None = store
         self.sender = Sender(ranks - 1)
@@ -171,7 +171,7 @@ class Workers:
         except EOFError:
             pass
         process.join(1)
-        return f"died: it ended with exit code {process.exitcode} and left no traceback{_hint(process)}"
+        return f"died: it ended with exit code {process.exitcode} and left no traceback{hint_of(process)}"
 
     def stop(self, failed: bool = False) -> bool:
         """Tell every worker to end; kill all of them if one has failed, or does not listen.
@@ -214,22 +214,26 @@ class Workers:
         self.store = None  # the last reference keeps the port
 
 
-def _check_spawning(ranks: int) -> None:
-    """Raise ValueError if this process cannot start others, each of which imports the main module first."""
+def check_spawning(option: str, who: str) -> None:
+    """Raise ValueError if this process cannot start others, each of which imports the main module first.
+
+    option: the one that asks for them, with its value; who: what they are
+    """
     if mp.current_process().daemon:
         raise ValueError(
-            f"tensor_parallel_size={ranks}: this process is daemonic, as those of multiprocessing.Pool are, and may not"
-            " start others; those of concurrent.futures.ProcessPoolExecutor may"
+            f"{option}: this process is daemonic, as those of multiprocessing.Pool are, and may not start others; those"
+            " of concurrent.futures.ProcessPoolExecutor may"
         )
     main = get_preparation_data("").get("init_main_from_path")
     if main is not None and not os.path.isfile(main):
         raise ValueError(
-            f"tensor_parallel_size={ranks}: every rank imports the main module, and {main} is no file;"
-            " save the script as a file, and run that"
+            f"{option}: every {who} imports the main module, and {main} is no file; save the script as a file, and run"
+            " that"
         )
 
 
-def _hint(process: Any) -> str:
+def hint_of(process: Any) -> str:
+    """Say what may be wrong with a script whose process has ended without a word."""
     if process.exitcode != 1:
         return ""
-    return '; a script that makes an LLM of several ranks must do so under `if __name__ == "__main__":`'
+    return '; a script that makes an LLM of several processes must do so under `if __name__ == "__main__":`'

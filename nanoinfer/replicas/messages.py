@@ -1,0 +1,77 @@
+"""Messages: what crosses between an LLM's process and its replicas, pickled: plain data, many requests at a time."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from nanoinfer.requests.results import SampleResult
+from nanoinfer.runner.memory.plan import MemoryPlan
+from nanoinfer.sampling_params import SamplingParams
+
+
+class Task(NamedTuple):
+    """Samples of a request that a replica is to compute.
+
+    number: the request's
+    seed: the request's, from which each sample's is made
+    first, num_samples: the first sample's number, and how many there are from it on
+    streams: the replica tells of each step's tokens
+    """
+
+    number: int
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    first: int
+    num_samples: int
+    streams: bool
+
+
+class StepFigures(NamedTuple):
+    """The figures of a step, as StepResult has them."""
+
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    ready_at: float | None
+    num_running: int
+    blocks_used: float
+
+
+class Report(NamedTuple):
+    """What a replica has done since its last report.
+
+    round: that of the tasks; a report of an earlier round tells of requests that were dropped
+    begun: so many more samples have begun, in the order of their tasks
+    ended: request numbers, and the results of samples; each task that does not stream ends once
+    pieces: request numbers, sample numbers, and the fields of StreamOutputs
+    """
+
+    round: int
+    begun: int
+    ended: list[tuple[int, list[SampleResult]]]
+    pieces: list[tuple[int, int, dict[str, Any]]]
+    steps: list[StepFigures]
+
+
+class Ready(NamedTuple):
+    """A replica has started."""
+
+    memory: MemoryPlan
+
+
+class Reply(NamedTuple):
+    """What a call of a replica's method returned or raised; call: its number."""
+
+    call: int
+    value: Any
+    error: Exception | None
+
+
+class Failed(NamedTuple):
+    """A replica ends by an error. error: one that tells the user what to change, if it is such a one."""
+
+    error: ValueError | None
+    told: str
+
+
+Message = Report | Ready | Reply | Failed

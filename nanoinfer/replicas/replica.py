@@ -1,0 +1,218 @@
+"""The life of a replica: an engine in a process of its own, which computes the tasks that arrive."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Collection
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+from typing import Any
+
+from nanoinfer.config import Config
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
+from nanoinfer.engine.sequence import Sequence, SequenceStatus
+from nanoinfer.engine.step_result import StepResult
+from nanoinfer.parallel.channel import BEAT_SECONDS
+from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures, Task
+from nanoinfer.requests.inputs import Inputs, Prepared, load_tokenizer
+from nanoinfer.requests.interface import Fate
+from nanoinfer.requests.request import Request, Requests
+from nanoinfer.weights.sources import FileSource
+
+QUIET_SECONDS = 0.1  # without a report, while requests run
+
+
+def run_replica(config: Config, pipe: Connection, beats: Connection) -> None:
+    """Live as one replica: start an engine, then do what arrives until "close"."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the LLM's process gets the Ctrl-C, and drops the requests
+    life = Life(pipe, beats, config)
+    try:
+        replica = Replica(config, pipe, life)
+        pipe.send(Ready(replica.engine.memory))
+        life.is_running = True
+        replica.run()
+        replica.engine.close()
+    except BaseException as error:
+        users = error if isinstance(error, ValueError) and not life.is_running else None
+        if users is None:
+            traceback.print_exc()  # the LLM's process shows the last line alone
+        pipe.send(Failed(users, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__))
+        raise SystemExit(1) from None
+
+
+class Life:
+    """A thread that shows the LLM's process that this one lives, and ends this one when the other is gone.
+
+    It also ends this process when a step takes too long: then the device hangs, and the main thread waits for it.
+
+    is_running: the replica has started
+    step_since: when the main thread began its step, on time.monotonic's clock; None: it makes none
+    """
+
+    def __init__(self, pipe: Connection, beats: Connection, config: Config) -> None:
+        self.is_running = False
+        self.step_since: float | None = None
+        self._pipe, self._beats = pipe, beats
+        self._timeout = config.worker_timeout if config.device == "cuda" else math.inf
+        threading.Thread(target=self._live, name="nanoinfer-life", daemon=True).start()
+
+    def _live(self) -> None:
+        parent = mp.parent_process()
+        assert parent is not None
+        while not wait([parent.sentinel], timeout=BEAT_SECONDS):
+            if self._is_stuck():
+                self._pipe.send(Failed(None, f"a step was not done after {self._timeout:g} s (worker_timeout)"))
+                break
+            try:
+                self._beats.send_bytes(b".")
+            except OSError:
+                break
+        os._exit(1)
+
+    def _is_stuck(self) -> bool:
+        since = self.step_since
+        # Ranks of this replica find out themselves who is stuck, a little sooner.
+        return since is not None and time.monotonic() - since > self._timeout + 2 * VERDICT_SECONDS
+
+
+class Replica:
+    """One engine and its requests, which are tasks of the LLM's process."""
+
+    def __init__(self, config: Config, pipe: Connection, life: Life) -> None:
+        self.engine = LLMEngine(config)
+        tokenizer = load_tokenizer(config)
+        self._requests = Requests(self.engine, tokenizer)
+        self._inputs = Inputs(config, tokenizer)
+        self._pipe, self._life = pipe, life
+        self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
+        self._round = 0
+        self._numbers: dict[int, int] = {}  # by this engine's request id, the task's number
+        self._unbegun: deque[Sequence] = deque()
+        self._steps: list[StepFigures] = []  # since the last report
+        self._reported_at = 0.0
+
+    def run(self) -> None:
+        """Do what arrives, and steps while requests run, until "close"."""
+        threading.Thread(target=self._receive, name="nanoinfer-inbox", daemon=True).start()
+        while True:
+            while not self._inbox.empty() or not self._requests.num_running:
+                method, args = self._inbox.get()
+                if method == "close":
+                    return
+                getattr(self, method)(*args)
+            self._life.step_since = time.monotonic()
+            with self._requests:
+                self._steps += map(_figures, self._requests.step())
+            self._life.step_since = None
+            self._report()
+
+    def _receive(self) -> None:
+        """Take what arrives at once: the other process must never wait for this one, which may wait for it."""
+        try:
+            while True:
+                self._inbox.put(self._pipe.recv())
+        except (EOFError, OSError):
+            self._inbox.put(("close", ()))
+
+    def _report(self) -> None:
+        """Tell what is new, all at once, if anything has begun or ended, and otherwise now and then."""
+        begun = 0
+        while self._unbegun and _has_begun(self._unbegun[0]):
+            self._unbegun.popleft()
+            begun += 1
+        ended = []
+        pieces = []
+        for sample in dict.fromkeys(self._requests.take_changed()):
+            piece = dict(sample.take_new(0).items())
+            pieces.append((self._numbers[sample.seq.request_id], sample.seq.sample_index, piece))
+        for request in self._requests.take_finished():
+            number = self._numbers.pop(request.id)
+            if not request.samples[0].streams:  # otherwise the last pieces have told it
+                ended.append((number, request.results()))
+        now = time.monotonic()
+        if begun or ended or pieces or now - self._reported_at > QUIET_SECONDS:
+            self._send(Report(self._round, begun, ended, pieces, self._steps))
+            self._steps, self._reported_at = [], now
+
+    def _send(self, message: Message) -> None:
+        self._pipe.send(message)
+
+    def take(self, tasks: list[Task]) -> None:
+        """Queue tasks."""
+        with self._requests:
+            for task in tasks:
+                samples = range(task.first, task.first + task.num_samples)
+                grammar = self._inputs.compile("sampling_params", task.params)
+                prompt = Prepared(task.token_ids, None, task.params, grammar, task.seed, samples)
+                request = self._requests.add(prompt, task.streams)
+                self._numbers[request.id] = task.number
+                self._unbegun += [sample.seq for sample in request.samples]
+
+    def abort(self, number: int) -> None:
+        """End the tasks of a request."""
+        for request in self._find(number):
+            self._requests.abort(request)
+        self._report()
+
+    def _find(self, number: int) -> list[Request]:
+        found = [self._requests.find(own) for own, known in self._numbers.items() if known == number]
+        return [request for request in found if request is not None]
+
+    def drop(self, round: int) -> None:
+        """Drop all tasks; a new round of them begins."""
+        self._requests.abort_all()
+        self._numbers.clear()
+        self._unbegun.clear()
+        self._round = round
+
+    def call(self, number: int, method: str, args: tuple[Any, ...]) -> None:
+        """Answer a call of one of the methods below; number: the call's."""
+        value, error = None, None
+        try:
+            value = getattr(self, method)(*args)
+        except (ValueError, RuntimeError) as caught:
+            if self.engine.ranks.is_closed:
+                raise
+            error = caught
+        self._report()  # in_flight="abort" has ended some
+        self._send(Reply(number, value, error))
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request share what has been computed so far."""
+        self.engine.reset_prefix_cache()
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Lend the device's memory. Raises RuntimeError as LLMEngine.sleep does."""
+        self.engine.sleep(keep_weights)
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        """Take memory back. Raises RuntimeError as LLMEngine.wake_up does."""
+        self.engine.wake_up(tags)
+
+    def load_weights(self, source: FileSource, in_flight: Fate, version: int) -> None:
+        """Write the weights of files, which have this version. Raises ValueError as Updater.load does."""
+        updater = self.engine.updater
+        updater.version = version - 1  # it may have come further when another replica failed
+        updater.load(source, in_flight, self._requests.before_new_weights(in_flight))
+
+    def has_mixed_weights(self, version: int) -> bool:
+        """Whether an update to this version, which failed, has written anything."""
+        return not self.engine.updater.is_whole or self.engine.updater.version == version
+
+
+def _has_begun(seq: Sequence) -> bool:
+    return seq.status is not SequenceStatus.WAITING or bool(seq.block_table)
+
+
+def _figures(step: StepResult) -> StepFigures:
+    return StepFigures(
+        step.num_prefill_tokens, step.num_decode_tokens, step.ready_at, step.num_running, step.blocks_used
+    )

@@ -1,0 +1,303 @@
+"""Replicas: the processes of several engines, which start, compute, sleep and end together; one may die alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from enum import Enum, auto
+from multiprocessing.connection import wait
+from typing import Any
+
+from nanoinfer.config import Config
+from nanoinfer.engine.ranks.interrupts import delayed_interrupt
+from nanoinfer.engine.ranks.sleeper import TAGS, check_awake
+from nanoinfer.engine.ranks.updater import check_whole
+from nanoinfer.engine.ranks.workers import CLOSE_SECONDS, WorkerError, check_spawning
+from nanoinfer.engine.step_result import StepResult
+from nanoinfer.replicas.messages import Failed, Ready, Reply, Report
+from nanoinfer.replicas.process import ReplicaProcess
+from nanoinfer.requests.interface import Fate
+from nanoinfer.runner.memory.lender import Tag
+from nanoinfer.runner.memory.plan import MemoryPlan
+from nanoinfer.weights.sources import FileSource, TensorSource
+
+log = logging.getLogger("nanoinfer")
+
+
+class Change(Enum):
+    """What becomes of a replica: it takes tasks from now on, or is gone with those that it had."""
+
+    JOINED = auto()
+    LOST = auto()
+
+
+News = tuple[int, Report | Change]  # of a replica
+
+
+class Replicas:
+    """The replicas' processes.
+
+    memory: the plan of the replica with the fewest blocks
+    on_step: called with the figures of each replica's steps
+    """
+
+    memory: MemoryPlan
+
+    def __init__(self, config: Config) -> None:
+        """Start all replicas. Raises the ValueError of one that cannot start, or WorkerError if one dies."""
+        check_spawning(f"data_parallel_size={config.data_parallel_size}", "replica")
+        self.on_step: Callable[[StepResult], None] | None = None
+        self.updater = ReplicaUpdater(self)
+        self._config = copy(config)  # LLM writes into its own
+        self._owner = os.getpid()
+        self._failure: str | None = None  # why all have ended
+        self._asleep: set[Tag] = set()
+        self._news: list[News] = []
+        self._num_calls = 0
+        self._answers: dict[int, Reply] = {}  # by replica, to the newest call
+        self._processes: dict[int, ReplicaProcess] = {}
+        self._finalizer = weakref.finalize(self, _close, self._owner, self._processes)
+        try:
+            for index in range(config.data_parallel_size):
+                self._processes[index] = ReplicaProcess(self._config, index)
+            plans: list[MemoryPlan] = []
+            while len(plans) < config.data_parallel_size:
+                plans += self._receive()
+        except BaseException:
+            self._finalizer()
+            raise
+        self.memory = min(plans, key=lambda plan: plan.blocks)
+
+    @property
+    def ready(self) -> list[int]:
+        """The replicas that take tasks."""
+        return [index for index, process in self._processes.items() if process.is_ready]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Each replica's process."""
+        return {index: process.pid for index, process in self._processes.items()}
+
+    def send(self, index: int, method: str, *args: Any) -> None:
+        """Let a replica call one of its methods; it does not answer."""
+        self._processes[index].send(method, *args)
+
+    def tell_all(self, method: str, *args: Any) -> None:
+        """Let all replicas call one of their methods; they do not answer."""
+        for index in self.ready:
+            self.send(index, method, *args)
+
+    def listen(self) -> list[News]:
+        """Wait until there is news of replicas, and return it."""
+        while not self._news:
+            self._receive()
+        news, self._news = self._news, []
+        return news
+
+    def forget_news(self) -> None:
+        """Forget news that nobody wants any more; `ready` says which replicas there are."""
+        self._news.clear()
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Let all replicas call one of their methods; returns what it returns, and raises the first error of it.
+
+        A replica that dies meanwhile is left out.
+        """
+        self._num_calls += 1
+        self._answers.clear()
+        asked = self.ready
+        self.tell_all("call", self._num_calls, method, args)
+        while any(index in self._processes and index not in self._answers for index in asked):
+            self._receive()
+        answers = list(self._answers.values())
+        for answer in answers:
+            if answer.error is not None:
+                raise answer.error
+        return [answer.value for answer in answers]
+
+    def _receive(self) -> list[MemoryPlan]:
+        """Wait for messages, and sort them; returns the plans of replicas that have started."""
+        self.check_open()
+        plans: list[MemoryPlan] = []
+        pipes = {process.pipe: index for index, process in self._processes.items()}
+        for pipe in wait(pipes):
+            index = pipes[pipe]  # type: ignore[index]  # they are pipes, as they were given
+            with delayed_interrupt():
+                match self._processes[index].receive():
+                    case Report() as report:
+                        self._note_steps(index, report)
+                        self._news.append((index, report))
+                    case Reply() as reply:
+                        if reply.call == self._num_calls:
+                            self._answers[index] = reply
+                    case Ready(memory):
+                        plans.append(memory)
+                        self._processes[index].is_ready = True
+                        self._news.append((index, Change.JOINED))
+                    case Failed() | None:
+                        self._lose(index)
+        return plans
+
+    def _note_steps(self, index: int, report: Report) -> None:
+        if self.on_step is not None:
+            for result in results_of(index, report):
+                self.on_step(result)
+
+    def _lose(self, index: int) -> None:
+        """Go on without a replica that is dead. Raises WorkerError if it was the last, and all errors of starts."""
+        process = self._processes.pop(index)
+        reason = f"replica {index} {process.reason()}"
+        process.kill()
+        process.join(CLOSE_SECONDS)
+        if process.failure is not None and process.failure.error is not None:
+            raise process.failure.error
+        if not hasattr(self, "memory"):
+            raise WorkerError(reason)
+        if process.is_ready:
+            self._news.append((index, Change.LOST))
+        told, restarts = self._what_next(process.is_ready)
+        log.warning("%s; %s", reason, told)
+        if restarts:
+            self._processes[index] = ReplicaProcess(self._config, index)
+        if not self._processes:
+            self._fail(f"no replica is left: {reason}")
+
+    def _what_next(self, was_ready: bool) -> tuple[str, bool]:
+        """Say what happens when a replica has died, and whether it starts again."""
+        if not self._config.restart_replicas:
+            return f"{len(self._processes)} are left, and take over its requests", False
+        if not was_ready:
+            return "it was starting again, and is given up", False
+        if self.updater.version or self._asleep or not self.updater.is_whole:
+            return "it is not started again, because its weights would be those of the checkpoint", False
+        return "it starts again", True
+
+    def end_starting(self) -> None:
+        """End the replicas that start again: they would miss what the others are told now."""
+        for index in [index for index, process in self._processes.items() if not process.is_ready]:
+            process = self._processes.pop(index)
+            process.kill()
+            process.join(CLOSE_SECONDS)
+            log.warning("replica %d was starting again, and is given up: the others change", index)
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        self._finalizer()
+        self.check_open()
+
+    def close(self) -> None:
+        """End all replicas; safe to call twice."""
+        with delayed_interrupt():
+            self._finalizer()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV caches, or both, are lent."""
+        return bool(self._asleep)
+
+    def alike(self) -> AbstractContextManager[None]:
+        """Return an empty context: there are no peers."""
+        return nullcontext()
+
+    def check_open(self) -> None:
+        """Raise ValueError if close has been called, WorkerError if no replica is left, RuntimeError in a fork."""
+        if self._owner != os.getpid():
+            raise RuntimeError(f"this LLM's replicas serve process {self._owner}, and not its fork: make another here")
+        if self._failure is not None:
+            raise WorkerError(f"this LLM is closed, make another: {self._failure}")
+        if not self._finalizer.alive:
+            raise ValueError("this LLM is closed: make another")
+
+    def check_ready(self) -> None:
+        """Raise RuntimeError if the replicas sleep or their weights are incomplete, and as check_open does."""
+        self.check_writable(only_whole=True)
+        check_awake(self._asleep, "kv_cache")
+
+    def check_writable(self, only_whole: bool = False) -> None:
+        """Raise RuntimeError if the weights are lent, or with only_whole incomplete, and as check_open does."""
+        self.check_open()
+        check_awake(self._asleep, "weights")
+        if only_whole:
+            check_whole(self.updater.is_whole)
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request share what has been computed so far."""
+        self.tell_all("reset_prefix_cache")
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Lend the devices' memory, while no request runs. Raises RuntimeError as LLMEngine.sleep does."""
+        self.end_starting()
+        with delayed_interrupt():
+            awake = set(TAGS) - self._asleep
+            try:
+                self.call("sleep", keep_weights)
+            except RuntimeError:
+                self.call("wake_up", awake)  # the others have fallen asleep
+                raise
+            self.updater.is_whole &= keep_weights
+            self._asleep.update(TAGS)
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        """Take back what the tags name. Raises RuntimeError as LLMEngine.wake_up does; some of that then stays lent."""
+        with delayed_interrupt():
+            self.call("wake_up", tags)
+            self._asleep.difference_update(tags)
+
+
+class ReplicaUpdater:
+    """Changes the weights of all replicas.
+
+    version: the updates that have ended well
+    is_whole: otherwise an update is under way or broke off, or the weights were dropped
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = weakref.proxy(replicas)  # which holds this
+        self.version = 0
+        self.is_whole = True
+
+    def update(self, source: TensorSource, in_flight: Fate, begin: Callable[[], None]) -> int:
+        """Raise RuntimeError: a trainer's tensors do not reach replicas."""
+        raise RuntimeError(
+            "update_weights does not reach the replicas of data_parallel_size: save the tensors as safetensors, and"
+            " call load_weights(folder)"
+        )
+
+    def load(self, source: FileSource, in_flight: Fate, begin: Callable[[], None]) -> int:
+        """Write the tensors of files into all replicas; returns the new version.
+
+        begin: called when all have them
+        """
+        self._replicas.end_starting()
+        version, was_whole, self.is_whole = self.version + 1, self.is_whole, False
+        try:
+            self._replicas.call("load_weights", source, in_flight, version)
+        except ValueError:
+            self.is_whole = was_whole and not any(self._replicas.call("has_mixed_weights", version))
+            raise
+        begin()
+        self.version, self.is_whole = version, True
+        return version
+
+
+def results_of(index: int, report: Report) -> Iterable[StepResult]:
+    """Return the steps of a replica's report."""
+    return [StepResult([], [], *step, replica=index) for step in report.steps]
+
+
+def _close(owner: int, processes: dict[int, ReplicaProcess]) -> None:
+    """End all replicas: those that do not listen are killed."""
+    if owner != os.getpid():
+        return  # this is a fork
+    for process in processes.values():
+        if process.is_ready:
+            process.send("close")
+        else:
+            process.kill()
+    for process in processes.values():
+        process.join(CLOSE_SECONDS)
+    processes.clear()

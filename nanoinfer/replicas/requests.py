@@ -1,0 +1,257 @@
+"""ReplicaRequests: the requests of several replicas, of which the LLM's process holds the queue and the results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, get_args
+
+from transformers import PreTrainedTokenizerBase
+
+from nanoinfer.checks import check_choice
+from nanoinfer.config import Config
+from nanoinfer.engine.llm_engine import seed_of
+from nanoinfer.engine.sequence import FinishReason
+from nanoinfer.engine.step_result import StepResult
+from nanoinfer.logprob import Decode
+from nanoinfer.replicas.messages import Report, Task
+from nanoinfer.replicas.replicas import Change, Replicas, results_of
+from nanoinfer.replicas.sharing import Sharing, Unit
+from nanoinfer.requests.detokenizer import decoder
+from nanoinfer.requests.inputs import Prepared
+from nanoinfer.requests.interface import AnyRequests, Fate
+from nanoinfer.requests.outputs import RequestOutput, StreamOutput
+from nanoinfer.requests.results import SampleResult, request_output
+
+AHEAD = 4  # a replica has this share of its rows in samples that it has not begun: no step waits for the queue
+GIVEN_UP = "two replicas died while they computed this sample"
+GROWING = ("text", "token_ids", "logprobs", "kept_tokens")  # of a StreamOutput: each one goes on where the last ended
+NOTHING: dict[str, Any] = {
+    **{"text": "", "token_ids": [], "weights_versions": []},
+    **dict.fromkeys(("logprobs", "kept_tokens", "routed_experts", "prompt_logprobs")),
+}  # told of a sample so far
+
+
+class StreamedSample:
+    """A sample that streams: what its replica has told of it, and how much of that the caller has taken.
+
+    If its replica dies, another one tells all again from the beginning, and the caller gets the rest alone.
+    """
+
+    def __init__(self, request_id: int, index: int) -> None:
+        self.request_id, self.index = request_id, index
+        self.is_ended = False
+        self._told: dict[str, Any] = {}
+        self._num_taken = dict.fromkeys(GROWING, 0)
+
+    def tell(self, piece: dict[str, Any]) -> None:
+        """Take what is new; piece: the fields of a StreamOutput."""
+        for name in GROWING:
+            if self._told.get(name) is not None:
+                piece[name] = self._told[name] + piece[name]
+        if self._told.get("prompt_logprobs") is not None:
+            piece["prompt_logprobs"] = self._told["prompt_logprobs"]
+        self._told = piece
+
+    def begin_again(self) -> None:
+        """Forget what a dead replica has told."""
+        self._told = {}
+
+    def end(self, reason: FinishReason, stop_reason: str | None) -> None:
+        """End the sample with what has been taken of it, or told."""
+        self._told = {**NOTHING, **self._told, "finish_reason": reason, "stop_reason": stop_reason}
+
+    def take_new(self, index: int) -> StreamOutput:
+        """Return the text and tokens since the last call; index: the prompt's place in the list given to LLM.stream."""
+        is_first = not self._num_taken["token_ids"]
+        new = {"request_id": self.request_id, "index": index, "sample": self.index}
+        output = StreamOutput({**self._told, **new})
+        for name, start in self._num_taken.items():
+            if (value := self._told[name]) is not None:
+                output[name] = value[start:]
+                self._num_taken[name] = max(start, len(value))
+        if not is_first:
+            output["prompt_logprobs"] = None
+        return output
+
+
+class ReplicaRequest:
+    """A prompt and the results of its samples.
+
+    samples: those of a request that streams
+    key: requests with equal keys begin alike
+    """
+
+    def __init__(
+        self, id: int, prompt: Prepared, seed: int, key: Hashable, streams: bool, decode: Decode | None
+    ) -> None:
+        count = prompt.params.n
+        self.id, self.prompt, self.seed, self.key, self.streams = id, prompt, seed, key, streams
+        self.samples = [StreamedSample(id, index) for index in range(count)] if streams else []
+        self.is_aborted = False
+        self.num_running = count  # samples that have not ended
+        self.results: list[SampleResult | None] = [None] * count
+        self._decode = decode
+        self._queued_at = time.perf_counter()
+
+    def output(self) -> RequestOutput:
+        """Return the result, once all samples have ended."""
+        results = [result for result in self.results if result is not None]
+        return request_output(self.id, self.prompt, results, self._decode, self._queued_at)
+
+
+class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
+    """The requests of several replicas."""
+
+    def __init__(self, replicas: Replicas, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        super().__init__()
+        self._replicas = replicas
+        self._config = config
+        self._decode = None if tokenizer is None else decoder(tokenizer, skip_special_tokens=False)
+        self._num_added = 0
+        self._round = 0  # of requests, from one drop of all to the next
+        self._share_anew()
+
+    def _share_anew(self) -> None:
+        self._replicas.forget_news()
+        self._sharing = Sharing(max(1, self._config.max_num_seqs // AHEAD), self._replicas.ready)
+
+    @property
+    def num_added(self) -> int:
+        """The number of requests that have been added so far, ended ones included."""
+        return self._num_added
+
+    def add(self, prompt: Prepared, streams: bool = False) -> ReplicaRequest:
+        """Queue a request."""
+        id, self._num_added = self._num_added, self._num_added + 1
+        block = self._config.kvcache_block_size
+        key = hash(tuple(prompt.token_ids[:block])) if len(prompt.token_ids) > block else ("request", id)
+        seed = seed_of(prompt.params, self._config.seed, id)
+        decode = self._decode if prompt.params.detokenize else None
+        request = self._running[id] = ReplicaRequest(id, prompt, seed, key, streams, decode)
+        for index in range(prompt.params.n):
+            self._sharing.add((id, index), key)
+        return request
+
+    def step(self) -> list[StepResult]:
+        """Hand out samples, and take what replicas tell; returns the figures of their steps."""
+        self._hand_out()
+        steps: list[StepResult] = []
+        for index, news in self._replicas.listen():
+            if news is Change.JOINED:
+                self._sharing.join(index)
+            elif news is Change.LOST:
+                self._begin_again(*self._sharing.leave(index))
+            else:
+                assert isinstance(news, Report)
+                steps += results_of(index, news)
+                if news.round == self._round:
+                    self._take(index, news)
+        self._hand_out()
+        return steps
+
+    def _hand_out(self) -> None:
+        """Give each replica the samples that it begins next."""
+        if not self._sharing.num_waiting:
+            return
+        for index in self._sharing.replicas:
+            units = self._sharing.take(index)
+            if units:
+                self._replicas.send(index, "take", self._tasks(units))
+
+    def _tasks(self, units: list[Unit]) -> list[Task]:
+        tasks = []
+        for number, group in groupby(units, key=itemgetter(0)):
+            request, samples = self._running[number], [sample for _, sample in group]
+            for first, count in _runs(samples):
+                prompt = request.prompt
+                tasks.append(Task(number, prompt.token_ids, prompt.params, request.seed, first, count, request.streams))
+        return tasks
+
+    def _take(self, index: int, report: Report) -> None:
+        self._sharing.begin(index, report.begun)
+        for number, results in report.ended:
+            for result in results:
+                if self._sharing.end(index, (number, result.number)):
+                    self._end(self._running[number], result)
+        for number, sample, piece in report.pieces:
+            request = self._running[number]
+            streamed = request.samples[sample]
+            streamed.tell(piece)
+            if piece["finish_reason"] is not None and self._sharing.end(index, (number, sample)):
+                self._end_streamed(request, streamed)
+            self._changed.append(streamed)
+
+    def _end(self, request: ReplicaRequest, result: SampleResult) -> None:
+        request.results[result.number] = result
+        self._count_down(request)
+
+    def _end_streamed(self, request: ReplicaRequest, sample: StreamedSample) -> None:
+        sample.is_ended = True
+        self._count_down(request)
+
+    def _count_down(self, request: ReplicaRequest) -> None:
+        request.num_running -= 1
+        if request.num_running == 0:
+            self.finished.append(self._running.pop(request.id))
+
+    def _begin_again(self, again: list[Unit], given_up: list[Unit]) -> None:
+        """Let samples of a dead replica wait for another, and end those that have seen two die."""
+        for number, index in given_up:
+            self._end_here(self._running[number], index, "error", GIVEN_UP)
+        for number, index in again:
+            request = self._running[number]
+            if request.is_aborted and self._sharing.discard((number, index), request.key):
+                self._end_here(request, index, "abort", None)
+            elif request.streams:
+                request.samples[index].begin_again()
+
+    def _end_here(self, request: ReplicaRequest, index: int, reason: FinishReason, stop_reason: str | None) -> None:
+        """End a sample that no replica has."""
+        if request.streams:
+            sample = request.samples[index]
+            sample.end(reason, stop_reason)
+            self._end_streamed(request, sample)
+            self._changed.append(sample)
+        else:
+            result = SampleResult(index, "", [], reason, stop_reason, [], finished_at=time.perf_counter())
+            self._end(request, result)
+
+    def before_new_weights(self, in_flight: Fate) -> Callable[[], None]:
+        """Return the function that ends requests after new weights came, if in_flight says so; replicas do the rest."""
+        check_choice("in_flight", in_flight, list(get_args(Fate)))
+
+        def prepare() -> None:
+            if in_flight == "abort":
+                with self:
+                    for request in list(self._running.values()):
+                        self.abort(request)
+
+        return prepare
+
+    def _abort(self, request: ReplicaRequest) -> None:
+        """End the samples that wait, and let the replicas end theirs: `step` gets these."""
+        request.is_aborted = True
+        for index in range(request.prompt.params.n):
+            if self._sharing.discard((request.id, index), request.key):
+                self._end_here(request, index, "abort", None)
+        if request.num_running:
+            self._replicas.tell_all("abort", request.id)
+
+    def _drop(self) -> None:
+        self._round += 1
+        self._replicas.tell_all("drop", self._round)
+        self._share_anew()
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """Cut rising numbers into runs without a gap; returns the first and the length of each."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and sum(runs[-1]) == number:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((number, 1))
+    return runs

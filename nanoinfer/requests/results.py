@@ -1,0 +1,86 @@
+"""Results: what is known of a sample that has ended, and the outputs that are made of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from nanoinfer.engine.routed_experts import ExpertIds
+from nanoinfer.engine.sequence import FinishReason
+from nanoinfer.logprob import CandidatesLog, Decode, LogProb
+from nanoinfer.requests.inputs import Prepared
+from nanoinfer.requests.outputs import Later, RequestOutput, SampleOutput, Timings
+from nanoinfer.sampling_params import SamplingParams
+
+
+class SampleResult(NamedTuple):
+    """A sample that has ended, as plain data, which can cross to another process.
+
+    number: the sample's among its prompt's
+    text, token_ids, finish_reason, stop_reason, weights_versions, kept_tokens, routed_experts: as SampleOutput has them
+    num_cached_tokens: this many tokens of the prompt came from the KV cache
+    first_token_at, finished_at: on time.perf_counter's clock; 0.0: never
+    logprobs: of the generated tokens, if asked for
+    prompt_logprobs: of the prompt's tokens, if asked for and if this is the first sample
+    """
+
+    number: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    weights_versions: list[tuple[int, int]]
+    num_cached_tokens: int = 0
+    first_token_at: float = 0.0
+    finished_at: float = 0.0
+    logprobs: CandidatesLog | None = None
+    prompt_logprobs: CandidatesLog | None = None
+    kept_tokens: list[tuple[int, float]] | None = None
+    routed_experts: ExpertIds | None = None
+
+    def output(self, decode: Decode | None) -> SampleOutput:
+        """Return the sample's output; decode: makes text from tokens, None: there is no tokenizer."""
+        return SampleOutput(
+            index=self.number,
+            text=self.text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            weights_versions=self.weights_versions,
+            logprobs=None if self.logprobs is None else Later(partial(self.logprobs.logprobs, decode)),
+            kept_tokens=self.kept_tokens,
+            routed_experts=self.routed_experts,
+        )
+
+
+def prompt_logprobs(params: SamplingParams, log: CandidatesLog | None, decode: Decode | None) -> Later | None:
+    """Return the log-probabilities of a prompt's tokens; log: of those tokens that have some."""
+    if log is None:
+        return None
+
+    def make() -> list[dict[int, LogProb] | None]:
+        return [*[None] * max(1, params.prompt_logprobs_start), *log.logprobs(decode)]
+
+    return Later(make)
+
+
+def request_output(
+    request_id: int, prompt: Prepared, results: list[SampleResult], decode: Decode | None, queued_at: float
+) -> RequestOutput:
+    """Return the output of a request; results: of all its samples, in their order."""
+    first = results[0]
+    samples = [result.output(decode) for result in results]
+    return RequestOutput(
+        dict.items(samples[0]),
+        request_id=request_id,
+        prompt=prompt.text,
+        prompt_token_ids=prompt.token_ids,
+        prompt_logprobs=prompt_logprobs(prompt.params, first.prompt_logprobs, decode),
+        num_cached_tokens=first.num_cached_tokens,
+        timings=Timings(
+            queued=queued_at,
+            first_token=first.first_token_at or None,
+            finished=max([result.finished_at for result in results]),
+        ),
+        samples=samples,
+    )
