@@ -42,6 +42,8 @@ def as_list(value: Any, ordered: bool = True) -> list[Any] | None:
 
     A tensor or an array gives a list of Python's numbers, or of such lists.
     """
+    if type(value) is list:  # mostly
+        return value.copy()
     if isinstance(value, (str, bytes, bytearray, memoryview)) or hasattr(value, "keys"):
         return None
     if ordered and isinstance(value, Set):

@@ -43,6 +43,10 @@ class Config:
     gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
         memory counts too
     tensor_parallel_size: this many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
+    data_parallel_size: this many replicas of the model share the requests, 1 to 64. Each is a process with an engine of
+        its own, and takes tensor_parallel_size GPUs. max_num_seqs and all other options are those of each replica
+    restart_replicas: True: a replica that dies starts again, while the others go on. If it dies before it is ready, it
+        does not start again, nor does any replica once load_weights has changed the weights
     tensor_parallel_group: a group of torch.distributed, whose ranks share the model. Each of its processes, on one
         machine, makes an LLM with the same options, and calls the same methods with the same arguments. All return the
         results. tensor_parallel_size is left out then. None: the LLM starts the ranks itself
@@ -79,10 +83,6 @@ class Config:
         starved. On CUDA it also ends when a step takes that long. float("inf"): it waits for ever. With
         tensor_parallel_group it ends when a rank waits that long for another while requests run. Before they run, ranks
         wait for each other for half an hour. A replica ends likewise, and the others go on
-    data_parallel_size: this many replicas of the model share the requests, 1 to 64. Each is a process with an engine of
-        its own, and takes tensor_parallel_size GPUs. max_num_seqs and all other options are those of each replica
-    restart_replicas: True: a replica that dies starts again, while the others go on. If it dies before it is ready, it
-        does not start again, nor does any replica once load_weights has changed the weights
 
     Integers, numbers and booleans may come from any library; a boolean does not count as an integer.
     Raises a ValueError that names the option, its value and what would work.
@@ -94,6 +94,8 @@ class Config:
     max_model_len: int = 4096
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    restart_replicas: bool = False
     enforce_eager: bool = False
     kvcache_block_size: int = 256
     num_kvcache_blocks: int | None = None
@@ -113,8 +115,6 @@ class Config:
     trust_remote_code: bool = False
     tensor_parallel_group: ProcessGroup | None = field(default=None, repr=False)
     worker_timeout: float = 30.0
-    data_parallel_size: int = 1
-    restart_replicas: bool = False
 
     description: Description = field(init=False, repr=False)  # the model's structure
     eos_token_ids: frozenset[int] = field(init=False, repr=False)

@@ -130,6 +130,8 @@ HOST_FILES = (
     "llm.py",
     "progress.py",
     "request.py",
+    "interface.py",
+    "results.py",
     "llm_engine.py",
     "ranks.py",
     "scheduler.py",

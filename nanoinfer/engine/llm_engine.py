@@ -69,9 +69,9 @@ class LLMEngine:
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
         if seed is None:
             seed = seed_of(params, self.config.seed, request_id)
-        stop_ids = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stop_ids |= self.config.eos_token_ids
+        stop_ids = frozenset() if params.ignore_eos else self.config.eos_token_ids  # mostly one set for all
+        if params.stop_token_ids:
+            stop_ids = stop_ids.union(params.stop_token_ids)
         if grammar is not None:
             stop_ids |= grammar.eos_token_ids
         seqs: list[Sequence] = []

@@ -11,6 +11,7 @@ from nanoinfer.logprob import CandidatesLog
 from nanoinfer.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+NO_LOG = CandidatesLog()  # of all sequences that want none: most do, and each log is a thing for the garbage collector
 
 
 class SequenceStatus(Enum):
@@ -84,9 +85,10 @@ class Sequence:
         self.num_cached_tokens = 0  # of the prompt's tokens, when it was first scheduled
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token, the stop string, or the error's message
-        self.logprobs = CandidatesLog()  # of the generated tokens, if asked for
+        self.logprobs = NO_LOG if params.logprobs is None else CandidatesLog()  # of the generated tokens
         self.kept_tokens: list[tuple[int, float]] = []  # of the generated tokens, if asked for
-        self.prompt_logprobs = CandidatesLog()  # of the prompt's tokens but the first, if asked for
+        # Of the prompt's tokens but the first:
+        self.prompt_logprobs = NO_LOG if params.prompt_logprobs is None else CandidatesLog()
         self.routed_experts: RoutedExperts | None = None  # None: nobody asks
         self.queued_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.versions: list[tuple[int, int]] = []  # see `use_weights`

@@ -41,7 +41,7 @@ class ReplicaProcess:
         self._process: Any = context.Process(
             target=run_replica, args=(config, theirs, beats), name=f"nanoinfer-replica-{index}"
         )
-        with _visible(_gpus_of(config, index)):
+        with _visible(gpus_of(config, index)):
             self._process.start()
         mp.process._children.discard(self._process)  # type: ignore[attr-defined]  # or exit would wait for it
         theirs.close()
@@ -116,7 +116,7 @@ class ReplicaProcess:
         self._beats.close()
 
 
-def _gpus_of(config: Config, index: int) -> str | None:
+def gpus_of(config: Config, index: int) -> str | None:
     """Return the GPUs of a replica as CUDA_VISIBLE_DEVICES names them; None: it needs none."""
     if config.device == "cpu":
         return None

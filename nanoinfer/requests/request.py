@@ -26,6 +26,8 @@ class Sample:
     An error while the text is made ends this sequence alone.
     """
 
+    __slots__ = ("_detokenizer", "_engine", "_num_taken", "_tokenizer", "seq", "streams")
+
     def __init__(
         self, seq: Sequence, engine: LLMEngine, tokenizer: PreTrainedTokenizerBase | None, streams: bool
     ) -> None:
@@ -126,6 +128,8 @@ class Sample:
 
 class Request:
     """A prompt and its samples."""
+
+    __slots__ = ("id", "num_running", "prompt", "samples")
 
     def __init__(
         self,

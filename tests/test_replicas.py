@@ -1,0 +1,413 @@
+"""Replicas give one engine's tokens, and lose no request when they die, hang or are interrupted."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Oracle, assert_close, assert_equal, different_settings, greedy
+
+from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerError
+from nanoinfer.config import Config
+from nanoinfer.engine.step_result import StepResult
+from nanoinfer.replicas.process import VISIBLE, gpus_of
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 400}
+LONG = greedy(300, ignore_eos=True)
+
+
+def make(**options: object) -> LLM:
+    return LLM(BUNDLED_MODEL, **{**OPTIONS, **options})
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[LLM]:
+    with make() as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LLM]:
+    """Two replicas, of which nobody dies for good."""
+    with make(data_parallel_size=2, restart_replicas=True, max_num_seqs=16) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def many() -> Iterator[LLM]:
+    """Eight replicas, some of which are dead when the tests have come to an end."""
+    with make(data_parallel_size=8, max_num_seqs=4, worker_timeout=4.0) as llm:
+        yield llm
+
+
+def token_ids(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[sample.token_ids for sample in output.samples] for output in outputs]
+
+
+def step_to_the_end(llm: LLM) -> list[RequestOutput]:
+    outputs: list[RequestOutput] = []
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    return outputs
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+class TestSameAsOne:
+    """What replicas return is what one engine returns."""
+
+    def test_mixed_settings(self, one: LLM, two: LLM, mixed_prompts: list[list[int]]) -> None:
+        params = different_settings(len(mixed_prompts))
+        assert_equal(two.generate(mixed_prompts, params, use_tqdm=False), one.generate(mixed_prompts, params, False))
+
+    def test_samples_of_one_prompt_whose_seeds_come_from_the_requests_number(self, two: LLM) -> None:
+        params = SamplingParams(n=24, max_tokens=8)
+        prompts = ["ROMEO:\n", "JULIET:\nAh me! what light through yonder window breaks? It is the east."]
+        with make() as fresh:  # its requests have other numbers than those of `two`, until it has had as many
+            generate_nothing(fresh, two._requests.num_added)
+            for _ in range(2):
+                expected = fresh.generate(prompts, params, use_tqdm=False)
+                outputs = two.generate(prompts, params, use_tqdm=False)
+                assert_equal(outputs, expected)
+                assert [output.request_id for output in outputs] == [output.request_id for output in expected]
+                assert [output.prompt for output in outputs] == prompts
+
+    def test_guided_text_and_chat(self, one: LLM, two: LLM) -> None:
+        pytest.importorskip("llguidance")
+        params = SamplingParams(temperature=0, max_tokens=20, structured_outputs={"choice": ["thou", "thee"]})
+        for llm in (one, two):
+            (output,) = llm.chat([{"role": "user", "content": "Good morrow"}], params, use_tqdm=False)
+            assert output.text in ("thou", "thee")
+
+    def test_score(self, one: LLM, two: LLM) -> None:
+        choices = [" window breaks?", " door opens?", " is it"]
+        scores = [llm.score("But, soft! what light through yonder", choices) for llm in (one, two)]
+        assert [score.logprob for score in scores[1]] == pytest.approx([score.logprob for score in scores[0]], abs=1e-4)
+        assert [score.token_ids for score in scores[1]] == [score.token_ids for score in scores[0]]
+
+    def test_stream(self, one: LLM, two: LLM) -> None:
+        prompts = ["GLOUCESTER:\nNow is the winter", "ROMEO:\n", "First Citizen:\n"]
+        params = SamplingParams(temperature=0, max_tokens=24, n=2, logprobs=1, prompt_logprobs=0, stop="\nAnd")
+        expected, told = collect(one, prompts, params), collect(two, prompts, params)
+        assert told.keys() == expected.keys()
+        assert len(told) == 6
+        for key, (*facts, logprobs, prompt_logprobs) in told.items():
+            *wanted_facts, wanted, wanted_prompts = expected[key]
+            assert facts == wanted_facts
+            assert_close(logprobs, wanted)
+            assert_close(prompt_logprobs, wanted_prompts)
+
+    def test_step_by_step(self, one: LLM, two: LLM) -> None:
+        prompts = [[30 + i] * (1 + i) for i in range(10)]
+        expected = one.generate(prompts, greedy(12), use_tqdm=False)
+        ids = [two.add_request(prompt, greedy(12)) for prompt in prompts]
+        outputs = {output.request_id: output for output in step_to_the_end(two)}
+        assert_equal([outputs[id] for id in ids], expected)
+
+    def test_steps_tell_their_figures(self, two: LLM) -> None:
+        steps: list[StepResult] = []
+        two.engine.on_step = steps.append
+        two.generate([[30 + i] for i in range(8)], greedy(5, ignore_eos=True), use_tqdm=False)
+        two.engine.on_step = None
+        assert {step.replica for step in steps} == {0, 1}
+        assert sum(step.num_prefill_tokens for step in steps) == 8
+        assert sum(step.num_decode_tokens for step in steps) == 8 * 4
+
+    def test_the_progress_bar(self, two: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+        two.generate([[30], [31]], greedy(3))
+        bar = capsys.readouterr().err
+        assert re.search(r"2/2 .*prefill [1-9].*decode [1-9]", bar)
+
+
+def generate_nothing(llm: LLM, count: int) -> None:
+    llm.generate([[30]] * count, greedy(1), use_tqdm=False)
+
+
+def collect(llm: LLM, prompts: list[str], params: SamplingParams) -> dict[tuple[int, int], tuple[Any, ...]]:
+    """Return all that a stream tells, by prompt and sample."""
+    told: dict[tuple[int, int], tuple[Any, ...]] = {}
+    for new in llm.stream(prompts, params):
+        key = new.index, new.sample
+        text, ids, _, _, logprobs, prompt_logprobs = told.get(key, ("", [], None, None, [], None))
+        ends = new.finish_reason, new.stop_reason
+        prompt_logprobs = prompt_logprobs or new.prompt_logprobs
+        told[key] = text + new.text, ids + new.token_ids, *ends, logprobs + new.logprobs, prompt_logprobs
+    return told
+
+
+class TestChanges:
+    """What else an LLM can do."""
+
+    def test_abort_ends_what_runs_and_what_waits(self, two: LLM) -> None:
+        ids = [two.add_request([30 + i % 50], LONG) for i in range(60)]
+        two.step()
+        for id in ids[1:]:
+            two.abort(id)
+        outputs = step_to_the_end(two)
+        assert sorted(output.request_id for output in outputs) == ids
+        assert {output.request_id: output.finish_reason for output in outputs}[ids[0]] == "length"
+        assert sum(output.finish_reason == "abort" for output in outputs) == 59
+        with pytest.raises(ValueError, match="no request has it"):
+            two.abort(10**6)
+
+    def test_a_loop_that_is_left_aborts_its_stream(self, two: LLM, oracle: Oracle) -> None:
+        for new in two.stream([[30], [31]], LONG):
+            if new.token_ids:
+                break
+        del new
+        gc.collect()
+        (output,) = two.generate([[30]], greedy(5), use_tqdm=False)
+        assert output.token_ids == oracle.greedy([30], 5)
+
+    def test_ctrl_c_drops_all_requests(self, two: LLM, oracle: Oracle) -> None:
+        timer = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            two.generate([[30 + i % 50] for i in range(400)], LONG, use_tqdm=False)
+        timer.join()
+        assert not two.has_unfinished_requests()
+        (output,) = two.generate([[30]], greedy(5), use_tqdm=False)
+        assert output.token_ids == oracle.greedy([30], 5)
+        assert len(two.engine.ready) == 2
+
+    def test_load_weights_and_sleep(self, make_qwen3: Callable[..., str]) -> None:
+        folder, other = make_qwen3(), make_qwen3(num_hidden_layers=3)
+        with LLM(folder, device="cpu", data_parallel_size=2, num_kvcache_blocks=16) as llm:
+            before = llm.generate([[30 + i] for i in range(8)], greedy(8), use_tqdm=False)
+            llm.reset_prefix_cache()
+            with pytest.raises(ValueError, match="does not fit"):
+                llm.load_weights(other)
+            assert llm.weights_version == 0
+            assert token_ids(llm.generate([[30]], greedy(8), use_tqdm=False)) == token_ids(before[:1])
+            llm.sleep(level=2)
+            assert llm.is_sleeping
+            with pytest.raises(RuntimeError, match="call wake_up"):
+                llm.generate([[30]], greedy(8))
+            llm.wake_up(["weights"])
+            assert llm.load_weights(folder) == llm.weights_version == 1
+            llm.wake_up()
+            assert not llm.is_sleeping
+            after = llm.generate([[30 + i] for i in range(8)], greedy(8), use_tqdm=False)
+            assert token_ids(after) == token_ids(before)
+            assert {version for output in after for _, version in output.weights_versions} == {1}
+
+
+class TestDeaths:
+    """Replicas that die or hang, one after another, until none is left."""
+
+    def test_eight_replicas_keep_order_and_lose_nothing(self, many: LLM, one: LLM) -> None:
+        prompts = [[30 + i % 100, 31 + i // 100] for i in range(500)]
+        outputs = many.generate(prompts, greedy(3), use_tqdm=False)
+        assert [output.prompt_token_ids for output in outputs] == prompts
+        assert token_ids(outputs) == token_ids(one.generate(prompts, greedy(3), use_tqdm=False))
+
+    def test_one_that_is_killed(self, many: LLM, one: LLM, caplog: pytest.LogCaptureFixture) -> None:
+        params = SamplingParams(max_tokens=60, seed=5, n=2, ignore_eos=True)
+        prompts = [[30 + i] for i in range(40)]
+        victim = many.engine.ready[0]
+        threading.Timer(0.3, os.kill, (many.engine.pids[victim], signal.SIGKILL)).start()
+        with caplog.at_level(logging.WARNING, logger="nanoinfer"):
+            outputs = many.generate(prompts, params, use_tqdm=False)
+        assert_equal(outputs, one.generate(prompts, params, use_tqdm=False))
+        assert victim not in many.engine.ready
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert f"replica {victim} died: it ended with exit code -9" in warning
+
+    def test_a_stream_goes_on_where_it_was(self, many: LLM, one: LLM) -> None:
+        prompts = ["ROMEO:\n", "JULIET:\n", "GLOUCESTER:\nNow is"]
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        expected = one.generate(prompts, params, use_tqdm=False)
+        texts, tokens = [""] * 3, [0] * 3
+        for count, new in enumerate(many.stream(prompts, params)):
+            texts[new.index] += new.text
+            tokens[new.index] += len(new.token_ids)
+            if count == 20:
+                os.kill(many.engine.pids[busy(many)[0]], signal.SIGKILL)
+        assert texts == [output.text for output in expected]
+        assert tokens == [200] * 3
+
+    def test_one_that_hangs(self, many: LLM, one: LLM, caplog: pytest.LogCaptureFixture) -> None:
+        prompts = [[30 + i] for i in range(40)]
+        victim = many.engine.ready[0]
+        threading.Timer(0.3, os.kill, (many.engine.pids[victim], signal.SIGSTOP)).start()
+        with caplog.at_level(logging.WARNING, logger="nanoinfer"):
+            outputs = many.generate(prompts, greedy(60), use_tqdm=False)
+        assert token_ids(outputs) == token_ids(one.generate(prompts, greedy(60), use_tqdm=False))
+        assert f"replica {victim} hangs: no sign of life for 4 s (worker_timeout)" in caplog.text
+
+    def test_a_request_that_sees_two_die_is_given_up(self, many: LLM, oracle: Oracle) -> None:
+        assert len(many.engine.ready) >= 3
+        id = many.add_request([30], LONG)
+        for _ in range(2):
+            wait_for_step(many)
+            (victim,) = busy(many)
+            os.kill(many.engine.pids[victim], signal.SIGKILL)
+            outputs: list[RequestOutput] = []
+            while victim in many.engine.ready:
+                outputs += many.step()
+        (output,) = outputs
+        assert (output.request_id, output.finish_reason) == (id, "error")
+        assert output.stop_reason == "two replicas died while they computed this sample"
+        assert id == many.add_request([30], greedy(5)) - 1
+        assert [output.token_ids for output in step_to_the_end(many)] == [oracle.greedy([30], 5)]
+
+    def test_with_no_replica_left_there_is_a_worker_error(self, many: LLM) -> None:
+        many.add_request([30], LONG)
+        many.step()
+        pids = list(many.engine.pids.values())
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"no replica is left: replica . died: it ended with exit code -9"):
+            step_to_the_end(many)
+        with pytest.raises(WorkerError, match="this LLM is closed"):
+            many.generate([[30]])
+        assert not many.has_unfinished_requests()
+        assert not any(map(alive, pids))
+
+    def test_one_that_is_started_again(self, two: LLM, oracle: Oracle) -> None:
+        before = two.engine.pids
+        os.kill(before[1], signal.SIGKILL)
+        prompts = [[30 + i] for i in range(8)]
+        expected = [[oracle.greedy(prompt, 5)] for prompt in prompts]
+        deadline = time.monotonic() + 60
+        assert token_ids(two.generate(prompts, greedy(5), use_tqdm=False)) == expected
+        while two.engine.ready != [0, 1] and time.monotonic() < deadline:
+            assert token_ids(two.generate(prompts, greedy(5), use_tqdm=False)) == expected
+        assert two.engine.pids[1] != before[1]
+        steps: list[StepResult] = []
+        two.engine.on_step = steps.append
+        assert token_ids(two.generate(prompts, greedy(5), use_tqdm=False)) == expected
+        two.engine.on_step = None
+        assert {step.replica for step in steps} == {0, 1}
+
+
+def busy(llm: LLM) -> list[int]:
+    """Return the replicas that hold samples."""
+    return [index for index in llm.engine.ready if llm._requests._sharing.num_held(index)]
+
+
+def wait_for_step(llm: LLM) -> None:
+    """Step until a replica has told of a step."""
+    steps: list[StepResult] = []
+    llm.engine.on_step = steps.append
+    while not steps:
+        llm.step()
+    llm.engine.on_step = None
+
+
+class TestEnds:
+    """Nothing stays behind."""
+
+    def test_a_killed_parent_leaves_nothing(self, tmp_path: Path) -> None:
+        script = tmp_path / "killed.py"
+        script.write_text(
+            "import os, signal\n"
+            "from nanoinfer import LLM, BUNDLED_MODEL, SamplingParams\n"
+            "if __name__ == '__main__':\n"
+            "    options = dict(data_parallel_size=2, tensor_parallel_size=2, num_kvcache_blocks=8)\n"
+            "    llm = LLM(BUNDLED_MODEL, device='cpu', **options)\n"
+            "    output = llm.generate([[30]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]\n"
+            "    print(*output.token_ids, flush=True)\n"
+            "    for pid in llm.engine.pids.values():\n"
+            "        children = open(f'/proc/{pid}/task/{pid}/children').read()\n"
+            "        print(pid, children, flush=True)\n"
+            "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        segments = set(os.listdir("/dev/shm"))
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        tokens, *pids = done.stdout.splitlines()
+        assert len(tokens.split()) == 3
+        processes = [int(pid) for line in pids for pid in line.split()]
+        assert len(processes) == 4
+        assert wait_until(lambda: not any(map(alive, processes)))
+        assert wait_until(lambda: set(os.listdir("/dev/shm")) <= segments)
+
+    def test_deletion_ends_all_processes(self) -> None:
+        llm = make(data_parallel_size=2)
+        pids = list(llm.engine.pids.values())
+        del llm
+        gc.collect()
+        assert not any(map(alive, pids))
+
+    def test_a_fork_is_refused(self, two: LLM) -> None:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                two.generate([[30]])
+            except RuntimeError as error:
+                os._exit(0 if "and not its fork" in str(error) else 1)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+class TestRefused:
+    """What cannot be is said before a replica starts, or by the replica that cannot start."""
+
+    def test_more_replicas_than_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        with pytest.raises(ValueError, match=r"2 replicas of tensor_parallel_size=2 need 4 GPUs.*machine has 3 GPUs"):
+            Config(BUNDLED_MODEL, data_parallel_size=2, tensor_parallel_size=2, device="cuda")
+
+    @pytest.mark.parametrize("options", [{"data_parallel_size": 0}, {"data_parallel_size": 1.5}])
+    def test_no_number_of_replicas(self, options: dict[str, object]) -> None:
+        with pytest.raises(ValueError, match=r"data_parallel_size=.*must be an integer from 1 to 64"):
+            Config(BUNDLED_MODEL, **options)
+
+    def test_what_a_replica_refuses_comes_as_it_is(self) -> None:
+        with pytest.raises(ValueError, match="max_num_seqs=50000000"):
+            make(data_parallel_size=2, max_num_seqs=50_000_000)
+
+    def test_a_group_of_processes(self) -> None:
+        script = (
+            "import torch.distributed as dist\n"
+            "from nanoinfer import LLM, BUNDLED_MODEL\n"
+            "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
+            "LLM(BUNDLED_MODEL, data_parallel_size=2, tensor_parallel_group=dist.group.WORLD)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        assert "data_parallel_size=2: must be 1 with tensor_parallel_group" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["0,1", "2,3"]),
+        ("5,3,1,0", ["5,3", "1,0"]),
+        ("GPU-ab, GPU-cd,GPU-ef,GPU-01", ["GPU-ab,GPU-cd", "GPU-ef,GPU-01"]),
+    ],
+)
+def test_replicas_share_the_gpus_that_are_visible(
+    visible: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(VISIBLE, visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config = SimpleNamespace(device="cuda", tensor_parallel_size=2)
+    assert [gpus_of(config, index) for index in range(2)] == expected
