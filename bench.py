@@ -70,13 +70,14 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
     in_fp8 = FP8.itemsize if config.description.fp8 else None
     itemsizes = config.torch_dtype.itemsize, config.torch_cache_dtype.itemsize, in_fp8
     floor = Floor.of(work, config.description, config.max_num_seqs, *itemsizes)
-    floor_seconds = floor.seconds(bandwidth, flops, args.tp, matrix_flops)
+    floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, matrix_flops)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
     return {
         "config": args.config or args.model,
         "workload": f"{args.workload} {recipe}",
         "device": torch.cuda.get_device_name() if config.device == "cuda" else "cpu",
         "tensor_parallel_size": args.tp,
+        "data_parallel_size": args.dp,
         "attention_backend": args.backend,
         "enforce_eager": args.enforce_eager,
         "max_num_seqs": recipe.max_num_seqs,
@@ -113,6 +114,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
         return LLM(
             folder,
             tensor_parallel_size=args.tp,
+            data_parallel_size=args.dp,
             attention_backend=args.backend,
             enforce_eager=args.enforce_eager,
             max_num_seqs=args.recipe.max_num_seqs,
@@ -172,12 +174,13 @@ def plot(repeat: Repeat, title: str, file: str) -> None:
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     rates, rows, blocks = figure.subplots(3, sharex=True)
-    times = [0.0, *(step.ready_at - repeat.start for step in repeat.steps if step.ready_at is not None)]
+    steps = sorted(repeat.steps, key=lambda step: step.ready_at or 0.0)  # replicas tell theirs a little later
+    times = [0.0, *(step.ready_at - repeat.start for step in steps if step.ready_at is not None)]
     for name, color in (("prefill", "tab:orange"), ("decode", "tab:blue")):
-        tokens = [getattr(step, f"num_{name}_tokens") for step in repeat.steps]
+        tokens = [getattr(step, f"num_{name}_tokens") for step in steps]
         rates.stairs(*binned_rate(times, tokens), color=color, label=name)
-    rows.stairs([step.num_running for step in repeat.steps], times, color="tab:green")
-    blocks.stairs([100 * step.blocks_used for step in repeat.steps], times, color="tab:red")
+    rows.stairs([step.num_running for step in steps], times, color="tab:green")
+    blocks.stairs([100 * step.blocks_used for step in steps], times, color="tab:red")
     rates.set(title=title, ylabel="tokens per second", yscale="log")
     rates.legend()
     rows.set(ylabel="running rows")
@@ -293,6 +296,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=SAMPLING.top_k, help="default: all tokens")
     parser.add_argument("--top-p", type=float, default=SAMPLING.top_p, help="default: 1")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--dp", type=int, default=1, help="replicas, each of which has so many ranks")
     parser.add_argument("--quantization", help="fp8 (default: none)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
     parser.add_argument("--backend", default="auto", help="attention backend")
@@ -310,6 +314,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--routing skewed: needs a --config with experts")
     if args.weights and (args.compare or args.plot):
         parser.error("--weights: runs no requests to compare or to plot")
+    if args.weights and args.dp > 1:
+        parser.error("--weights: times one engine, without --dp")
     args.load_format = "safetensors" if not args.config else "dummy" if args.routing == "even" else "dummy_skewed"
     try:
         args.recipe = choose_recipe(args)

@@ -46,7 +46,7 @@ class Config:
     data_parallel_size: this many replicas of the model share the requests, 1 to 64. Each is a process with an engine of
         its own, and takes tensor_parallel_size GPUs. max_num_seqs and all other options are those of each replica
     restart_replicas: True: a replica that dies starts again, while the others go on. If it dies before it is ready, it
-        does not start again, nor does any replica once load_weights has changed the weights
+        does not start again, nor does any replica once the weights have been changed
     tensor_parallel_group: a group of torch.distributed, whose ranks share the model. Each of its processes, on one
         machine, makes an LLM with the same options, and calls the same methods with the same arguments. All return the
         results. tensor_parallel_size is left out then. None: the LLM starts the ranks itself

@@ -8,21 +8,17 @@ from collections.abc import Sequence as ListLike
 from typing import Any, overload
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.checks import check_flag, check_int, check_none, check_subset
 from nanoinfer.config import Config
-from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.sleeper import TAGS
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
-from nanoinfer.replicas.replicas import Replicas
-from nanoinfer.replicas.requests import ReplicaRequests
+from nanoinfer.replicas.start import start
 from nanoinfer.requests.inputs import Chats, Inputs, Prepared, Prompt, Tokens, load_tokenizer
-from nanoinfer.requests.interface import AnyEngine, Fate, SomeRequests
+from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.requests.progress import Stream, run_all, stream_all
-from nanoinfer.requests.request import Requests
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
 
@@ -39,7 +35,7 @@ class LLM:
 
     config: the options after the checks; max_model_len may have been lowered to the model's own limit
     memory: a MemoryPlan, which says how the device's memory is divided: print(llm.memory). The logger "nanoinfer"
-        reports it once, at level INFO
+        reports it once, at level INFO. With several replicas it is that of the one with the fewest blocks
     tokenizer: the checkpoint's own tokenizer, or that of the option; None if there is none: then prompts are token ids,
         and texts are empty
     weights_version: how often update_weights and load_weights have changed the weights
@@ -54,8 +50,8 @@ class LLM:
         its value and what would work. Nothing has run yet
     RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not
         ended. Or the LLM sleeps. Or an update of the weights broke off, and they are incomplete
-    WorkerError: a tensor-parallel rank died or hangs, or the ranks of tensor_parallel_group were not called alike. The
-        LLM is closed, and later calls raise the error again
+    WorkerError: a tensor-parallel rank died or hangs, or the ranks of tensor_parallel_group were not called alike, or no
+        replica is left. The LLM is closed, and later calls raise the error again
     KeyboardInterrupt: Ctrl-C in generate, chat, stream or step drops every request and leaves the LLM usable. With
         several ranks it takes effect when the step is complete. A second Ctrl-C, more than a second after the first,
         ends the ranks and closes the LLM. With tensor_parallel_group the first one may do so
@@ -64,7 +60,7 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         self.config = Config(model, **options)
         self.tokenizer = load_tokenizer(self.config)
-        self.engine, self._requests = _start(self.config, self.tokenizer)
+        self.engine, self._requests = start(self.config, self.tokenizer)
         self.memory = self.engine.memory
         self.config.num_kvcache_blocks = self.memory.blocks
         self._inputs = Inputs(self.config, self.tokenizer)
@@ -237,7 +233,7 @@ class LLM:
         request_id: the number that add_request returned, or the request_id of a StreamOutput
 
         The request's output has the tokens so far, and finish_reason "abort". If the request has ended, nothing
-        happens.
+        happens. With several replicas, it may still end by itself in the meantime.
         Raises ValueError for a number that no request has had.
         """
         request = self._requests.find(request_id)
@@ -395,12 +391,3 @@ class LLM:
             requests = [self._requests.add(prompt, streams=True) for prompt in prompts]
             yield from stream_all(self._requests, requests, self.engine.check_open)
             self._requests.take_finished()
-
-
-def _start(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests]:
-    """Start an engine in this process, or replicas in others; returns it, and its requests."""
-    if config.data_parallel_size > 1:
-        replicas = Replicas(config)
-        return replicas, ReplicaRequests(replicas, config, tokenizer)
-    engine = LLMEngine(config)
-    return engine, Requests(engine, tokenizer)

@@ -42,7 +42,7 @@ class NullLLM:
     def __init__(self, model: str, **options: Any) -> None:
         if model == "no model":
             raise ValueError("model='no model': no such folder")
-        self.config = SimpleNamespace(max_num_seqs=options.get("max_num_seqs", 8))
+        self.config = SimpleNamespace(max_num_seqs=options.get("max_num_seqs", 8), data_parallel_size=1)
         self.engine = SimpleNamespace(on_step=None)
         self._asked: list[tuple[int, Any, SamplingParams]] = []
         self._count = 0

@@ -23,6 +23,7 @@ from conftest import Oracle, assert_close, assert_equal, different_settings, gre
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerError
 from nanoinfer.config import Config
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.replicas import freight
 from nanoinfer.replicas.process import VISIBLE, gpus_of
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 400}
@@ -49,7 +50,7 @@ def two() -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def many() -> Iterator[LLM]:
     """Eight replicas, some of which are dead when the tests have come to an end."""
-    with make(data_parallel_size=8, max_num_seqs=4, worker_timeout=4.0) as llm:
+    with make(data_parallel_size=8, max_num_seqs=4, worker_timeout=5.0) as llm:
         yield llm
 
 
@@ -195,8 +196,8 @@ class TestChanges:
         assert output.token_ids == oracle.greedy([30], 5)
         assert len(two.engine.ready) == 2
 
-    def test_load_weights_and_sleep(self, make_qwen3: Callable[..., str]) -> None:
-        folder, other = make_qwen3(), make_qwen3(num_hidden_layers=3)
+    def test_new_weights_and_sleep(self, make_qwen3: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+        folder, other = make_qwen3(), make_qwen3(num_hidden_layers=3)  # make_qwen3 always draws alike
         with LLM(folder, device="cpu", data_parallel_size=2, num_kvcache_blocks=16) as llm:
             before = llm.generate([[30 + i] for i in range(8)], greedy(8), use_tqdm=False)
             llm.reset_prefix_cache()
@@ -215,6 +216,29 @@ class TestChanges:
             after = llm.generate([[30 + i] for i in range(8)], greedy(8), use_tqdm=False)
             assert token_ids(after) == token_ids(before)
             assert {version for output in after for _, version in output.weights_versions} == {1}
+
+            trained = dict(Oracle(make_qwen3(initializer_range=0.3)).model.named_parameters())
+            monkeypatch.setattr(freight, "SEGMENT_BYTES", 1 << 16)  # tensors are cut
+            with pytest.raises(ValueError, match="do not fit"):
+                llm.update_weights([*trained.items(), ("lost", torch.ones(3))])
+            assert token_ids(llm.generate([[30]], greedy(8), use_tqdm=False)) == token_ids(before[:1])
+            with pytest.raises(ValueError, match="do not fit"):
+                llm.update_weights(iter([*trained.items(), ("lost", torch.ones(3))]))
+            with pytest.raises(RuntimeError, match="the weights are incomplete"):
+                llm.generate([[30]], greedy(8))
+            assert llm.update_weights(iter(trained.items())) == 2
+            with LLM(folder, device="cpu", num_kvcache_blocks=16) as single:
+                single.update_weights(trained)
+                expected = single.generate([[30 + i] for i in range(8)], greedy(8), use_tqdm=False)
+            after = llm.generate([[30 + i] for i in range(8)], greedy(8), use_tqdm=False)
+            assert token_ids(after) == token_ids(expected) != token_ids(before)
+
+            ids = [llm.add_request([30 + i], greedy(200, ignore_eos=True)) for i in range(8)]
+            llm.step()
+            assert llm.update_weights(trained, in_flight="abort") == 3
+            outputs = step_to_the_end(llm)
+            assert sorted(output.request_id for output in outputs) == ids
+            assert {output.finish_reason for output in outputs} == {"abort"}
 
 
 class TestDeaths:
@@ -258,7 +282,7 @@ class TestDeaths:
         with caplog.at_level(logging.WARNING, logger="nanoinfer"):
             outputs = many.generate(prompts, greedy(60), use_tqdm=False)
         assert token_ids(outputs) == token_ids(one.generate(prompts, greedy(60), use_tqdm=False))
-        assert f"replica {victim} hangs: no sign of life for 4 s (worker_timeout)" in caplog.text
+        assert f"replica {victim} hangs: no sign of life for 5 s (worker_timeout)" in caplog.text
 
     def test_a_request_that_sees_two_die_is_given_up(self, many: LLM, oracle: Oracle) -> None:
         assert len(many.engine.ready) >= 3

@@ -23,12 +23,14 @@ from nanoinfer.sampling_params import SamplingParams
 
 DEFAULTS = {field.name for field in fields(SamplingParams)} - {"seed"}  # the job's seed is the option of LLM
 HOW_FAST = {  # options that change how fast a job runs, not what it asks for: a resumed job may have others
+    "data_parallel_size",
     "enforce_eager",
     "gpu_memory_utilization",
     "kvcache_block_size",
     "max_num_batched_tokens",
     "max_num_seqs",
     "num_kvcache_blocks",
+    "restart_replicas",
     "tensor_parallel_size",
     "worker_timeout",
 }

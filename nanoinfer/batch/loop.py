@@ -14,8 +14,8 @@ from nanoinfer.batch.results import encode, error_row, result_row
 from nanoinfer.checks import short
 from nanoinfer.llm import LLM
 
-AHEAD = 2  # times max_num_seqs: so many requests the LLM has, that no step waits for the next line
-HELD = 16  # times max_num_seqs: so many rows wait for an earlier line, before no more lines are read
+AHEAD = 2  # times max_num_seqs of all replicas: so many requests the LLM has, that no step waits for the next line
+HELD = 16  # times max_num_seqs of all replicas: so many rows wait for an earlier line, before no more lines are read
 
 
 def read_jobs(
@@ -89,7 +89,7 @@ class Loop:
 
     @property
     def _has_room(self) -> bool:
-        rows = self._llm.config.max_num_seqs
+        rows = self._llm.config.max_num_seqs * self._llm.config.data_parallel_size
         return len(self._running) < AHEAD * rows and len(self._held) < HELD * rows
 
     def _add(self, job: Job | LineError | None) -> None:

@@ -54,6 +54,7 @@ class Report:
         self._start: float | None = None  # when the first step was done
         self._seconds = 0.1  # of a bucket
         self._buckets: list[Bucket] = []
+        self._num_replicas = 1  # that have told of a step
         self._prompts: Counter[int] = Counter()  # by the number of bits of their lengths
         self._outputs: Counter[int] = Counter()
         self._errors: list[str] = []
@@ -64,7 +65,8 @@ class Report:
             return
         if self._start is None:
             self._start = result.ready_at
-        passed = result.ready_at - self._start
+        self._num_replicas = max(self._num_replicas, result.replica + 1)
+        passed = max(0.0, result.ready_at - self._start)  # of several replicas, steps come out of order
         while passed >= MOST_BUCKETS * self._seconds:
             self._seconds *= 2
             halves = [*self._buckets, Bucket()]
@@ -98,7 +100,7 @@ class Report:
         means = [bucket._replace(steps=max(bucket.steps, 1)) for bucket in self._buckets]
         parts = [
             _chart("Tokens per second, of prompts and outputs", seconds, [b.tokens / self._seconds for b in means]),
-            _chart("Running rows", seconds, [bucket.rows / bucket.steps for bucket in means]),
+            _chart("Running rows", seconds, [self._num_replicas * bucket.rows / bucket.steps for bucket in means]),
             _chart("KV-cache blocks in use, %", seconds, [100 * bucket.blocks / bucket.steps for bucket in means]),
             _histogram("Prompts by their tokens", self._prompts),
             _histogram("Samples by their tokens", self._outputs),

@@ -73,7 +73,7 @@ class ReplicaProcess:
 
     def _watch(self) -> None:
         # Count waits, not the time that has passed: a Ctrl-Z stops this process, too.
-        silence = 0.0
+        silence, was_ready = 0.0, False
         while True:
             try:
                 if self._beats.poll(BEAT_SECONDS):
@@ -82,7 +82,8 @@ class ReplicaProcess:
                     continue
             except (EOFError, OSError):
                 return  # the process has ended
-            silence += BEAT_SECONDS
+            silence = silence + BEAT_SECONDS if was_ready == self.is_ready else 0.0  # starting may have held it up
+            was_ready = self.is_ready
             limit, hint = self._timeout, "(worker_timeout)"
             if not self.is_ready and limit < START_SECONDS:
                 limit, hint = START_SECONDS, "while starting; a larger worker_timeout is waited for longer"

@@ -10,22 +10,26 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any
+
+import torch
 
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.parallel.channel import BEAT_SECONDS
+from nanoinfer.replicas.freight import Crate, Shape, unload
 from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures, Task
 from nanoinfer.requests.inputs import Inputs, Prepared, load_tokenizer
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.request import Request, Requests
-from nanoinfer.weights.sources import FileSource
+from nanoinfer.weights.sources import FileSource, TensorSource
 
 QUIET_SECONDS = 0.1  # without a report, while requests run
 
@@ -94,6 +98,7 @@ class Replica:
         self._pipe, self._life = pipe, life
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         self._round = 0
+        self._call = 0  # the newest call's number
         self._numbers: dict[int, int] = {}  # by this engine's request id, the task's number
         self._unbegun: deque[Sequence] = deque()
         self._steps: list[StepFigures] = []  # since the last report
@@ -145,8 +150,9 @@ class Replica:
     def _send(self, message: Message) -> None:
         self._pipe.send(message)
 
-    def take(self, tasks: list[Task]) -> None:
-        """Queue tasks."""
+    def take(self, round: int, tasks: list[Task]) -> None:
+        """Queue tasks of a round."""
+        self._round = round
         with self._requests:
             for task in tasks:
                 samples = range(task.first, task.first + task.num_samples)
@@ -166,16 +172,16 @@ class Replica:
         found = [self._requests.find(own) for own, known in self._numbers.items() if known == number]
         return [request for request in found if request is not None]
 
-    def drop(self, round: int) -> None:
-        """Drop all tasks; a new round of them begins."""
+    def drop(self) -> None:
+        """Drop all tasks: those that come next are of another round."""
         self._requests.abort_all()
         self._numbers.clear()
         self._unbegun.clear()
-        self._round = round
 
     def call(self, number: int, method: str, args: tuple[Any, ...]) -> None:
         """Answer a call of one of the methods below; number: the call's."""
         value, error = None, None
+        self._call = number
         try:
             value = getattr(self, method)(*args)
         except (ValueError, RuntimeError) as caught:
@@ -183,7 +189,7 @@ class Replica:
                 raise
             error = caught
         self._report()  # in_flight="abort" has ended some
-        self._send(Reply(number, value, error))
+        self._send(Reply(self._call, value, error))
 
     def reset_prefix_cache(self) -> None:
         """Let no later request share what has been computed so far."""
@@ -202,6 +208,44 @@ class Replica:
         updater = self.engine.updater
         updater.version = version - 1  # it may have come further when another replica failed
         updater.load(source, in_flight, self._requests.before_new_weights(in_flight))
+
+    def check_weights(self, shapes: list[Shape], is_partial: bool) -> None:
+        """Raise ValueError if a trainer's tensors do not fit."""
+        without_numbers = [(name, torch.zeros((), dtype=dtype).expand(sizes)) for name, sizes, dtype in shapes]
+        for _ in TensorSource(without_numbers, is_partial).tensors(self.engine.ranks.runner.holdings.weights.table):
+            pass
+
+    def update_weights(self, segment: SharedSegment, is_partial: bool, in_flight: Fate, version: int) -> None:
+        """Write a trainer's tensors, which have this version, as they arrive. Raises ValueError as Updater.update does.
+
+        The answer to the last call of `unload` is the answer to this one.
+        """
+        updater = self.engine.updater
+        updater.version = version - 1  # it may have come further when another replica failed
+        source = TensorSource(unload(self._loads(), segment), is_partial)
+        updater.update(source, in_flight, self._requests.before_new_weights(in_flight))
+
+    def _loads(self) -> Iterator[list[Crate]]:
+        """Yield what arrives by calls of `unload`, each of which is answered when the next is awaited."""
+        is_first = True
+        while True:
+            if not is_first:
+                self._send(Reply(self._call, None, None))
+            is_first = False
+            method, args = self._inbox.get()
+            if method != "call":
+                raise RuntimeError(f"an update of the weights was broken off by {method}")
+            self._call, _, (crates,) = args
+            if crates is None:
+                raise RuntimeError("an update of the weights was broken off")
+            if not crates:
+                return
+            yield crates
+
+    def unload(self, crates: list[Crate] | None) -> None:
+        """Raise RuntimeError: the update of the weights has failed here; None: it breaks off everywhere."""
+        if crates is not None:
+            raise RuntimeError("a replica could not begin to take the weights")
 
     def has_mixed_weights(self, version: int) -> bool:
         """Whether an update to this version, which failed, has written anything."""

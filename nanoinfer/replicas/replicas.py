@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
 from enum import Enum, auto
 from multiprocessing.connection import wait
@@ -18,6 +18,7 @@ from nanoinfer.engine.ranks.sleeper import TAGS, check_awake
 from nanoinfer.engine.ranks.updater import check_whole
 from nanoinfer.engine.ranks.workers import CLOSE_SECONDS, WorkerError, check_spawning
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.replicas.freight import Shape, load, shared_memory
 from nanoinfer.replicas.messages import Failed, Ready, Reply, Report
 from nanoinfer.replicas.process import ReplicaProcess
 from nanoinfer.requests.interface import Fate
@@ -107,10 +108,7 @@ class Replicas:
 
         A replica that dies meanwhile is left out.
         """
-        self._num_calls += 1
-        self._answers.clear()
-        asked = self.ready
-        self.tell_all("call", self._num_calls, method, args)
+        asked = self.ask(method, *args)
         while any(index in self._processes and index not in self._answers for index in asked):
             self._receive()
         answers = list(self._answers.values())
@@ -118,6 +116,14 @@ class Replicas:
             if answer.error is not None:
                 raise answer.error
         return [answer.value for answer in answers]
+
+    def ask(self, method: str, *args: Any) -> list[int]:
+        """Let all replicas call one of their methods, and wait for no answer; returns these replicas."""
+        self._num_calls += 1
+        self._answers.clear()
+        asked = self.ready
+        self.tell_all("call", self._num_calls, method, args)
+        return asked
 
     def _receive(self) -> list[MemoryPlan]:
         """Wait for messages, and sort them; returns the plans of replicas that have started."""
@@ -261,27 +267,47 @@ class ReplicaUpdater:
         self.is_whole = True
 
     def update(self, source: TensorSource, in_flight: Fate, begin: Callable[[], None]) -> int:
-        """Raise RuntimeError: a trainer's tensors do not reach replicas."""
-        raise RuntimeError(
-            "update_weights does not reach the replicas of data_parallel_size: save the tensors as safetensors, and"
-            " call load_weights(folder)"
-        )
+        """Write a trainer's tensors into all replicas; returns the new version. begin: called when all have them."""
+        replicas = self._replicas
+        tensors = source.pairs()
+        if source.holds_tensors:  # then all can be checked before the first is written
+            held = list(tensors)
+            shapes = [Shape(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held]
+            replicas.call("check_weights", shapes, source.is_partial)
+            tensors = iter(held)
+        with self._new_version() as version, shared_memory() as segment:
+            replicas.ask("update_weights", segment, source.is_partial, in_flight, version)
+            try:
+                for crates in load(tensors, segment):
+                    replicas.call("unload", crates)
+                    replicas.check_open()  # the source runs code that is not ours
+                replicas.call("unload", [])
+            except BaseException:
+                with delayed_interrupt(), suppress(RuntimeError):
+                    replicas.call("unload", None)
+                raise
+            begin()
+        return self.version
 
     def load(self, source: FileSource, in_flight: Fate, begin: Callable[[], None]) -> int:
-        """Write the tensors of files into all replicas; returns the new version.
+        """Write the tensors of files into all replicas; returns the new version. begin: called when all have them."""
+        with self._new_version() as version:
+            self._replicas.call("load_weights", source, in_flight, version)
+            begin()
+        return self.version
 
-        begin: called when all have them
-        """
+    @contextmanager
+    def _new_version(self) -> Iterator[int]:
+        """Return a context in which all replicas get the weights of a version, or are asked what they have got."""
         self._replicas.end_starting()
         version, was_whole, self.is_whole = self.version + 1, self.is_whole, False
         try:
-            self._replicas.call("load_weights", source, in_flight, version)
-        except ValueError:
-            self.is_whole = was_whole and not any(self._replicas.call("has_mixed_weights", version))
+            yield version
+        except Exception:
+            with suppress(ValueError, WorkerError):  # the LLM is closed
+                self.is_whole = was_whole and not any(self._replicas.call("has_mixed_weights", version))
             raise
-        begin()
         self.version, self.is_whole = version, True
-        return version
 
 
 def results_of(index: int, report: Report) -> Iterable[StepResult]:

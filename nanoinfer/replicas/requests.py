@@ -159,7 +159,7 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
         for index in self._sharing.replicas:
             units = self._sharing.take(index)
             if units:
-                self._replicas.send(index, "take", self._tasks(units))
+                self._replicas.send(index, "take", self._round, self._tasks(units))
 
     def _tasks(self, units: list[Unit]) -> list[Task]:
         tasks = []
@@ -242,7 +242,7 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
 
     def _drop(self) -> None:
         self._round += 1
-        self._replicas.tell_all("drop", self._round)
+        self._replicas.tell_all("drop")
         self._share_anew()
 
 

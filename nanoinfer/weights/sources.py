@@ -129,21 +129,27 @@ class TensorSource:
         self.is_partial = partial
         self._is_multimodal = is_multimodal
 
+    def pairs(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name in the language model and the tensor as they come. Raises ValueError for what is no tensor."""
+        for pair in self._pairs:
+            name, tensor = _name_and_tensor(pair)
+            known = _known_name(name, self._is_multimodal)
+            if known is not None:
+                yield known, tensor
+            del pair, tensor  # so that they can go before the next ones come
+
     def tensors(self, table: Table) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor and its name in the language model as it comes, if it fits; raises ValueError if not.
 
         In the end, raises ValueError, naming them, if tensors are missing.
         """
         roll = Roll(table, f"{self.what} do not fit the model")
-        for pair in self._pairs:
-            name, tensor = _name_and_tensor(pair)
-            known = _known_name(name, self._is_multimodal)
-            if known is not None:
-                if roll.tick(known, tensor.shape, _dtype_name(tensor.dtype), self.what):
-                    yield known, tensor
-                else:
-                    roll.check()
-            del pair, tensor  # so that they can go before the next ones come
+        for name, tensor in self.pairs():
+            if roll.tick(name, tensor.shape, _dtype_name(tensor.dtype), self.what):
+                yield name, tensor
+            else:
+                roll.check()
+            del tensor  # so that it can go before the next one comes
         roll.check(whole=not self.is_partial)
         if not roll.come:
             raise ValueError(f"{self.what}: has no tensor; a generator gives its tensors only once")

@@ -26,6 +26,8 @@ CLOSE_SECONDS = 5.0
 class WorkerError(RuntimeError):
     """A tensor-parallel rank died or hangs, or an error or a Ctrl-C ended all ranks, or they were not called alike.
 
+    With several replicas: none is left, or one died before all had started.
+
     The message names the rank that died or hangs, with its traceback if it left one. It names none if all ranks began
     the step that hangs, or if an error of rank 0 or a Ctrl-C ended them. Of a tensor_parallel_group it names ranks that
     were called otherwise, and what they were told.

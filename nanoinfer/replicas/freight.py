@@ -1,0 +1,88 @@
+"""Freight: how a trainer's tensors reach the replicas, through memory that all processes of the machine share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoinfer.parallel.buckets import SharedSegment
+from nanoinfer.parallel.channel import explained, make_segment
+
+SEGMENT_BYTES = 64 << 20
+LEAST_BYTES = 1 << 16
+
+
+class Shape(NamedTuple):
+    """A tensor without its numbers."""
+
+    name: str
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Crate(NamedTuple):
+    """Some bytes of a tensor, which lie in the segment from `begin` on.
+
+    shape: the whole tensor's
+    first: of its bytes, the first that is here
+    """
+
+    shape: Shape
+    first: int
+    begin: int
+    num_bytes: int
+
+
+@contextmanager
+def shared_memory() -> Iterator[SharedSegment]:
+    """Make a segment for the block. Raises RuntimeError when /dev/shm has no room, saying why and what would help."""
+    with explained():
+        memory = make_segment(SEGMENT_BYTES, LEAST_BYTES)
+    try:
+        yield SharedSegment(memory.name, memory.size)
+    finally:
+        memory.unlink()
+        memory.close()
+
+
+def load(tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> Iterator[list[Crate]]:
+    """Write tensors into a segment; yields what is there, whenever it is full. The caller then lets it be unloaded."""
+    with segment.map(torch.device("cpu")) as memory:
+        crates: list[Crate] = []
+        used = 0
+        for name, tensor in tensors:
+            data, shape = _bytes_of(tensor), Shape(name, tuple(tensor.shape), tensor.dtype)
+            first = 0
+            while first < len(data):
+                count = min(len(data) - first, len(memory) - used)
+                memory[used : used + count].copy_(data[first : first + count])
+                crates.append(Crate(shape, first, used, count))
+                first, used = first + count, used + count
+                if used == len(memory):
+                    yield crates
+                    crates, used = [], 0
+            del data, tensor  # so that they can go before the next one comes
+        if crates:
+            yield crates
+
+
+def unload(loads: Iterable[list[Crate]], segment: SharedSegment) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that arrive, each when the last of its bytes is there."""
+    with segment.map(torch.device("cpu")) as memory:
+        for crates in loads:
+            for shape, first, begin, num_bytes in crates:
+                if first == 0:
+                    tensor = torch.empty(shape.sizes, dtype=shape.dtype)
+                    data = _bytes_of(tensor)
+                data[first : first + num_bytes].copy_(memory[begin : begin + num_bytes])
+                if first + num_bytes == len(data):
+                    yield shape.name, tensor
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, [bytes] uint8; those of a contiguous one are a view of it."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
