@@ -50,8 +50,8 @@ class LLM:
         its value and what would work. Nothing has run yet
     RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not
         ended. Or the LLM sleeps. Or an update of the weights broke off, and they are incomplete
-    WorkerError: a tensor-parallel rank died or hangs, or the ranks of tensor_parallel_group were not called alike, or no
-        replica is left. The LLM is closed, and later calls raise the error again
+    WorkerError: a tensor-parallel rank died or hangs, or the ranks of tensor_parallel_group were not called alike, or
+        no replica is left. The LLM is closed, and later calls raise the error again
     KeyboardInterrupt: Ctrl-C in generate, chat, stream or step drops every request and leaves the LLM usable. With
         several ranks it takes effect when the step is complete. A second Ctrl-C, more than a second after the first,
         ends the ranks and closes the LLM. With tensor_parallel_group the first one may do so

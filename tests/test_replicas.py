@@ -128,6 +128,7 @@ class TestSameAsOne:
         expected = one.generate(prompts, greedy(12), use_tqdm=False)
         ids = [two.add_request(prompt, greedy(12)) for prompt in prompts]
         outputs = {output.request_id: output for output in step_to_the_end(two)}
+        assert two.step() == []
         assert_equal([outputs[id] for id in ids], expected)
 
     def test_steps_tell_their_figures(self, two: LLM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -55,6 +56,7 @@ class Replicas:
         self.updater = ReplicaUpdater(self)
         self._config = copy(config)  # LLM writes into its own
         self._owner = os.getpid()
+        self._is_started = False
         self._failure: str | None = None  # why all have ended
         self._asleep: set[Tag] = set()
         self._news: list[News] = []
@@ -72,6 +74,7 @@ class Replicas:
             self._finalizer()
             raise
         self.memory = min(plans, key=lambda plan: plan.blocks)
+        self._is_started = True
 
     @property
     def ready(self) -> list[int]:
@@ -92,16 +95,20 @@ class Replicas:
         for index in self.ready:
             self.send(index, method, *args)
 
-    def listen(self) -> list[News]:
-        """Wait until there is news of replicas, and return it."""
+    @property
+    def has_news(self) -> bool:
+        """Whether a replica has told something, come or gone, of which `take_news` has not told."""
+        return bool(self._news)
+
+    def wait_for_news(self) -> None:
+        """Wait until there is news. Raises WorkerError if no replica is left."""
         while not self._news:
             self._receive()
+
+    def take_news(self) -> list[News]:
+        """Return the news since the last call, in the order in which it came."""
         news, self._news = self._news, []
         return news
-
-    def forget_news(self) -> None:
-        """Forget news that nobody wants any more; `ready` says which replicas there are."""
-        self._news.clear()
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Let all replicas call one of their methods; returns what it returns, and raises the first error of it.
@@ -161,7 +168,7 @@ class Replicas:
         process.join(CLOSE_SECONDS)
         if process.failure is not None and process.failure.error is not None:
             raise process.failure.error
-        if not hasattr(self, "memory"):
+        if not self._is_started:
             raise WorkerError(reason)
         if process.is_ready:
             self._news.append((index, Change.LOST))
@@ -324,6 +331,7 @@ def _close(owner: int, processes: dict[int, ReplicaProcess]) -> None:
             process.send("close")
         else:
             process.kill()
+    deadline = time.monotonic() + CLOSE_SECONDS
     for process in processes.values():
-        process.join(CLOSE_SECONDS)
+        process.join(max(deadline - time.monotonic(), 0))
     processes.clear()

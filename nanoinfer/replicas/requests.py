@@ -28,10 +28,6 @@ from nanoinfer.requests.results import SampleResult, request_output
 AHEAD = 4  # a replica has this share of its rows in samples that it has not begun: no step waits for the queue
 GIVEN_UP = "two replicas died while they computed this sample"
 GROWING = ("text", "token_ids", "logprobs", "kept_tokens")  # of a StreamOutput: each one goes on where the last ended
-NOTHING: dict[str, Any] = {
-    **{"text": "", "token_ids": [], "weights_versions": []},
-    **dict.fromkeys(("logprobs", "kept_tokens", "routed_experts", "prompt_logprobs")),
-}  # told of a sample so far
 
 
 class StreamedSample:
@@ -42,32 +38,32 @@ class StreamedSample:
 
     def __init__(self, request_id: int, index: int) -> None:
         self.request_id, self.index = request_id, index
-        self.is_ended = False
-        self._told: dict[str, Any] = {}
         self._num_taken = dict.fromkeys(GROWING, 0)
+        self._told: dict[str, Any] = {}
+        self.begin_again()
 
     def tell(self, piece: dict[str, Any]) -> None:
         """Take what is new; piece: the fields of a StreamOutput."""
+        told = self._told
         for name in GROWING:
-            if self._told.get(name) is not None:
-                piece[name] = self._told[name] + piece[name]
-        if self._told.get("prompt_logprobs") is not None:
-            piece["prompt_logprobs"] = self._told["prompt_logprobs"]
+            if told[name] is not None:
+                piece[name] = told[name] + piece[name]
+        piece["prompt_logprobs"] = piece["prompt_logprobs"] or told["prompt_logprobs"]
         self._told = piece
 
     def begin_again(self) -> None:
-        """Forget what a dead replica has told."""
-        self._told = {}
+        """Forget what has been told, if anything has: the replica is dead."""
+        self._told = dict.fromkeys(StreamOutput.__annotations__)
+        self._told.update(text="", token_ids=[], weights_versions=[])
 
     def end(self, reason: FinishReason, stop_reason: str | None) -> None:
-        """End the sample with what has been taken of it, or told."""
-        self._told = {**NOTHING, **self._told, "finish_reason": reason, "stop_reason": stop_reason}
+        """End the sample with what has been told of it."""
+        self._told.update(finish_reason=reason, stop_reason=stop_reason)
 
     def take_new(self, index: int) -> StreamOutput:
         """Return the text and tokens since the last call; index: the prompt's place in the list given to LLM.stream."""
         is_first = not self._num_taken["token_ids"]
-        new = {"request_id": self.request_id, "index": index, "sample": self.index}
-        output = StreamOutput({**self._told, **new})
+        output = StreamOutput({**self._told, "request_id": self.request_id, "index": index, "sample": self.index})
         for name, start in self._num_taken.items():
             if (value := self._told[name]) is not None:
                 output[name] = value[start:]
@@ -83,6 +79,20 @@ class ReplicaRequest:
     samples: those of a request that streams
     key: requests with equal keys begin alike
     """
+
+    __slots__ = (
+        "_decode",
+        "_queued_at",
+        "id",
+        "is_aborted",
+        "key",
+        "num_running",
+        "prompt",
+        "results",
+        "samples",
+        "seed",
+        "streams",
+    )
 
     def __init__(
         self, id: int, prompt: Prepared, seed: int, key: Hashable, streams: bool, decode: Decode | None
@@ -115,7 +125,7 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
         self._share_anew()
 
     def _share_anew(self) -> None:
-        self._replicas.forget_news()
+        self._replicas.take_news()  # nobody wants it any more: `ready` says which replicas there are
         self._sharing = Sharing(max(1, self._config.max_num_seqs // AHEAD), self._replicas.ready)
 
     @property
@@ -137,9 +147,11 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
 
     def step(self) -> list[StepResult]:
         """Hand out samples, and take what replicas tell; returns the figures of their steps."""
-        self._hand_out()
+        if self._running and not self._replicas.has_news:
+            self._hand_out()
+            self._replicas.wait_for_news()
         steps: list[StepResult] = []
-        for index, news in self._replicas.listen():
+        for index, news in self._replicas.take_news():
             if news is Change.JOINED:
                 self._sharing.join(index)
             elif news is Change.LOST:
@@ -181,15 +193,11 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
             streamed = request.samples[sample]
             streamed.tell(piece)
             if piece["finish_reason"] is not None and self._sharing.end(index, (number, sample)):
-                self._end_streamed(request, streamed)
+                self._count_down(request)
             self._changed.append(streamed)
 
     def _end(self, request: ReplicaRequest, result: SampleResult) -> None:
         request.results[result.number] = result
-        self._count_down(request)
-
-    def _end_streamed(self, request: ReplicaRequest, sample: StreamedSample) -> None:
-        sample.is_ended = True
         self._count_down(request)
 
     def _count_down(self, request: ReplicaRequest) -> None:
@@ -213,7 +221,7 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
         if request.streams:
             sample = request.samples[index]
             sample.end(reason, stop_reason)
-            self._end_streamed(request, sample)
+            self._count_down(request)
             self._changed.append(sample)
         else:
             result = SampleResult(index, "", [], reason, stop_reason, [], finished_at=time.perf_counter())
