@@ -43,10 +43,6 @@ class Config:
     gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
         memory counts too
     tensor_parallel_size: this many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
-    data_parallel_size: this many replicas of the model share the requests, 1 to 64. Each is a process with an engine of
-        its own, and takes tensor_parallel_size GPUs. max_num_seqs and all other options are those of each replica
-    restart_replicas: True: a replica that dies starts again, while the others go on. If it dies before it is ready, it
-        does not start again, nor does any replica once the weights have been changed
     tensor_parallel_group: a group of torch.distributed, whose ranks share the model. Each of its processes, on one
         machine, makes an LLM with the same options, and calls the same methods with the same arguments. All return the
         results. tensor_parallel_size is left out then. None: the LLM starts the ranks itself
@@ -79,6 +75,10 @@ class Config:
     tokenizer: a folder or a Hub id, of which the tokenizer alone is taken; None: the checkpoint's own
     tokenizer_revision: as revision, for the tokenizer's Hub id
     trust_remote_code: False; True is refused, because no remote code runs
+    data_parallel_size: this many replicas of the model share the requests, 1 to 64. Each is a process with an engine of
+        its own, and takes tensor_parallel_size GPUs. max_num_seqs and all other options are those of each replica
+    restart_replicas: True: a replica that dies starts again, while the others go on. If it dies before it is ready, it
+        does not start again, nor does any replica once the weights have been changed
     worker_timeout: the engine ends when a rank's process does not run for this many seconds, because it is stopped or
         starved. On CUDA it also ends when a step takes that long. float("inf"): it waits for ever. With
         tensor_parallel_group it ends when a rank waits that long for another while requests run. Before they run, ranks
@@ -94,8 +94,6 @@ class Config:
     max_model_len: int = 4096
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
-    data_parallel_size: int = 1
-    restart_replicas: bool = False
     enforce_eager: bool = False
     kvcache_block_size: int = 256
     num_kvcache_blocks: int | None = None
@@ -114,6 +112,8 @@ class Config:
     tokenizer_revision: str | None = None
     trust_remote_code: bool = False
     tensor_parallel_group: ProcessGroup | None = field(default=None, repr=False)
+    data_parallel_size: int = 1
+    restart_replicas: bool = False
     worker_timeout: float = 30.0
 
     description: Description = field(init=False, repr=False)  # the model's structure

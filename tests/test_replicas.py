@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import re
@@ -21,6 +22,8 @@ import torch
 from conftest import Oracle, assert_close, assert_equal, different_settings, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerError
+from nanoinfer.batch import run
+from nanoinfer.batch.job import Summary
 from nanoinfer.config import Config
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.replicas import freight
@@ -144,6 +147,20 @@ class TestSameAsOne:
         two.generate([[30], [31]], greedy(3))
         bar = capsys.readouterr().err
         assert re.search(r"2/2 .*prefill [1-9].*decode [1-9]", bar)
+
+
+def test_a_batch_file(tmp_path: Path) -> None:
+    """The job reads ahead for all replicas, and its report counts the rows of all."""
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"id": {i}, "token_ids": [{30 + i}, 31]}}\n' for i in range(60)))
+
+    def results(name: str, **options: Any) -> dict[int, list[int]]:
+        out = tmp_path / name
+        assert run(tmp_path / "in.jsonl", out, BUNDLED_MODEL, **OPTIONS, max_tokens=6, **options) == Summary(60, 0)
+        return {row["id"]: row["token_ids"] for row in map(json.loads, out.read_text().splitlines())}
+
+    page = tmp_path / "report.html"
+    assert results("two", data_parallel_size=2, max_num_seqs=4, report=page) == results("one", max_num_seqs=4)
+    assert "Running rows" in page.read_text()
 
 
 def generate_nothing(llm: LLM, count: int) -> None:

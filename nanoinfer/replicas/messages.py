@@ -32,7 +32,7 @@ class StepFigures(NamedTuple):
 
     num_prefill_tokens: int
     num_decode_tokens: int
-    ready_at: float | None
+    ready_at: float
     num_running: int
     blocks_used: float
 

@@ -103,6 +103,7 @@ class Replica:
         self._unbegun: deque[Sequence] = deque()
         self._steps: list[StepFigures] = []  # since the last report
         self._reported_at = 0.0
+        self.engine.on_step = self._note_step
 
     def run(self) -> None:
         """Do what arrives, and steps while requests run, until "close"."""
@@ -115,7 +116,7 @@ class Replica:
                 getattr(self, method)(*args)
             self._life.step_since = time.monotonic()
             with self._requests:
-                self._steps += map(_figures, self._requests.step())
+                self._requests.step()
             self._life.step_since = None
             self._report()
 
@@ -126,6 +127,11 @@ class Replica:
                 self._inbox.put(self._pipe.recv())
         except (EOFError, OSError):
             self._inbox.put(("close", ()))
+
+    def _note_step(self, step: StepResult) -> None:
+        assert step.ready_at is not None
+        rows = step.num_running, step.blocks_used
+        self._steps.append(StepFigures(step.num_prefill_tokens, step.num_decode_tokens, step.ready_at, *rows))
 
     def _report(self) -> None:
         """Tell what is new, all at once, if anything has begun or ended, and otherwise now and then."""
@@ -254,9 +260,3 @@ class Replica:
 
 def _has_begun(seq: Sequence) -> bool:
     return seq.status is not SequenceStatus.WAITING or bool(seq.block_table)
-
-
-def _figures(step: StepResult) -> StepFigures:
-    return StepFigures(
-        step.num_prefill_tokens, step.num_decode_tokens, step.ready_at, step.num_running, step.blocks_used
-    )
