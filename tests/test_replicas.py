@@ -368,7 +368,7 @@ class TestEnds:
     def test_a_killed_parent_leaves_nothing(self, tmp_path: Path) -> None:
         script = tmp_path / "killed.py"
         script.write_text(
-            "import os, signal\n"
+            "import os, re, signal\n"
             "from nanoinfer import LLM, BUNDLED_MODEL, SamplingParams\n"
             "if __name__ == '__main__':\n"
             "    options = dict(data_parallel_size=2, tensor_parallel_size=2, num_kvcache_blocks=8)\n"
@@ -376,19 +376,19 @@ class TestEnds:
             "    output = llm.generate([[30]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]\n"
             "    print(*output.token_ids, flush=True)\n"
             "    for pid in llm.engine.pids.values():\n"
-            "        children = open(f'/proc/{pid}/task/{pid}/children').read()\n"
-            "        print(pid, children, flush=True)\n"
+            "        rank = open(f'/proc/{pid}/task/{pid}/children').read().strip()\n"
+            "        print(pid, rank, *re.findall('/dev/shm/\\\\S+', open(f'/proc/{pid}/maps').read()), flush=True)\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
         )
-        segments = set(os.listdir("/dev/shm"))
         done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == -signal.SIGKILL, done.stderr
-        tokens, *pids = done.stdout.splitlines()
+        tokens, *replicas = done.stdout.splitlines()
         assert len(tokens.split()) == 3
-        processes = [int(pid) for line in pids for pid in line.split()]
-        assert len(processes) == 4
-        assert wait_until(lambda: not any(map(alive, processes)))
-        assert wait_until(lambda: set(os.listdir("/dev/shm")) <= segments)
+        assert len(replicas) == 2
+        for pid, rank, *segments in map(str.split, replicas):
+            assert segments  # the ranks' channel, and its semaphore
+            assert wait_until(lambda pid=pid, rank=rank: not alive(int(pid)) and not alive(int(rank)))
+            assert wait_until(lambda segments=segments: not any(Path(segment).exists() for segment in segments))
 
     def test_deletion_ends_all_processes(self) -> None:
         llm = make(data_parallel_size=2)

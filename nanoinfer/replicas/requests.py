@@ -25,7 +25,7 @@ from nanoinfer.requests.interface import AnyRequests, Fate
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
 from nanoinfer.requests.results import SampleResult, request_output
 
-AHEAD = 4  # a replica has this share of its rows in samples that it has not begun: no step waits for the queue
+UNBEGUN = 1 / 4  # of its rows, a replica has so many samples that it has not begun: no step waits for the queue
 GIVEN_UP = "two replicas died while they computed this sample"
 GROWING = ("text", "token_ids", "logprobs", "kept_tokens")  # of a StreamOutput: each one goes on where the last ended
 
@@ -126,7 +126,7 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
 
     def _share_anew(self) -> None:
         self._replicas.take_news()  # nobody wants it any more: `ready` says which replicas there are
-        self._sharing = Sharing(max(1, self._config.max_num_seqs // AHEAD), self._replicas.ready)
+        self._sharing = Sharing(max(1, int(UNBEGUN * self._config.max_num_seqs)), self._replicas.ready)
 
     @property
     def num_added(self) -> int:
