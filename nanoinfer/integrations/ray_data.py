@@ -185,7 +185,7 @@ class _Engine:
         self.llm.close()
 
     def _run(self) -> None:
-        most = AHEAD * self.llm.config.max_num_seqs
+        most = AHEAD * self.llm.config.max_num_seqs * self.llm.config.data_parallel_size
         while True:
             while not self._running or (len(self._running) < most and not self._asked.empty()):
                 asked = self._asked.get()
