@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -25,9 +27,12 @@ from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerE
 from nanoinfer.batch import run
 from nanoinfer.batch.job import Summary
 from nanoinfer.config import Config
+from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.replicas import freight
-from nanoinfer.replicas.process import VISIBLE, gpus_of
+from nanoinfer.replicas.process import VISIBLE, ReplicaProcess, gpus_of
+from nanoinfer.replicas.replica import Life
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 400}
 LONG = greedy(300, ignore_eos=True)
@@ -253,7 +258,14 @@ class TestChanges:
 
             ids = [llm.add_request([30 + i], greedy(200, ignore_eos=True)) for i in range(8)]
             llm.step()
-            assert llm.update_weights(trained, in_flight="abort") == 3
+            with pytest.raises(ValueError, match="do not fit"):
+                llm.update_weights(iter([*trained.items(), ("lost", torch.ones(3))]))
+            with pytest.raises(RuntimeError, match="the weights are incomplete"):
+                llm.step()
+            assert llm.update_weights(iter(trained.items())) == 3
+            assert len(llm.engine.ready) == 2
+            llm.step()
+            assert llm.update_weights(trained, in_flight="abort") == 4
             outputs = step_to_the_end(llm)
             assert sorted(output.request_id for output in outputs) == ids
             assert {output.finish_reason for output in outputs} == {"abort"}
@@ -347,6 +359,41 @@ class TestDeaths:
         two.engine.on_step = None
         assert {step.replica for step in steps} == {0, 1}
 
+    def test_one_that_dies_before_sleep_does_not_start_again(self, two: LLM, oracle: Oracle) -> None:
+        os.kill(two.engine.pids[1], signal.SIGKILL)
+        two.sleep()
+        assert two.is_sleeping
+        two.wake_up()
+        assert list(two.engine.pids) == [0]
+        (output,) = two.generate([[30]], greedy(5), use_tqdm=False)
+        assert output.token_ids == oracle.greedy([30], 5)
+
+    def test_one_that_dies_in_the_middle_of_a_message(self) -> None:
+        process = ReplicaProcess.__new__(ReplicaProcess)
+        process.pipe, theirs = multiprocessing.Pipe()
+        os.write(theirs.fileno(), struct.pack("!i", 1000) + b"half")
+        theirs.close()
+        assert process.receive() is None
+        process.pipe.close()
+
+
+def test_a_step_that_hangs_is_found_and_a_pause_of_the_process_is_not() -> None:
+    """The device's thread watches by beats, which a stopped process does not count."""
+    life = Life.__new__(Life)
+    life._timeout, life._watched, life._waits = 3.0, None, 0
+
+    def beats(steps: list[int | None]) -> bool:
+        stuck = False
+        for life.step in steps:
+            stuck = life._is_stuck()
+        return stuck
+
+    enough = int((3.0 + 2 * VERDICT_SECONDS) / BEAT_SECONDS) + 3
+    assert not beats([None] * enough)
+    assert not beats(list(range(enough)))
+    assert not beats([7] * 3)
+    assert beats([7] * enough)
+
 
 def busy(llm: LLM) -> list[int]:
     """Return the replicas that hold samples."""
@@ -403,9 +450,12 @@ class TestEnds:
             try:
                 two.generate([[30]])
             except RuntimeError as error:
+                two.close()
                 os._exit(0 if "and not its fork" in str(error) else 1)
             os._exit(1)
+        id = two.add_request([30], greedy(5))
         assert os.waitpid(pid, 0)[1] == 0
+        assert [output.request_id for output in step_to_the_end(two)] == [id]
 
 
 class TestRefused:

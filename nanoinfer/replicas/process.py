@@ -34,7 +34,6 @@ class ReplicaProcess:
         self.failure: Failed | None = None
         self._timeout = config.worker_timeout
         self._hangs: str | None = None
-        self._is_ending = False
         context = mp.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self._beats, beats = context.Pipe(duplex=False)
@@ -56,20 +55,32 @@ class ReplicaProcess:
 
     def send(self, method: str, *args: Any) -> None:
         """Let the replica call one of its methods. If it is dead, nothing happens: `receive` will tell."""
-        # Half a message would garble what follows.
-        with delayed_interrupt(), suppress(BrokenPipeError, ConnectionResetError):
+        with self._whole(), suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send((method, args))
 
     def receive(self) -> Message | None:
         """Return what the replica has sent, for which the pipe is ready; None: it is dead."""
-        with delayed_interrupt():
+        with self._whole():
             try:
                 message: Message = self.pipe.recv()
-            except (EOFError, ConnectionResetError):
+            except (EOFError, OSError):  # OSError: it died in the middle of a message
                 return None
         if isinstance(message, Failed):
             self.failure = message
         return message
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Enclose what sends or receives one message. An interrupt waits; a second one ends the replica.
+
+        Half a message would garble what follows.
+        """
+        with delayed_interrupt():
+            try:
+                yield
+            except KeyboardInterrupt:
+                self.kill()
+                raise
 
     def _watch(self) -> None:
         # Count waits, not the time that has passed: a Ctrl-Z stops this process, too.
@@ -110,7 +121,7 @@ class ReplicaProcess:
         self._process.join(seconds)
         if self._process.is_alive():
             self._process.kill()
-            self._process.join()
+            self._process.join(1)  # a driver may hold it for longer
         if self._watcher is not threading.current_thread():
             self._watcher.join()
         self.pipe.close()

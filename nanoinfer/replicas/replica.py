@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Collection, Iterator
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any
@@ -37,10 +38,11 @@ QUIET_SECONDS = 0.1  # without a report, while requests run
 def run_replica(config: Config, pipe: Connection, beats: Connection) -> None:
     """Live as one replica: start an engine, then do what arrives until "close"."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the LLM's process gets the Ctrl-C, and drops the requests
-    life = Life(pipe, beats, config)
+    outbox = Outbox(pipe)
+    life = Life(outbox, beats, config)
     try:
-        replica = Replica(config, pipe, life)
-        pipe.send(Ready(replica.engine.memory))
+        replica = Replica(config, pipe, outbox, life)
+        outbox.send(Ready(replica.engine.memory))
         life.is_running = True
         replica.run()
         replica.engine.close()
@@ -48,8 +50,20 @@ def run_replica(config: Config, pipe: Connection, beats: Connection) -> None:
         users = error if isinstance(error, ValueError) and not life.is_running else None
         if users is None:
             traceback.print_exc()  # the LLM's process shows the last line alone
-        pipe.send(Failed(users, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__))
+        outbox.send(Failed(users, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__))
         raise SystemExit(1) from None
+
+
+class Outbox:
+    """Sends messages to the LLM's process, from several threads."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send a message whole."""
+        with self._lock:
+            self._pipe.send(message)
 
 
 class Life:
@@ -58,13 +72,15 @@ class Life:
     It also ends this process when a step takes too long: then the device hangs, and the main thread waits for it.
 
     is_running: the replica has started
-    step_since: when the main thread began its step, on time.monotonic's clock; None: it makes none
+    step: the number of the step that the main thread makes; None: it makes none
     """
 
-    def __init__(self, pipe: Connection, beats: Connection, config: Config) -> None:
+    def __init__(self, outbox: Outbox, beats: Connection, config: Config) -> None:
         self.is_running = False
-        self.step_since: float | None = None
-        self._pipe, self._beats = pipe, beats
+        self.step: int | None = None
+        self._watched: int | None = None  # the step that was under way at the last beat
+        self._waits = 0  # how many beats it has seen
+        self._outbox, self._beats = outbox, beats
         self._timeout = config.worker_timeout if config.device == "cuda" else math.inf
         threading.Thread(target=self._live, name="nanoinfer-life", daemon=True).start()
 
@@ -73,7 +89,7 @@ class Life:
         assert parent is not None
         while not wait([parent.sentinel], timeout=BEAT_SECONDS):
             if self._is_stuck():
-                self._pipe.send(Failed(None, f"a step was not done after {self._timeout:g} s (worker_timeout)"))
+                self._outbox.send(Failed(None, f"a step was not done after {self._timeout:g} s (worker_timeout)"))
                 break
             try:
                 self._beats.send_bytes(b".")
@@ -82,20 +98,24 @@ class Life:
         os._exit(1)
 
     def _is_stuck(self) -> bool:
-        since = self.step_since
+        """Whether a step takes too long; called at each beat."""
+        step = self.step
+        # Count waits, not the time that has passed: a Ctrl-Z stops this process, too.
+        self._waits = self._waits + 1 if step is not None and step == self._watched else 0
+        self._watched = step
         # Ranks of this replica find out themselves who is stuck, a little sooner.
-        return since is not None and time.monotonic() - since > self._timeout + 2 * VERDICT_SECONDS
+        return self._waits * BEAT_SECONDS > self._timeout + 2 * VERDICT_SECONDS
 
 
 class Replica:
     """One engine and its requests, which are tasks of the LLM's process."""
 
-    def __init__(self, config: Config, pipe: Connection, life: Life) -> None:
+    def __init__(self, config: Config, pipe: Connection, outbox: Outbox, life: Life) -> None:
         self.engine = LLMEngine(config)
         tokenizer = load_tokenizer(config)
         self._requests = Requests(self.engine, tokenizer)
         self._inputs = Inputs(config, tokenizer)
-        self._pipe, self._life = pipe, life
+        self._pipe, self._outbox, self._life = pipe, outbox, life
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         self._round = 0
         self._call = 0  # the newest call's number
@@ -108,17 +128,22 @@ class Replica:
     def run(self) -> None:
         """Do what arrives, and steps while requests run, until "close"."""
         threading.Thread(target=self._receive, name="nanoinfer-inbox", daemon=True).start()
-        while True:
-            while not self._inbox.empty() or not self._requests.num_running:
+        for step in count():
+            while not self._inbox.empty() or not self._can_step:
                 method, args = self._inbox.get()
                 if method == "close":
                     return
                 getattr(self, method)(*args)
-            self._life.step_since = time.monotonic()
+            self._life.step = step
             with self._requests:
                 self._requests.step()
-            self._life.step_since = None
+            self._life.step = None
             self._report()
+
+    @property
+    def _can_step(self) -> bool:
+        """Whether requests run, and wait for no weights after an update that broke off."""
+        return bool(self._requests.num_running) and self.engine.updater.is_whole
 
     def _receive(self) -> None:
         """Take what arrives at once: the other process must never wait for this one, which may wait for it."""
@@ -150,11 +175,8 @@ class Replica:
                 ended.append((number, request.results()))
         now = time.monotonic()
         if begun or ended or pieces or now - self._reported_at > QUIET_SECONDS:
-            self._send(Report(self._round, begun, ended, pieces, self._steps))
+            self._outbox.send(Report(self._round, begun, ended, pieces, self._steps))
             self._steps, self._reported_at = [], now
-
-    def _send(self, message: Message) -> None:
-        self._pipe.send(message)
 
     def take(self, round: int, tasks: list[Task]) -> None:
         """Queue tasks of a round."""
@@ -190,12 +212,13 @@ class Replica:
         self._call = number
         try:
             value = getattr(self, method)(*args)
-        except (ValueError, RuntimeError) as caught:
+        except Exception as caught:
             if self.engine.ranks.is_closed:
                 raise
-            error = caught
+            told = f"{type(caught).__name__}: {caught}"
+            error = caught if isinstance(caught, (ValueError, RuntimeError)) else RuntimeError(told)
         self._report()  # in_flight="abort" has ended some
-        self._send(Reply(self._call, value, error))
+        self._outbox.send(Reply(self._call, value, error))
 
     def reset_prefix_cache(self) -> None:
         """Let no later request share what has been computed so far."""
@@ -236,7 +259,7 @@ class Replica:
         is_first = True
         while True:
             if not is_first:
-                self._send(Reply(self._call, None, None))
+                self._outbox.send(Reply(self._call, None, None))
             is_first = False
             method, args = self._inbox.get()
             if method != "call":

@@ -61,12 +61,14 @@ class Replicas:
         self._asleep: set[Tag] = set()
         self._news: list[News] = []
         self._num_calls = 0
-        self._answers: dict[int, Reply] = {}  # by replica, to the newest call
+        self._asked: set[int] = set()  # the replicas that have not answered the newest call
+        self._answers: dict[int, Reply] = {}  # by replica, to that call
         self._processes: dict[int, ReplicaProcess] = {}
         self._finalizer = weakref.finalize(self, _close, self._owner, self._processes)
         try:
             for index in range(config.data_parallel_size):
-                self._processes[index] = ReplicaProcess(self._config, index)
+                with delayed_interrupt():
+                    self._processes[index] = ReplicaProcess(self._config, index)
             plans: list[MemoryPlan] = []
             while len(plans) < config.data_parallel_size:
                 plans += self._receive()
@@ -91,9 +93,10 @@ class Replicas:
         self._processes[index].send(method, *args)
 
     def tell_all(self, method: str, *args: Any) -> None:
-        """Let all replicas call one of their methods; they do not answer."""
-        for index in self.ready:
-            self.send(index, method, *args)
+        """Let all replicas call one of their methods; they do not answer. A fork tells them nothing."""
+        if self._owner == os.getpid():
+            for index in self.ready:
+                self.send(index, method, *args)
 
     @property
     def has_news(self) -> bool:
@@ -115,8 +118,8 @@ class Replicas:
 
         A replica that dies meanwhile is left out.
         """
-        asked = self.ask(method, *args)
-        while any(index in self._processes and index not in self._answers for index in asked):
+        self.ask(method, *args)
+        while self._asked:
             self._receive()
         answers = list(self._answers.values())
         for answer in answers:
@@ -124,13 +127,12 @@ class Replicas:
                 raise answer.error
         return [answer.value for answer in answers]
 
-    def ask(self, method: str, *args: Any) -> list[int]:
-        """Let all replicas call one of their methods, and wait for no answer; returns these replicas."""
+    def ask(self, method: str, *args: Any) -> None:
+        """Let all replicas call one of their methods, and wait for no answer."""
         self._num_calls += 1
         self._answers.clear()
-        asked = self.ready
+        self._asked = set(self.ready)
         self.tell_all("call", self._num_calls, method, args)
-        return asked
 
     def _receive(self) -> list[MemoryPlan]:
         """Wait for messages, and sort them; returns the plans of replicas that have started."""
@@ -142,11 +144,12 @@ class Replicas:
             with delayed_interrupt():
                 match self._processes[index].receive():
                     case Report() as report:
-                        self._note_steps(index, report)
                         self._news.append((index, report))
+                        self._note_steps(index, report)
                     case Reply() as reply:
                         if reply.call == self._num_calls:
                             self._answers[index] = reply
+                            self._asked.discard(index)
                     case Ready(memory):
                         plans.append(memory)
                         self._processes[index].is_ready = True
@@ -161,15 +164,18 @@ class Replicas:
                 self.on_step(result)
 
     def _lose(self, index: int) -> None:
-        """Go on without a replica that is dead. Raises WorkerError if it was the last, and all errors of starts."""
+        """Go on without a replica that is dead. Raises WorkerError if it was the last.
+
+        While the replicas start, raise the ValueError that it told of, or WorkerError.
+        """
         process = self._processes.pop(index)
+        self._asked.discard(index)
         reason = f"replica {index} {process.reason()}"
         process.kill()
         process.join(CLOSE_SECONDS)
-        if process.failure is not None and process.failure.error is not None:
-            raise process.failure.error
         if not self._is_started:
-            raise WorkerError(reason)
+            refused = None if process.failure is None else process.failure.error
+            raise refused or WorkerError(reason)
         if process.is_ready:
             self._news.append((index, Change.LOST))
         told, restarts = self._what_next(process.is_ready)
@@ -181,16 +187,24 @@ class Replicas:
 
     def _what_next(self, was_ready: bool) -> tuple[str, bool]:
         """Say what happens when a replica has died, and whether it starts again."""
-        if not self._config.restart_replicas:
-            return f"{len(self._processes)} are left, and take over its requests", False
+        left = f"the others compute its requests; replicas that are left: {len(self.ready)}"
         if not was_ready:
-            return "it was starting again, and is given up", False
-        if self.updater.version or self._asleep or not self.updater.is_whole:
-            return "it is not started again, because its weights would be those of the checkpoint", False
-        return "it starts again", True
+            return f"it was starting again, and is given up; {left}", False
+        if not self._config.restart_replicas:
+            return left, False
+        if self._asleep or not self.updater.is_whole:
+            return f"it does not start again, because the others sleep or have incomplete weights; {left}", False
+        if self.updater.version:
+            return f"it does not start again, because it would have the checkpoint's weights; {left}", False
+        return f"it starts again; {left}", True
 
     def end_starting(self) -> None:
-        """End the replicas that start again: they would miss what the others are told now."""
+        """Wait until a replica is ready, and end those that start again.
+
+        They would miss what the others are told now.
+        """
+        while not self.ready:
+            self._receive()
         for index in [index for index, process in self._processes.items() if not process.is_ready]:
             process = self._processes.pop(index)
             process.kill()
@@ -245,14 +259,14 @@ class Replicas:
         """Lend the devices' memory, while no request runs. Raises RuntimeError as LLMEngine.sleep does."""
         self.end_starting()
         with delayed_interrupt():
-            awake = set(TAGS) - self._asleep
+            before, self._asleep = self._asleep, set(TAGS)  # a replica that dies now must not start again
             try:
                 self.call("sleep", keep_weights)
             except RuntimeError:
-                self.call("wake_up", awake)  # the others have fallen asleep
+                self.call("wake_up", set(TAGS) - before)  # the others have fallen asleep
+                self._asleep = before
                 raise
             self.updater.is_whole &= keep_weights
-            self._asleep.update(TAGS)
 
     def wake_up(self, tags: Collection[str]) -> None:
         """Take back what the tags name. Raises RuntimeError as LLMEngine.wake_up does; some of that then stays lent."""
