@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoinfer.replicas.sharing import MOST_DEATHS, Sharing, Unit
+from nanoinfer.replicas.sharing import MOST_DEATHS, MOST_OVERTAKING, Sharing, Unit
 
 AHEAD = 4
 
@@ -175,3 +175,17 @@ def test_one_beginning_for_all_leaves_nobody_idle() -> None:
     for index in range(16):
         sharing.add((0, index), "the same")
     assert [len(sharing.take(replica)) for replica in range(4)] == [4] * 4
+
+
+def test_a_steady_supply_of_one_beginning_does_not_hold_up_another() -> None:
+    sharing = Sharing(1, range(1))
+    sharing.add((0, 0), "common")
+    sharing.add((1, 0), "rare")
+    taken: list[Unit] = []
+    while (1, 0) not in taken[-1:]:
+        assert len(taken) <= MOST_OVERTAKING + 1
+        sharing.add((len(taken) + 2, 0), "common")
+        taken += sharing.take(0)
+        sharing.begin(0, 1)
+        assert sharing.end(0, taken[-1])
+    assert len(taken) > MOST_OVERTAKING

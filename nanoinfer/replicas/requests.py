@@ -15,7 +15,7 @@ from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import seed_of
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.engine.step_result import StepResult
-from nanoinfer.logprob import Decode
+from nanoinfer.logprob import CandidatesLog, Decode
 from nanoinfer.replicas.messages import Report, Task
 from nanoinfer.replicas.replicas import Change, Replicas, results_of
 from nanoinfer.replicas.sharing import Sharing, Unit
@@ -24,52 +24,63 @@ from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.interface import AnyRequests, Fate
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
 from nanoinfer.requests.results import SampleResult, request_output
+from nanoinfer.sampling_params import SamplingParams
 
 UNBEGUN = 1 / 4  # of its rows, a replica has so many samples that it has not begun: no step waits for the queue
 GIVEN_UP = "two replicas died while they computed this sample"
-GROWING = ("text", "token_ids", "logprobs", "kept_tokens")  # of a StreamOutput: each one goes on where the last ended
 
 
 class StreamedSample:
-    """A sample that streams: what its replica has told of it, and how much of that the caller has taken.
+    """A sample that streams: what its replica has told of it, and the caller has not taken.
 
     If its replica dies, another one tells all again from the beginning, and the caller gets the rest alone.
     """
 
-    def __init__(self, request_id: int, index: int) -> None:
-        self.request_id, self.index = request_id, index
-        self._num_taken = dict.fromkeys(GROWING, 0)
-        self._told: dict[str, Any] = {}
-        self.begin_again()
+    def __init__(self, request_id: int, number: int, params: SamplingParams, version: int) -> None:
+        """number: the sample's among its request's; version: that of the weights"""
+        self._facts: dict[str, Any] = dict.fromkeys(StreamOutput.__annotations__)
+        self._facts.update(request_id=request_id, sample=number, weights_versions=[(0, version)])
+        self._new: dict[str, Any] = {
+            "text": "",
+            "token_ids": [],
+            "logprobs": None if params.logprobs is None else [],
+            "kept_tokens": [] if params.kept_tokens else None,
+        }  # each goes on where the last ended
+        self._num_taken = dict.fromkeys(self._new, 0)
+        self._num_told = dict.fromkeys(self._new, 0)  # by the replica that computes it now
 
     def tell(self, piece: dict[str, Any]) -> None:
         """Take what is new; piece: the fields of a StreamOutput."""
-        told = self._told
-        for name in GROWING:
-            if told[name] is not None:
-                piece[name] = told[name] + piece[name]
-        piece["prompt_logprobs"] = piece["prompt_logprobs"] or told["prompt_logprobs"]
-        self._told = piece
+        for name, new in self._new.items():
+            if new is not None:
+                value, known = piece[name], self._num_taken[name] + len(new) - self._num_told[name]
+                self._num_told[name] += len(value)
+                self._new[name] = new + value[max(0, known) :]
+        if self._num_taken["token_ids"]:
+            piece["prompt_logprobs"] = None
+        elif piece["prompt_logprobs"] is None:
+            piece["prompt_logprobs"] = self._facts["prompt_logprobs"]
+        self._facts = {**piece, "request_id": self._facts["request_id"]}
 
     def begin_again(self) -> None:
-        """Forget what has been told, if anything has: the replica is dead."""
-        self._told = dict.fromkeys(StreamOutput.__annotations__)
-        self._told.update(text="", token_ids=[], weights_versions=[])
+        """Forget what nobody has taken: the replica is dead, and another one tells it again."""
+        self._num_told = dict.fromkeys(self._new, 0)
+        self._empty()
+
+    def _empty(self) -> None:
+        self._new = {name: new if new is None else new[:0] for name, new in self._new.items()}
 
     def end(self, reason: FinishReason, stop_reason: str | None) -> None:
         """End the sample with what has been told of it."""
-        self._told.update(finish_reason=reason, stop_reason=stop_reason)
+        self._facts.update(finish_reason=reason, stop_reason=stop_reason)
 
     def take_new(self, index: int) -> StreamOutput:
         """Return the text and tokens since the last call; index: the prompt's place in the list given to LLM.stream."""
-        is_first = not self._num_taken["token_ids"]
-        output = StreamOutput({**self._told, "request_id": self.request_id, "index": index, "sample": self.index})
-        for name, start in self._num_taken.items():
-            if (value := self._told[name]) is not None:
-                output[name] = value[start:]
-                self._num_taken[name] = max(start, len(value))
-        if not is_first:
-            output["prompt_logprobs"] = None
+        output = StreamOutput({**self._facts, **self._new, "index": index})
+        for name, new in self._new.items():
+            self._num_taken[name] += 0 if new is None else len(new)
+        self._empty()
+        self._facts["prompt_logprobs"] = None
         return output
 
 
@@ -83,6 +94,7 @@ class ReplicaRequest:
     __slots__ = (
         "_decode",
         "_queued_at",
+        "_version",
         "id",
         "is_aborted",
         "key",
@@ -95,21 +107,40 @@ class ReplicaRequest:
     )
 
     def __init__(
-        self, id: int, prompt: Prepared, seed: int, key: Hashable, streams: bool, decode: Decode | None
+        self, id: int, prompt: Prepared, seed: int, key: Hashable, streams: bool, decode: Decode | None, version: int
     ) -> None:
-        count = prompt.params.n
+        """decode: makes text of tokens; version: that of the weights, when the request comes"""
+        params, count = prompt.params, prompt.params.n
         self.id, self.prompt, self.seed, self.key, self.streams = id, prompt, seed, key, streams
-        self.samples = [StreamedSample(id, index) for index in range(count)] if streams else []
+        self.samples = [StreamedSample(id, number, params, version) for number in range(count)] if streams else []
         self.is_aborted = False
         self.num_running = count  # samples that have not ended
         self.results: list[SampleResult | None] = [None] * count
         self._decode = decode
+        self._version = version
         self._queued_at = time.perf_counter()
 
     def output(self) -> RequestOutput:
         """Return the result, once all samples have ended."""
         results = [result for result in self.results if result is not None]
+        assert len(results) == len(self.results)
         return request_output(self.id, self.prompt, results, self._decode, self._queued_at)
+
+    def without_tokens(self, number: int, reason: FinishReason, stop_reason: str | None) -> SampleResult:
+        """Return the result of a sample that no replica has computed."""
+        params, log = self.prompt.params, CandidatesLog()
+        return SampleResult(
+            number,
+            text="",
+            token_ids=[],
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            weights_versions=[(0, self._version)],
+            finished_at=time.perf_counter(),
+            logprobs=None if params.logprobs is None else log,
+            prompt_logprobs=None if params.prompt_logprobs is None or number else log,
+            kept_tokens=[] if params.kept_tokens else None,
+        )
 
 
 class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
@@ -139,8 +170,8 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
         block = self._config.kvcache_block_size
         key = hash(tuple(prompt.token_ids[:block])) if len(prompt.token_ids) > block else ("request", id)
         seed = seed_of(prompt.params, self._config.seed, id)
-        decode = self._decode if prompt.params.detokenize else None
-        request = self._running[id] = ReplicaRequest(id, prompt, seed, key, streams, decode)
+        decode, version = self._decode if prompt.params.detokenize else None, self._replicas.updater.version
+        request = self._running[id] = ReplicaRequest(id, prompt, seed, key, streams, decode, version)
         for index in range(prompt.params.n):
             self._sharing.add((id, index), key)
         return request
@@ -224,8 +255,7 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
             self._count_down(request)
             self._changed.append(sample)
         else:
-            result = SampleResult(index, "", [], reason, stop_reason, [], finished_at=time.perf_counter())
-            self._end(request, result)
+            self._end(request, request.without_tokens(index, reason, stop_reason))
 
     def before_new_weights(self, in_flight: Fate) -> Callable[[], None]:
         """Return the function that ends requests after new weights came, if in_flight says so; replicas do the rest."""

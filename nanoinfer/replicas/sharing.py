@@ -9,6 +9,7 @@ Unit = tuple[int, int]  # a request's number, and a sample's among the request's
 
 MOST_REMEMBERED = 1 << 14  # keys whose replica is remembered when none of their samples wait
 MOST_DEATHS = 2  # of replicas that were computing a sample, before it is given up
+MOST_OVERTAKING = 4096  # so many requests later may one be, that goes first because its replica has its key
 
 
 class Sharing:
@@ -16,7 +17,7 @@ class Sharing:
 
     Samples with equal keys begin with the same tokens. They go to the replica that had the first of them, because its
     KV cache has these tokens. A replica takes samples of its own keys first, then those of keys that no replica has
-    had, then those of other replicas' keys.
+    had, then those of other replicas' keys. But nobody waits while ever newer ones go first.
 
     A replica holds samples that it computes, and few that it has not begun. It never holds more than its fair share.
     """
@@ -24,7 +25,7 @@ class Sharing:
     def __init__(self, most_unbegun: int, replicas: Iterable[int] = ()) -> None:
         """most_unbegun: of the samples that a replica holds, it has not begun so many at most."""
         self._most_unbegun = most_unbegun
-        self._waiting: dict[Hashable, deque[Unit]] = {}  # by key; none is empty
+        self._waiting: dict[Hashable, OrderedDict[Unit, None]] = {}  # by key; none is empty
         self._owners: OrderedDict[Hashable, int] = OrderedDict()  # of keys, the most recent last
         self._free: OrderedDict[Hashable, None] = OrderedDict()  # the waiting keys that no replica has had
         self._own: dict[int, OrderedDict[Hashable, None]] = {}  # by replica, its waiting keys
@@ -74,21 +75,20 @@ class Sharing:
     def _add(self, unit: Unit, key: Hashable, is_first: bool) -> None:
         self.num_waiting += 1
         if (units := self._waiting.get(key)) is None:
-            units = self._waiting[key] = deque()
+            units = self._waiting[key] = OrderedDict()
             keys = self._own.get(self._owners.get(key, -1), self._free)
             keys[key] = None
             if is_first:
                 keys.move_to_end(key, last=False)
+        units[unit] = None
         if is_first:
-            units.appendleft(unit)
-        else:
-            units.append(unit)
+            units.move_to_end(unit, last=False)
 
     def discard(self, unit: Unit, key: Hashable) -> bool:
         """Forget a sample if it waits; returns whether it did."""
         if unit not in self._waiting.get(key, ()):
             return False
-        self._waiting[key].remove(unit)
+        del self._waiting[key][unit]
         self._forget(unit)
         self._took(key, 1)
         return True
@@ -102,7 +102,7 @@ class Sharing:
             units = self._waiting[key]
             count = min(len(units), room - len(taken))
             # Another's key loses its last samples: the first ones are where its blocks are.
-            some = [units.popleft() if is_own else units.pop() for _ in range(count)]
+            some = [units.popitem(last=not is_own)[0] for _ in range(count)]
             self._held[replica].update(dict.fromkeys(some, key))
             self._took(key, count)
             taken += some
@@ -117,10 +117,11 @@ class Sharing:
 
     def _next_key(self, replica: int) -> tuple[Hashable, bool]:
         """Return the key whose samples a replica takes next, and whether it is its own."""
-        if own := self._own[replica]:
+        own, free = self._own[replica], self._free
+        if own and (not free or self._first_request(own) - self._first_request(free) <= MOST_OVERTAKING):
             return next(iter(own)), True
-        if self._free:
-            key, _ = self._free.popitem(last=False)
+        if free:
+            key, _ = free.popitem(last=False)
             own[key] = None
             self._owners[key] = replica
             self._owners.move_to_end(key)
@@ -129,6 +130,11 @@ class Sharing:
             return key, True
         richest = max(self._own.values(), key=len)
         return next(reversed(richest)), False
+
+    def _first_request(self, keys: OrderedDict[Hashable, None]) -> int:
+        """Return the number of the request that has waited longest under the first of the keys."""
+        number, _ = next(iter(self._waiting[next(iter(keys))]))
+        return number
 
     def _took(self, key: Hashable, count: int) -> None:
         self.num_waiting -= count

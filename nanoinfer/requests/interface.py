@@ -23,7 +23,7 @@ class AnyUpdater(Protocol):
     version: int
 
     def update(self, source: TensorSource, in_flight: Fate, begin: Callable[[], None]) -> int:
-        """Write a trainer's tensors; returns the new version. begin: called before the first write."""
+        """Write a trainer's tensors; returns the new version. begin: prepares the requests for them."""
         ...
 
     def load(self, source: FileSource, in_flight: Fate, begin: Callable[[], None]) -> int:

@@ -225,7 +225,12 @@ class Score(Output):
 
 
 def score_of(output: RequestOutput) -> Score:
-    """Return the score of those tokens of a prompt whose log-probabilities the output has."""
+    """Return the score of those tokens of a prompt whose log-probabilities the output has.
+
+    Raises RuntimeError if the request has ended with an error.
+    """
+    if output.finish_reason == "error":
+        raise RuntimeError(str(output.stop_reason))
     assert output.prompt_logprobs is not None
     places = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
     scored = [(token_id, entry[token_id]) for token_id, entry in places if entry is not None]
