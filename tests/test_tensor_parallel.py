@@ -579,7 +579,7 @@ class TestChannel:
         assert sender.memory.size == 65536
         sender.close()
         free = 0
-        with pytest.raises(RuntimeError, match=r"several ranks need shared memory in /dev/shm, but it is full"):
+        with pytest.raises(RuntimeError, match=r"processes share memory in /dev/shm, but it is full"):
             Sender(num_workers=1)
 
     def test_a_full_channel_calls_check_which_may_raise(self) -> None:

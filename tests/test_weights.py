@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -32,7 +33,6 @@ from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.parallel import buckets, channel
 from nanoinfer.requests.request import Fate
-from nanoinfer.weights import sources
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -345,7 +345,7 @@ class TestWrongTensors:
         class Split(Tensor):
             """Stands for a DTensor, of which only a process group can make one."""
 
-        monkeypatch.setattr(sources, "DTensor", Split)
+        monkeypatch.setitem(sys.modules, "torch.distributed.tensor", SimpleNamespace(DTensor=Split))
         with pytest.raises(ValueError, match=r"model\.norm\.weight is a DTensor.*full_tensor\(\)"):
             llm.update_weights([("model.norm.weight", other["model.norm.weight"].as_subclass(Split))], partial=True)
 
@@ -849,7 +849,7 @@ class TestBuckets:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(RuntimeError, match="several ranks need shared memory in /dev/shm, but it is full"):
+        with pytest.raises(RuntimeError, match="processes share memory in /dev/shm, but it is full"):
             llm.update_weights(bundled)
         llm.reset_prefix_cache()
         assert results(llm) == before

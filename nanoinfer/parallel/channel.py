@@ -126,7 +126,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RuntimeError(f"several ranks need shared memory in {FOLDER}, but {_explain(error)}") from error
+        raise RuntimeError(f"processes share memory in {FOLDER}, but {_explain(error)}") from error
 
 
 def make_segment(num_bytes: int, least: int) -> SharedMemory:

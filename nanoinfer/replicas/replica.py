@@ -119,6 +119,7 @@ class Replica:
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         self._round = 0
         self._call = 0  # the newest call's number
+        self._refused = ""  # why the newest update of the weights has failed
         self._numbers: dict[int, int] = {}  # by this engine's request id, the task's number
         self._unbegun: deque[Sequence] = deque()
         self._steps: list[StepFigures] = []  # since the last report
@@ -252,7 +253,11 @@ class Replica:
         updater = self.engine.updater
         updater.version = version - 1  # it may have come further when another replica failed
         source = TensorSource(unload(self._loads(), segment), is_partial)
-        updater.update(source, in_flight, self._requests.before_new_weights(in_flight))
+        try:
+            updater.update(source, in_flight, self._requests.before_new_weights(in_flight))
+        except Exception as error:
+            self._refused = str(error)
+            raise
 
     def _loads(self) -> Iterator[list[Crate]]:
         """Yield what arrives by calls of `unload`, each of which is answered when the next is awaited."""
@@ -272,9 +277,9 @@ class Replica:
             yield crates
 
     def unload(self, crates: list[Crate] | None) -> None:
-        """Raise RuntimeError: the update of the weights has failed here; None: it breaks off everywhere."""
+        """Raise RuntimeError: the update of the weights has failed here already; None: it breaks off everywhere."""
         if crates is not None:
-            raise RuntimeError("a replica could not begin to take the weights")
+            raise RuntimeError(f"a replica could not take the weights: {self._refused}")
 
     def has_mixed_weights(self, version: int) -> bool:
         """Whether an update to this version, which failed, has written anything."""

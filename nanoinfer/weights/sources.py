@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -12,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from nanoinfer.checks import short
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
@@ -213,10 +213,16 @@ def _name_and_tensor(pair: Any) -> tuple[str, Tensor]:
     name, tensor = pair
     if not (isinstance(name, str) and isinstance(tensor, Tensor)):
         raise ValueError(f"named_tensors has {short(pair)}: {NEEDED}")
-    if isinstance(tensor, DTensor):
+    if _is_distributed(tensor):
         raise ValueError(f"named_tensors: {name} is a DTensor, split over processes: pass its full_tensor()")
     if tensor.layout != torch.strided or tensor.is_meta:
         raise ValueError(
             f"named_tensors: {name} has no numbers to copy: its layout is {tensor.layout}, on {tensor.device}"
         )
     return name, tensor.detach() if tensor.requires_grad else tensor
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. Whoever has one has imported its module, which takes most of a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
