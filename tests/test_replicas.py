@@ -350,6 +350,7 @@ class TestDeaths:
         expected = [[oracle.greedy(prompt, 5)] for prompt in prompts]
         deadline = time.monotonic() + 60
         assert token_ids(two.generate(prompts, greedy(5), use_tqdm=False)) == expected
+        os.kill(two.engine.pids[1], signal.SIGINT)  # as a Ctrl-C for the whole terminal, while it starts
         while two.engine.ready != [0, 1] and time.monotonic() < deadline:
             assert token_ids(two.generate(prompts, greedy(5), use_tqdm=False)) == expected
         assert two.engine.pids[1] != before[1]

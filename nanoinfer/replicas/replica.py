@@ -38,6 +38,7 @@ QUIET_SECONDS = 0.1  # without a report, while requests run
 def run_replica(config: Config, pipe: Connection, beats: Connection) -> None:
     """Live as one replica: start an engine, then do what arrives until "close"."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the LLM's process gets the Ctrl-C, and drops the requests
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now, see _interrupts_blocked
     outbox = Outbox(pipe)
     life = Life(outbox, beats, config)
     try:
