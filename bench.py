@@ -66,11 +66,11 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         repeats = [time_repeat(llm, work, index, args.sampling) for index in range(count)]
         # Measure beside the engine: on an H200, memory that the engine has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
-        matrix_flops = measure_flops("cuda", FP8) if multiplies_fp8(config) else flops
+        layer_flops = measure_flops("cuda", FP8) if multiplies_fp8(config) else flops
     in_fp8 = FP8.itemsize if config.description.fp8 else None
     itemsizes = config.torch_dtype.itemsize, config.torch_cache_dtype.itemsize, in_fp8
     floor = Floor.of(work, config.description, config.max_num_seqs, *itemsizes)
-    floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, matrix_flops)
+    floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, layer_flops)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
     return {
         "config": args.config or args.model,
@@ -94,7 +94,8 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         "seconds": seconds,
         "tokens_per_second": work.tokens_out / seconds,
         "bandwidth_bytes_per_second": bandwidth,
-        "matrix_flops": matrix_flops,
+        "matrix_flops": flops,
+        "layer_matrix_flops": layer_flops,
         "floor_seconds": floor_seconds,
         "fraction_of_floor": floor_seconds / seconds,
         "versions": {name: installed_version(name) for name in ("torch", "triton", "transformers", "flash-attn")},

@@ -131,7 +131,7 @@ def test_the_floor_counts_what_must_be_read_and_computed() -> None:
     assert floor.seconds(1e6, 2e6, 4) == pytest.approx((floor.decode_bytes / 1e6 + floor.prefill_flops / 2e6) / 4)
     others = floor.prefill_flops - floor.matrix_flops
     in_fp8 = (floor.decode_bytes / 1e6 + others / 2e6 + floor.matrix_flops / 3e6) / 4
-    assert floor.seconds(1e6, 2e6, 4, matrix_flops=3e6) == pytest.approx(in_fp8)
+    assert floor.seconds(1e6, 2e6, 4, matrix_rate=3e6) == pytest.approx(in_fp8)
     assert floor.matrix_flops == 2 * 2 * LAYER * 3
 
 

@@ -70,13 +70,13 @@ class Floor:
             matrix_flops=matrices,
         )
 
-    def seconds(self, bandwidth: float, flops: float, devices: int, matrix_flops: float | None = None) -> float:
+    def seconds(self, bandwidth: float, rate: float, devices: int, matrix_rate: float | None = None) -> float:
         """Return the least time on `devices` of this bandwidth, in bytes a second, and rate, in operations a second.
 
-        matrix_flops: the rate of the products with the layers' matrices; None: the same
+        matrix_rate: that of the products with the layers' matrices; None: the same
         """
-        matrices = self.matrix_flops / (matrix_flops or flops)
-        return (self.decode_bytes / bandwidth + (self.prefill_flops - self.matrix_flops) / flops + matrices) / devices
+        matrices = self.matrix_flops / (matrix_rate or rate)
+        return (self.decode_bytes / bandwidth + (self.prefill_flops - self.matrix_flops) / rate + matrices) / devices
 
 
 def _layer_weights(model: Description) -> int:
