@@ -34,8 +34,8 @@ class TritonBackend:
         packed = context.prefill
         assert packed is not None
         tables, how = context.block_tables, (scoring.scale, scoring.window, scoring.softcap, scoring.kv_scales)
-        divided = packed.divided if can_attend(q, scoring.window, scoring.softcap) else None
-        if divided is None:
+        divided = packed.divided
+        if divided is None or not can_attend(q, k_cache.shape[2], scoring.window, scoring.softcap):
             pieces = tables, packed.cu_query_lens, context.context_lens, max(packed.query_lens)
             return paged_prefill_triton(q, k_cache, v_cache, *pieces, *how)
         attended = [
@@ -43,7 +43,7 @@ class TritonBackend:
             for stretch in divided.stretches
         ]
         if divided.max_query_len == 0 and len(attended) == 1:
-            return attended[0]
+            return attended[0]  # the stretch is the whole step
         pieces = divided.block_tables, divided.cu_query_lens, divided.context_lens, divided.max_query_len
         out = paged_prefill_triton(q, k_cache, v_cache, *pieces, *how)
         for stretch, results in zip(divided.stretches, attended, strict=True):

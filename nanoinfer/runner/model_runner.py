@@ -18,7 +18,8 @@ from torch import Tensor
 from nanoinfer.attention import AttentionBackend, make_backend
 from nanoinfer.attention.context import Context
 from nanoinfer.config import PROCESSED, Config
-from nanoinfer.kernels.attention.prefill_plan import LONG, UNIT
+from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
+from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -256,14 +257,14 @@ class ModelRunner:
         self.run(PrefillMessage([], 0, chunks, [JoinMessage(chunk, table, 1.0, 0) for chunk in range(prompts)]))
 
     def _run_longest_prefill(self) -> None:
-        """Run a late chunk of the longest prompt, if attention takes more memory for so many tokens of one prompt.
+        """Run a chunk of a long prompt, if cuDNN may attend from it, because that takes more memory.
 
-        The chunk begins behind a multiple of UNIT, if it can. So our kernel and cuDNN both attend from it.
+        The chunk begins behind a multiple of MOST_KEYS, if it can. So our kernel and cuDNN both attend from it.
         """
         most = self.config.max_model_len - 1
         length = min(self.config.max_num_batched_tokens, most)
-        if length >= LONG:
-            start = min((most - length) // UNIT * UNIT + 1, most - length)
+        if length >= LONG and self.config.attention_backend == "triton" and is_faster(self.device):
+            start = min(MOST_KEYS + 1, most - length)
             chunk = ChunkMessage(array("i", [0]) * length, start, [0] * self.max_blocks)
             self.run(PrefillMessage([], 0, [chunk], []))
 

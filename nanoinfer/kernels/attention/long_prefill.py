@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 import torch
 import triton
@@ -10,25 +11,47 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import read
-from nanoinfer.kernels.attention.prefill_plan import Stretch
+from nanoinfer.kernels.attention.prefill_plan import UNIT, Stretch
 from nanoinfer.kernels.fp8 import as_bytes
 
-MOST_KEYS = 16384  # are gathered at once: a longer context would take more memory
+MOST_KEYS = 8 * UNIT  # are gathered at once: a longer context would take more memory
 HEAD_DIMS = (64, 128)
+
+log = logging.getLogger("nanoinfer")
 
 
 @functools.cache
-def has_cudnn(device: torch.device) -> bool:
-    """Return whether cuDNN attends there faster than our kernel: from sm_90 on; the CPU runs the reference."""
+def is_faster(device: torch.device) -> bool:
+    """Return whether cuDNN may attend there faster than our kernel: from sm_90 on; the CPU runs the reference."""
     if device.type != "cuda":
         return True
     return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def can_attend(q: Tensor, window: int | None, softcap: float | None) -> bool:
-    """Return whether cuDNN can attend from these queries: it knows no soft cap, and torch passes it no window."""
-    is_known = q.device.type != "cuda" or (q.dtype != torch.float32 and q.shape[2] in HEAD_DIMS)
-    return is_known and window is None and softcap is None and has_cudnn(q.device)
+def can_attend(q: Tensor, kv_heads: int, window: int | None, softcap: float | None) -> bool:
+    """Return whether cuDNN can attend from these queries, and faster; torch passes it no window and no soft cap."""
+    if window is not None or softcap is not None or not is_faster(q.device):
+        return False
+    if q.device.type != "cuda":
+        return True
+    _, heads, head_dim = q.shape
+    is_known = q.dtype != torch.float32 and head_dim in HEAD_DIMS
+    return is_known and _has_plan(q.device, q.dtype, heads, kv_heads, head_dim)
+
+
+@functools.cache
+def _has_plan(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Return whether this cuDNN attends from such queries on this GPU: not every version does on every GPU."""
+    q, k = (torch.zeros(UNIT, count, head_dim, dtype=dtype, device=device) for count in (heads, kv_heads))
+    try:
+        for is_causal in (True, False):
+            attend(q, k, k, 1.0, is_causal)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        log.warning("long prompts attend by our own kernel, because cuDNN cannot: %s", error)
+        return False
+    return True
 
 
 def attend_from(
@@ -85,7 +108,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tu
     attended, log_total, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, is_causal, False, scale=scale
     )
-    return attended[0].transpose(0, 1), log_total.view(q.shape[1:3])
+    return attended[0].transpose(0, 1), log_total.view(q.shape[1:3]).contiguous()
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:

@@ -192,7 +192,7 @@ def _paged_decode_kernel(
         row_tiles = tl.cdiv(context_len, TILE)
         skipped = 0  # tiles before the window, or the row's own; `tile` and `end_tile` count from the next one
         if SHARES:
-            skipped = tl.load(own_starts_ptr + row) // TILE
+            skipped = load_complete(own_starts_ptr + row) // TILE
             row_tiles -= skipped
         if WINDOW > 0:
             first_key = tl.maximum(context_len - WINDOW, 0)
@@ -215,7 +215,7 @@ def _paged_decode_kernel(
         acc2 = acc
         if SHARES:
             # The worker that begins a row adds its parts. From its second row on, it loads the first part ahead.
-            num_parts = tl.where(tile == 0, tl.load(num_parts_ptr + row), 0)
+            num_parts = tl.where(tile == 0, load_complete(num_parts_ptr + row), 0)
             part = row * (KV_HEADS * GROUP) + kv_head * GROUP
             is_ahead = (row > first_row) & (num_parts > 0)
             heads = tl.where(is_ahead, GROUP, 0)

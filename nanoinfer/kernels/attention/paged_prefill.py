@@ -16,7 +16,7 @@ from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores
 from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import shared_memory
 
-LONG = 4096  # queries of one sequence; from here on larger tiles are faster
+MANY_QUERIES = 4096  # queries of one sequence; from here on larger tiles are faster
 RESERVED_BYTES = 4096  # of shared memory, for what is no tile
 QUERIES_AT_ONCE = 512  # the reference takes so many with a window or soft cap, so that the mask drops few scores
 
@@ -174,7 +174,11 @@ def choose_tiles(q: Tensor, max_query_len: int) -> Tiles:
     if head_dim > 128 or q.dtype == torch.float32:
         small, large, is_long = Tiles(64, 32, 4, 2), Tiles(128, 64, 8, 2), max_query_len > 64
     else:
-        small, large, is_long = Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 3), max_query_len >= LONG and head_dim == 128
+        small, large, is_long = (
+            Tiles(64, 64, 4, 3),
+            Tiles(128, 128, 8, 3),
+            max_query_len >= MANY_QUERIES and head_dim == 128,
+        )
     return large if is_long and fits(large, q) and q.dtype != torch.float32 else small
 
 

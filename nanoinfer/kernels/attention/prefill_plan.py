@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 UNIT = 2048  # tokens
-LONG = 4096  # new tokens of a sequence: with fewer, the kernel does them all
+LONG = 2 * UNIT  # new tokens of a sequence, among which lies a whole unit; with fewer, the kernel does them all
 
 
 class Stretch(NamedTuple):
@@ -28,11 +28,12 @@ class Stretch(NamedTuple):
 
 @dataclass(slots=True)
 class Division:
-    """A prefill step's new tokens, divided. The pieces are the kernel's sequences; some of them are stretches.
+    """A prefill step's new tokens, divided into pieces, as if each were a sequence of its own.
 
     rows: each piece's row in the block tables
     cu_query_lens: where each piece's queries begin, and the last one's end
-    context_lens: how many tokens the context of each piece has, its queries included; 0: a stretch
+    context_lens: how many tokens the context of each piece has, its queries included; 0: the piece is a stretch, which
+        the kernel leaves out
     max_query_len: the most queries of a piece that is no stretch; 0: all are stretches
     """
 
@@ -66,7 +67,7 @@ def divide(query_lens: Iterable[int], context_lens: Iterable[int]) -> Division |
     for row, (queries, end) in enumerate(zip(query_lens, context_lens, strict=True)):
         start = end - queries
         begin, stop = -(-start // UNIT) * UNIT, end // UNIT * UNIT
-        if queries < LONG or begin >= stop:
+        if queries < LONG:
             begin = stop = end
         else:
             first = division.cu_query_lens[-1] + begin - start

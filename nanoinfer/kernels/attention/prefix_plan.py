@@ -9,13 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from nanoinfer.kernels.launch import num_multiprocessors
+from nanoinfer.kernels.launch import can_launch_early, num_multiprocessors
 
 TILE_QUERIES = 64  # of a tile of work; tensor cores multiply so many at once
 TILE_FIELDS = 5
 LEAST_TOKENS = 512  # of a tile of work: rows take longer to begin with more results
 TOKENS_TOGETHER = 128  # the parts of a run, except its last, have a multiple of so many tokens
-PROGRAMS_PER_MULTIPROCESSOR = 1  # beside one of decode attention, which starts meanwhile
+PROGRAMS_PER_MULTIPROCESSOR = 2
 # Partial results that a row begins with: those of all rows together take memory, and few rows need many programs.
 MANY_RESULTS, MOST_PARTS_OF_MANY_ROWS, LEAST_PARTS = 4096, 8, 2
 FEW_RESULTS, LEAST_ROWS = 512, 16
@@ -42,7 +42,9 @@ class SharedPrefixes:
         """heads: of the queries; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's"""
         _, self.block_size, kv_heads, _ = k_cache.shape
         self.tile_rows = rows_of_a_tile(heads // kv_heads)
-        programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(k_cache.device)
+        # Where it can, decode attention starts meanwhile, and has the other program's place.
+        per_multiprocessor = 1 if can_launch_early(k_cache.device) else PROGRAMS_PER_MULTIPROCESSOR
+        programs = per_multiprocessor * num_multiprocessors(k_cache.device)
         self.workers = max(1, programs // kv_heads)
         self.max_tiles = max(MANY_RESULTS, LEAST_PARTS * max_rows)
         sizes = [max_rows, max_rows, max_rows, 1, self.max_tiles * TILE_FIELDS]
