@@ -22,7 +22,12 @@ from nanoinfer.kernels.fp8 import (
     quantize_reference,
     quantize_triton,
 )
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
+from nanoinfer.kernels.linear.activation import (
+    Activation,
+    fp8_gate_mul_triton,
+    gate_mul_reference,
+    gate_mul_triton,
+)
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.fp8_linear import MANY_TOKENS, can_multiply_fp8, find_cut, fp8_linear_triton
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
@@ -88,15 +93,27 @@ class TestTokens:
             normed = rms_norm_reference(sums, norm)
         torch.testing.assert_close(total, sums, rtol=0.02, atol=0.02)
         assert_near(dequantized(out), normed.double(), 0.05)
+        assert out.dtype == total.dtype
         alone, same = fp8_norm_triton(total, None, norm, None)
         assert same is total
         assert_near(dequantized(alone), rms_norm_reference(total, norm).double(), 0.05)
 
+    @pytest.mark.parametrize("tokens", [1, 6])
+    @pytest.mark.parametrize("size", [128, 1152])
+    def test_the_activation_rounds_its_result(self, tokens: int, size: int) -> None:
+        """One launch multiplies gates and ups, and rounds to FP8."""
+        gate_up = torch.randn(tokens, 2 * size, device=DEVICE).to(DTYPE)
+        gated = gate_mul_triton(gate_up, "silu")
+        out, reference = fp8_gate_mul_triton(gate_up, "silu"), quantize_triton(gated)
+        assert out.dtype == DTYPE
+        assert torch.equal(out.scales[:, :tokens], reference.scales[:, :tokens])
+        assert torch.equal(as_bytes(out.numbers)[:tokens], as_bytes(reference.numbers)[:tokens])
 
-@pytest.mark.parametrize("activation", [None, "silu"])
+
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 class TestProducts:
+    @pytest.mark.parametrize("activation", [None, "silu"])
     @pytest.mark.parametrize(("rows", "columns"), [(256, 512), (384, 768)])
     def test_one_token(
         self, rows: int, columns: int, block: tuple[int, int | None], with_bias: bool, activation: Activation | None
@@ -112,21 +129,17 @@ class TestProducts:
         assert_near(out, expected(normed, matrix, bias, activation))
 
     @pytest.mark.parametrize("tokens", [2, 20, 40, 130])
-    def test_several_tokens(
-        self, tokens: int, block: tuple[int, int | None], with_bias: bool, activation: Activation | None
-    ) -> None:
-        rows = 384 if activation else 128
-        weight, matrix = make_weight(rows, 512 if activation else 4096, block)
-        x = quantize_reference(torch.randn(tokens, weight.numbers.shape[1], device=DEVICE))
-        bias = torch.randn(rows, device=DEVICE).to(DTYPE) if with_bias else None
-        reference = expected(dequantized(x), matrix, bias, activation)
-        for may_split in (False, True):
-            cut = find_cut(x, weight, torch.float32, activation is not None, may_split)
-            assert cut is not None
-            assert cut.pieces == 1 or (may_split and activation is None)
-            out = fp8_linear_triton(x, weight, DTYPE, cut, bias, activation)
-            assert out.shape == (() if cut.pieces == 1 else (cut.pieces,)) + reference.shape
-            assert_near(out.sum(0) if cut.pieces > 1 else out, reference)
+    @pytest.mark.parametrize("may_split", [False, True])
+    def test_several_tokens(self, tokens: int, may_split: bool, block: tuple[int, int | None], with_bias: bool) -> None:
+        weight, matrix = make_weight(256, 4096, block)
+        x = quantize_reference(torch.randn(tokens, 4096, device=DEVICE).to(DTYPE))
+        bias = torch.randn(256, device=DEVICE).to(DTYPE) if with_bias else None
+        cut = find_cut(x, weight, may_split)
+        assert cut is not None
+        assert (cut.pieces > 1) == may_split
+        out = fp8_linear_triton(x, weight, cut, bias)
+        assert out.shape == (() if cut.pieces == 1 else (cut.pieces,)) + (tokens, 256)
+        assert_near(out.sum(0) if cut.pieces > 1 else out, expected(dequantized(x), matrix, bias, None))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 70])
@@ -138,10 +151,9 @@ def test_rows_that_fill_no_tile(tokens: int, activation: Activation | None) -> N
         assert_near(one_row_linear(x, weight, None, activation), expected(x, matrix, None, activation))
         return
     rounded = quantize(x)
-    cut = find_cut(rounded, weight, torch.float32, activation is not None, False)
+    cut = find_cut(rounded, weight, False)
     assert cut is not None
-    out = fp8_linear_triton(rounded, weight, DTYPE, cut, None, activation)
-    assert_near(out, expected(dequantized(rounded), matrix, None, activation))
+    assert_near(fp8_linear_triton(rounded, weight, cut), expected(dequantized(rounded), matrix, None, None))
 
 
 @pytest.mark.parametrize(
@@ -207,6 +219,10 @@ class TestOnAGpu:
                 out = linear(x, weight, bias, activation)
                 assert out.dtype == dtype
                 assert_near(out, expected(read, matrix, bias, activation))
+            gate_up = torch.randn(tokens, 2 * shape[1], device=DEVICE).to(dtype)
+            gated = gate_mul_triton(gate_up, "silu")
+            inputs = gated.double() if tokens == 1 else dequantized(quantize(gated))
+            assert_near(linear(gate_up, weight, bias, before="silu"), expected(inputs, matrix, bias, None))
             pieces = linear(x, weight, may_split=True)
             assert_near(pieces.view(-1, tokens, shape[0]).sum(0), expected(read, matrix, None, None))
             out, total = norm_linear(x, x, norm, weight, None)

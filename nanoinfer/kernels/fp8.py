@@ -16,6 +16,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest number; those beyond become NaN, if nobody limits them before
 BLOCK = tl.constexpr(128)  # a scale serves so many neighbouring numbers of a token, and a multiple in a weight's row
 ROOM = 4  # tokens: Fp8Tokens has room for a multiple
+SLOW = range(129, 256)  # tokens: cuBLAS multiplies 256 sooner (measured on an H200)
 BLOCKS_PER_PROGRAM = 16
 LEAST_SCALE = tl.constexpr(2.0**-120)  # float32 has its reciprocal, too
 
@@ -25,18 +26,20 @@ class Fp8Tokens(NamedTuple):
 
     numbers: [room, size] FP8, the first `tokens` of which are the tokens'; the others are any
     scales: [size / BLOCK, room] float32; cuBLAS wants this order, and a room that is a multiple of ROOM
+    dtype: that of the vectors before they were rounded
     """
 
     numbers: Tensor
     scales: Tensor
     tokens: int
+    dtype: torch.dtype
 
     @classmethod
-    def empty(cls, tokens: int, size: int, device: torch.device) -> Fp8Tokens:
-        """Return vectors that a kernel is to fill."""
-        room = triton.cdiv(tokens, ROOM) * ROOM
-        scales = torch.empty(size // BLOCK.value, room, dtype=torch.float32, device=device)
-        return cls(torch.empty(room, size, dtype=FP8, device=device), scales, tokens)
+    def empty(cls, tokens: int, size: int, like: Tensor) -> Fp8Tokens:
+        """Return vectors that a kernel is to fill. like: its dtype and its device are theirs"""
+        room = SLOW.stop if tokens in SLOW else triton.cdiv(tokens, ROOM) * ROOM
+        scales = torch.empty(size // BLOCK.value, room, dtype=torch.float32, device=like.device)
+        return cls(torch.empty(room, size, dtype=FP8, device=like.device), scales, tokens, like.dtype)
 
 
 class Fp8Weight(NamedTuple):
@@ -82,13 +85,13 @@ def quantize_reference(x: Tensor) -> Fp8Tokens:
     blocks = F.pad(x.float(), (0, 0, 0, -len(x) % ROOM)).unflatten(1, (-1, BLOCK.value))
     scales = (blocks.abs().amax(dim=2) * (1 / LARGEST)).clamp_(min=LEAST_SCALE.value)
     numbers = (blocks * scales.reciprocal().unsqueeze(2)).clamp_(-LARGEST, LARGEST).to(FP8).flatten(1)
-    return Fp8Tokens(numbers, scales.T.contiguous(), len(x))
+    return Fp8Tokens(numbers, scales.T.contiguous(), len(x), x.dtype)
 
 
 def quantize_triton(x: Tensor) -> Fp8Tokens:
     """quantize as one launch."""
     assert x.is_contiguous()
-    out = Fp8Tokens.empty(len(x), x.shape[1], x.device)
+    out = Fp8Tokens.empty(len(x), x.shape[1], x)
     blocks = x.numel() // BLOCK.value
     across, room = out.scales.shape
     grid = (triton.cdiv(blocks, BLOCKS_PER_PROGRAM),)

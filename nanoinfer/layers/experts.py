@@ -83,14 +83,18 @@ class SharedExpert(nn.Module):
         super().__init__()
         expert = f"{prefix}shared_expert."
         names = f"{expert}gate_proj", f"{expert}up_proj"
-        self.gate_up_proj = ColumnParallelLinear(names, hidden_size, (size, size), tp, activation=activation, fp8=fp8)
+        self.gate_up_proj = ColumnParallelLinear(names, hidden_size, (size, size), tp, fp8=fp8)
+        self.activation = activation
         self.down_proj = RowParallelLinear(f"{expert}down_proj", size, hidden_size, tp, fp8=fp8)
         self.gate_name = f"{prefix}shared_expert_gate"
         self.gate = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's part of the weighted result; both [tokens, hidden_size]."""
-        return F.linear(x, self.gate).sigmoid() * self.down_proj.project(self.gate_up_proj.project(x))
+        later = self.down_proj.rounds(len(x))
+        gated = self.gate_up_proj.project(x, None if later else self.activation)
+        out = self.down_proj.project(gated, self.activation if later else None)
+        return F.linear(x, self.gate).sigmoid() * out
 
     def shards(self) -> Iterator[Shard]:
         """Yield the gate's shard."""

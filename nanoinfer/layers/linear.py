@@ -25,7 +25,6 @@ class ColumnParallelLinear(nn.Module):
     sizes: the outputs of each projection over all ranks, in units of head_dim
     head_dim: the outputs that stay together on a rank: a head's, or a single one. If a projection has fewer such units
         than there are ranks, several ranks hold the same unit
-    activation: applied to two projections, gate and up: the output is act(gate) * up (kernels.linear.activation)
     fp8: the format of the matrices, unless it leaves out these; None: the model's dtype
     """
 
@@ -37,12 +36,10 @@ class ColumnParallelLinear(nn.Module):
         tp: TensorParallel,
         head_dim: int = 1,
         bias: bool = False,
-        activation: Activation | None = None,
         fp8: Fp8Format | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.activation = activation
         is_fused = len(names) == 1
         sections, before = [], 0
         for name, size in zip(names * len(sizes) if is_fused else names, sizes, strict=True):
@@ -52,22 +49,25 @@ class ColumnParallelLinear(nn.Module):
             before += size if is_fused else 0
         self.matrix = make_matrix(sections, in_features, bias, fp8)
 
-    def forward(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, joint: Joint, activation: Activation | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Let the joint add x to residual and normalise the sum; then project. x, residual: as for Joint.forward.
 
+        activation: applied to two projections, gate and up: the output is act(gate) * up (kernels.linear.activation)
         Returns this rank's share of each projection, side by side in [tokens, share], and the residual stream. With an
         activation, the share is that of act(gate) * up alone.
         """
         lane = joint.lane(x)
         if self.tp.size == 1 or lane is not None:
             x = joint.scaled(x)
-            return self.matrix.norm_product(x, residual, joint.pre_norm, joint.post_norm, self.activation, lane)
+            return self.matrix.norm_product(x, residual, joint.pre_norm, joint.post_norm, activation, lane)
         joined, residual = joint(x, residual)
-        return self.project(joined), residual
+        return self.project(joined, activation), residual
 
-    def project(self, joined: Tensor) -> Tensor:
+    def project(self, joined: Tensor, activation: Activation | None = None) -> Tensor:
         """Project a joint's output, [tokens, in_features]; returns the first of forward's results."""
-        return self.matrix.product(joined, self.activation)
+        return self.matrix.product(joined, activation)
 
 
 class RowParallelLinear(nn.Module):
@@ -93,13 +93,19 @@ class RowParallelLinear(nn.Module):
         section = Section(name, out_features, (out_features, in_features), tp.rank * share, dim=1)
         self.matrix = make_matrix([section], share, bias, fp8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def rounds(self, tokens: int) -> bool:
+        """Return whether the product of so many tokens rounds them to FP8; it applies an activation at once then."""
+        return self.matrix.rounds(tokens)
+
+    def forward(self, x: Tensor, before: Activation | None = None) -> Tensor:
         """Multiply [tokens, this rank's share of in_features]: returns this rank's part, [tokens, out_features].
 
+        before: if given, x is twice as wide, gates before ups, and act(gate) * up is multiplied
         A single rank may return pieces, [pieces, tokens, out_features] float32, which the next joint adds.
         """
-        return self.matrix.product(x, may_split=self.tp.size == 1, with_bias=self.tp.rank == 0)
+        may_split, with_bias = self.tp.size == 1, self.tp.rank == 0
+        return self.matrix.product(x, may_split=may_split, with_bias=with_bias, before=before)
 
-    def project(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor, before: Activation | None = None) -> Tensor:
         """Multiply as forward does, but return no pieces."""
-        return self.matrix.product(x, with_bias=self.tp.rank == 0)
+        return self.matrix.product(x, with_bias=self.tp.rank == 0, before=before)

@@ -86,16 +86,17 @@ class MLP(nn.Module):
             (size, size),
             tp,
             bias=model.mlp_bias,
-            activation=model.activation,
             fp8=model.fp8,
         )
+        self.activation = model.activation
         down = f"{prefix}mlp.down_proj"
         self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.fp8)
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
-        gated, residual = self.gate_up_proj(x, residual, joint)
-        return self.down_proj(gated), residual
+        later = self.down_proj.rounds(x.shape[-2])
+        gated, residual = self.gate_up_proj(x, residual, joint, None if later else self.activation)
+        return self.down_proj(gated, self.activation if later else None), residual
 
 
 def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | MixtureOfExperts:

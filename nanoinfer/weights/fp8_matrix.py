@@ -32,11 +32,20 @@ class Fp8Matrix(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._dtype = torch.get_default_dtype()
 
+    def rounds(self, tokens: int) -> bool:
+        """Return whether the product of so many tokens rounds them to FP8."""
+        return tokens > 1 and can_multiply_fp8(self._dtype, self._in_fp8, tokens)
+
     def product(
-        self, x: Tensor, activation: Activation | None = None, may_split: bool = False, with_bias: bool = True
+        self,
+        x: Tensor,
+        activation: Activation | None = None,
+        may_split: bool = False,
+        with_bias: bool = True,
+        before: Activation | None = None,
     ) -> Tensor:
         """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
-        return linear(x, self._weight(len(x)), self.bias if with_bias else None, activation, may_split)
+        return linear(x, self._weight(len(x)), self.bias if with_bias else None, activation, may_split, before)
 
     def norm_product(
         self,
@@ -53,13 +62,16 @@ class Fp8Matrix(nn.Module):
     def _weight(self, tokens: int) -> Tensor | PackedWeight | Fp8Weight:
         """Return what a product of so many tokens reads: the store, or the model's dtype, which the CPU keeps."""
         if self.store.weight.is_cuda:
-            weight = Fp8Weight(self.store.weight, self.store.scales)
-            if can_multiply_fp8(self._dtype, weight, tokens):
-                return weight
+            if can_multiply_fp8(self._dtype, self._in_fp8, tokens):
+                return self._in_fp8
             dense = self.store.dense(self._dtype)
             launch_in_between(dense.device)
             return dense
         return self.store.remember(self._packed)
+
+    @property
+    def _in_fp8(self) -> Fp8Weight:
+        return Fp8Weight(self.store.weight, self.store.scales)
 
     def _packed(self) -> Tensor | PackedWeight:
         dense = self.store.dense(self._dtype)

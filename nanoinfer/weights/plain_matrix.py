@@ -32,11 +32,20 @@ class PlainMatrix(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
 
+    def rounds(self, tokens: int) -> bool:
+        """Return whether the product of so many tokens rounds them to FP8."""
+        return False
+
     def product(
-        self, x: Tensor, activation: Activation | None = None, may_split: bool = False, with_bias: bool = True
+        self,
+        x: Tensor,
+        activation: Activation | None = None,
+        may_split: bool = False,
+        with_bias: bool = True,
+        before: Activation | None = None,
     ) -> Tensor:
         """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
-        return linear(x, self.weight, self.bias if with_bias else None, activation, may_split)
+        return linear(x, self.weight, self.bias if with_bias else None, activation, may_split, before)
 
     def norm_product(
         self,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
+from nanoinfer.kernels.fp8 import Fp8Tokens, quantize_blocks
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
 BLOCK = 1024
@@ -40,22 +42,59 @@ def gate_mul_reference(gate_up: Tensor, activation: Activation) -> Tensor:
 
 def gate_mul_triton(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_mul as one launch."""
-    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(tokens, size)
-    grid = (tokens, triton.cdiv(size, BLOCK))
-    _gate_mul_kernel[grid](gate_up, out, size, ACTIVATION=activation, BLOCK=BLOCK, **early_launch(gate_up))
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _launch(gate_up, out, activation)
     return out
 
 
-@triton.jit
-def _gate_mul_kernel(gate_up_ptr, out_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def fp8_gate_mul_triton(gate_up: Tensor, activation: Activation) -> Fp8Tokens:
+    """Return gate_mul's result in FP8, as one launch; its size is a multiple of kernels.fp8.BLOCK."""
+    out = Fp8Tokens.empty(gate_up.shape[0], gate_up.shape[1] // 2, gate_up)
+    _launch(gate_up, out, activation)
+    return out
+
+
+def _launch(gate_up: Tensor, out: Tensor | Fp8Tokens, activation: Activation) -> None:
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    numbers, scales = (out.numbers, out.scales) if isinstance(out, Fp8Tokens) else (out, None)
+    _gate_mul_kernel[(tokens, triton.cdiv(size, BLOCK))](
+        gate_up,
+        numbers,
+        scales,
+        len(numbers),
+        size,
+        ACTIVATION=activation,
+        IN_FP8=scales is not None,
+        BLOCK=BLOCK,
+        **early_launch(gate_up),
+    )
+
+
+@triton.jit(do_not_specialize=["room"])
+def _gate_mul_kernel(
+    gate_up_ptr,
+    out_ptr,
+    scales_ptr,
+    room,
+    size,
+    ACTIVATION: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     wait_for_predecessor(EARLY)
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
     gate = tl.load(gate_up_ptr + token * 2 * size + offsets, mask=mask, other=0.0)
     up = tl.load(gate_up_ptr + token * 2 * size + size + offsets, mask=mask, other=0.0)
-    tl.store(out_ptr + token * size + offsets, gate_mul_block(gate, up, ACTIVATION), mask=mask)
+    out = gate_mul_block(gate, up, ACTIVATION)
+    if IN_FP8:
+        numbers, scales = quantize_blocks(tl.reshape(out.to(tl.float32), [BLOCK // FP8_BLOCK, FP8_BLOCK]))
+        out = tl.reshape(numbers, [BLOCK]).to(out_ptr.dtype.element_ty)
+        block = tl.program_id(1) * (BLOCK // FP8_BLOCK) + tl.arange(0, BLOCK // FP8_BLOCK)
+        tl.store(scales_ptr + block * room + token, scales, mask=block < size // FP8_BLOCK)
+    tl.store(out_ptr + token * size + offsets, out, mask=mask)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import Fp8Weight, quantize
-from nanoinfer.kernels.linear.activation import Activation, gate_mul
+from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul
 from nanoinfer.kernels.linear.fp8_linear import fp8_linear
 from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave, one_wave_linear
@@ -31,6 +31,7 @@ def linear(
     bias: Tensor | None = None,
     activation: Activation | None = None,
     may_split: bool = False,
+    before: Activation | None = None,
 ) -> Tensor:
     """Compute x @ weight.T + bias: [tokens, in_features] and [out_features, in_features] to [tokens, out_features].
 
@@ -40,13 +41,19 @@ def linear(
         act(gate) * up, [tokens, out_features // 2], see activation.py
     may_split: the result may also be pieces, [pieces, tokens, out_features] float32, which add up to the product. The
         kernels in kernels.norm, which add a residual anyway, add them too
+    before: if given, x has gates in its first half and ups in its second, [tokens, 2 * in_features]: what is multiplied
+        is act(gate) * up. With several tokens and a weight in FP8, the launch that rounds them applies it
     """
+    rounds = isinstance(weight, Fp8Weight) and len(x) > 1
+    if before is not None and not rounds:
+        x = gate_mul(x, before)
     if isinstance(weight, PackedWeight):
         out = weight.product(x, bias)
     elif _is_one_row(x):
         return one_row_linear(x, weight, bias, activation)
     elif isinstance(weight, Fp8Weight):
-        return fp8_linear(quantize(x), weight, x.dtype, bias, activation, may_split)
+        in_fp8 = quantize(x) if before is None or not rounds else fp8_gate_mul_triton(x, before)
+        out = fp8_linear(in_fp8, weight, bias, may_split and activation is None)
     elif wave := find_one_wave(x, weight, activation is not None, may_split):
         return one_wave_linear(x, weight, wave, bias, activation)
     else:
@@ -78,7 +85,8 @@ def norm_linear(
     assert lane is None
     if isinstance(weight, Fp8Weight) and norm is not None:
         in_fp8, total = fp8_norm_triton(x, residual, norm, post)
-        return fp8_linear(in_fp8, weight, total.dtype, bias, activation), total
+        out = fp8_linear(in_fp8, weight, bias)
+        return gate_mul(out, activation) if activation else out, total
     normed, total = _norm(x, residual, norm, post)
     return linear(normed, weight, bias, activation), total
 

@@ -135,7 +135,7 @@ def fp8_norm_triton(x: Tensor, residual: Tensor | None, norm: Norm, post: Norm |
     x, residual, post: as for norm_add_rms_norm; without a post the total is x + residual, without a residual x
     """
     tokens, size = x.shape[-2:]
-    out = Fp8Tokens.empty(tokens, size, x.device)
+    out = Fp8Tokens.empty(tokens, size, x if residual is None else residual)
     total = x if residual is None else torch.empty_like(residual)
     _launch(x, residual, out, None if residual is None else total, post, norm)
     return out, total
