@@ -17,12 +17,12 @@ from nanoinfer.attention import make_backend
 from nanoinfer.attention.context import Context, PackedQueries, Scoring
 from nanoinfer.kernels.attention import long_prefill, prefill_plan
 from nanoinfer.kernels.attention.long_prefill import attend, attend_reference, can_attend, merge, merge_reference
-from nanoinfer.kernels.attention.prefill_plan import LONG, UNIT, DividedPrefill, divide
+from nanoinfer.kernels.attention.prefill_plan import LONG, LONGEST, UNIT, DividedPrefill, divide
 
 HALF = torch.bfloat16 if HAS_CUDA else torch.float16
 
 
-@given(lens=st.lists(st.tuples(st.integers(1, 3 * LONG), st.integers(0, 5 * UNIT)), min_size=1, max_size=6))
+@given(lens=st.lists(st.tuples(st.integers(1, 3 * LONGEST), st.integers(0, 5 * UNIT)), min_size=1, max_size=6))
 def test_every_new_token_attends_once(lens: list[tuple[int, int]]) -> None:
     """The pieces are the new tokens in their order. Stretches begin and end at multiples of UNIT, in long prompts."""
     queries = [new for new, _ in lens]
@@ -40,6 +40,7 @@ def test_every_new_token_attends_once(lens: list[tuple[int, int]]) -> None:
             assert stretches.pop(begin) == (row, begin, position, end - begin)
             assert position % UNIT == 0
             assert (end - begin) % UNIT == 0
+            assert end - begin <= LONGEST
             assert new >= LONG
         else:
             assert context == cached + covered[row]
@@ -102,10 +103,12 @@ def unit(monkeypatch: pytest.MonkeyPatch) -> int:
     """Let short prompts be long on the CPU, where the reference is slow; returns the unit of stretches."""
     if HAS_CUDA:
         monkeypatch.setattr(long_prefill, "MOST_KEYS", 2 * UNIT)
+        monkeypatch.setattr(prefill_plan, "LONGEST", 3 * UNIT)
         return UNIT
     for module, name, value in (
         (prefill_plan, "UNIT", 16),
         (prefill_plan, "LONG", 32),
+        (prefill_plan, "LONGEST", 48),
         (long_prefill, "MOST_KEYS", 32),
     ):
         monkeypatch.setattr(module, name, value)

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Oracle, assert_close, assert_equal, different_settings, greedy
+from conftest import Oracle, alive, assert_close, assert_equal, different_settings, greedy, wait_until
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerError
 from nanoinfer.batch import run
@@ -71,20 +71,6 @@ def step_to_the_end(llm: LLM) -> list[RequestOutput]:
     while llm.has_unfinished_requests():
         outputs += llm.step()
     return outputs
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 class TestSameAsOne:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import Oracle, assert_equal, different_settings, greedy
+from conftest import Oracle, alive, assert_equal, different_settings, greedy, wait_until
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.ranks import workers
@@ -42,20 +42,6 @@ def shared_names(workers: Workers) -> list[Path]:
     sender = workers.sender
     semaphores = [semaphore._semlock.name.lstrip("/") for semaphore in sender.semaphores]
     return [Path("/dev/shm") / name for name in (sender.memory.name, *(f"sem.{name}" for name in semaphores))]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 @dataclass

@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import read
-from nanoinfer.kernels.attention.prefill_plan import UNIT, Stretch
+from nanoinfer.kernels.attention.prefill_plan import LONGEST, UNIT, Stretch
 from nanoinfer.kernels.fp8 import as_bytes
 
-MOST_KEYS = 8 * UNIT  # are gathered at once: a longer context would take more memory
+MOST_KEYS = LONGEST  # are gathered at once: a longer context would take more memory
 HEAD_DIMS = (64, 128)
 
 log = logging.getLogger("nanoinfer")

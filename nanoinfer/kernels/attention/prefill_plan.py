@@ -1,7 +1,8 @@
 """Which new tokens of a prefill step attend by cuDNN, and which by our own kernel.
 
 cuDNN multiplies faster than our kernel. But it prepares each pair of lengths anew, which takes long. So it gets
-stretches of tokens that begin and end at multiples of UNIT, and our kernel the pieces before and after these.
+stretches of tokens, of at most LONGEST, that begin and end at multiples of UNIT. Our kernel gets the pieces before and
+after these.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
 
 UNIT = 2048  # tokens
 LONG = 2 * UNIT  # new tokens of a sequence, among which lies a whole unit; with fewer, the kernel does them all
+LONGEST = 8 * UNIT  # tokens
 
 
 class Stretch(NamedTuple):
@@ -23,7 +26,7 @@ class Stretch(NamedTuple):
     row: int  # the sequence's, in the block tables
     first: int  # the place of the first token among the packed queries
     position: int  # of the first token in its sequence, a multiple of UNIT
-    length: int  # a multiple of UNIT
+    length: int  # a multiple of UNIT, at most LONGEST
 
 
 @dataclass(slots=True)
@@ -69,16 +72,17 @@ def divide(query_lens: Iterable[int], context_lens: Iterable[int]) -> Division |
         begin, stop = -(-start // UNIT) * UNIT, end // UNIT * UNIT
         if queries < LONG:
             begin = stop = end
-        else:
-            first = division.cu_query_lens[-1] + begin - start
-            division.stretches.append(Stretch(row, first, begin, stop - begin))
-        for piece_start, piece_end, is_stretch in (start, begin, False), (begin, stop, True), (stop, end, False):
+        ends = begin, *range(begin + LONGEST, stop, LONGEST), stop, end
+        for piece_start, piece_end in pairwise((start, *ends)):
             if piece_start == piece_end:
                 continue
-            length = piece_end - piece_start
-            division.rows.append(row)
-            division.cu_query_lens.append(division.cu_query_lens[-1] + length)
-            division.context_lens.append(0 if is_stretch else piece_end)
-            if not is_stretch:
+            length, first = piece_end - piece_start, division.cu_query_lens[-1]
+            is_stretch = begin <= piece_start < stop
+            if is_stretch:
+                division.stretches.append(Stretch(row, first, piece_start, length))
+            else:
                 division.max_query_len = max(division.max_query_len, length)
+            division.rows.append(row)
+            division.cu_query_lens.append(first + length)
+            division.context_lens.append(0 if is_stretch else piece_end)
     return division if division.stretches else None
