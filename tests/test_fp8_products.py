@@ -29,7 +29,7 @@ from nanoinfer.kernels.linear.activation import (
     gate_mul_triton,
 )
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
-from nanoinfer.kernels.linear.fp8_linear import MANY_TOKENS, can_multiply_fp8, find_cut, fp8_linear_triton
+from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8, find_cut, fp8_linear_triton
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton, norm_add_rms_norm_reference, rms_norm_reference
 
@@ -245,13 +245,12 @@ class TestOnAGpu:
         assert not can_multiply_fp8(torch.bfloat16, narrow)
         assert not can_multiply_fp8(torch.bfloat16, Fp8Weight(weight.numbers.cpu(), weight.scales.cpu()))
 
-    def test_many_tokens_that_cublas_cannot_multiply_in_fp8(self) -> None:
-        """Then cuBLAS multiplies 16-bit numbers: our kernel is for fewer tokens."""
-        weight, _ = make_weight(256, 512)
-        of_rows = Fp8Weight(weight.numbers, torch.ones(256, 1, device=DEVICE))
-        assert can_multiply_fp8(torch.bfloat16, of_rows, MANY_TOKENS - 1)
-        assert not can_multiply_fp8(torch.bfloat16, of_rows, MANY_TOKENS)
-        assert not can_multiply_fp8(torch.float16, weight, MANY_TOKENS)
+    @pytest.mark.parametrize("block", [(1, None), (256, None), (128, 128)], ids=str)
+    def test_many_tokens(self, block: tuple[int, int | None]) -> None:
+        """Where cuBLAS has no such scales, our kernel multiplies prompts too."""
+        weight, matrix = make_weight(1024, 512, block)
+        x = torch.randn(5000, 512, device=DEVICE).to(torch.bfloat16)
+        assert_near(linear(x, weight), expected(dequantized(quantize(x)), matrix, None, None))
 
     def test_one_token_may_be_far_from_1(self) -> None:
         """Its numbers are divided by the largest before they become float16."""

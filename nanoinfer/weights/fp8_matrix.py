@@ -34,7 +34,7 @@ class Fp8Matrix(nn.Module):
 
     def rounds(self, tokens: int) -> bool:
         """Return whether the product of so many tokens rounds them to FP8."""
-        return tokens > 1 and can_multiply_fp8(self._dtype, self._in_fp8, tokens)
+        return tokens > 1 and can_multiply_fp8(self._dtype, self._in_fp8)
 
     def product(
         self,
@@ -45,7 +45,7 @@ class Fp8Matrix(nn.Module):
         before: Activation | None = None,
     ) -> Tensor:
         """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
-        return linear(x, self._weight(len(x)), self.bias if with_bias else None, activation, may_split, before)
+        return linear(x, self._weight(), self.bias if with_bias else None, activation, may_split, before)
 
     def norm_product(
         self,
@@ -57,12 +57,12 @@ class Fp8Matrix(nn.Module):
         lane: VectorLane | None,
     ) -> tuple[Tensor, Tensor]:
         """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
-        return norm_linear(x, residual, pre, self._weight(x.shape[-2]), self.bias, activation, post, lane)
+        return norm_linear(x, residual, pre, self._weight(), self.bias, activation, post, lane)
 
-    def _weight(self, tokens: int) -> Tensor | PackedWeight | Fp8Weight:
-        """Return what a product of so many tokens reads: the store, or the model's dtype, which the CPU keeps."""
+    def _weight(self) -> Tensor | PackedWeight | Fp8Weight:
+        """Return what a product reads: the store, or where it cannot, the model's dtype, which the CPU keeps."""
         if self.store.weight.is_cuda:
-            if can_multiply_fp8(self._dtype, self._in_fp8, tokens):
+            if can_multiply_fp8(self._dtype, self._in_fp8):
                 return self._in_fp8
             dense = self.store.dense(self._dtype)
             launch_in_between(dense.device)

@@ -28,7 +28,6 @@ CUBLAS_BLOCK = (128, 128)  # of the weight
 CUBLAS_MULTIPLE = 4 * BLOCK.value  # of the inputs, so that cuBLAS can read the scales
 LONG = 5120  # inputs; of longer sums, which a few programs compute, cuBLAS is the faster
 LEAST_INPUTS = 1024  # of a piece; twice as many with more than 64 tokens
-MANY_TOKENS = 4096  # about here 16-bit cuBLAS overtakes our kernel: reckoned from rates at 8,192 tokens, not measured
 MAX_PIECES = 4
 RESIDENT = 3  # programs that share a multiprocessor, at most
 MAX_STAGES = 6
@@ -45,16 +44,14 @@ class Cut:
     stages: int  # of the loop over the blocks of inputs: several programs are to share a multiprocessor
 
 
-def can_multiply_fp8(x: torch.dtype, weight: Fp8Weight, tokens: int = 1) -> bool:
-    """Return whether fp8_linear and one_row can multiply so many tokens by the weight, and well.
+def can_multiply_fp8(x: torch.dtype, weight: Fp8Weight) -> bool:
+    """Return whether fp8_linear and one_row can multiply tokens by the weight.
 
     x: the dtype of the tokens' vectors; those of float32 would lose more than the weight did
     """
     in_features, (_, width) = weight.numbers.shape[-1], weight.block
     in_blocks = in_features % BLOCK.value == width % BLOCK.value == 0
-    if not in_blocks or x.itemsize != 2 or _capability(weight.numbers.device) < HAS_FP8:
-        return False
-    return tokens < MANY_TOKENS or _cublas_can(weight, x)
+    return in_blocks and x.itemsize == 2 and _capability(weight.numbers.device) >= HAS_FP8
 
 
 def fp8_linear(x: Fp8Tokens, weight: Fp8Weight, bias: Tensor | None = None, may_split: bool = False) -> Tensor:
