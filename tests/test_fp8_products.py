@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from nanoinfer.kernels.fp8 import (
     quantize_reference,
     quantize_triton,
 )
+from nanoinfer.kernels.launch import is_recording, recording
 from nanoinfer.kernels.linear.activation import (
     Activation,
     fp8_gate_mul_triton,
@@ -129,15 +131,17 @@ class TestProducts:
         assert_near(out, expected(normed, matrix, bias, activation))
 
     @pytest.mark.parametrize("tokens", [2, 20, 40, 130])
-    @pytest.mark.parametrize("may_split", [False, True])
-    def test_several_tokens(self, tokens: int, may_split: bool, block: tuple[int, int | None], with_bias: bool) -> None:
+    @pytest.mark.parametrize(("may_split", "copies"), [(False, True), (True, True), (True, False)])
+    def test_several_tokens(
+        self, tokens: int, may_split: bool, copies: bool, block: tuple[int, int | None], with_bias: bool
+    ) -> None:
         weight, matrix = make_weight(256, 4096, block)
         x = quantize_reference(torch.randn(tokens, 4096, device=DEVICE).to(DTYPE))
         bias = torch.randn(256, device=DEVICE).to(DTYPE) if with_bias else None
         cut = find_cut(x, weight, may_split)
         assert cut is not None
         assert (cut.pieces > 1) == may_split
-        out = fp8_linear_triton(x, weight, cut, bias)
+        out = fp8_linear_triton(x, weight, cut, bias, copies)
         assert out.shape == (() if cut.pieces == 1 else (cut.pieces,)) + (tokens, 256)
         assert_near(out.sum(0) if cut.pieces > 1 else out, expected(dequantized(x), matrix, bias, None))
 
@@ -153,7 +157,9 @@ def test_rows_that_fill_no_tile(tokens: int, activation: Activation | None) -> N
     rounded = quantize(x)
     cut = find_cut(rounded, weight, False)
     assert cut is not None
-    assert_near(fp8_linear_triton(rounded, weight, cut), expected(dequantized(rounded), matrix, None, None))
+    for copies in (False, True):
+        out = fp8_linear_triton(rounded, weight, cut, copies=copies)
+        assert_near(out, expected(dequantized(rounded), matrix, None, None))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +208,13 @@ def test_experts(
         assert errors[0] < 1.25 * errors[1] + CLOSE
 
 
+def test_recording_ends_with_its_block() -> None:
+    with suppress(KeyError), recording():
+        assert is_recording()
+        raise KeyError
+    assert not is_recording()
+
+
 @pytest.mark.gpu
 class TestOnAGpu:
     @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 33, 64, 65, 128, 200, 300])
@@ -229,6 +242,15 @@ class TestOnAGpu:
             normed = rms_norm_reference(total, norm)
             read = normed.double() if tokens == 1 else dequantized(quantize(normed))
             assert_near(out, expected(read, matrix, None, None))
+
+    @pytest.mark.parametrize("tokens", [5, 20, 60, 200])
+    def test_what_a_graph_records(self, tokens: int) -> None:
+        """There, other instructions fetch the same numbers."""
+        weight, _ = make_weight(1024, 4096)
+        x = torch.randn(tokens, 4096, device=DEVICE).to(DTYPE)
+        with recording():
+            recorded = linear(x, weight)
+        assert_near(recorded, linear(x, weight).double())
 
     def test_what_is_no_number_stays_none(self) -> None:
         """Triton's interpreter makes a number of it."""

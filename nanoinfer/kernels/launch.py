@@ -16,6 +16,9 @@ predecessor are complete: `load_complete` loads what they wrote, before the wait
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import triton
@@ -23,6 +26,23 @@ import triton.language as tl
 from torch import Tensor
 
 MULTIPROCESSORS_WHEN_INTERPRETED = 4
+
+_thread = threading.local()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Say that a graph records what this thread launches, now or soon: the host's time for a launch does not count."""
+    _thread.records = True
+    try:
+        yield
+    finally:
+        _thread.records = False
+
+
+def is_recording() -> bool:
+    """Return whether this thread is within `recording`."""
+    return getattr(_thread, "records", False)
 
 
 def early_launch(x: Tensor) -> dict[str, bool]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from nanoinfer.kernels.launch import recording
+
 MAX_GRAPH_ROWS = 512
 SHARING_ROWS = (16, *range(32, 256, 32), *range(256, 512, 64))
 
@@ -43,11 +45,12 @@ class DecodeGraphs:
         # Capture on a new stream: cuBLAS keeps a workspace for each stream, and the first capture's pool owns it.
         stream = torch.cuda.Stream()
         for key in sorted(((size, shares) for shares in self.sizes for size in self.sizes[shares]), reverse=True):
-            decode(*key)  # compiles kernels and creates handles, which a capture must not
-            torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                decode(*key)
+            with recording():
+                decode(*key)  # compiles kernels and creates handles, which a capture must not
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    decode(*key)
             self.graphs[key] = graph
 
     @property

@@ -2,8 +2,9 @@
 
 The tokens' vectors are in FP8 too, and each block of them has a scale. cuBLAS multiplies many tokens at nearly twice
 the speed of 16-bit numbers, on the GPUs for which it can. Few tokens take as long as the weight takes to be read: our
-own kernel reads it faster, by tensor-memory copies. It is launched early, and cuts the inputs of a product that has
-few outputs into pieces. It also multiplies whatever cuBLAS cannot.
+own kernel reads it faster. It is launched early, and cuts the inputs of a product that has few outputs into pieces. It
+also multiplies whatever cuBLAS cannot. In a graph, tensor-memory copies fetch the blocks that it multiplies. Their
+descriptors cost the host 30 to 60 us a launch, and so launches without a graph do without them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoinfer.kernels.fp8 import BLOCK, Fp8Tokens, Fp8Weight
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
+from nanoinfer.kernels.launch import (
+    can_launch_early,
+    early_launch,
+    is_recording,
+    num_multiprocessors,
+    shared_memory,
+    wait_for_predecessor,
+)
 
 HAS_FP8 = (8, 9)  # the first GPUs whose tensor cores multiply FP8
 CUBLAS_SCALES_BLOCKS = (9, 0)  # the GPUs for which cuBLAS multiplies numbers whose blocks have scales
@@ -58,7 +66,8 @@ def fp8_linear(x: Fp8Tokens, weight: Fp8Weight, bias: Tensor | None = None, may_
     """Compute kernels.linear.dispatch.linear, in x's dtype, by whichever way is the fastest."""
     cut = find_cut(x, weight, may_split)
     if cut is not None:
-        return fp8_linear_triton(x, weight, cut, bias)
+        copies = is_recording() and can_launch_early(x.numbers.device)  # sm_90 has both
+        return fp8_linear_triton(x, weight, cut, bias, copies)
     out = _cublas(x, weight)
     return out if bias is None else out.add_(bias)
 
@@ -79,7 +88,7 @@ def find_cut(x: Fp8Tokens, weight: Fp8Weight, may_split: bool) -> Cut | None:
         return None
     together = min(triton.cdiv(tiles * pieces, multiprocessors), RESIDENT)  # programs on a multiprocessor
     stage = (block_m + block_n) * BLOCK.value
-    return Cut(block_m, block_n, pieces, max(1, min(shared_memory(device) // (together * stage), MAX_STAGES)))
+    return Cut(block_m, block_n, pieces, max(2, min(shared_memory(device) // (together * stage), MAX_STAGES)))
 
 
 def _pieces(in_features: int, most: int, tokens: int) -> int:
@@ -122,10 +131,12 @@ def _cublas(x: Fp8Tokens, weight: Fp8Weight) -> Tensor:
     return out[: x.tokens]
 
 
-def fp8_linear_triton(x: Fp8Tokens, weight: Fp8Weight, cut: Cut, bias: Tensor | None = None) -> Tensor:
+def fp8_linear_triton(
+    x: Fp8Tokens, weight: Fp8Weight, cut: Cut, bias: Tensor | None = None, copies: bool = False
+) -> Tensor:
     """Compute the product in one launch, cut as `cut` says; several pieces are [pieces, tokens, out_features] float32.
 
-    The first piece has the bias.
+    The first piece has the bias. copies: tensor-memory copies fetch the numbers
     """
     tokens, (weight_rows, in_features) = x.tokens, weight.numbers.shape
     assert in_features % (cut.pieces * BLOCK.value) == 0
@@ -133,10 +144,14 @@ def fp8_linear_triton(x: Fp8Tokens, weight: Fp8Weight, cut: Cut, bias: Tensor | 
     out_dtype = x.dtype if cut.pieces == 1 else torch.float32
     out = torch.empty((cut.pieces, tokens, weight_rows), dtype=out_dtype, device=x.numbers.device)
     tiles = triton.cdiv(tokens, cut.block_m) * triton.cdiv(weight_rows, cut.block_n)
+    left, right = x.numbers, weight.numbers
+    if copies:
+        left = TensorDescriptor.from_tensor(left, [cut.block_m, BLOCK.value])
+        right = TensorDescriptor.from_tensor(right, [cut.block_n, BLOCK.value])
     _fp8_linear_kernel[(tiles, cut.pieces)](
-        TensorDescriptor.from_tensor(x.numbers, [cut.block_m, BLOCK.value]),
+        left,
         x.scales,
-        TensorDescriptor.from_tensor(weight.numbers, [cut.block_n, BLOCK.value]),
+        right,
         weight.scales,
         bias,
         out,
@@ -148,6 +163,7 @@ def fp8_linear_triton(x: Fp8Tokens, weight: Fp8Weight, cut: Cut, bias: Tensor | 
         HEIGHT=height,
         WIDTH=width,
         BIAS=bias is not None,
+        COPIES=copies,
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
         num_warps=WARPS,
@@ -159,9 +175,9 @@ def fp8_linear_triton(x: Fp8Tokens, weight: Fp8Weight, cut: Cut, bias: Tensor | 
 
 @triton.jit(do_not_specialize=["tokens", "room"])
 def _fp8_linear_kernel(
-    x_desc,
+    x_ptr,
     x_scales_ptr,
-    weight_desc,
+    weight_ptr,
     scales_ptr,
     bias_ptr,
     out_ptr,
@@ -173,6 +189,7 @@ def _fp8_linear_kernel(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     BIAS: tl.constexpr,
+    COPIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
@@ -196,8 +213,8 @@ def _fp8_linear_kernel(
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
     acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
     for start in range(begin, begin + share, BLOCK):
-        x = x_desc.load([first_token, start])
-        weight = weight_desc.load([first_row, start])
+        x = _load_block(x_ptr, first_token, start, tokens, in_features, BLOCK_M, COPIES)
+        weight = _load_block(weight_ptr, first_row, start, weight_rows, in_features, BLOCK_N, COPIES)
         x_scale = tl.load(x_scales_ptr + start // BLOCK * room + m, mask=has_token, other=0.0)
         if ONE_SCALE:
             x_scale *= tl.load(scale_ptr + start // WIDTH)
@@ -212,6 +229,17 @@ def _fp8_linear_kernel(
         acc += bias[None, :]
     targets = out_ptr + (tl.program_id(1) * tokens + m).to(tl.int64)[:, None] * weight_rows + n[None, :]
     tl.store(targets, acc.to(out_ptr.dtype.element_ty), mask=has_token[:, None] & has_row[None, :])
+
+
+@triton.jit
+def _load_block(numbers, first, start, rows, in_features, SIZE: tl.constexpr, COPIES: tl.constexpr):
+    """Load [SIZE, BLOCK] of `rows` rows: from row `first` and input `start` on. numbers: a pointer, or a descriptor"""
+    if COPIES:
+        return numbers.load([first, start])
+    else:
+        row = first + tl.arange(0, SIZE)
+        places = row.to(tl.int64)[:, None] * in_features + (start + tl.arange(0, BLOCK))[None, :]
+        return tl.load(numbers + places, mask=(row < rows)[:, None], other=0.0)
 
 
 @triton.jit
