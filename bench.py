@@ -170,23 +170,32 @@ def time_repeat(llm: LLM, work: Workload, index: int, sampling: SamplingParams) 
 
 
 def plot(repeat: Repeat, title: str, file: str) -> None:
-    """Draw tokens per second, running rows and used KV-cache blocks over the repeat's time into `file`."""
+    """Draw tokens per second over the repeat's time into `file`, and each replica's running rows and used blocks."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     rates, rows, blocks = figure.subplots(3, sharex=True)
     steps = sorted(repeat.steps, key=lambda step: step.ready_at or 0.0)  # replicas tell theirs a little later
-    times = [0.0, *(step.ready_at - repeat.start for step in steps if step.ready_at is not None)]
+    times = times_of(steps, repeat.start)
     for name, color in (("prefill", "tab:orange"), ("decode", "tab:blue")):
         tokens = [getattr(step, f"num_{name}_tokens") for step in steps]
         rates.stairs(*binned_rate(times, tokens), color=color, label=name)
-    rows.stairs([step.num_running for step in steps], times, color="tab:green")
-    blocks.stairs([100 * step.blocks_used for step in steps], times, color="tab:red")
+    for replica in sorted({step.replica for step in steps}):
+        own = [step for step in steps if step.replica == replica]
+        rows.stairs([step.num_running for step in own], times_of(own, repeat.start), label=f"replica {replica}")
+        blocks.stairs([100 * step.blocks_used for step in own], times_of(own, repeat.start))
+    if any(step.replica for step in steps):
+        rows.legend()
     rates.set(title=title, ylabel="tokens per second", yscale="log")
     rates.legend()
     rows.set(ylabel="running rows")
     blocks.set(ylabel="KV-cache blocks in use, %", xlabel="seconds", xlim=(0, times[-1]))
     figure.savefig(file)
+
+
+def times_of(steps: list[StepResult], start: float) -> list[float]:
+    """When the first step began, 0.0, and when each was done, in seconds after `start`."""
+    return [0.0, *(step.ready_at - start for step in steps if step.ready_at is not None)]
 
 
 def binned_rate(times: list[float], tokens: list[int], bins: int = 100) -> tuple[np.ndarray, np.ndarray]:
