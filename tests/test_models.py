@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from nanoinfer import LLM, RequestOutput
 from nanoinfer.config import Config
+from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.models import FAMILIES, describe, families
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 100, 300]  # of the prompts, in one batch
@@ -369,6 +370,19 @@ def test_a_family_equals_transformers(
     run(llm, model)
     tight = make_llm(folder, kvcache_block_size=16, max_model_len=320, num_kvcache_blocks=21, max_num_batched_tokens=50)
     run(tight, model)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2moe"])
+def test_an_activation_that_the_second_product_applies(
+    name: str,
+    family: Callable[[str], tuple[str, PreTrainedModel]],
+    make_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So it is on a GPU in FP8, for several tokens: the launch that rounds them applies it."""
+    monkeypatch.setattr(RowParallelLinear, "rounds", lambda self, tokens: tokens > 1)
+    folder, model = family(name)
+    run(make_llm(folder, kvcache_block_size=16, max_model_len=320), model)
 
 
 @pytest.mark.parametrize("name", {case.architecture: name for name, case in CASES.items()}.values())

@@ -32,12 +32,15 @@ _thread = threading.local()
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Say that a graph records what this thread launches, now or soon: the host's time for a launch does not count."""
-    _thread.records = True
+    """Say that a graph records what this thread launches, or that this is a trial run before it does.
+
+    The host's time for such a launch does not count.
+    """
+    before, _thread.records = is_recording(), True
     try:
         yield
     finally:
-        _thread.records = False
+        _thread.records = before
 
 
 def is_recording() -> bool:

@@ -94,7 +94,7 @@ class RowParallelLinear(nn.Module):
         self.matrix = make_matrix([section], share, bias, fp8)
 
     def rounds(self, tokens: int) -> bool:
-        """Return whether the product of so many tokens rounds them to FP8; it applies an activation at once then."""
+        """Return whether a launch rounds so many tokens to FP8 for this product, and can apply an activation, too."""
         return self.matrix.rounds(tokens)
 
     def forward(self, x: Tensor, before: Activation | None = None) -> Tensor:

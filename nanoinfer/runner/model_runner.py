@@ -21,6 +21,7 @@ from nanoinfer.config import PROCESSED, Config
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.launch import recording
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes, sharing_batch_sizes
@@ -40,7 +41,7 @@ log = logging.getLogger("nanoinfer")
 
 TIMED_ROWS = {1: 1, 16: 32}  # from so many tokens on, a step takes the threads that are best for so many rows
 TIMED_CACHE_BYTES = 2**28  # no more for the steps that are timed
-LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies
+LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies 16-bit numbers
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
 
@@ -200,10 +201,17 @@ class ModelRunner:
         prefill = partial(self._prefill, PrefillMessage([], 0, [chunk], []))
         draw = partial(self._draw, self.logits, self.batch.positions)
         steps = [(size, False) for size in sizes[:-1]] + [(size, True) for size in self._sharing_sizes]
-        decode = [partial(self._decode_rows, size, max_len, shares) for size, shares in steps if size in COMPILED_ROWS]
+        decode = [partial(self._try_decode, size, max_len, shares) for size, shares in steps if size in COMPILED_ROWS]
         largest = partial(self._decode_rows, sizes[-1], max_len)
         # The steps that run first have few kernels in common.
         run_side_by_side([prefill, draw, largest, *decode[:1]], decode[1:], self.device)
+
+    def _try_decode(self, rows: int, max_len: int, shares: bool) -> None:
+        """Run an empty decode step, and if products in FP8 are others in a graph, run it as for a graph, too."""
+        self._decode_rows(rows, max_len, shares)
+        if self.config.description.fp8 is not None:
+            with recording():
+                self._decode_rows(rows, max_len, shares)
 
     def _size(self, step_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""

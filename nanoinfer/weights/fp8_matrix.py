@@ -33,7 +33,7 @@ class Fp8Matrix(nn.Module):
         self._dtype = torch.get_default_dtype()
 
     def rounds(self, tokens: int) -> bool:
-        """Return whether the product of so many tokens rounds them to FP8."""
+        """Return whether the launch that rounds so many tokens to FP8 can apply an activation to them, too."""
         return tokens > 1 and can_multiply_fp8(self._dtype, self._in_fp8)
 
     def product(

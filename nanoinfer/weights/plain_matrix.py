@@ -33,7 +33,7 @@ class PlainMatrix(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
 
     def rounds(self, tokens: int) -> bool:
-        """Return whether the product of so many tokens rounds them to FP8."""
+        """Return False: nothing is rounded to FP8 here."""
         return False
 
     def product(

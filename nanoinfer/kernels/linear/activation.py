@@ -49,12 +49,14 @@ def gate_mul_triton(gate_up: Tensor, activation: Activation) -> Tensor:
 
 def fp8_gate_mul_triton(gate_up: Tensor, activation: Activation) -> Fp8Tokens:
     """Return gate_mul's result in FP8, as one launch; its size is a multiple of kernels.fp8.BLOCK."""
+    assert gate_up.shape[1] % (2 * FP8_BLOCK.value) == 0
     out = Fp8Tokens.empty(gate_up.shape[0], gate_up.shape[1] // 2, gate_up)
     _launch(gate_up, out, activation)
     return out
 
 
 def _launch(gate_up: Tensor, out: Tensor | Fp8Tokens, activation: Activation) -> None:
+    assert gate_up.is_contiguous()
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     numbers, scales = (out.numbers, out.scales) if isinstance(out, Fp8Tokens) else (out, None)
     _gate_mul_kernel[(tokens, triton.cdiv(size, BLOCK))](

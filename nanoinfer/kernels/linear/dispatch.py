@@ -52,7 +52,7 @@ def linear(
     elif _is_one_row(x):
         return one_row_linear(x, weight, bias, activation)
     elif isinstance(weight, Fp8Weight):
-        in_fp8 = quantize(x) if before is None or not rounds else fp8_gate_mul_triton(x, before)
+        in_fp8 = fp8_gate_mul_triton(x, before) if rounds and before is not None else quantize(x)
         out = fp8_linear(in_fp8, weight, bias, may_split and activation is None)
     elif wave := find_one_wave(x, weight, activation is not None, may_split):
         return one_wave_linear(x, weight, wave, bias, activation)

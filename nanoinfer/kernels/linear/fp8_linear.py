@@ -3,8 +3,8 @@
 The tokens' vectors are in FP8 too, and each block of them has a scale. cuBLAS multiplies many tokens at nearly twice
 the speed of 16-bit numbers, on the GPUs for which it can. Few tokens take as long as the weight takes to be read: our
 own kernel reads it faster. It is launched early, and cuts the inputs of a product that has few outputs into pieces. It
-also multiplies whatever cuBLAS cannot. In a graph, tensor-memory copies fetch the blocks that it multiplies. Their
-descriptors cost the host 30 to 60 us a launch, and so launches without a graph do without them.
+also multiplies whatever cuBLAS cannot. From sm_90 on, tensor-memory copies fetch the blocks that it multiplies. Their
+descriptors cost the host 30 to 60 µs a launch, and so only launches in graphs have them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def fp8_linear(x: Fp8Tokens, weight: Fp8Weight, bias: Tensor | None = None, may_
     """Compute kernels.linear.dispatch.linear, in x's dtype, by whichever way is the fastest."""
     cut = find_cut(x, weight, may_split)
     if cut is not None:
-        copies = is_recording() and can_launch_early(x.numbers.device)  # sm_90 has both
+        copies = is_recording() and can_launch_early(x.numbers.device)  # sm_90 brought these copies, too
         return fp8_linear_triton(x, weight, cut, bias, copies)
     out = _cublas(x, weight)
     return out if bias is None else out.add_(bias)
@@ -88,7 +88,8 @@ def find_cut(x: Fp8Tokens, weight: Fp8Weight, may_split: bool) -> Cut | None:
         return None
     together = min(triton.cdiv(tiles * pieces, multiprocessors), RESIDENT)  # programs on a multiprocessor
     stage = (block_m + block_n) * BLOCK.value
-    return Cut(block_m, block_n, pieces, max(2, min(shared_memory(device) // (together * stage), MAX_STAGES)))
+    stages = min(shared_memory(device) // (together * stage), MAX_STAGES)
+    return Cut(block_m, block_n, pieces, max(stages, 2))  # with one, nothing would be on its way meanwhile
 
 
 def _pieces(in_features: int, most: int, tokens: int) -> int:
@@ -144,14 +145,14 @@ def fp8_linear_triton(
     out_dtype = x.dtype if cut.pieces == 1 else torch.float32
     out = torch.empty((cut.pieces, tokens, weight_rows), dtype=out_dtype, device=x.numbers.device)
     tiles = triton.cdiv(tokens, cut.block_m) * triton.cdiv(weight_rows, cut.block_n)
-    left, right = x.numbers, weight.numbers
+    vectors, rows = x.numbers, weight.numbers
     if copies:
-        left = TensorDescriptor.from_tensor(left, [cut.block_m, BLOCK.value])
-        right = TensorDescriptor.from_tensor(right, [cut.block_n, BLOCK.value])
+        vectors = TensorDescriptor.from_tensor(vectors, [cut.block_m, BLOCK.value])
+        rows = TensorDescriptor.from_tensor(rows, [cut.block_n, BLOCK.value])
     _fp8_linear_kernel[(tiles, cut.pieces)](
-        left,
+        vectors,
         x.scales,
-        right,
+        rows,
         weight.scales,
         bias,
         out,
@@ -175,9 +176,9 @@ def fp8_linear_triton(
 
 @triton.jit(do_not_specialize=["tokens", "room"])
 def _fp8_linear_kernel(
-    x_ptr,
+    x_source,
     x_scales_ptr,
-    weight_ptr,
+    weight_source,
     scales_ptr,
     bias_ptr,
     out_ptr,
@@ -213,8 +214,8 @@ def _fp8_linear_kernel(
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
     acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
     for start in range(begin, begin + share, BLOCK):
-        x = _load_block(x_ptr, first_token, start, tokens, in_features, BLOCK_M, COPIES)
-        weight = _load_block(weight_ptr, first_row, start, weight_rows, in_features, BLOCK_N, COPIES)
+        x = _load_block(x_source, first_token, start, tokens, in_features, BLOCK_M, COPIES)
+        weight = _load_block(weight_source, first_row, start, weight_rows, in_features, BLOCK_N, COPIES)
         x_scale = tl.load(x_scales_ptr + start // BLOCK * room + m, mask=has_token, other=0.0)
         if ONE_SCALE:
             x_scale *= tl.load(scale_ptr + start // WIDTH)
@@ -232,14 +233,17 @@ def _fp8_linear_kernel(
 
 
 @triton.jit
-def _load_block(numbers, first, start, rows, in_features, SIZE: tl.constexpr, COPIES: tl.constexpr):
-    """Load [SIZE, BLOCK] of `rows` rows: from row `first` and input `start` on. numbers: a pointer, or a descriptor"""
+def _load_block(source, first, start, rows, in_features, SIZE: tl.constexpr, COPIES: tl.constexpr):
+    """Load [SIZE, BLOCK] of `rows` rows: from row `first` and input `start` on.
+
+    source: a pointer, or if COPIES a descriptor
+    """
     if COPIES:
-        return numbers.load([first, start])
+        return source.load([first, start])
     else:
         row = first + tl.arange(0, SIZE)
         places = row.to(tl.int64)[:, None] * in_features + (start + tl.arange(0, BLOCK))[None, :]
-        return tl.load(numbers + places, mask=(row < rows)[:, None], other=0.0)
+        return tl.load(source + places, mask=(row < rows)[:, None], other=0.0)
 
 
 @triton.jit
