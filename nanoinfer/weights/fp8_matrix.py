@@ -62,8 +62,9 @@ class Fp8Matrix(nn.Module):
     def _weight(self) -> Tensor | PackedWeight | Fp8Weight:
         """Return what a product reads: the store, or where it cannot, the model's dtype, which the CPU keeps."""
         if self.store.weight.is_cuda:
-            if can_multiply_fp8(self._dtype, self._in_fp8):
-                return self._in_fp8
+            weight = self._in_fp8
+            if can_multiply_fp8(self._dtype, weight):
+                return weight
             dense = self.store.dense(self._dtype)
             launch_in_between(dense.device)
             return dense
