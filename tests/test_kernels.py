@@ -859,7 +859,7 @@ def test_soft_caps_are_exact_near_zero_and_far_from_it() -> None:
 def test_a_decode_plan_deals_out_every_tile_once(lens: list[int], workers: int, window: int | None) -> None:
     context_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
     plan = plan_decode(context_lens, torch.empty(1, 16, 2, 32, device=DEVICE), workers, window)
-    row_tiles = [len({key // plan.tile for key in range(length)[-(window or 100) :]}) for length in lens]
+    row_tiles = [len({key // plan.programs.tile for key in range(length)[-(window or 100) :]}) for length in lens]
     dealt = []
     for first_row, last_row, tile, left in plan.shares.tolist():
         assert left <= plan.share_tiles.item()

@@ -200,14 +200,14 @@ class TestAttention:
         assert {run.start for run in found.runs} != {0}
         prefixes = make_prefixes(rows, heads, caches[0])
         prefixes.fill(on_device(prefixes.pack(found.order, found.runs)))
-        begun = attend_to_prefixes(q, *caches, device_tables, prefixes, *how)
+        shared = attend_to_prefixes(q, *caches, device_tables, prefixes, *how)
         wide = caches if in_fp8 else [cache.float() for cache in caches]
         expected = paged_decode_reference(
             q.float(), *wide, device_tables, device_lens, max(lens), how[0], None, softcap, kv_scales
         )
         for workers in (None, 13):  # 13 of them divide rows
             plan = plan_ahead(device_lens, caches[0], workers, own_starts=prefixes.own_starts)
-            out = paged_decode_triton(q, *caches, device_tables, device_lens, how[0], plan, softcap, kv_scales, begun)
+            out = paged_decode_triton(q, *caches, device_tables, device_lens, how[0], plan, softcap, kv_scales, shared)
             error = (out.float() - expected).norm() / expected.norm()
             assert error < (1e-5 if dtype == torch.float32 and not in_fp8 else 6e-3)
 

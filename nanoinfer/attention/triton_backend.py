@@ -52,10 +52,10 @@ class TritonBackend:
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from one query per sequence; first to the prefixes that several share, if no window hides these."""
-        plan, begun = context.decode_plans[scoring.window], None
+        plan, shared = context.decode_plans[scoring.window], None
         if plan.own_starts is not None:
             assert context.prefixes is not None
-            begun = attend_to_prefixes(
+            shared = attend_to_prefixes(
                 q,
                 k_cache,
                 v_cache,
@@ -75,5 +75,5 @@ class TritonBackend:
             plan,
             scoring.softcap,
             scoring.kv_scales,
-            begun,
+            shared,
         )

@@ -25,12 +25,14 @@ class Programs(NamedTuple):
 
     tile: keys; stages: of the loop over the tiles: read the block table, load the keys, use them
     warps: of a program; per_multiprocessor: programs
+    registers: of a thread, at most, so that so many programs fit; None: as many as the compiler likes
     """
 
     tile: int
     stages: int
     warps: int
     per_multiprocessor: int
+    registers: int | None = None
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class DecodePlan:
     share_tiles: [1] int32, how many tiles a full share has
     arrivals: [rows * kv_heads] int32, how many of a divided row's workers have finished; zero between layers
     own_starts: as in plan_decode
+    programs: how the workers run
     """
 
     shares: Tensor
@@ -53,9 +56,7 @@ class DecodePlan:
     arrivals: Tensor
     own_starts: Tensor | None
     window: int | None
-    tile: int  # these three as in Programs
-    stages: int
-    warps: int
+    programs: Programs
 
 
 def plan_decode(
@@ -85,7 +86,7 @@ def plan_decode(
         torch.empty(rows * kv_heads, dtype=torch.int32, device=device),
         own_starts,
         window,
-        *programs[:3],
+        programs,
     )
     # One or two sizes for all numbers of rows, because Triton compiles the kernel for each size.
     block_r, block_w = FEW_ROWS if rows <= FEW_ROWS else max(MANY_ROWS, triton.next_power_of_2(rows)), 8
@@ -114,12 +115,12 @@ def choose_programs(rows: int, k_cache: Tensor) -> Programs:
     """Return the programs that are the fastest on an H200; k_cache: as for plan_decode."""
     _, block_size, kv_heads, head_dim = k_cache.shape
     block_d, few = triton.next_power_of_2(head_dim), rows <= FEW_ROWS
-    if k_cache.dtype == FP8 and block_d <= 128 and not few:
-        # Other warps compute while one converts numbers. Warps that are programs never wait for each other. But where
-        # more than two share a row's keys, combining their results costs more.
-        single = Programs(math.gcd(block_size, 32), stages=5, warps=1, per_multiprocessor=8)
-        if single.per_multiprocessor * num_multiprocessors(k_cache.device) <= 2 * rows * kv_heads:
-            return single
+    if k_cache.dtype == FP8 and block_d <= 128:
+        # Other programs compute while one converts numbers. But where more than two share a row's keys, combining their
+        # results costs more.
+        many = Programs(math.gcd(block_size, 64), stages=5, warps=4, per_multiprocessor=4, registers=128)
+        if many.per_multiprocessor * num_multiprocessors(k_cache.device) <= 2 * rows * kv_heads:
+            return many
     tile = min(MAX_TILE, TILE_BYTES // (block_d * k_cache.itemsize))
     tile = math.gcd(block_size, tile // 2 if few else tile)  # so that a tile lies in one block
     return Programs(tile, stages=5 if few else 3, warps=4, per_multiprocessor=2)

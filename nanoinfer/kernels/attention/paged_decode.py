@@ -11,9 +11,11 @@ from torch import Tensor
 from nanoinfer.kernels.attention.decode_plan import DecodePlan
 from nanoinfer.kernels.attention.fp8 import load_halves, read
 from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
-from nanoinfer.kernels.attention.shared_prefix import Begun
+from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import early_launch, load_complete, start_successor, wait_for_predecessor
+
+COMBINED_AT_ONCE = tl.constexpr(4)  # partial results of a row that a program loads at once
 
 
 def paged_decode_reference(
@@ -74,18 +76,20 @@ def paged_decode_triton(
     plan: DecodePlan,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
-    begun: Begun | None = None,
+    shared: SharedResults | None = None,
 ) -> Tensor:
     """paged_decode_reference as one launch, with the plan's window. plan: from plan_decode of the same context_lens
 
-    begun: the results of the tokens that come before the plan's own_starts; None: it has none
+    shared: the results of the tokens that come before the plan's own_starts, which another launch adds; None: it has
+        none
     """
-    assert (begun is None) == (plan.own_starts is None)
+    assert (shared is None) == (plan.own_starts is None)
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     group, workers = heads // kv_heads, plan.shares.shape[0]
     factor, cap = in_log2(scale, softcap)
-    out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty((rows, heads, head_dim), dtype=q.dtype if shared is None else torch.float32, device=q.device)
+    out_lse = None if shared is None else torch.empty((rows, heads), dtype=torch.float32, device=q.device)
     # Partial results of rows that several workers share. A worker has room for two: its first row's and its last row's.
     partial = torch.empty((kv_heads, workers, 2, group, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((kv_heads, workers, 2, group), dtype=torch.float32, device=q.device)
@@ -96,19 +100,18 @@ def paged_decode_triton(
         block_tables,
         context_lens,
         plan.own_starts,
-        *(begun or (None, None, None)),
         plan.shares,
         plan.share_tiles,
         plan.arrivals,
         partial,
         lse,
         out,
+        out_lse,
         kv_scales,
         factor,
         q.stride(0),
         block_tables.stride(0),
-        rows,
-        SHARES=begun is not None,
+        SHARES=shared is not None,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -117,18 +120,21 @@ def paged_decode_triton(
         CAP=cap,
         IN_FP8=k_cache.dtype == FP8,
         ON_GPU=q.is_cuda,
-        TILE=plan.tile,
-        WARPS=plan.warps,
+        TILE=plan.programs.tile,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=plan.warps,
-        num_stages=plan.stages,
+        num_warps=plan.programs.warps,
+        num_stages=plan.programs.stages,
+        maxnreg=plan.programs.registers,
         **early_launch(q),
     )
-    return out
+    if shared is None:
+        return out
+    assert out_lse is not None
+    return add_shared_results(out, out_lse, shared, q.dtype, kv_scales)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _paged_decode_kernel(
     q_ptr,
     k_cache_ptr,
@@ -136,20 +142,17 @@ def _paged_decode_kernel(
     block_tables_ptr,
     context_lens_ptr,
     own_starts_ptr,
-    begun_ptr,
-    begun_lse_ptr,
-    num_parts_ptr,
     shares_ptr,
     share_tiles_ptr,
     arrivals_ptr,
     partial_ptr,
     lse_ptr,
     out_ptr,
+    out_lse_ptr,
     kv_scales_ptr,
     factor,
     q_stride,
     table_stride,
-    rows,
     SHARES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -160,7 +163,6 @@ def _paged_decode_kernel(
     IN_FP8: tl.constexpr,
     ON_GPU: tl.constexpr,
     TILE: tl.constexpr,
-    WARPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
@@ -173,7 +175,9 @@ def _paged_decode_kernel(
     num_tiles = load_complete(shares_ptr + worker * 4 + 3)
     share = load_complete(share_tiles_ptr)
     context_len = load_complete(context_lens_ptr + first_row, num_tiles > 0, 0)
-    if not SHARES:  # else the predecessor attends to shared prefixes, and the kernels before it wrote all but these
+    # If rows share prefixes, the predecessor attends to these. It writes nothing that is read here, and reads nothing
+    # that is written here: so this kernel does all of its work meanwhile.
+    if not SHARES:
         wait_for_predecessor(EARLY, START_SUCCESSOR=False)
 
     if IN_FP8:
@@ -213,13 +217,6 @@ def _paged_decode_kernel(
         total = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if IN_FP8 else BLOCK_D], tl.float32)
         acc2 = acc
-        if SHARES:
-            # The worker that begins a row adds its parts. From its second row on, it loads the first part ahead.
-            num_parts = tl.where(tile == 0, load_complete(num_parts_ptr + row), 0)
-            part = row * (KV_HEADS * GROUP) + kv_head * GROUP
-            is_ahead = (row > first_row) & (num_parts > 0)
-            heads = tl.where(is_ahead, GROUP, 0)
-            begun, begun2, begun_lse = _load_part(begun_ptr, begun_lse_ptr, part, g, heads, HEAD_DIM, BLOCK_D, IN_FP8)
         for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):
             block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
             key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
@@ -244,22 +241,16 @@ def _paged_decode_kernel(
             if IN_FP8:
                 acc2 = acc2 * rescale[:, None] + tl.dot(weights.to(v.dtype), v2, input_precision="ieee")
             top = new_top
-        if SHARES:
-            wait_for_predecessor(EARLY, START_SUCCESSOR=False)
-            top, total, acc, acc2 = _add_part(top, total, acc, acc2, begun, begun2, begun_lse)
-            for number in range(tl.where(is_ahead, 1, 0), num_parts):
-                place = number * rows * (KV_HEADS * GROUP) + part
-                begun, begun2, begun_lse = _load_part(
-                    begun_ptr, begun_lse_ptr, place, g, GROUP, HEAD_DIM, BLOCK_D, IN_FP8
-                )
-                top, total, acc, acc2 = _add_part(top, total, acc, acc2, begun, begun2, begun_lse)
         if IN_FP8:
             acc = tl.interleave(acc, acc2) * v_scale
         acc = acc / tl.maximum(total, 1e-30)[:, None]
 
+        first_head = (row * KV_HEADS + kv_head) * GROUP
         if (tile == 0) & (end_tile == row_tiles):
-            target = out_ptr + row * (KV_HEADS * GROUP * HEAD_DIM) + head[:, None] * HEAD_DIM + d[None, :]
+            target = out_ptr + (first_head + g)[:, None] * HEAD_DIM + d[None, :]
             tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+            if SHARES:
+                tl.store(out_lse_ptr + first_head + g, top + tl.log2(total), mask=g < GROUP)
         else:
             # The partial result of this row has place 0 if another worker begins the row, else place 1.
             place = (kv_head * tl.num_programs(0) + worker) * 2 + (tile == 0)
@@ -276,52 +267,22 @@ def _paged_decode_kernel(
                 _combine_partials(
                     partial_ptr,
                     lse_ptr,
-                    out_ptr + (row * KV_HEADS + kv_head) * (GROUP * HEAD_DIM),
+                    out_ptr,
+                    out_lse_ptr,
+                    first_head,
                     kv_head * tl.num_programs(0) + first_worker,
                     num_partials,
+                    SHARES,
                     GROUP,
                     HEAD_DIM,
-                    WARPS,
                 )
         left -= end_tile - tile
         tile = 0
-        context_len = tl.load(context_lens_ptr + row + 1, mask=row < last_row, other=0)
-    if SHARES:  # a program without rows has not waited yet
+        next_len = context_lens_ptr + row + 1
+        context_len = load_complete(next_len, row < last_row, 0) if SHARES else tl.load(next_len, row < last_row, 0)
+    if SHARES:
         wait_for_predecessor(EARLY, START_SUCCESSOR=False)
     start_successor(EARLY)  # not earlier: the successor would only take up room
-
-
-@triton.jit
-def _load_part(
-    begun_ptr, begun_lse_ptr, part, g, heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IN_FP8: tl.constexpr
-):
-    """Load partial results of the first `heads` heads, and log2 of their sums; part: the first head's number of all.
-
-    The results come as accumulators have them: with IN_FP8, the numbers at even places and those at odd places.
-    """
-    mask = g < heads
-    lse = tl.load(begun_lse_ptr + part + g, mask=mask, other=-1e30)
-    begun = begun_ptr + (part + g).to(tl.int64)[:, None] * HEAD_DIM
-    if IN_FP8:
-        half = tl.arange(0, BLOCK_D // 2)[None, :]
-        half_mask = mask[:, None] & (half < HEAD_DIM // 2)
-        result = tl.load(begun + 2 * half, mask=half_mask, other=0.0)
-        result2 = tl.load(begun + 2 * half + 1, mask=half_mask, other=0.0)
-    else:
-        d = tl.arange(0, BLOCK_D)[None, :]
-        result = tl.load(begun + d, mask=mask[:, None] & (d < HEAD_DIM), other=0.0)
-        result2 = result
-    return result, result2, lse
-
-
-@triton.jit
-def _add_part(top, total, acc, acc2, result, result2, lse):
-    """Add a partial result, which its sum divides already, to accumulators."""
-    new_top = tl.maximum(top, lse)
-    weight, rescale = tl.exp2(lse - new_top), tl.exp2(top - new_top)
-    acc = acc * rescale[:, None] + result * weight[:, None]
-    acc2 = acc2 * rescale[:, None] + result2 * weight[:, None]
-    return new_top, total * rescale + weight, acc, acc2
 
 
 @triton.jit
@@ -329,31 +290,36 @@ def _combine_partials(
     partial_ptr,
     lse_ptr,
     out_ptr,
+    out_lse_ptr,
+    first_head,
     first_worker,
     num_partials,
+    SHARES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    WARPS: tl.constexpr,
 ):
     """Weigh a row's partial results by their sums of exponentials: place 1 of the first worker, 0 of the others."""
-    SIZE: tl.constexpr = GROUP * HEAD_DIM
-    BLOCK_S: tl.constexpr = triton.next_power_of_2(SIZE)
-    BLOCK_P: tl.constexpr = max(WARPS * 1024 // BLOCK_S, 1)
-    s = tl.arange(0, BLOCK_S)
-    p = tl.arange(0, BLOCK_P)
-    top = tl.full([BLOCK_S], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_S], tl.float32)
-    acc = tl.zeros([BLOCK_S], tl.float32)
-    for start in range(0, num_partials, BLOCK_P):
-        i = start + p
-        place = ((first_worker + i) * 2 + (i == 0).to(tl.int32))[:, None]
-        mask = (i < num_partials)[:, None] & (s < SIZE)[None, :]
-        # ".cg" reads past the L1 cache, which may hold an earlier layer's numbers.
-        lse = tl.load(lse_ptr + place * GROUP + s[None, :] // HEAD_DIM, mask=mask, other=-1e30, cache_modifier=".cg")
-        partial = tl.load(partial_ptr + place * SIZE + s[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(lse, axis=0))
-        rescale, weights = tl.exp2(top - new_top), tl.exp2(lse - new_top[None, :])
-        total = total * rescale + tl.sum(weights, axis=0)
-        acc = acc * rescale + tl.sum(partial * weights, axis=0)
-        top = new_top
-    tl.store(out_ptr + s, (acc / total).to(out_ptr.dtype.element_ty), mask=s < SIZE)
+    BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUP)
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    has_d = (d < HEAD_DIM)[None, :]
+    top = tl.full([BLOCK_G], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, triton.next_power_of_2(HEAD_DIM)], tl.float32)
+    for start in range(0, num_partials, COMBINED_AT_ONCE):
+        for offset in tl.static_range(COMBINED_AT_ONCE):
+            i = start + offset
+            is_head = g < tl.where(i < num_partials, GROUP, 0)
+            place = ((first_worker + i) * 2 + (i == 0).to(tl.int32)) * GROUP + g
+            # ".cg" reads past the L1 cache, which may hold an earlier layer's numbers.
+            lse = tl.load(lse_ptr + place, mask=is_head, other=-1e30, cache_modifier=".cg")
+            numbers = partial_ptr + place[:, None] * HEAD_DIM + d[None, :]
+            partial = tl.load(numbers, mask=is_head[:, None] & has_d, other=0.0, cache_modifier=".cg")
+            new_top = tl.maximum(top, lse)
+            rescale, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+            total = total * rescale + weight
+            acc = acc * rescale[:, None] + partial * weight[:, None]
+            top = new_top
+    target = out_ptr + (first_head + g)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(target, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=(g < GROUP)[:, None] & has_d)
+    if SHARES:
+        tl.store(out_lse_ptr + first_head + g, top + tl.log2(total), mask=g < GROUP)

@@ -9,14 +9,15 @@ import torch
 import triton
 from torch import Tensor
 
+from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import can_launch_early, num_multiprocessors
 
 TILE_QUERIES = 64  # of a tile of work; tensor cores multiply so many at once
 TILE_FIELDS = 5
-LEAST_TOKENS = 512  # of a tile of work: rows take longer to begin with more results
+LEAST_TOKENS = 512  # of a tile of work: more results take a row longer to put together
 TOKENS_TOGETHER = 128  # the parts of a run, except its last, have a multiple of so many tokens
 PROGRAMS_PER_MULTIPROCESSOR = 2
-# Partial results that a row begins with: those of all rows together take memory, and few rows need many programs.
+# Partial results of a row: those of all rows together take memory, and few rows need many programs.
 MANY_RESULTS, MOST_PARTS_OF_MANY_ROWS, LEAST_PARTS = 4096, 8, 2
 FEW_RESULTS, LEAST_ROWS = 512, 16
 
@@ -27,12 +28,12 @@ class SharedPrefixes:
     """The shared prefixes of a decode step, cut into tiles of work; on the device, at addresses that stay.
 
     A tile of work is some neighbouring tokens, and up to TILE_QUERIES queries of the rows that share them. Each tile
-    gives its rows a partial result. A row begins with these, and reads the other keys of its context by itself.
+    gives its rows a partial result. A row reads the other keys of its context by itself.
 
     workers: programs for each KV head that compute the tiles
     order: [rows] int32, the rows; those that share tokens are neighbours
     own_starts: [rows] int32, for each row, the first token that it reads by itself
-    num_parts: [rows] int32, how many partial results each row begins with
+    num_parts: [rows] int32, how many partial results each row has
     tiles: [most, TILE_FIELDS] int32: first place in the order, number of rows, first token, token behind the last, and
         the number of the partial result
     num_tiles: [1] int32
@@ -42,8 +43,10 @@ class SharedPrefixes:
         """heads: of the queries; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's"""
         _, self.block_size, kv_heads, _ = k_cache.shape
         self.tile_rows = rows_of_a_tile(heads // kv_heads)
-        # Where it can, decode attention starts meanwhile, and has the other program's place.
-        per_multiprocessor = 1 if can_launch_early(k_cache.device) else PROGRAMS_PER_MULTIPROCESSOR
+        # Where it can, decode attention starts meanwhile, and has the other program's place. But while one program
+        # converts numbers in FP8, another is to multiply.
+        leaves_room = can_launch_early(k_cache.device) and k_cache.dtype != FP8
+        per_multiprocessor = 1 if leaves_room else PROGRAMS_PER_MULTIPROCESSOR
         programs = per_multiprocessor * num_multiprocessors(k_cache.device)
         self.workers = max(1, programs // kv_heads)
         self.max_tiles = max(MANY_RESULTS, LEAST_PARTS * max_rows)
@@ -104,7 +107,7 @@ def rows_of_a_tile(group: int) -> int:
 
 
 def max_parts(rows: int) -> int:
-    """Return the most partial results that a row may begin with, in a step of so many rows.
+    """Return the most partial results that a row may have, in a step of so many rows.
 
     It is the same for all numbers of rows up to the next power of two: a captured step may have more rows.
     """

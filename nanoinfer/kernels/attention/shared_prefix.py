@@ -14,11 +14,13 @@ from nanoinfer.kernels.attention.paged_prefill import Tiles, choose_tiles, fits
 from nanoinfer.kernels.attention.prefix_plan import TILE_FIELDS, TILE_QUERIES, SharedPrefixes, max_parts
 from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
+
+BLOCK_NUMBERS = 1024  # of the results that a program of add_shared_results puts together
 
 
-class Begun(NamedTuple):
-    """The results with which rows begin, because they share the keys that these came from.
+class SharedResults(NamedTuple):
+    """What attention to the keys that rows share gave: partial results of the rows.
 
     results: [parts, rows, heads, head_dim] float32, without the values' scale if the cache is in FP8
     lse: [parts, rows, heads] float32: log2 of the sums of exponentials by which the results were divided
@@ -39,7 +41,7 @@ def attend_to_prefixes(
     scale: float,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
-) -> Begun:
+) -> SharedResults:
     """Attend from each row's query to the tokens that other rows share, in one launch.
 
     Arguments as for paged_decode_reference. It is the reference of this and of attention to the rows' own tokens
@@ -83,7 +85,7 @@ def attend_to_prefixes(
         num_stages=tiles.stages,
         **early_launch(q),
     )
-    return Begun(results, lse, prefixes.num_parts)
+    return SharedResults(results, lse, prefixes.num_parts)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -114,7 +116,7 @@ def _prefix_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_predecessor(EARLY)  # decode attention starts at once, and reads what rows do not share meanwhile
+    wait_for_predecessor(EARLY)  # attention to the keys that rows do not share starts at once
     kv_head = tl.program_id(1)
     if IN_FP8:
         factor *= tl.load(kv_scales_ptr)
@@ -153,3 +155,75 @@ def _prefix_kernel(
         place = (part * rows + row) * (KV_HEADS * GROUP) + head
         tl.store(results_ptr + place.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], acc / total[:, None], mask=q_mask)
         tl.store(lse_ptr + place, top + tl.log2(total), mask=m < queries)
+
+
+def add_shared_results(
+    own: Tensor, own_lse: Tensor, shared: SharedResults, dtype: torch.dtype, kv_scales: Tensor | None = None
+) -> Tensor:
+    """Put these results together with those of the rows' own keys, in one launch.
+
+    own, own_lse: [rows, heads, head_dim] and [rows, heads], as in SharedResults, but with the values' scale
+    kv_scales: as for paged_decode_reference
+    Returns [rows, heads, head_dim] of `dtype`.
+    """
+    rows, heads, head_dim = own.shape
+    out = torch.empty(own.shape, dtype=dtype, device=own.device)
+    block_d = triton.next_power_of_2(head_dim)
+    block_h = max(1, BLOCK_NUMBERS // block_d)
+    _add_shared_kernel[(rows, triton.cdiv(heads, block_h))](
+        own,
+        own_lse,
+        *shared,
+        kv_scales,
+        out,
+        rows,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        num_warps=4,
+        **early_launch(own),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_shared_kernel(
+    own_ptr,
+    own_lse_ptr,
+    results_ptr,
+    lse_ptr,
+    num_parts_ptr,
+    kv_scales_ptr,
+    out_ptr,
+    rows,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    row = tl.program_id(0)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    is_head = h < HEADS
+    mask = is_head[:, None] & (d < HEAD_DIM)
+    num_parts = load_complete(num_parts_ptr + row)
+    wait_for_predecessor(EARLY)
+
+    place = row.to(tl.int64) * HEADS + h
+    numbers = place[:, None] * HEAD_DIM + d
+    top = tl.load(own_lse_ptr + place, mask=is_head, other=0.0)
+    acc = tl.load(own_ptr + numbers, mask=mask, other=0.0)
+    v_scale = 1.0 if kv_scales_ptr is None else tl.load(kv_scales_ptr + 1)
+    total = tl.full([BLOCK_H], 1.0, tl.float32)
+    for _ in range(num_parts):
+        lse = tl.load(lse_ptr + place, mask=is_head, other=0.0)
+        result = tl.load(results_ptr + place[:, None] * HEAD_DIM + d, mask=mask, other=0.0)
+        new_top = tl.maximum(top, lse)
+        weight, rescale = tl.exp2(lse - new_top), tl.exp2(top - new_top)
+        acc = acc * rescale[:, None] + result * (weight * v_scale)[:, None]
+        total = total * rescale + weight
+        top = new_top
+        place += rows * HEADS
+    tl.store(out_ptr + numbers, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
