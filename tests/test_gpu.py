@@ -88,7 +88,7 @@ def logits_of(llm: LLM, prompt: list[int], first: int) -> torch.Tensor:
     runner, found = llm.engine.ranks.runner, []
     for start, end in ((0, first), (first, len(prompt))):
         chunk = ChunkMessage(array("i", prompt[start:end]), start, [3, 1])
-        packed = PrefillInputs([chunk], [], runner.kv_cache, runner.max_blocks)
+        packed = PrefillInputs([chunk], [], runner.kv_cache, runner.steps.max_blocks)
         with torch.inference_mode():
             found.append(runner.model.compute_logits(runner.model(packed.token_ids, packed.context)).float().cpu())
     return torch.cat(found)

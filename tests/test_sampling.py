@@ -338,7 +338,7 @@ def test_a_row_is_drawn_again_until_its_least_length_only(make_llm: Callable[...
     num_wanted = []
     while llm.has_unfinished_requests():
         llm.step()
-        num_wanted.append(len(llm.engine.ranks.runner.logits_processors.wanted))
+        num_wanted.append(len(llm.engine.ranks.runner.steps.logits_processors.wanted))
     assert num_wanted[:8] == [3] * 4 + [2] * 4
     assert set(num_wanted[8:]) == {1}
 

@@ -264,9 +264,9 @@ class TestGenerate:
         expected = outputs(make_llm(**{**OPTIONS, "attention_backend": "torch"}), most)
         llm = make_llm(**OPTIONS, enforce_eager=True, num_kvcache_blocks=blocks, tensor_parallel_size=ranks)
         steps: list[bool] = []
-        runner = llm.engine.ranks.runner
-        run = runner._decode_rows
-        monkeypatch.setattr(runner, "_decode_rows", lambda *how: (steps.append(how[2]), run(*how))[1])
+        ours = llm.engine.ranks.runner.steps
+        run = ours.decode_rows
+        monkeypatch.setattr(ours, "decode_rows", lambda *how: (steps.append(how[2]), run(*how))[1])
         assert outputs(llm, most) == expected
         assert any(steps)
         assert (llm.engine.scheduler.num_preemptions > 0) == (blocks < 10)

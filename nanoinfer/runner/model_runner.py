@@ -10,31 +10,25 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend, make_backend
-from nanoinfer.attention.context import Context
-from nanoinfer.config import PROCESSED, Config
+from nanoinfer.config import Config
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
-from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.launch import recording
-from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes, sharing_batch_sizes
-from nanoinfer.runner.extras import Extras
-from nanoinfer.runner.input_batch import InputBatch, PrefillInputs
-from nanoinfer.runner.logits.processors import LogitsProcessors
-from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory.holdings import Holdings
-from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE, copy_blocks
+from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
+from nanoinfer.runner.steps import CausalLM, Steps
 from nanoinfer.runner.threads import Threads
 
 log = logging.getLogger("nanoinfer")
@@ -45,48 +39,17 @@ LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies 16-bit numbers
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
 
-class CausalLM(Protocol):
-    """The interface of a model that the runner uses: this rank's share of the model.
-
-    num_kv_heads: the KV heads that this rank holds
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def first_id(self) -> int:
-        """The first of the token ids whose logits this rank computes."""
-        ...
-
-    @property
-    def num_ids(self) -> int:
-        """How many token ids this rank computes logits of."""
-        ...
-
-    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
-        """Run the model: [tokens] int32 to hidden states, [tokens, hidden_size]."""
-        ...
-
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute logits: [n, hidden_size] to [n, num_ids], into `out` if given."""
-        ...
-
-
 class ModelRunner:
-    """One rank: model, KV cache, rows and graphs. Rank 0's `call` makes the other ranks do the same.
+    """One rank: model, KV cache, steps and graphs. Rank 0's `call` makes the other ranks do the same.
 
-    logits: [rows, this rank's token ids], written by each decode step
+    steps: made anew with each KV cache; the first caches serve for trying steps
     memory: how the device's memory is divided
     """
 
     holdings: Holdings
     backend: AttentionBackend
-    sampler: Sampler
-    logits: Tensor
-    batch: InputBatch
-    logits_processors: LogitsProcessors
+    logits: Tensor  # where decode steps write
+    steps: Steps
     graphs: DecodeGraphs | None
     memory: MemoryPlan
 
@@ -99,7 +62,6 @@ class ModelRunner:
         self.send = send
         self.device = config.device_of(tp.rank)
         self.has_host = tp.rank == 0 or not config.starts_ranks  # which wants this rank's results
-        self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.graphs = None
         self._launched: Launched | None = None  # a step with guided rows, until `finish`
         self.threads = Threads()
@@ -127,7 +89,6 @@ class ModelRunner:
         most_tokens = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens, self.has_host)
         self.holdings.weights.load(config)
-        self.sampler = Sampler(self.model.first_id, self.tp)
         shape = config.max_num_seqs, self.model.num_ids
         self.logits = torch.empty(shape, dtype=config.torch_head_dtype, device=self.device)
 
@@ -163,11 +124,11 @@ class ModelRunner:
         num_blocks = max(1, min(config.max_num_seqs, TIMED_CACHE_BYTES // self.holdings.cache_spec.block_bytes, most))
         self._make_cache(num_blocks)
         self.kv_cache.zero_()  # until it is written, it has no memory to read
-        self.batch.block_tables[:num_blocks, 0] = torch.arange(num_blocks)
+        self.steps.batch.block_tables[:num_blocks, 0] = torch.arange(num_blocks)
 
         def step(rows: int) -> None:
-            self.batch.positions[:rows] = length - 1
-            self._decode_rows(rows, length)
+            self.steps.batch.positions[:rows] = length - 1
+            self.steps.decode_rows(rows, length)
 
         for tokens, rows in TIMED_ROWS.items():
             if tokens <= num_blocks:
@@ -184,10 +145,11 @@ class ModelRunner:
         self._compile()
         prefill = max(self._peak_bytes(self._run_largest_prefill), self._peak_bytes(self._run_longest_prefill))
         largest = self.config.max_num_seqs, self.config.max_model_len, self.config.shares_prefixes
-        decode = self._peak_bytes(lambda: self._decode_rows(*largest))
+        decode = self._peak_bytes(lambda: self.steps.decode_rows(*largest))
         # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
-        steps = prefill + decode if self._graph_sizes else max(prefill, decode)
-        return steps + self.logits_processors.working_bytes + BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
+        step_bytes = prefill + decode if self._graph_sizes else max(prefill, decode)
+        other_bytes = BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
+        return step_bytes + self.steps.logits_processors.working_bytes + other_bytes
 
     def _compile(self) -> None:
         """Compile the kernels of the steps that are to be captured, and of a long prompt, side by side.
@@ -197,21 +159,21 @@ class ModelRunner:
         sizes, max_len = self._graph_sizes, self.config.max_model_len
         if self.tp.size > 1 or not sizes:
             return
-        chunk = ChunkMessage(array("i", [0]) * min(LONG_CHUNK, max_len - 1), 0, [0] * self.max_blocks)
-        prefill = partial(self._prefill, PrefillMessage([], 0, [chunk], []))
-        draw = partial(self._draw, self.logits, self.batch.positions)
+        chunk = ChunkMessage(array("i", [0]) * min(LONG_CHUNK, max_len - 1), 0, [0] * self.steps.max_blocks)
+        prefill = partial(self.steps.prefill, PrefillMessage([], 0, [chunk], []))
+        draw = partial(self.steps.draw, self.logits, self.steps.batch.positions)
         steps = [(size, False) for size in sizes[:-1]] + [(size, True) for size in self._sharing_sizes]
         decode = [partial(self._try_decode, size, max_len, shares) for size, shares in steps if size in COMPILED_ROWS]
-        largest = partial(self._decode_rows, sizes[-1], max_len)
+        largest = partial(self.steps.decode_rows, sizes[-1], max_len)
         # The steps that run first have few kernels in common.
         run_side_by_side([prefill, draw, largest, *decode[:1]], decode[1:], self.device)
 
     def _try_decode(self, rows: int, max_len: int, shares: bool) -> None:
         """Run an empty decode step, and if products in FP8 are others in a graph, run it as for a graph, too."""
-        self._decode_rows(rows, max_len, shares)
+        self.steps.decode_rows(rows, max_len, shares)
         if self.config.description.fp8 is not None:
             with recording():
-                self._decode_rows(rows, max_len, shares)
+                self.steps.decode_rows(rows, max_len, shares)
 
     def _size(self, step_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
@@ -223,7 +185,7 @@ class ModelRunner:
         """Capture the decode step for each batch size."""
 
         def decode(rows: int, shares: bool) -> None:
-            self._decode_rows(rows, self.config.max_model_len, shares)
+            self.steps.decode_rows(rows, self.config.max_model_len, shares)
 
         if sizes := self._graph_sizes:
             self.graphs = DecodeGraphs(sizes, self._sharing_sizes, decode)
@@ -238,29 +200,15 @@ class ModelRunner:
         return sharing_batch_sizes(self._graph_sizes) if self.config.shares_prefixes else []
 
     def _make_cache(self, num_blocks: int) -> None:
-        config = self.config
         self.holdings.make_cache(num_blocks)
-        prefixes = None
-        if config.shares_prefixes:
-            heads = config.description.num_heads // self.tp.size
-            prefixes = SharedPrefixes(config.max_num_seqs, heads, self.kv_cache[0, 0])
-        block_size = config.kvcache_block_size
-        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, block_size, self.device, prefixes)
-        self.logits_processors = LogitsProcessors(
-            config.description.vocab_size,
-            config.max_num_seqs,
-            config.max_model_len,
-            self.device,
-            self.tp,
-            is_processed=config.logprobs_mode == PROCESSED,
-        )
+        self.steps = Steps(self.config, self.tp, self.holdings, self.backend, self.logits)
 
     def _run_largest_prefill(self) -> None:
         config = self.config
         tokens = config.max_num_batched_tokens
         prompts = min(config.max_num_seqs, tokens)
         lengths = [tokens // prompts + (i < tokens % prompts) for i in range(prompts)]
-        table = [0] * self.max_blocks
+        table = [0] * self.steps.max_blocks
         chunks = [ChunkMessage(array("i", [0]) * min(length, config.max_model_len - 1), 0, table) for length in lengths]
         self.run(PrefillMessage([], 0, chunks, [JoinMessage(chunk, table, 1.0, 0) for chunk in range(prompts)]))
 
@@ -273,7 +221,7 @@ class ModelRunner:
         length = min(self.config.max_num_batched_tokens, most)
         if length >= LONG and self.config.attention_backend == "triton" and is_faster(self.device):
             start = min(MOST_KEYS + 1, most - length)
-            chunk = ChunkMessage(array("i", [0]) * length, start, [0] * self.max_blocks)
+            chunk = ChunkMessage(array("i", [0]) * length, start, [0] * self.steps.max_blocks)
             self.run(PrefillMessage([], 0, [chunk], []))
 
     def _peak_bytes(self, step: Callable[[], object]) -> int:
@@ -295,7 +243,7 @@ class ModelRunner:
     def run(self, message: StepMessage) -> PendingTokens | None:
         """Launch one step; returns its tokens where there is a host, else None."""
         with self.threads.of(message.num_tokens):
-            return self._finish(self._launch(message))
+            return self._pending(self._launch(message))
 
     @torch.inference_mode()
     def launch(self, message: StepMessage) -> None:
@@ -308,70 +256,23 @@ class ModelRunner:
         """Draw for the guided rows of the step that `launch` has launched; returns its tokens as `run` does."""
         launched, self._launched = self._launched, None
         assert launched is not None
-        return self._finish(launched, masks)
+        return self._pending(launched, masks)
 
     def _launch(self, message: StepMessage) -> Launched:
-        self.batch.update(message)
-        self.logits_processors.update(message)
-        return self._prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)
+        self.steps.update(message)
+        return self.steps.prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)
 
-    def _finish(self, launched: Launched, masks: MaskMessage | None = None) -> PendingTokens | None:
-        """Draw again for the rows that want more than a temperature."""
-        first_row, logits, extras, batch = launched.first_row, launched.logits, launched.extras, self.batch
-        rows = slice(first_row, first_row + len(logits))
-        token_ids = batch.last_tokens[rows]
-        if self.logits_processors.wanted:  # the rows have advanced: batch.positions are the drawn tokens'
-            how = batch.temperatures[rows], batch.seeds[rows], batch.positions[rows]
-            self.logits_processors.redraw(first_row, logits, token_ids, *how, extras, masks)
-        return PendingTokens(token_ids, extras) if self.has_host else None
-
-    def _prefill(self, message: PrefillMessage) -> Launched:
-        prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.max_blocks)
-        hidden = self.model(prompts.token_ids, prompts.context)
-        is_processed = self.logits_processors.is_processed
-        extras = self._extras(message.num_tokens)
-        extras.prompt_logprobs = prompt_logprobs(message.chunks, hidden, self._full_logits, is_processed)
-        copy_blocks(self.kv_cache, prompts.copied_blocks)
-        if not message.joins:
-            return Launched(message.num_rows, self.logits[:0], extras)
-        logits = self.model.compute_logits(hidden[prompts.last_indices])
-        token_ids = self.sampler(logits, prompts.temperatures, prompts.seeds, prompts.sample_positions)
-        for row, join in enumerate(message.joins, message.num_rows):
-            if join.logits is not None:
-                self.logits_processors.join(row, join.logits)
-        self.batch.join(prompts, token_ids)
-        return Launched(message.num_rows, logits, extras)
-
-    def _full_logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits of all tokens, [n, vocabulary] float32, from [n, hidden_size]."""
-        return self.logits_processors.gather(self.model.compute_logits(hidden)).float()
+    def _pending(self, launched: Launched, masks: MaskMessage | None = None) -> PendingTokens | None:
+        token_ids = self.steps.redraw(launched, masks)
+        return PendingTokens(token_ids, launched.extras) if self.has_host else None
 
     def _decode(self, message: DecodeMessage) -> Launched:
         num_rows, graphs = message.num_rows, self.graphs
         if graphs is None or num_rows > graphs.largest:
-            self._decode_rows(num_rows, message.max_context_len, message.shares)
+            self.steps.decode_rows(num_rows, message.max_context_len, message.shares)
         else:
             graphs.replay(num_rows, message.shares)
-        return Launched(0, self.logits[:num_rows], self._extras(num_rows))
-
-    def _extras(self, num_tokens: int) -> Extras:
-        """Return the Extras of a step whose model has run."""
-        routing = self.holdings.routing
-        return Extras(experts=None if routing is None else routing.taken(num_tokens))
-
-    def _decode_rows(self, num_rows: int, max_context_len: int, shares: bool = False) -> None:
-        """Run one decode step over the first rows, all of it on the device. shares: as for decode_context"""
-        batch = self.batch
-        context = batch.decode_context(num_rows, self.kv_cache, max_context_len, shares)
-        self.backend.prepare_decode(context)
-        hidden = self.model(batch.last_tokens[:num_rows], context)
-        logits = self.model.compute_logits(hidden, self.logits[:num_rows])
-        self._draw(logits, context.context_lens)
-
-    def _draw(self, logits: Tensor, positions: Tensor) -> None:
-        """Draw a token for each of the first rows, and advance these."""
-        batch, num_rows = self.batch, len(logits)
-        batch.advance(self.sampler(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], positions))
+        return Launched(0, self.logits[:num_rows], self.steps.extras(num_rows))
 
     def close(self, failed: bool = False) -> None:
         """Give back the device memory and leave the group, without waiting for the other ranks if one has failed."""
@@ -382,7 +283,7 @@ class ModelRunner:
             self._launched = None
             if (holdings := self.__dict__.pop("holdings", None)) is not None:
                 holdings.close()
-            for name in ("graphs", "sampler", "logits", "batch", "logits_processors", "backend"):
+            for name in ("graphs", "steps", "logits", "backend"):
                 self.__dict__.pop(name, None)
             gc.collect()
             if self.device.type == "cuda":

@@ -1,0 +1,148 @@
+"""Steps: what one rank's device computes in a step, over the rows of a KV cache."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from nanoinfer.attention import AttentionBackend
+from nanoinfer.attention.context import Context
+from nanoinfer.config import PROCESSED, Config
+from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.layers.sampler import Sampler
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.extras import Extras
+from nanoinfer.runner.input_batch import InputBatch, PrefillInputs
+from nanoinfer.runner.logits.processors import LogitsProcessors
+from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
+from nanoinfer.runner.memory.holdings import Holdings
+from nanoinfer.runner.memory.kv_cache import copy_blocks
+from nanoinfer.runner.message import MaskMessage, PrefillMessage, StepMessage
+from nanoinfer.runner.pending_tokens import Launched
+
+
+class CausalLM(Protocol):
+    """The interface of a model that the runner uses: this rank's share of the model.
+
+    num_kv_heads: the KV heads that this rank holds
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def first_id(self) -> int:
+        """The first of the token ids whose logits this rank computes."""
+        ...
+
+    @property
+    def num_ids(self) -> int:
+        """How many token ids this rank computes logits of."""
+        ...
+
+    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
+        """Run the model: [tokens] int32 to hidden states, [tokens, hidden_size]."""
+        ...
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Compute logits: [n, hidden_size] to [n, num_ids], into `out` if given."""
+        ...
+
+
+class Steps:
+    """The steps of one rank, over the KV cache that its Holdings have.
+
+    max_blocks: as many as a row can have
+    logits: [rows, this rank's token ids], written by each decode step
+    """
+
+    def __init__(
+        self, config: Config, tp: TensorParallel, holdings: Holdings, backend: AttentionBackend, logits: Tensor
+    ) -> None:
+        self.holdings = holdings
+        self.backend = backend
+        self.logits = logits
+        self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
+        self.sampler = Sampler(self.model.first_id, tp)
+        prefixes = None
+        if config.shares_prefixes:
+            heads = config.description.num_heads // tp.size
+            prefixes = SharedPrefixes(config.max_num_seqs, heads, self.kv_cache[0, 0])
+        device = logits.device
+        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, config.kvcache_block_size, device, prefixes)
+        self.logits_processors = LogitsProcessors(
+            config.description.vocab_size,
+            config.max_num_seqs,
+            config.max_model_len,
+            device,
+            tp,
+            is_processed=config.logprobs_mode == PROCESSED,
+        )
+
+    @property
+    def model(self) -> CausalLM:
+        """This rank's share of the model."""
+        return self.holdings.model
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """This rank's KV cache."""
+        return self.holdings.kv_cache
+
+    def update(self, message: StepMessage) -> None:
+        """Bring the rows up to date, as the message says, before its step runs."""
+        self.batch.update(message)
+        self.logits_processors.update(message)
+
+    def prefill(self, message: PrefillMessage) -> Launched:
+        """Run a step of prompts, or of chunks of them."""
+        prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.max_blocks)
+        hidden = self.model(prompts.token_ids, prompts.context)
+        is_processed = self.logits_processors.is_processed
+        extras = self.extras(message.num_tokens)
+        extras.prompt_logprobs = prompt_logprobs(message.chunks, hidden, self._full_logits, is_processed)
+        copy_blocks(self.kv_cache, prompts.copied_blocks)
+        if not message.joins:
+            return Launched(message.num_rows, self.logits[:0], extras)
+        logits = self.model.compute_logits(hidden[prompts.last_indices])
+        token_ids = self.sampler(logits, prompts.temperatures, prompts.seeds, prompts.sample_positions)
+        for row, join in enumerate(message.joins, message.num_rows):
+            if join.logits is not None:
+                self.logits_processors.join(row, join.logits)
+        self.batch.join(prompts, token_ids)
+        return Launched(message.num_rows, logits, extras)
+
+    def decode_rows(self, num_rows: int, max_context_len: int, shares: bool = False) -> None:
+        """Run one decode step over the first rows, all of it on the device. shares: as for decode_context"""
+        batch = self.batch
+        context = batch.decode_context(num_rows, self.kv_cache, max_context_len, shares)
+        self.backend.prepare_decode(context)
+        hidden = self.model(batch.last_tokens[:num_rows], context)
+        logits = self.model.compute_logits(hidden, self.logits[:num_rows])
+        self.draw(logits, context.context_lens)
+
+    def draw(self, logits: Tensor, positions: Tensor) -> None:
+        """Draw a token for each of the first rows, and advance these."""
+        batch, num_rows = self.batch, len(logits)
+        batch.advance(self.sampler(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], positions))
+
+    def redraw(self, launched: Launched, masks: MaskMessage | None = None) -> Tensor:
+        """Draw again for the rows that want more than a temperature; returns the step's tokens, [rows] int32."""
+        first_row, logits, batch = launched.first_row, launched.logits, self.batch
+        rows = slice(first_row, first_row + len(logits))
+        token_ids = batch.last_tokens[rows]
+        if self.logits_processors.wanted:  # the rows have advanced: batch.positions are the drawn tokens'
+            how = batch.temperatures[rows], batch.seeds[rows], batch.positions[rows]
+            self.logits_processors.redraw(first_row, logits, token_ids, *how, launched.extras, masks)
+        return token_ids
+
+    def extras(self, num_tokens: int) -> Extras:
+        """Return the Extras of a step whose model has run."""
+        routing = self.holdings.routing
+        return Extras(experts=None if routing is None else routing.taken(num_tokens))
+
+    def _full_logits(self, hidden: Tensor) -> Tensor:
+        """Compute the logits of all tokens, [n, vocabulary] float32, from [n, hidden_size]."""
+        return self.logits_processors.gather(self.model.compute_logits(hidden)).float()
