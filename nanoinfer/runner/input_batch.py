@@ -108,61 +108,58 @@ class PrefillInputs:
     """
 
     def __init__(self, chunks: list[ChunkMessage], joins: list[JoinMessage], kv_cache: Tensor, max_blocks: int) -> None:
-        block_size, device = kv_cache.shape[3], kv_cache.device
-        tokens, positions, slots = array("i"), array("i"), array("i")
-        tables, context_lens = array("i"), array("i")
-        cu_queries, cu_contexts = array("i", [0]), array("i", [0])
-        for chunk in chunks:
-            end = chunk.start + len(chunk.token_ids)
-            tokens.extend(chunk.token_ids)
-            positions.extend(range(chunk.start, end))
-            slots.extend(_slots(chunk.block_table, chunk.start, end, block_size))
-            tables.extend(_padded(chunk.block_table, max_blocks))
-            context_lens.append(end)
-            cu_queries.append(len(tokens))
-            cu_contexts.append(cu_contexts[-1] + end)
         query_lens = [len(chunk.token_ids) for chunk in chunks]
+        arrays = [*_pack_chunks(chunks, kv_cache.shape[3], max_blocks), *_pack_joins(joins, max_blocks)]
+        context_lens = arrays[4].tolist()
         division = divide(query_lens, context_lens)
-        sampled, join_tables, copies = array("i"), array("i"), array("i")
-        for join in joins:
-            sampled.append(join.chunk)
-            join_tables.extend(_padded(join.block_table, max_blocks))
-            copies.extend(join.copied_block or ())
-
-        arrays = [tokens, positions, slots, tables, context_lens, cu_queries, cu_contexts, sampled, join_tables, copies]
         if division is not None:
             arrays += [division.rows, division.cu_query_lens, division.context_lens]
-        on_device = upload_all(arrays, device)
-        self.token_ids, device_positions, device_slots, flat_tables, *lens = on_device[:7]
-        device_sampled, flat_join_tables, flat_copies = on_device[7:10]
-        device_context_lens, device_cu_queries, device_cu_contexts = lens
-        block_tables, divided = flat_tables.view(-1, max_blocks), None
+        on_device = upload_all(arrays, kv_cache.device)
+        self.token_ids, positions, slots, tables, device_context_lens, cu_queries, cu_contexts = on_device[:7]
+        sampled, join_tables, copies = on_device[7:10]
+        block_tables, divided = tables.view(-1, max_blocks), None
         if division is not None:
             rows, *piece_lens = on_device[10:]
-            whole = division.stretches, division.max_query_len
-            divided = DividedPrefill(*whole, block_tables[rows], *piece_lens)
-        self.context = Context(
-            kv_cache,
-            device_positions,
-            device_slots,
-            block_tables,
-            device_context_lens,
-            max(context_lens),
-            PackedQueries(
-                query_lens,
-                context_lens.tolist(),
-                device_cu_queries,
-                device_cu_contexts,
-                [chunk.is_long for chunk in chunks],
-                divided,
-            ),
-        )
-        self.last_indices = device_cu_queries[1:][device_sampled].long() - 1
-        self.sample_positions = device_context_lens[device_sampled]
-        self.join_tables = flat_join_tables.view(-1, max_blocks)
-        self.copied_blocks = flat_copies.view(-1, 2).T.long()
-        self.temperatures = upload(array("f", [join.temperature for join in joins]), device)
-        self.seeds = upload(array("q", [join.seed for join in joins]), device)
+            divided = DividedPrefill(division.stretches, division.max_query_len, block_tables[rows], *piece_lens)
+        are_long = [chunk.is_long for chunk in chunks]
+        packed = PackedQueries(query_lens, context_lens, cu_queries, cu_contexts, are_long, divided)
+        self.context = Context(kv_cache, positions, slots, block_tables, device_context_lens, max(context_lens), packed)
+        self.last_indices = cu_queries[1:][sampled].long() - 1
+        self.sample_positions = device_context_lens[sampled]
+        self.join_tables = join_tables.view(-1, max_blocks)
+        self.copied_blocks = copies.view(-1, 2).T.long()
+        self.temperatures = upload(array("f", [join.temperature for join in joins]), kv_cache.device)
+        self.seeds = upload(array("q", [join.seed for join in joins]), kv_cache.device)
+
+
+def _pack_chunks(chunks: list[ChunkMessage], block_size: int, max_blocks: int) -> list[array[int]]:
+    """Return the chunks' tokens, positions, slots, block tables and context lengths, and the sums of two lengths.
+
+    The sums: where each chunk's queries begin, and the last one's end; and likewise where the contexts would
+    """
+    tokens, positions, slots = array("i"), array("i"), array("i")
+    tables, context_lens = array("i"), array("i")
+    cu_queries, cu_contexts = array("i", [0]), array("i", [0])
+    for chunk in chunks:
+        end = chunk.start + len(chunk.token_ids)
+        tokens.extend(chunk.token_ids)
+        positions.extend(range(chunk.start, end))
+        slots.extend(_slots(chunk.block_table, chunk.start, end, block_size))
+        tables.extend(_padded(chunk.block_table, max_blocks))
+        context_lens.append(end)
+        cu_queries.append(len(tokens))
+        cu_contexts.append(cu_contexts[-1] + end)
+    return [tokens, positions, slots, tables, context_lens, cu_queries, cu_contexts]
+
+
+def _pack_joins(joins: list[JoinMessage], max_blocks: int) -> list[array[int]]:
+    """Return the numbers of the chunks that the joins end, the joins' block tables, and the blocks to copy."""
+    sampled, tables, copies = array("i"), array("i"), array("i")
+    for join in joins:
+        sampled.append(join.chunk)
+        tables.extend(_padded(join.block_table, max_blocks))
+        copies.extend(join.copied_block or ())
+    return [sampled, tables, copies]
 
 
 def _padded(block_table: list[int], max_blocks: int) -> list[int]:
