@@ -81,6 +81,14 @@ class TestWriting:
             assert ((wide - narrow.float()).abs() <= wide.abs() / 16 + 2**-10).all()
 
 
+MANY_ROWS_SHAPES = [
+    (4, 2, 128, 256),
+    (8, 1, 64, 48),
+    (4, 2, 256, 16),
+    pytest.param((16, 8, 128, 256), marks=pytest.mark.gpu),  # whose KV heads are as many as more programs want
+]
+
+
 class TestReading:
     @pytest.mark.parametrize("dtype", KINDS)
     @pytest.mark.parametrize(("window", "softcap"), [(None, None), *WINDOWS_AND_SOFTCAPS[1:3]])
@@ -111,7 +119,7 @@ class TestReading:
             assert_close(paged_decode_cpu(wide, k8, v8, runs, how.scale, softcap, scales()), expected)
 
     @pytest.mark.parametrize("dtype", KINDS)
-    @pytest.mark.parametrize("shape", [(4, 2, 128, 256), (8, 1, 64, 48), (4, 2, 256, 16)])
+    @pytest.mark.parametrize("shape", MANY_ROWS_SHAPES)
     def test_decode_of_many_rows(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         """Beyond FEW_ROWS the programs have other shapes."""
         context_lens = [1 + 37 * row % 300 for row in range(FEW_ROWS + 8)]

@@ -186,9 +186,9 @@ class TestAttention:
         tables, lens = nested_tables(rows, block_size)
         blocks = 1 + max(map(max, tables))
         caches = [torch.randn(blocks, block_size, kv_heads, head_dim, device=DEVICE).to(dtype) for _ in range(2)]
-        kv_scales = None
+        kv_scales = torch.tensor([0.5, 2.0], device=DEVICE)  # which only a cache in FP8 has
         if in_fp8:
-            caches, kv_scales = [cache.to(FP8) for cache in caches], torch.tensor([0.5, 2.0], device=DEVICE)
+            caches = [cache.to(FP8) for cache in caches]
         q = torch.randn(rows, heads, head_dim, device=DEVICE).to(dtype)
         device_tables = torch.zeros(rows, max(map(len, tables)), dtype=torch.int32, device=DEVICE)
         for row, table in enumerate(tables):

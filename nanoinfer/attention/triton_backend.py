@@ -51,7 +51,7 @@ class TritonBackend:
         return out
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
-        """Attend from one query per sequence; first to the prefixes that several share, if no window hides these."""
+        """Attend from one query per sequence; prefixes that several share are read once, if no window hides these."""
         plan, shared = context.decode_plans[scoring.window], None
         if plan.own_starts is not None:
             assert context.prefixes is not None

@@ -2,8 +2,8 @@
 
 Programmatic dependent launch (CUDA Programming Guide) starts a kernel before its predecessor has ended. So the launch
 itself costs no time, nor do the weights that the kernel reads meanwhile. Every program of such a kernel must call
-`wait_for_predecessor` before it stores anything, and before it loads anything that its predecessor writes. After that
-call the predecessor is complete, and so are all kernels before it.
+`wait_for_predecessor` before it loads anything that its predecessor writes, before it stores anything that its
+predecessor uses, and before it ends. After that call the predecessor is complete, and so are all kernels before it.
 
 A program may load weights before that call. So the host must launch a kernel that is not early, such as torch's,
 between a kernel that writes weights and the first early one.

@@ -78,10 +78,11 @@ def paged_decode_triton(
     kv_scales: Tensor | None = None,
     shared: SharedResults | None = None,
 ) -> Tensor:
-    """paged_decode_reference as one launch, with the plan's window. plan: from plan_decode of the same context_lens
+    """paged_decode_reference with the plan's window, as one launch, or as two that follow attend_to_prefixes.
 
-    shared: the results of the tokens that come before the plan's own_starts, which another launch adds; None: it has
-        none
+    plan: from plan_decode of the same context_lens
+    shared: what attend_to_prefixes, the launch just before, makes of the tokens that come before the plan's own_starts;
+        None: the plan has no own_starts
     """
     assert (shared is None) == (plan.own_starts is None)
     rows, heads, head_dim = q.shape
@@ -131,7 +132,7 @@ def paged_decode_triton(
     if shared is None:
         return out
     assert out_lse is not None
-    return add_shared_results(out, out_lse, shared, q.dtype, kv_scales)
+    return add_shared_results(out, out_lse, shared, q.dtype)
 
 
 @triton.jit
@@ -175,8 +176,9 @@ def _paged_decode_kernel(
     num_tiles = load_complete(shares_ptr + worker * 4 + 3)
     share = load_complete(share_tiles_ptr)
     context_len = load_complete(context_lens_ptr + first_row, num_tiles > 0, 0)
-    # If rows share prefixes, the predecessor attends to these. It writes nothing that is read here, and reads nothing
-    # that is written here: so this kernel does all of its work meanwhile.
+    # If rows share prefixes, the predecessor attends to these. It writes nothing that is read here, and uses nothing
+    # that is written here: so this kernel does all of its work meanwhile. Its plain loads find nothing older in the L1
+    # cache: the step has written the block tables before all layers, and nobody has read the newest keys.
     if not SHARES:
         wait_for_predecessor(EARLY, START_SUCCESSOR=False)
 

@@ -22,7 +22,7 @@ BLOCK_NUMBERS = 1024  # of the results that a program of add_shared_results puts
 class SharedResults(NamedTuple):
     """What attention to the keys that rows share gave: partial results of the rows.
 
-    results: [parts, rows, heads, head_dim] float32, without the values' scale if the cache is in FP8
+    results: [parts, rows, heads, head_dim] float32
     lse: [parts, rows, heads] float32: log2 of the sums of exponentials by which the results were divided
     num_parts: [rows] int32, how many of the parts a row has
     """
@@ -152,18 +152,17 @@ def _prefix_kernel(
             v = tl.load(v_cache_ptr + offsets, mask=has_d, other=0.0).to(q.dtype)
             acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
             top = new_top
+        if IN_FP8:
+            acc *= tl.load(kv_scales_ptr + 1)
         place = (part * rows + row) * (KV_HEADS * GROUP) + head
         tl.store(results_ptr + place.to(tl.int64)[:, None] * HEAD_DIM + d[None, :], acc / total[:, None], mask=q_mask)
         tl.store(lse_ptr + place, top + tl.log2(total), mask=m < queries)
 
 
-def add_shared_results(
-    own: Tensor, own_lse: Tensor, shared: SharedResults, dtype: torch.dtype, kv_scales: Tensor | None = None
-) -> Tensor:
+def add_shared_results(own: Tensor, own_lse: Tensor, shared: SharedResults, dtype: torch.dtype) -> Tensor:
     """Put these results together with those of the rows' own keys, in one launch.
 
-    own, own_lse: [rows, heads, head_dim] and [rows, heads], as in SharedResults, but with the values' scale
-    kv_scales: as for paged_decode_reference
+    own, own_lse: [rows, heads, head_dim] and [rows, heads], as in SharedResults
     Returns [rows, heads, head_dim] of `dtype`.
     """
     rows, heads, head_dim = own.shape
@@ -174,7 +173,6 @@ def add_shared_results(
         own,
         own_lse,
         *shared,
-        kv_scales,
         out,
         rows,
         HEADS=heads,
@@ -194,7 +192,6 @@ def _add_shared_kernel(
     results_ptr,
     lse_ptr,
     num_parts_ptr,
-    kv_scales_ptr,
     out_ptr,
     rows,
     HEADS: tl.constexpr,
@@ -215,14 +212,13 @@ def _add_shared_kernel(
     numbers = place[:, None] * HEAD_DIM + d
     top = tl.load(own_lse_ptr + place, mask=is_head, other=0.0)
     acc = tl.load(own_ptr + numbers, mask=mask, other=0.0)
-    v_scale = 1.0 if kv_scales_ptr is None else tl.load(kv_scales_ptr + 1)
     total = tl.full([BLOCK_H], 1.0, tl.float32)
     for _ in range(num_parts):
         lse = tl.load(lse_ptr + place, mask=is_head, other=0.0)
         result = tl.load(results_ptr + place[:, None] * HEAD_DIM + d, mask=mask, other=0.0)
         new_top = tl.maximum(top, lse)
         weight, rescale = tl.exp2(lse - new_top), tl.exp2(top - new_top)
-        acc = acc * rescale[:, None] + result * (weight * v_scale)[:, None]
+        acc = acc * rescale[:, None] + result * weight[:, None]
         total = total * rescale + weight
         top = new_top
         place += rows * HEADS
