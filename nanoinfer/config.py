@@ -63,6 +63,8 @@ class Config:
         distribution that each token was drawn from, after penalties, bias, masks, temperature and filters. A token that
         could not be drawn has no entry then, and at temperature 0 the drawn token has 0.0. Nobody drew a prompt's
         tokens, so of the settings only the temperature changes theirs, and temperature 0 counts as 1
+    deterministic: True: no bit of a request's results depends on what runs beside it, on caching, chunks or preemption.
+        On the CPU, each token is then computed alone, by one thread; CUDA and several ranks cannot do this yet
     routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
         so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
         have experts
@@ -103,6 +105,7 @@ class Config:
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     logprobs_mode: str = RAW
+    deterministic: bool = False
     routed_experts: bool = False
     device: str = "auto"
     seed: int = 0
@@ -159,6 +162,7 @@ class Config:
             self.kv_cache_dtype == "fp8",
         )
         self._check_num_blocks()
+        self._check_deterministic()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -235,6 +239,18 @@ class Config:
             "gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0), 1, "above 0, at most 1"
         )
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, 1, math.inf, "of seconds, at least 1")
+
+    def _check_deterministic(self) -> None:
+        self.deterministic = check_flag("deterministic", self.deterministic)
+        if not self.deterministic:
+            return
+        if self.device != "cpu":
+            raise ValueError("deterministic=True: needs device='cpu'; on CUDA the order of sums is not fixed yet")
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                "deterministic=True: needs one rank: several add up in another order; use data_parallel_size for more"
+                " processes"
+            )
 
     def _check_num_blocks(self) -> None:
         if self.num_kvcache_blocks is None:

@@ -26,6 +26,7 @@ from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, MaskMessage, PrefillMessage, StepMessage
+from nanoinfer.runner.one_by_one import OneByOne
 from nanoinfer.runner.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.steps import CausalLM, Steps
@@ -42,7 +43,7 @@ COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, product
 class ModelRunner:
     """One rank: model, KV cache, steps and graphs. Rank 0's `call` makes the other ranks do the same.
 
-    steps: made anew with each KV cache; the first caches serve for trying steps
+    steps: made anew when the KV cache gets another size; the first ones are only tried
     memory: how the device's memory is divided
     """
 
@@ -115,6 +116,9 @@ class ModelRunner:
         In processes that are not ours, several ranks take equally many, so that they round alike.
         """
         config = self.config
+        if config.deterministic:  # with more threads, sums would depend on their number
+            self.threads.fix(1)
+            return
         if config.device == "cpu" and self.tp.size > 1 and not config.starts_ranks:
             self.threads.fix(self.tp.min(_share_of_threads(self.tp.size), self.device))
         if not config.is_plain_cpu or self.tp.size > 1 or torch.get_num_threads() == 1:
@@ -201,7 +205,8 @@ class ModelRunner:
 
     def _make_cache(self, num_blocks: int) -> None:
         self.holdings.make_cache(num_blocks)
-        self.steps = Steps(self.config, self.tp, self.holdings, self.backend, self.logits)
+        make_steps = OneByOne if self.config.deterministic else Steps
+        self.steps = make_steps(self.config, self.tp, self.holdings, self.backend, self.logits)
 
     def _run_largest_prefill(self) -> None:
         config = self.config

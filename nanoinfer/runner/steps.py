@@ -18,7 +18,7 @@ from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import copy_blocks
-from nanoinfer.runner.message import MaskMessage, PrefillMessage, StepMessage
+from nanoinfer.runner.message import ChunkMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.pending_tokens import Launched
 
 
@@ -79,6 +79,7 @@ class Steps:
             device,
             tp,
             is_processed=config.logprobs_mode == PROCESSED,
+            is_alone=config.deterministic,
         )
 
     @property
@@ -99,15 +100,20 @@ class Steps:
     def prefill(self, message: PrefillMessage) -> Launched:
         """Run a step of prompts, or of chunks of them."""
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.max_blocks)
-        hidden = self.model(prompts.token_ids, prompts.context)
-        is_processed = self.logits_processors.is_processed
+        hidden = self._run_chunks(message.chunks, prompts)
         extras = self.extras(message.num_tokens)
-        extras.prompt_logprobs = prompt_logprobs(message.chunks, hidden, self._full_logits, is_processed)
+        extras.prompt_logprobs = prompt_logprobs(
+            message.chunks,
+            hidden,
+            self._full_logits,
+            self.logits_processors.is_processed,
+            self.logits_processors.rows_at_once,
+        )
         copy_blocks(self.kv_cache, prompts.copied_blocks)
         if not message.joins:
             return Launched(message.num_rows, self.logits[:0], extras)
-        logits = self.model.compute_logits(hidden[prompts.last_indices])
-        token_ids = self.sampler(logits, prompts.temperatures, prompts.seeds, prompts.sample_positions)
+        logits = self._logits(hidden[prompts.last_indices])
+        token_ids = self._sample(logits, prompts.temperatures, prompts.seeds, prompts.sample_positions)
         for row, join in enumerate(message.joins, message.num_rows):
             if join.logits is not None:
                 self.logits_processors.join(row, join.logits)
@@ -118,15 +124,13 @@ class Steps:
         """Run one decode step over the first rows, all of it on the device. shares: as for decode_context"""
         batch = self.batch
         context = batch.decode_context(num_rows, self.kv_cache, max_context_len, shares)
-        self.backend.prepare_decode(context)
-        hidden = self.model(batch.last_tokens[:num_rows], context)
-        logits = self.model.compute_logits(hidden, self.logits[:num_rows])
+        logits = self._logits(self._run_rows(num_rows, context), self.logits[:num_rows])
         self.draw(logits, context.context_lens)
 
     def draw(self, logits: Tensor, positions: Tensor) -> None:
         """Draw a token for each of the first rows, and advance these."""
         batch, num_rows = self.batch, len(logits)
-        batch.advance(self.sampler(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], positions))
+        batch.advance(self._sample(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], positions))
 
     def redraw(self, launched: Launched, masks: MaskMessage | None = None) -> Tensor:
         """Draw again for the rows that want more than a temperature; returns the step's tokens, [rows] int32."""
@@ -142,6 +146,23 @@ class Steps:
         """Return the Extras of a step whose model has run."""
         routing = self.holdings.routing
         return Extras(experts=None if routing is None else routing.taken(num_tokens))
+
+    def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
+        """Run the model over chunks of prompts; returns the hidden states, [tokens, hidden_size]. prompts: the same"""
+        return self.model(prompts.token_ids, prompts.context)
+
+    def _run_rows(self, num_rows: int, context: Context) -> Tensor:
+        """Run the model over the last tokens of the first rows; returns the hidden states, [rows, hidden_size]."""
+        self.backend.prepare_decode(context)
+        return self.model(self.batch.last_tokens[:num_rows], context)
+
+    def _logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Compute CausalLM.compute_logits."""
+        return self.model.compute_logits(hidden, out)
+
+    def _sample(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Draw a token for each row, as Sampler does."""
+        return self.sampler(logits, temperatures, seeds, positions)
 
     def _full_logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits of all tokens, [n, vocabulary] float32, from [n, hidden_size]."""

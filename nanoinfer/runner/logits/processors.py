@@ -38,13 +38,20 @@ class LogitsProcessors:
         device: torch.device,
         tp: TensorParallel,
         is_processed: bool,
+        is_alone: bool = False,
     ) -> None:
-        """is_processed: whether log-probabilities are those of the distributions that tokens are drawn from."""
+        """Store the shapes.
+
+        is_processed: whether log-probabilities are those of the distributions that tokens are drawn from
+        is_alone: whether each row is drawn by itself
+        """
         self.wanted: dict[int, LogitsMessage] = {}
         self.vocab_size = vocab_size
         self.device = device
         self.tp = tp
         self.is_processed = is_processed
+        self.rows_at_once = 1 if is_alone else LOGITS_AT_ONCE  # whose logits are in float32
+        self._plain_at_once = 1 if is_alone else max_num_seqs
         self._groups: list[LogitsProcessorGroup] = []  # of all wanted rows, kept while these are the same
         self._history_shape = (max_num_seqs, max_model_len)
         self._history: Tensor | None = None  # [rows, max_model_len] int32, made when the first row needs it
@@ -133,7 +140,7 @@ class LogitsProcessors:
         """Return the masks of each group of guided rows, [rows, words] int32 on the device."""
         if masks is None:
             return iter(())
-        return iter(upload(masks.words, self.device).view(masks.num_rows, -1).split(LOGITS_AT_ONCE))
+        return iter(upload(masks.words, self.device).view(masks.num_rows, -1).split(self.rows_at_once))
 
     def _count_draw(self, first_row: int) -> None:
         """Count down min_tokens. A row that comes to 0 may end, and leaves `wanted` if it wants nothing else."""
@@ -160,14 +167,16 @@ class LogitsProcessors:
         Guided rows have groups of their own, in ascending order, as their masks come.
         """
         shaped = [row for row in rows if self._is_shaped(self.wanted[row])]
+        plain = sorted(set(rows).difference(shaped))
         guided = sorted(row for row in shaped if self.wanted[row].params.is_guided)
         others = [row for row in shaped if not self.wanted[row].params.is_guided]
-        groups = [(sorted(set(rows).difference(shaped)), False)] if len(shaped) < len(rows) else []
-        for some in (others, guided):
-            groups += [(some[start : start + LOGITS_AT_ONCE], True) for start in range(0, len(some), LOGITS_AT_ONCE)]
+        kinds = (plain, self._plain_at_once), (others, self.rows_at_once), (guided, self.rows_at_once)
         return [
-            LogitsProcessorGroup({row: self.wanted[row] for row in group}, is_shaped, self.device)
-            for group, is_shaped in groups
+            LogitsProcessorGroup(
+                {row: self.wanted[row] for row in some[start : start + at_once]}, some is not plain, self.device
+            )
+            for some, at_once in kinds
+            for start in range(0, len(some), at_once)
         ]
 
     def _is_shaped(self, message: LogitsMessage) -> bool:

@@ -9,19 +9,23 @@ from torch import Tensor
 
 from nanoinfer.kernels.sampling.distribution import at_temperature
 from nanoinfer.runner.logits.logprobs import LogProbs
-from nanoinfer.runner.logits.processors import LOGITS_AT_ONCE
 from nanoinfer.runner.message import ChunkMessage
 from nanoinfer.runner.transfer import upload, upload_all
 
 
 def prompt_logprobs(
-    chunks: list[ChunkMessage], hidden: Tensor, compute_logits: Callable[[Tensor], Tensor], is_processed: bool
+    chunks: list[ChunkMessage],
+    hidden: Tensor,
+    compute_logits: Callable[[Tensor], Tensor],
+    is_processed: bool,
+    tokens_at_once: int,
 ) -> list[LogProbs]:
     """Return the log-probabilities that the chunks' requests ask for, by chunk.
 
     hidden: the step's hidden states, [tokens, hidden_size], one chunk after another
     compute_logits: makes [n, vocabulary] float32 of [n, hidden_size]
     is_processed: whether logits are divided by the requests' temperatures
+    tokens_at_once: so many tokens' logits are computed together
     """
     places, tokens, temperatures, begin = array("i"), array("i"), array("f"), 0
     counts: list[int] = []
@@ -37,8 +41,8 @@ def prompt_logprobs(
     device_places, device_tokens = upload_all([places, tokens], hidden.device)
     device_temperatures = upload(temperatures, hidden.device) if is_processed else None
     logprobs: list[LogProbs] = []
-    for start in range(0, len(tokens), LOGITS_AT_ONCE):
-        some = slice(start, start + LOGITS_AT_ONCE)
+    for start in range(0, len(tokens), tokens_at_once):
+        some = slice(start, start + tokens_at_once)
         logits = compute_logits(hidden[device_places[some].long()])
         if device_temperatures is not None:
             logits = at_temperature(logits, device_temperatures[some])

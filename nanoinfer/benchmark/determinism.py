@@ -1,0 +1,168 @@
+"""Compares the bits of requests that run in random company with those of the same requests alone.
+
+python -m nanoinfer.benchmark.determinism MODEL runs it for a model. It draws requests, and then, until the time is up,
+engines of other sizes, so that prompts come in chunks and sequences are preempted. Each engine gets the requests in a
+random order and at random times, some of them twice, and loses some on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanoinfer.llm import LLM
+from nanoinfer.requests.outputs import RequestOutput
+from nanoinfer.sampling_params import SamplingParams
+
+Bits = list[tuple[str, Any]]  # what a result is made of, by name, in the order in which it is computed
+
+PREFIX = 24  # tokens that many of the prompts share
+LONGEST = 72, 24  # tokens of a prompt, and of an output
+BLOCK_SIZES = 16, 32
+CHUNKS = 5, 16, 64, 4096  # prompt tokens of a step
+ROWS = 1, 2, 5, 64
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.0},
+    {"n": 3},
+    {"top_k": 20, "top_p": 0.9},
+    {"min_p": 0.02, "repetition_penalty": 1.2},
+    {"prompt_logprobs": 2},
+    {"logprobs": 5, "presence_penalty": 0.5},
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing of a request's result that is another in company. options: the engine's"""
+
+    case: Case
+    options: dict[str, int]
+    place: str
+    alone: Any
+    in_company: Any
+
+    def __str__(self) -> str:
+        return f"{self.place} is {self.in_company}, and alone {self.alone}; engine: {self.options}; {self.case}"
+
+
+def draw_cases(rng: random.Random, vocab_size: int, count: int) -> list[Case]:
+    """Draw requests, half of which begin alike."""
+    prefix = [rng.randrange(vocab_size) for _ in range(PREFIX)]
+    cases = []
+    for _ in range(count):
+        own = [rng.randrange(vocab_size) for _ in range(rng.randint(1, LONGEST[0] - PREFIX))]
+        settings: dict[str, Any] = {"temperature": 1.0, "logprobs": 0, **rng.choice(SETTINGS)}
+        params = SamplingParams(
+            **settings, max_tokens=rng.randint(1, LONGEST[1]), seed=rng.randrange(2**31), ignore_eos=True
+        )
+        cases.append(Case(prefix + own if rng.random() < 0.5 else own, params))
+    return cases
+
+
+def draw_options(rng: random.Random) -> dict[str, int]:
+    """Draw an engine's limits: with few blocks, running sequences are preempted."""
+    block_size = rng.choice(BLOCK_SIZES)
+    needed = -(-sum(LONGEST) // block_size)
+    return {
+        "max_model_len": sum(LONGEST),
+        "kvcache_block_size": block_size,
+        "num_kvcache_blocks": rng.choice((needed, needed + 3, 40 * needed)),
+        "max_num_batched_tokens": rng.choice(CHUNKS),
+        "max_num_seqs": rng.choice(ROWS),
+    }
+
+
+def bits_of(output: RequestOutput) -> Bits:
+    """Return the tokens and log-probabilities of a result; floats compare bit by bit, for none of them is NaN."""
+
+    def of(name: str, entries: list[Mapping[int, Any] | None]) -> Iterator[tuple[str, Any]]:
+        for place, entry in enumerate(entries):
+            yield f"{name} {place}", None if entry is None else dict(entry)
+
+    bits: Bits = list(of("prompt log-probability", list(output.prompt_logprobs or ())))
+    for sample in output.samples:
+        bits += of(f"sample {sample.index}, log-probability", list(sample.logprobs or ()))
+        bits.append((f"sample {sample.index}, tokens", sample.token_ids))
+    return bits
+
+
+def run_in_company(llm: LLM, cases: list[Case], rng: random.Random) -> Iterator[tuple[Case, RequestOutput]]:
+    """Run requests that come at random times, some of them twice and some to be aborted; yield the results."""
+    waiting = cases + rng.sample(cases, len(cases) // 4)
+    rng.shuffle(waiting)
+    running: dict[int, Case] = {}
+    while waiting or llm.has_unfinished_requests():
+        while waiting and rng.random() < 0.6:
+            case = waiting.pop()
+            running[llm.add_request(case.prompt, case.params)] = case
+        if running and rng.random() < 0.02:
+            llm.abort(rng.choice(list(running)))
+        for output in llm.step():
+            case = running.pop(output.request_id)
+            if all(sample.finish_reason != "abort" for sample in output.samples):
+                yield case, output
+
+
+def find_difference(
+    make_llm: Callable[..., LLM], seconds: float, seed: int, count: int
+) -> tuple[int, Difference | None]:
+    """Run requests alone and then in company, for some seconds; returns how many were compared, and what differed.
+
+    make_llm: makes an engine of the model with the options of draw_options; each engine is closed again
+    seed: of all that is drawn; count: of the requests
+    """
+    rng = random.Random(seed)
+    with make_llm(max_model_len=sum(LONGEST)) as llm:
+        cases = draw_cases(rng, llm.config.description.vocab_size, count)
+        expected = {}
+        for case in cases:
+            llm.reset_prefix_cache()
+            expected[id(case)] = bits_of(llm.generate([case.prompt], case.params, use_tqdm=False)[0])
+    compared, deadline = 0, time.monotonic() + seconds
+    while compared == 0 or time.monotonic() < deadline:
+        options = draw_options(rng)
+        with make_llm(**options) as llm:
+            for case, output in run_in_company(llm, cases, rng):
+                compared += 1
+                found = bits_of(output)
+                for (place, alone), (_, in_company) in zip(expected[id(case)], found, strict=False):
+                    if alone != in_company:
+                        return compared, Difference(case, options, place, alone, in_company)
+                assert len(found) == len(expected[id(case)])
+    return compared, None
+
+
+def main() -> int:
+    """Run the command; returns its exit status: 1 if something differed."""
+    parser = argparse.ArgumentParser(prog="python -m nanoinfer.benchmark.determinism", description=__doc__)
+    parser.add_argument("model", help="a folder with config.json and *.safetensors, or a Hub id")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long engines are drawn, default 60")
+    parser.add_argument("--requests", type=int, default=24, help="how many are drawn, default 24")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn, default 0")
+    parser.add_argument("--device", default="auto", help='"cpu" or "cuda", as for LLM')
+    args = parser.parse_args()
+
+    def make_llm(**options: int) -> LLM:
+        return LLM(args.model, device=args.device, deterministic=True, **options)
+
+    compared, difference = find_difference(make_llm, args.seconds, args.seed, args.requests)
+    print(f"{compared} results compared: " + ("all bits equal" if difference is None else str(difference)))
+    return int(difference is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

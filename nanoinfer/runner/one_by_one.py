@@ -1,0 +1,72 @@
+"""OneByOne: steps that compute each token alone, so that no bit of it depends on its company."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from torch import Tensor
+
+from nanoinfer.attention import AttentionBackend
+from nanoinfer.attention.context import Context
+from nanoinfer.config import Config
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.extras import Extras
+from nanoinfer.runner.input_batch import PrefillInputs
+from nanoinfer.runner.memory.holdings import Holdings
+from nanoinfer.runner.message import ChunkMessage
+from nanoinfer.runner.steps import Steps
+
+
+class OneByOne(Steps):
+    """Steps of the CPU, whose libraries add up in another order if there are other tokens beside.
+
+    A prompt's token and a generated one run through the model alike, as a chunk of one token. Chunks come in the order
+    in which the step was planned. So the blocks that a prompt shares are filled before it reads them.
+    """
+
+    def __init__(
+        self, config: Config, tp: TensorParallel, holdings: Holdings, backend: AttentionBackend, logits: Tensor
+    ) -> None:
+        super().__init__(config, tp, holdings, backend, logits)
+        self._long_from = config.description.long_from
+        self._experts: list[Tensor] = []  # of the step's tokens so far, if outputs have them
+
+    def extras(self, num_tokens: int) -> Extras:
+        """Return the Extras of a step whose model has run."""
+        experts, self._experts = self._experts, []
+        return Extras(experts=torch.cat(experts) if experts else None)
+
+    def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
+        return torch.cat(
+            [
+                self._run_token(token_id, position, chunk.block_table, chunk.is_long)
+                for chunk in chunks
+                for position, token_id in enumerate(chunk.token_ids, chunk.start)
+            ]
+        )
+
+    def _run_rows(self, num_rows: int, context: Context) -> Tensor:
+        tokens, positions = self.batch.last_tokens[:num_rows].tolist(), context.positions.tolist()
+        rows = zip(tokens, positions, context.block_tables.tolist(), strict=True)
+        return torch.cat([self._run_token(*row, is_long=self._is_long(row[1])) for row in rows])
+
+    def _is_long(self, position: int) -> bool:
+        """Return whether a running sequence, whose last token has this position, is computed as a long one."""
+        return self._long_from is not None and position >= self._long_from
+
+    def _run_token(self, token_id: int, position: int, block_table: list[int], is_long: bool) -> Tensor:
+        """Run the model over one token; returns its hidden state, [1, hidden_size]."""
+        chunk = ChunkMessage(array("i", [token_id]), position, block_table, is_long=is_long)
+        inputs = PrefillInputs([chunk], [], self.kv_cache, self.max_blocks)
+        hidden = self.model(inputs.token_ids, inputs.context)
+        if self.holdings.routing is not None:
+            self._experts.append(self.holdings.routing.taken(1))
+        return hidden
+
+    def _logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.cat([self.model.compute_logits(row) for row in hidden.split(1)], out=out)
+
+    def _sample(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        rows = zip(*(x.split(1) for x in (logits, temperatures, seeds, positions)), strict=True)
+        return torch.cat([self.sampler(*row) for row in rows])

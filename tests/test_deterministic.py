@@ -1,0 +1,122 @@
+"""deterministic=True: no bit of a request's results depends on its company."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import HAS_CUDA, greedy
+from safetensors.torch import load_file
+from test_models import CASES, build
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.benchmark.determinism import Bits, bits_of, draw_cases, find_difference
+
+SECONDS = 4.0
+OPTIONS = {"device": "cpu", "max_model_len": 96, "deterministic": True}
+FAMILIES = ["qwen3", "mistral window", "gemma2", "qwen3moe", "phi3 longrope"]
+
+
+def maker(folder: str, deterministic: bool = True) -> Callable[..., LLM]:
+    def make(**options: int) -> LLM:
+        return LLM(folder, device="cpu", deterministic=deterministic, **options)
+
+    return make
+
+
+def bits(llm: LLM, count: int = 6) -> list[Bits]:
+    cases = draw_cases(random.Random(1), 256, count)
+    return [bits_of(llm.generate([case.prompt], case.params, use_tqdm=False)[0]) for case in cases]
+
+
+class TestInCompany:
+    """Requests join at random times; chunks, blocks and rows are few or many."""
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_results_are_those_alone(self, family: str, tmp_path: Path) -> None:
+        build(CASES[family], tmp_path)
+        compared, difference = find_difference(maker(str(tmp_path)), SECONDS, 0, 10)
+        assert difference is None, str(difference)
+        assert compared > 5
+
+    def test_the_comparison_finds_what_differs(self) -> None:
+        """Without the option, a prompt's tokens are multiplied together, and round otherwise than one by one."""
+        _, difference = find_difference(maker(BUNDLED_MODEL, deterministic=False), SECONDS, 0, 10)
+        assert difference is not None
+        assert difference.alone != difference.in_company
+
+    def test_the_command(self) -> None:
+        command = [sys.executable, "-m", "nanoinfer.benchmark.determinism", BUNDLED_MODEL, "--device", "cpu"]
+        limits = ["--seconds", "1", "--requests", "4"]
+        ran = subprocess.run([*command, *limits], capture_output=True, text=True, check=True)
+        assert "results compared: all bits equal" in ran.stdout
+
+
+class TestChanges:
+    """What happens to an engine leaves no trace in later results."""
+
+    def test_sleep_and_updates(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(**OPTIONS)
+        before = bits(llm)
+        tensors = load_file(f"{BUNDLED_MODEL}/model.safetensors")
+        llm.update_weights({name: tensor * 1.5 for name, tensor in tensors.items()})
+        assert bits(llm) != before
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.update_weights(tensors)
+        assert bits(llm) == before
+        assert bits(make_llm(**OPTIONS)) == before
+
+    def test_threads(self, make_llm: Callable[..., LLM]) -> None:
+        threads, found = torch.get_num_threads(), []
+        try:
+            for count in (1, 2):
+                torch.set_num_threads(count)
+                found.append(bits(make_llm(**OPTIONS)))
+        finally:
+            torch.set_num_threads(threads)
+        assert found[0] == found[1]
+
+    def test_replicas(self, make_llm: Callable[..., LLM]) -> None:
+        cases = draw_cases(random.Random(1), 256, 6)
+        prompts, params = [case.prompt for case in cases], [case.params for case in cases]
+        together = make_llm(**OPTIONS, data_parallel_size=2).generate(prompts, params, use_tqdm=False)
+        assert [bits_of(output) for output in together] == bits(make_llm(**OPTIONS))
+
+
+def test_experts_are_those_alone(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+    build(CASES["qwen3moe"], tmp_path)
+    llm = make_llm(str(tmp_path), **OPTIONS, routed_experts=True)
+    prompts, params = [[5, 6, 7], [9] * 20], SamplingParams(temperature=1.0, max_tokens=5, ignore_eos=True, seed=3)
+    together = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, output in zip(prompts, together, strict=True):
+        (alone,) = llm.generate([prompt], params, use_tqdm=False)
+        assert output.routed_experts.tolist() == alone.routed_experts.tolist()
+        assert len(alone.routed_experts) == len(prompt) + 4
+
+
+def test_tokens_are_the_usual_ones(make_llm: Callable[..., LLM]) -> None:
+    prompts = [[7], list(range(20, 60)), [5, 6] * 20]
+    expected = make_llm(device="cpu").generate(prompts, greedy(8), use_tqdm=False)
+    found = make_llm(**OPTIONS).generate(prompts, greedy(8), use_tqdm=False)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+
+
+class TestWhatCannotBe:
+    def test_several_ranks(self) -> None:
+        with pytest.raises(ValueError, match=r"deterministic=True: needs one rank: .*; use data_parallel_size"):
+            LLM(BUNDLED_MODEL, **OPTIONS, tensor_parallel_size=2)
+
+    @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+    def test_cuda(self) -> None:
+        with pytest.raises(ValueError, match="deterministic=True: needs device='cpu'"):
+            LLM(BUNDLED_MODEL, deterministic=True)
+
+    def test_no_flag(self) -> None:
+        with pytest.raises(ValueError, match="deterministic='yes': must be True or False"):
+            LLM(BUNDLED_MODEL, device="cpu", deterministic="yes")
