@@ -122,7 +122,9 @@ def test_expert_mlps(tokens: int, count: int, used: int, hidden_size: int, size:
 def test_a_layer_tells_the_experts_that_each_token_took(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
     model = build(CASES["qwen3moe"], tmp_path)
     llm = make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320, enforce_eager=True)
-    layers = [module for module in llm.engine.ranks.runner.model.modules() if isinstance(module, MixtureOfExperts)]
+    layers = [
+        module for module in llm.engine.ranks.runner.steps.model.modules() if isinstance(module, MixtureOfExperts)
+    ]
     for layer in layers:
         layer.keep_taken(100)
     prompt = list(range(40))
@@ -214,7 +216,9 @@ class TestRoutedExperts:
         build(CASES["mixtral"], tmp_path)
         llm = make_llm(str(tmp_path), max_model_len=64)
         assert llm.generate([[5]], greedy(2), use_tqdm=False)[0].routed_experts is None
-        layers = [module for module in llm.engine.ranks.runner.model.modules() if isinstance(module, MixtureOfExperts)]
+        layers = [
+            module for module in llm.engine.ranks.runner.steps.model.modules() if isinstance(module, MixtureOfExperts)
+        ]
         assert [layer.taken for layer in layers] == [None] * 4
 
     def test_a_model_without_experts_has_none_to_tell(self, make_llm: Callable[..., LLM]) -> None:

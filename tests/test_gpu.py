@@ -85,12 +85,12 @@ def test_bfloat16_logits_agree_with_float32(
 
 def logits_of(llm: LLM, prompt: list[int], first: int) -> torch.Tensor:
     """Return the logits after each token of a prompt of up to 512 tokens, computed in two chunks."""
-    runner, found = llm.engine.ranks.runner, []
+    steps, found = llm.engine.ranks.runner.steps, []
     for start, end in ((0, first), (first, len(prompt))):
         chunk = ChunkMessage(array("i", prompt[start:end]), start, [3, 1])
-        packed = PrefillInputs([chunk], [], runner.kv_cache, runner.steps.max_blocks)
+        packed = PrefillInputs([chunk], [], steps.kv_cache, steps.max_blocks)
         with torch.inference_mode():
-            found.append(runner.model.compute_logits(runner.model(packed.token_ids, packed.context)).float().cpu())
+            found.append(steps.model.compute_logits(steps.model(packed.token_ids, packed.context)).float().cpu())
     return torch.cat(found)
 
 

@@ -57,7 +57,7 @@ def test_the_memory_plan_is_told_and_logged_once(caplog: pytest.LogCaptureFixtur
         llm.generate([[30]], greedy(2), use_tqdm=False)
         plan = llm.memory
         assert llm.config.num_kvcache_blocks == plan.blocks == 16
-        assert plan.block_bytes * plan.blocks == llm.engine.ranks.runner.kv_cache.nbytes
+        assert plan.block_bytes * plan.blocks == llm.engine.ranks.runner.steps.kv_cache.nbytes
     assert [record.getMessage() for record in caplog.records] == [str(plan)]
     assert "16 blocks" in str(plan)
 
@@ -65,7 +65,7 @@ def test_the_memory_plan_is_told_and_logged_once(caplog: pytest.LogCaptureFixtur
 def test_deletion_frees_the_cache_and_the_weights() -> None:
     llm = LLM(BUNDLED_MODEL, num_kvcache_blocks=16)
     llm.generate([[30]], greedy(2), use_tqdm=False)
-    held = [weakref.ref(llm.engine.ranks.runner.kv_cache), weakref.ref(llm.engine.ranks.runner.model)]
+    held = [weakref.ref(llm.engine.ranks.runner.steps.kv_cache), weakref.ref(llm.engine.ranks.runner.steps.model)]
     del llm
     gc.collect()
     assert [ref() for ref in held] == [None, None]
@@ -76,7 +76,7 @@ def test_a_forked_child_leaves_its_parents_engine_alone(make_llm: Callable[..., 
     pid = os.fork()
     if pid == 0:
         llm.close()
-        os._exit(0 if hasattr(llm.engine.ranks.runner, "model") else 1)
+        os._exit(0 if hasattr(llm.engine.ranks.runner, "steps") else 1)
     assert os.waitpid(pid, 0)[1] == 0
 
 

@@ -240,7 +240,7 @@ def test_weights_are_converted_to_the_dtype_that_is_asked_for(
     (file,) = safetensors_of(folder)
     save_file({name: w.to(getattr(torch, stored)) for name, w in load_file(file).items()}, file, {"format": "pt"})
     llm = make_llm(folder, dtype=dtype)
-    assert {p.dtype for p in llm.engine.ranks.runner.model.parameters()} == {getattr(torch, dtype)}
+    assert {p.dtype for p in llm.engine.ranks.runner.steps.model.parameters()} == {getattr(torch, dtype)}
     assert len(llm.generate([[5]], greedy(4), use_tqdm=False)[0]["token_ids"]) == 4
 
 

@@ -227,7 +227,7 @@ class TestLogitsInFloat32:
         """Return two lists to which each step adds its hidden states, and rank 0's logits of these."""
         hidden: list[torch.Tensor] = []
         logits: list[torch.Tensor] = []
-        model = llm.engine.ranks.runner.model
+        model = llm.engine.ranks.runner.steps.model
         compute_logits = model.compute_logits
 
         def watched(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -252,7 +252,7 @@ class TestLogitsInFloat32:
     def test_only_a_tied_matrix_is_held_twice(self, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
         build(CASES["qwen3"], tmp_path)
         tied, untied, plain = (
-            make_llm(folder, dtype="bfloat16", **options).engine.ranks.runner.model
+            make_llm(folder, dtype="bfloat16", **options).engine.ranks.runner.steps.model
             for folder, options in (
                 (BUNDLED_MODEL, {"lm_head_dtype": "float32"}),
                 (str(tmp_path), {"lm_head_dtype": "float32"}),

@@ -62,7 +62,7 @@ def test_only_float32_weights_of_many_outputs_are_packed() -> None:
 
 
 def test_a_loaded_model_keeps_packed_weights_alone(make_llm: Callable[..., LLM]) -> None:
-    model = make_llm(device="cpu").engine.ranks.runner.model
+    model = make_llm(device="cpu").engine.ranks.runner.steps.model
     matrices = [module for module in model.modules() if isinstance(module, PlainMatrix)]
     packed = [matrix for matrix in matrices if isinstance(matrix.weight, PackedWeight)]
     assert len(packed) == len(matrices) / 2  # those of queries, keys and values, and of gate and up

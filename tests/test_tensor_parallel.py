@@ -111,7 +111,7 @@ class TestTwoRanks:
         oracle = Oracle(folder)
         prompts = [[30], [31, 32, 33, 500], [5] * 40]
         llm = make_llm(folder, device="cpu", tensor_parallel_size=2)
-        assert llm.engine.ranks.runner.kv_cache.shape[4] == 1
+        assert llm.engine.ranks.runner.steps.kv_cache.shape[4] == 1
         assert token_ids(llm, prompts, greedy(12)) == [oracle.greedy(prompt, 12) for prompt in prompts]
 
     def test_settings_of_a_class_that_the_other_rank_does_not_know(self, make_llm: Callable[..., LLM]) -> None:
@@ -343,7 +343,7 @@ class TestInterrupts:
             interrupt_after(2.0, os.getpid())
             raise RuntimeError("rank 0 has a problem")
 
-        monkeypatch.setattr(llm.engine.ranks.runner, "_prefill", fail)
+        monkeypatch.setattr(llm.engine.ranks.runner.steps, "prefill", fail)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[30]], greedy(8), use_tqdm=False)
         remains.check_gone()

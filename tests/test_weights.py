@@ -268,7 +268,7 @@ class TestOnAGPU:
 def test_the_parameters_stay_where_they_are(make_llm: Callable[..., LLM], other: Tensors) -> None:
     """CUDA graphs hold their addresses. bfloat16 is never packed."""
     llm = make_llm(dtype="bfloat16", **OPTIONS)
-    model = llm.engine.ranks.runner.model
+    model = llm.engine.ranks.runner.steps.model
     before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
     llm.update_weights(other.items())
     assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before

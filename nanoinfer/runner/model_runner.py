@@ -29,7 +29,7 @@ from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, M
 from nanoinfer.runner.one_by_one import OneByOne
 from nanoinfer.runner.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
-from nanoinfer.runner.steps import CausalLM, Steps
+from nanoinfer.runner.steps import Steps
 from nanoinfer.runner.threads import Threads
 
 log = logging.getLogger("nanoinfer")
@@ -90,18 +90,8 @@ class ModelRunner:
         most_tokens = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens, self.has_host)
         self.holdings.weights.load(config)
-        shape = config.max_num_seqs, self.model.num_ids
+        shape = config.max_num_seqs, self.holdings.model.num_ids
         self.logits = torch.empty(shape, dtype=config.torch_head_dtype, device=self.device)
-
-    @property
-    def model(self) -> CausalLM:
-        """This rank's share of the model."""
-        return self.holdings.model
-
-    @property
-    def kv_cache(self) -> Tensor:
-        """This rank's KV cache."""
-        return self.holdings.kv_cache
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""
@@ -127,7 +117,7 @@ class ModelRunner:
         most = max(TIMED_ROWS.values())
         num_blocks = max(1, min(config.max_num_seqs, TIMED_CACHE_BYTES // self.holdings.cache_spec.block_bytes, most))
         self._make_cache(num_blocks)
-        self.kv_cache.zero_()  # until it is written, it has no memory to read
+        self.holdings.kv_cache.zero_()  # until it is written, it has no memory to read
         self.steps.batch.block_tables[:num_blocks, 0] = torch.arange(num_blocks)
 
         def step(rows: int) -> None:
