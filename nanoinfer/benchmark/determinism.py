@@ -1,8 +1,8 @@
 """Compares the bits of requests that run in random company with those of the same requests alone.
 
-python -m nanoinfer.benchmark.determinism MODEL runs it for a model. It draws requests, and then, until the time is up,
-engines of other sizes, so that prompts come in chunks and sequences are preempted. Each engine gets the requests in a
-random order and at random times, some of them twice, and loses some on the way.
+python -m nanoinfer.benchmark.determinism MODEL runs it for a model. It draws requests. The first engine cuts prompts
+into chunks, the second preempts sequences; then it draws further engines until the time is up. Each engine gets the
+requests in a random order and at random times, some of them twice, and loses some on the way.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ LONGEST = 72, 24  # tokens of a prompt, and of an output
 BLOCK_SIZES = 16, 32
 CHUNKS = 5, 16, 64, 4096  # prompt tokens of a step
 ROWS = 1, 2, 5, 64
+LEAST_ENGINES = 2
 SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.0},
@@ -34,6 +35,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"min_p": 0.02, "repetition_penalty": 1.2},
     {"prompt_logprobs": 2},
     {"logprobs": 5, "presence_penalty": 0.5},
+    {"kept_tokens": True, "top_p": 0.8, "logit_bias": {1: 2.0, 3: -1.0}, "min_tokens": 3},
 )
 
 
@@ -67,23 +69,28 @@ def draw_cases(rng: random.Random, vocab_size: int, count: int) -> list[Case]:
         own = [rng.randrange(vocab_size) for _ in range(rng.randint(1, LONGEST[0] - PREFIX))]
         settings: dict[str, Any] = {"temperature": 1.0, "logprobs": 0, **rng.choice(SETTINGS)}
         params = SamplingParams(
-            **settings, max_tokens=rng.randint(1, LONGEST[1]), seed=rng.randrange(2**31), ignore_eos=True
+            **settings, max_tokens=rng.randint(3, LONGEST[1]), seed=rng.randrange(2**31), ignore_eos=True
         )
         cases.append(Case(prefix + own if rng.random() < 0.5 else own, params))
     return cases
 
 
-def draw_options(rng: random.Random) -> dict[str, int]:
-    """Draw an engine's limits: with few blocks, running sequences are preempted."""
-    block_size = rng.choice(BLOCK_SIZES)
-    needed = -(-sum(LONGEST) // block_size)
-    return {
-        "max_model_len": sum(LONGEST),
-        "kvcache_block_size": block_size,
-        "num_kvcache_blocks": rng.choice((needed, needed + 3, 40 * needed)),
-        "max_num_batched_tokens": rng.choice(CHUNKS),
-        "max_num_seqs": rng.choice(ROWS),
-    }
+def draw_options(rng: random.Random) -> Iterator[dict[str, int]]:
+    """Yield engines' limits without end: one with small chunks, one with few blocks for many rows, and drawn ones."""
+
+    def options(block_size: int, spare: int, chunk: int, rows: int) -> dict[str, int]:
+        return {
+            "max_model_len": sum(LONGEST),
+            "kvcache_block_size": block_size,
+            "num_kvcache_blocks": -(-sum(LONGEST) // block_size) + spare,
+            "max_num_batched_tokens": chunk,
+            "max_num_seqs": rows,
+        }
+
+    yield options(BLOCK_SIZES[0], 200, CHUNKS[0], ROWS[-1])
+    yield options(BLOCK_SIZES[0], 3, CHUNKS[-1], ROWS[-1])
+    while True:
+        yield options(rng.choice(BLOCK_SIZES), rng.choice((0, 3, 200)), rng.choice(CHUNKS), rng.choice(ROWS))
 
 
 def bits_of(output: RequestOutput) -> Bits:
@@ -96,6 +103,7 @@ def bits_of(output: RequestOutput) -> Bits:
     bits: Bits = list(of("prompt log-probability", list(output.prompt_logprobs or ())))
     for sample in output.samples:
         bits += of(f"sample {sample.index}, log-probability", list(sample.logprobs or ()))
+        bits.append((f"sample {sample.index}, kept tokens", sample.kept_tokens))
         bits.append((f"sample {sample.index}, tokens", sample.token_ids))
     return bits
 
@@ -120,7 +128,10 @@ def run_in_company(llm: LLM, cases: list[Case], rng: random.Random) -> Iterator[
 def find_difference(
     make_llm: Callable[..., LLM], seconds: float, seed: int, count: int
 ) -> tuple[int, Difference | None]:
-    """Run requests alone and then in company, for some seconds; returns how many were compared, and what differed.
+    """Run requests alone, and then in company by LEAST_ENGINES engines, and more while there is time.
+
+    Returns how many results were compared, and the first difference, if there is one.
+
 
     make_llm: makes an engine of the model with the options of draw_options; each engine is closed again
     seed: of all that is drawn; count: of the requests
@@ -133,8 +144,9 @@ def find_difference(
             llm.reset_prefix_cache()
             expected[id(case)] = bits_of(llm.generate([case.prompt], case.params, use_tqdm=False)[0])
     compared, deadline = 0, time.monotonic() + seconds
-    while compared == 0 or time.monotonic() < deadline:
-        options = draw_options(rng)
+    for number, options in enumerate(draw_options(rng)):
+        if number >= LEAST_ENGINES and time.monotonic() > deadline:
+            break
         with make_llm(**options) as llm:
             for case, output in run_in_company(llm, cases, rng):
                 compared += 1
@@ -153,8 +165,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long engines are drawn, default 60")
     parser.add_argument("--requests", type=int, default=24, help="how many are drawn, default 24")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn, default 0")
-    parser.add_argument("--device", default="auto", help='"cpu" or "cuda", as for LLM')
+    parser.add_argument("--device", default="cpu", help="as for LLM, default cpu")
     args = parser.parse_args()
+    if args.requests < 1:
+        parser.error(f"--requests {args.requests}: must be at least 1")
 
     def make_llm(**options: int) -> LLM:
         return LLM(args.model, device=args.device, deterministic=True, **options)

@@ -251,7 +251,8 @@ class ModelRunner:
         """Draw for the guided rows of the step that `launch` has launched; returns its tokens as `run` does."""
         launched, self._launched = self._launched, None
         assert launched is not None
-        return self._pending(launched, masks)
+        with self.threads.fixed():
+            return self._pending(launched, masks)
 
     def _launch(self, message: StepMessage) -> Launched:
         self.steps.update(message)

@@ -14,7 +14,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.input_batch import PrefillInputs
 from nanoinfer.runner.memory.holdings import Holdings
-from nanoinfer.runner.message import ChunkMessage
+from nanoinfer.runner.message import ChunkMessage, StepMessage
 from nanoinfer.runner.steps import Steps
 
 
@@ -32,10 +32,14 @@ class OneByOne(Steps):
         self._long_from = config.description.long_from
         self._experts: list[Tensor] = []  # of the step's tokens so far, if outputs have them
 
+    def update(self, message: StepMessage) -> None:
+        """Bring the rows up to date, as the message says, before its step runs."""
+        super().update(message)
+        self._experts = []  # a step that was interrupted has left its own
+
     def extras(self, num_tokens: int) -> Extras:
         """Return the Extras of a step whose model has run."""
-        experts, self._experts = self._experts, []
-        return Extras(experts=torch.cat(experts) if experts else None)
+        return Extras(experts=torch.cat(self._experts) if self._experts else None)
 
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
         return torch.cat(

@@ -29,6 +29,12 @@ class Threads:
         """Let every step take so many threads, whatever its time."""
         self._fixed = count
 
+    @contextmanager
+    def fixed(self) -> Iterator[None]:
+        """Let torch compute with the number of threads that `fix` has set, if it has, inside the context."""
+        with num_threads(torch.get_num_threads() if self._fixed is None else self._fixed):
+            yield
+
     def choose(self, tokens: int, step: Callable[[], object]) -> None:
         """Time a step with torch's number of threads, a half of it, a quarter, ...; keep the best for such steps.
 
@@ -50,7 +56,7 @@ class Threads:
     def of(self, tokens: int) -> Iterator[None]:
         """Let torch compute with the threads that suit a step of so many tokens, which runs inside the context."""
         if self._fixed is not None:
-            with num_threads(self._fixed):
+            with self.fixed():
                 yield
             return
         chosen = next((count for least, count in reversed(self._choices) if least <= tokens), None)
