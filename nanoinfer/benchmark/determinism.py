@@ -132,7 +132,6 @@ def find_difference(
 
     Returns how many results were compared, and the first difference, if there is one.
 
-
     make_llm: makes an engine of the model with the options of draw_options; each engine is closed again
     seed: of all that is drawn; count: of the requests
     """
