@@ -158,14 +158,16 @@ class TestOnTheFly:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.multi_gpu)])
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3moe"])
-def test_a_gpu_gives_the_tokens_of_the_cpu(
-    family: str, eager: bool, write: Callable[..., tuple[str, str]], make_llm: Callable[..., LLM]
+def test_gpus_give_the_tokens_of_the_cpu(
+    family: str, eager: bool, ranks: int, write: Callable[..., tuple[str, str]], make_llm: Callable[..., LLM]
 ) -> None:
     folder, _ = write(family, SMALL_BLOCKS)
     options = {"kvcache_block_size": 16, "max_model_len": 160, "max_num_seqs": 4, "enforce_eager": eager}
-    assert tokens_of(make_llm(folder, **options)) == tokens_of(make_llm(folder, **OPTIONS))
+    llm = make_llm(folder, **options, tensor_parallel_size=ranks)
+    assert tokens_of(llm) == tokens_of(make_llm(folder, **OPTIONS))
 
 
 class TestChanges:

@@ -42,23 +42,30 @@ def make(**options: object) -> LLM:
     return LLM(BUNDLED_MODEL, **{**OPTIONS, **options})
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def one() -> Iterator[LLM]:
-    with make() as llm:
+def one(device: str) -> Iterator[LLM]:
+    with make(device=device) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[LLM]:
+def two(device: str) -> Iterator[LLM]:
     """Two replicas, of which nobody dies for good."""
-    with make(data_parallel_size=2, restart_replicas=True, max_num_seqs=16) as llm:
+    with make(device=device, data_parallel_size=2, restart_replicas=True, max_num_seqs=16) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def many() -> Iterator[LLM]:
+def many(device: str) -> Iterator[LLM]:
     """Eight replicas, some of which are dead when the tests have come to an end."""
-    with make(data_parallel_size=8, max_num_seqs=4, worker_timeout=5.0) as llm:
+    if device == "cuda" and torch.cuda.device_count() < 8:
+        pytest.skip(f"needs 8 CUDA devices, found {torch.cuda.device_count()}")
+    with make(device=device, data_parallel_size=8, max_num_seqs=4, worker_timeout=5.0) as llm:
         yield llm
 
 
@@ -80,10 +87,12 @@ class TestSameAsOne:
         params = different_settings(len(mixed_prompts))
         assert_equal(two.generate(mixed_prompts, params, use_tqdm=False), one.generate(mixed_prompts, params, False))
 
-    def test_samples_of_one_prompt_whose_seeds_come_from_the_requests_number(self, two: LLM) -> None:
+    def test_samples_of_one_prompt_whose_seeds_come_from_the_requests_number(self, two: LLM, device: str) -> None:
         params = SamplingParams(n=24, max_tokens=8)
         prompts = ["ROMEO:\n", "JULIET:\nAh me! what light through yonder window breaks? It is the east."]
-        with make() as fresh:  # its requests have other numbers than those of `two`, until it has had as many
+        with make(
+            device=device
+        ) as fresh:  # its requests have other numbers than those of `two`, until it has had as many
             generate_nothing(fresh, two._requests.num_added)
             for _ in range(2):
                 expected = fresh.generate(prompts, params, use_tqdm=False)
@@ -205,9 +214,11 @@ class TestChanges:
         assert output.token_ids == oracle.greedy([30], 5)
         assert len(two.engine.ready) == 2
 
-    def test_new_weights_and_sleep(self, make_qwen3: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_new_weights_and_sleep(
+        self, device: str, make_qwen3: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         folder, other = make_qwen3(), make_qwen3(num_hidden_layers=3)  # make_qwen3 always draws alike
-        with LLM(folder, device="cpu", data_parallel_size=2, num_kvcache_blocks=16) as llm:
+        with LLM(folder, device=device, data_parallel_size=2, num_kvcache_blocks=16) as llm:
             before = llm.generate([[30 + i] for i in range(8)], greedy(8), use_tqdm=False)
             llm.reset_prefix_cache()
             with pytest.raises(ValueError, match="does not fit"):
@@ -236,7 +247,7 @@ class TestChanges:
             with pytest.raises(RuntimeError, match="the weights are incomplete"):
                 llm.generate([[30]], greedy(8))
             assert llm.update_weights(iter(trained.items())) == 2
-            with LLM(folder, device="cpu", num_kvcache_blocks=16) as single:
+            with LLM(folder, device=device, num_kvcache_blocks=16) as single:
                 single.update_weights(trained)
                 expected = single.generate([[30 + i] for i in range(8)], greedy(8), use_tqdm=False)
             after = llm.generate([[30 + i] for i in range(8)], greedy(8), use_tqdm=False)
@@ -424,8 +435,8 @@ class TestEnds:
             assert wait_until(lambda pid=pid, rank=rank: not alive(int(pid)) and not alive(int(rank)))
             assert wait_until(lambda segments=segments: not any(Path(segment).exists() for segment in segments))
 
-    def test_deletion_ends_all_processes(self) -> None:
-        llm = make(data_parallel_size=2)
+    def test_deletion_ends_all_processes(self, device: str) -> None:
+        llm = make(device=device, data_parallel_size=2)
         pids = list(llm.engine.pids.values())
         del llm
         gc.collect()
