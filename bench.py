@@ -80,6 +80,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         "data_parallel_size": args.dp,
         "attention_backend": args.backend,
         "enforce_eager": args.enforce_eager,
+        "deterministic": args.deterministic,
         "max_num_seqs": recipe.max_num_seqs,
         "sampling": {name: getattr(args.sampling, name) for name in SAMPLING_OPTIONS},
         "logprobs": args.logprobs,
@@ -125,6 +126,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             kv_cache_dtype=args.kv_cache_dtype,
             device=args.device,
             load_format=args.load_format,
+            deterministic=args.deterministic,
         )
     except ValueError as error:
         raise SystemExit(f"bench.py: error: {error}") from None
@@ -312,6 +314,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in any company")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--repeats", type=int, help="timed runs (default: 3 on CUDA, 1 on the CPU)")
     parser.add_argument("--logprobs", type=int, help="let every request ask for log-probabilities (default: none)")

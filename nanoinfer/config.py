@@ -185,9 +185,20 @@ class Config:
         return self.device == "cpu" and self.attention_backend == "torch"
 
     @property
+    def is_one_by_one(self) -> bool:
+        """Whether each token is computed alone, so that its bits do not depend on others."""
+        return self.deterministic and self.device == "cpu"
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether all sums have one order, so that a token's bits do not depend on those beside it."""
+        return self.deterministic and self.device != "cpu"
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether decode attention reads prefixes once that several rows share, in layers where a query sees all."""
-        return self.attention_backend == "triton" and None in self.description.windows and self.max_num_seqs > 1
+        can_share = self.attention_backend == "triton" and not self.deterministic
+        return can_share and None in self.description.windows and self.max_num_seqs > 1
 
     @property
     def starts_ranks(self) -> bool:
@@ -245,11 +256,29 @@ class Config:
         if not self.deterministic:
             return
         if self.device != "cpu":
-            raise ValueError("deterministic=True: needs device='cpu'; on CUDA the order of sums is not fixed yet")
+            self._check_in_order()
         if self.tensor_parallel_size > 1:
             raise ValueError(
                 "deterministic=True: needs one rank: several add up in another order; use data_parallel_size for more"
                 " processes"
+            )
+
+    def _check_in_order(self) -> None:
+        """Raise ValueError if the device cannot fix the order of all sums."""
+        if self.attention_backend != "triton":
+            raise ValueError(
+                f"deterministic=True: attention_backend={self.attention_backend!r} adds up in other orders in other"
+                " steps; on CUDA it must be 'triton', or 'auto'"
+            )
+        if self.description.fp8 is not None:
+            raise ValueError(
+                "deterministic=True: products of weights in FP8 add up in other orders for other numbers of tokens;"
+                " on CUDA it needs weights of 16 or 32 bits, device='cpu' takes all"
+            )
+        if self.description.experts is not None:
+            raise ValueError(
+                "deterministic=True: the products of experts add up in other orders for other numbers of tokens; on"
+                " CUDA it needs a model without experts, device='cpu' takes all"
             )
 
     def _check_num_blocks(self) -> None:

@@ -10,21 +10,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HAS_CUDA, greedy
+from conftest import greedy
 from safetensors.torch import load_file
 from test_models import CASES, build
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.benchmark.determinism import Bits, bits_of, draw_cases, find_difference
+from nanoinfer.benchmark.determinism import LONGEST, Bits, bits_of, draw_cases, find_difference
 
 SECONDS = 4.0
 OPTIONS = {"device": "cpu", "max_model_len": 96, "deterministic": True}
+NEED_CPU = ["qwen3moe"]
 FAMILIES = ["qwen3", "mistral window", "gemma2", "qwen3moe", "phi3 longrope"]
 
 
-def maker(folder: str, deterministic: bool = True) -> Callable[..., LLM]:
+def maker(folder: str, deterministic: bool = True, device: str = "cpu", dtype: str = "auto") -> Callable[..., LLM]:
     def make(**options: int) -> LLM:
-        return LLM(folder, device="cpu", deterministic=deterministic, **options)
+        options.setdefault("num_kvcache_blocks", 16)  # not all of a GPU's memory
+        return LLM(folder, device=device, dtype=dtype, deterministic=deterministic, **options)
 
     return make
 
@@ -43,6 +45,25 @@ class TestInCompany:
         compared, difference = find_difference(maker(str(tmp_path)), SECONDS, FAMILIES.index(family), 10)
         assert difference is None, str(difference)
         assert compared > 5
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in NEED_CPU])
+    def test_results_are_those_alone_on_a_gpu(self, family: str, dtype: str, tmp_path: Path) -> None:
+        build(CASES[family], tmp_path)
+        make = maker(str(tmp_path), device="cuda", dtype=dtype)
+        compared, difference = find_difference(make, SECONDS, FAMILIES.index(family), 20)
+        assert difference is None, str(difference)
+        assert compared > 10
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_long_results_are_those_alone_on_a_gpu(self, dtype: str) -> None:
+        """Rows have several chunks of keys, and programs share them."""
+        make = maker(BUNDLED_MODEL, device="cuda", dtype=dtype)
+        compared, difference = find_difference(make, 4 * SECONDS, 0, 20, LONGEST["cuda"])
+        assert difference is None, str(difference)
+        assert compared > 10
 
     def test_the_comparison_finds_what_differs(self) -> None:
         """Without the option, a prompt's tokens are multiplied together, and round otherwise than one by one."""
@@ -152,10 +173,15 @@ class TestWhatCannotBe:
         with pytest.raises(ValueError, match=r"deterministic=True: needs one rank: .*; use data_parallel_size"):
             LLM(BUNDLED_MODEL, **OPTIONS, tensor_parallel_size=2)
 
-    @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
-    def test_cuda(self) -> None:
-        with pytest.raises(ValueError, match="deterministic=True: needs device='cpu'"):
-            LLM(BUNDLED_MODEL, deterministic=True)
+    @pytest.mark.gpu
+    def test_on_cuda(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"attention_backend='torch' adds up in other orders .* must be 'triton'"):
+            LLM(BUNDLED_MODEL, deterministic=True, attention_backend="torch")
+        with pytest.raises(ValueError, match="products of weights in FP8 add up in other orders"):
+            LLM(BUNDLED_MODEL, deterministic=True, quantization="fp8")
+        build(CASES["qwen3moe"], tmp_path)
+        with pytest.raises(ValueError, match="the products of experts add up in other orders"):
+            LLM(str(tmp_path), deterministic=True)
 
     def test_no_flag(self) -> None:
         with pytest.raises(ValueError, match="deterministic='yes': must be True or False"):

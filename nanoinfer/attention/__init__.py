@@ -57,11 +57,17 @@ def choose_backend(
     return name
 
 
-def make_backend(name: str, windows: Iterable[int | None]) -> AttentionBackend:
+def make_backend(name: str, windows: Iterable[int | None], in_order: bool = False) -> AttentionBackend:
     """Create the backend of one of the names in BACKENDS; imports only what that backend needs.
 
     windows: each layer's window, as in Scoring
+    in_order: of "triton", the one that gives a token the same bits in any company
     """
+    if in_order:
+        from nanoinfer.attention.in_order_backend import InOrderBackend
+
+        assert name == "triton"
+        return InOrderBackend(windows)
     if name == "flash_attn":
         from nanoinfer.attention.flash_attn_backend import FlashAttnBackend
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanoinfer.config import Config
 from nanoinfer.llm import LLM
 from nanoinfer.requests.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
@@ -22,7 +23,7 @@ from nanoinfer.sampling_params import SamplingParams
 Bits = list[tuple[str, Any]]  # what a result is made of, by name, in the order in which it is computed
 
 PREFIX = 24  # tokens that many of the prompts share
-LONGEST = 72, 24  # tokens of a prompt, and of an output
+LONGEST = {"cpu": (72, 24), "cuda": (600, 60)}  # tokens of a prompt, and of an output
 BLOCK_SIZES = 16, 32
 CHUNKS = 5, 16, 64, 4096  # prompt tokens of a step
 ROWS = 1, 2, 5, 64
@@ -61,28 +62,30 @@ class Difference:
         return f"{self.place} is {self.in_company}, and alone {self.alone}; engine: {self.options}; {self.case}"
 
 
-def draw_cases(rng: random.Random, vocab_size: int, count: int) -> list[Case]:
-    """Draw requests, half of which begin alike."""
+def draw_cases(
+    rng: random.Random, vocab_size: int, count: int, longest: tuple[int, int] = LONGEST["cpu"]
+) -> list[Case]:
+    """Draw requests, half of which begin alike. longest: the tokens of a prompt, and of an output"""
     prefix = [rng.randrange(vocab_size) for _ in range(PREFIX)]
     cases = []
     for _ in range(count):
-        own = [rng.randrange(vocab_size) for _ in range(rng.randint(1, LONGEST[0] - PREFIX))]
+        own = [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest[0] - PREFIX))]
         settings: dict[str, Any] = {"temperature": 1.0, "logprobs": 0, **rng.choice(SETTINGS)}
         params = SamplingParams(
-            **settings, max_tokens=rng.randint(3, LONGEST[1]), seed=rng.randrange(2**31), ignore_eos=True
+            **settings, max_tokens=rng.randint(3, longest[1]), seed=rng.randrange(2**31), ignore_eos=True
         )
         cases.append(Case(prefix + own if rng.random() < 0.5 else own, params))
     return cases
 
 
-def draw_options(rng: random.Random) -> Iterator[dict[str, int]]:
+def draw_options(rng: random.Random, max_model_len: int) -> Iterator[dict[str, int]]:
     """Yield engines' limits without end: one with small chunks, one with few blocks for many rows, and drawn ones."""
 
     def options(block_size: int, spare: int, chunk: int, rows: int) -> dict[str, int]:
         return {
-            "max_model_len": sum(LONGEST),
+            "max_model_len": max_model_len,
             "kvcache_block_size": block_size,
-            "num_kvcache_blocks": -(-sum(LONGEST) // block_size) + spare,
+            "num_kvcache_blocks": -(-max_model_len // block_size) + spare,
             "max_num_batched_tokens": chunk,
             "max_num_seqs": rows,
         }
@@ -126,24 +129,24 @@ def run_in_company(llm: LLM, cases: list[Case], rng: random.Random) -> Iterator[
 
 
 def find_difference(
-    make_llm: Callable[..., LLM], seconds: float, seed: int, count: int
+    make_llm: Callable[..., LLM], seconds: float, seed: int, count: int, longest: tuple[int, int] = LONGEST["cpu"]
 ) -> tuple[int, Difference | None]:
     """Run requests alone, and then in company by LEAST_ENGINES engines, and more while there is time.
 
     Returns how many results were compared, and the first difference, if there is one.
 
     make_llm: makes an engine of the model with the options of draw_options; each engine is closed again
-    seed: of all that is drawn; count: of the requests
+    seed: of all that is drawn; count: of the requests; longest: as for draw_cases
     """
     rng = random.Random(seed)
-    with make_llm(max_model_len=sum(LONGEST)) as llm:
-        cases = draw_cases(rng, llm.config.description.vocab_size, count)
+    with make_llm(max_model_len=sum(longest)) as llm:
+        cases = draw_cases(rng, llm.config.description.vocab_size, count, longest)
         expected = {}
         for case in cases:
             llm.reset_prefix_cache()
             expected[id(case)] = bits_of(llm.generate([case.prompt], case.params, use_tqdm=False)[0])
     compared, deadline = 0, time.monotonic() + seconds
-    for number, options in enumerate(draw_options(rng)):
+    for number, options in enumerate(draw_options(rng, sum(longest))):
         if number >= LEAST_ENGINES and time.monotonic() > deadline:
             break
         with make_llm(**options) as llm:
@@ -164,15 +167,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long engines are drawn, default 60")
     parser.add_argument("--requests", type=int, default=24, help="how many are drawn, default 24")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn, default 0")
-    parser.add_argument("--device", default="cpu", help="as for LLM, default cpu")
+    parser.add_argument("--device", default="auto", help="as for LLM, default auto")
+    parser.add_argument("--dtype", default="auto", help="as for LLM, default auto")
     args = parser.parse_args()
     if args.requests < 1:
         parser.error(f"--requests {args.requests}: must be at least 1")
 
     def make_llm(**options: int) -> LLM:
-        return LLM(args.model, device=args.device, deterministic=True, **options)
+        return LLM(args.model, device=args.device, dtype=args.dtype, deterministic=True, **options)
 
-    compared, difference = find_difference(make_llm, args.seconds, args.seed, args.requests)
+    longest = LONGEST[Config(args.model, device=args.device).device]
+    compared, difference = find_difference(make_llm, args.seconds, args.seed, args.requests, longest)
     print(f"{compared} results compared: " + ("all bits equal" if difference is None else str(difference)))
     return int(difference is not None)
 

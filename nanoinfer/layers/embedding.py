@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.shards import Shard
 
@@ -39,6 +40,11 @@ class VocabParallelEmbedding(nn.Module):
         self.first_id = min(tp.rank * share, vocab_size)
         rows = min(self.first_id + share, vocab_size) - self.first_id
         self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype), requires_grad=False)
+        self._in_order: InOrderWeight | None = None
+
+    def fix_order(self, sizes: Iterable[int]) -> None:
+        """Let a GPU's products for logits add up in the order of the inputs; sizes: as for InOrderWeight"""
+        self._in_order = InOrderWeight(self.weight, False, sizes)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Look up [tokens] int32 ids; returns this rank's part, [tokens, hidden_size], zeros for other ranks' ids."""
@@ -54,7 +60,10 @@ class VocabParallelEmbedding(nn.Module):
 
         The product and the result have the matrix's dtype.
         """
-        return torch.mm(hidden.to(self.weight.dtype), self.weight.t(), out=out)
+        hidden = hidden.to(self.weight.dtype)
+        if self._in_order is not None:
+            return self._in_order.product(hidden, out=out)
+        return torch.mm(hidden, self.weight.t(), out=out)
 
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's rows of the matrix, once for each name that they may have."""

@@ -25,6 +25,7 @@ from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.matrix import make_experts
 from nanoinfer.weights.plain_experts import ExpertTensors
+from nanoinfer.weights.plain_matrix import PlainMatrix
 
 
 class SelfAttention(nn.Module):
@@ -201,6 +202,16 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x, residual = block(x, residual, context)
         return self.joint(x, residual)[0]
+
+    def fix_order(self, sizes: list[int], tokens: int) -> None:
+        """Let a GPU's products add up in the order of the inputs.
+
+        sizes, tokens: of steps for which to try cuBLAS: the rows of decode steps, and the tokens of a full step
+        """
+        for module in self.modules():
+            if isinstance(module, PlainMatrix):
+                module.fix_order([*sizes, tokens])
+        self.lm_head.fix_order(sizes)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute logits, [rows, this rank's token ids], from [rows, hidden_size], into `out` if given."""

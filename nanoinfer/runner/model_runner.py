@@ -86,10 +86,13 @@ class ModelRunner:
         config, model = self.config, self.config.description
         if model.is_multimodal and self.tp.rank == 0:
             log.warning("%s: its language model is run, as text only; images are not supported", config.model)
-        self.backend = make_backend(config.attention_backend, model.windows)
+        self.backend = make_backend(config.attention_backend, model.windows, config.is_in_order)
         most_tokens = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens, self.has_host)
         self.holdings.weights.load(config)
+        if config.is_in_order:
+            sizes = graph_batch_sizes(config.max_num_seqs)
+            self.holdings.model.fix_order(sizes, config.max_num_batched_tokens)
         shape = config.max_num_seqs, self.holdings.model.num_ids
         self.logits = torch.empty(shape, dtype=config.torch_head_dtype, device=self.device)
 
@@ -106,7 +109,7 @@ class ModelRunner:
         In processes that are not ours, several ranks take equally many, so that they round alike.
         """
         config = self.config
-        if config.deterministic:  # with more threads, sums would depend on their number
+        if config.deterministic and config.device == "cpu":  # with more threads, sums would depend on their number
             self.threads.fix(1)
             return
         if config.device == "cpu" and self.tp.size > 1 and not config.starts_ranks:
@@ -195,7 +198,7 @@ class ModelRunner:
 
     def _make_cache(self, num_blocks: int) -> None:
         self.holdings.make_cache(num_blocks)
-        make_steps = OneByOne if self.config.deterministic else Steps
+        make_steps = OneByOne if self.config.is_one_by_one else Steps
         self.steps = make_steps(self.config, self.tp, self.holdings, self.backend, self.logits)
 
     def _run_largest_prefill(self) -> None:

@@ -79,7 +79,8 @@ class Steps:
             device,
             tp,
             is_processed=config.logprobs_mode == PROCESSED,
-            is_alone=config.deterministic,
+            is_alone=config.is_one_by_one,
+            is_deterministic=config.deterministic,
         )
 
     @property
@@ -107,7 +108,7 @@ class Steps:
             hidden,
             self._full_logits,
             self.logits_processors.is_processed,
-            self.logits_processors.rows_at_once,
+            self.logits_processors.prompt_tokens_at_once(message.chunks),
         )
         copy_blocks(self.kv_cache, prompts.copied_blocks)
         if not message.joins:

@@ -6,13 +6,14 @@ them. The linear layers only tell it which rows and columns of which projections
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
+from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
@@ -31,6 +32,7 @@ class PlainMatrix(nn.Module):
         rows = sum(section.rows for section in sections)
         self.weight = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
+        self._in_order: InOrderWeight | None = None
 
     def rounds(self, tokens: int) -> bool:
         """Return False: nothing is rounded to FP8 here."""
@@ -45,7 +47,7 @@ class PlainMatrix(nn.Module):
         before: Activation | None = None,
     ) -> Tensor:
         """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
-        return linear(x, self.weight, self.bias if with_bias else None, activation, may_split, before)
+        return linear(x, self._in_order or self.weight, self.bias if with_bias else None, activation, may_split, before)
 
     def norm_product(
         self,
@@ -57,7 +59,7 @@ class PlainMatrix(nn.Module):
         lane: VectorLane | None,
     ) -> tuple[Tensor, Tensor]:
         """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
-        return norm_linear(x, residual, pre, self.weight, self.bias, activation, post, lane)
+        return norm_linear(x, residual, pre, self._in_order or self.weight, self.bias, activation, post, lane)
 
     def pack(self) -> None:
         """Let a filled weight give way to its packed form, where that is faster."""
@@ -65,6 +67,11 @@ class PlainMatrix(nn.Module):
         if isinstance(weight, Tensor) and can_pack(weight):
             del self.weight
             self.weight = PackedWeight(weight)
+
+    def fix_order(self, sizes: Iterable[int]) -> None:
+        """Let a GPU's products add up in the order of the inputs; sizes: as for InOrderWeight"""
+        assert isinstance(self.weight, Tensor)
+        self._in_order = InOrderWeight(self.weight, self.bias is not None, sizes)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of NAME.weight, and of NAME.bias if there is a bias, for each of the sections."""

@@ -65,6 +65,7 @@ def plan_decode(
     workers: int | None = None,
     window: int | None = None,
     own_starts: Tensor | None = None,
+    programs: Programs | None = None,
 ) -> DecodePlan:
     """Divide the contexts of a decode step among workers, in one launch.
 
@@ -73,11 +74,12 @@ def plan_decode(
     window: how many tokens a query sees, the last of its context; None: all
     own_starts: [rows] int32, the first token that each row reads by itself, a multiple of the block size, if there is
         no window; None: 0
+    programs: None: choose_programs' own
     """
     assert window is None or own_starts is None
     rows, device = len(context_lens), context_lens.device
     kv_heads = k_cache.shape[2]
-    programs = choose_programs(rows, k_cache)
+    programs = programs or choose_programs(rows, k_cache)
     if workers is None:
         workers = max(1, programs.per_multiprocessor * num_multiprocessors(device) // kv_heads)
     plan = DecodePlan(

@@ -17,7 +17,7 @@ from nanoinfer.kernels.sampling.draw import draw
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
-from nanoinfer.runner.message import DecodeMessage, LogitsMessage, MaskMessage, PrefillMessage
+from nanoinfer.runner.message import ChunkMessage, DecodeMessage, LogitsMessage, MaskMessage, PrefillMessage
 from nanoinfer.runner.transfer import upload
 
 LOGITS_AT_ONCE = 64  # rows, or tokens of a prompt, whose logits are in float32 at a time
@@ -39,19 +39,22 @@ class LogitsProcessors:
         tp: TensorParallel,
         is_processed: bool,
         is_alone: bool = False,
+        is_deterministic: bool = False,
     ) -> None:
         """Store the shapes.
 
         is_processed: whether log-probabilities are those of the distributions that tokens are drawn from
         is_alone: whether each row is drawn by itself
+        is_deterministic: whether rows are drawn by themselves while torch's own functions compute for any of them,
+            whose bits may depend on the number of rows
         """
         self.wanted: dict[int, LogitsMessage] = {}
         self.vocab_size = vocab_size
         self.device = device
         self.tp = tp
         self.is_processed = is_processed
-        self.rows_at_once = 1 if is_alone else LOGITS_AT_ONCE  # whose logits are in float32
-        self._plain_at_once = 1 if is_alone else max_num_seqs
+        self._max_num_seqs = max_num_seqs
+        self._is_alone, self._is_deterministic = is_alone, is_deterministic
         self._groups: list[LogitsProcessorGroup] = []  # of all wanted rows, kept while these are the same
         self._history_shape = (max_num_seqs, max_model_len)
         self._history: Tensor | None = None  # [rows, max_model_len] int32, made when the first row needs it
@@ -61,6 +64,21 @@ class LogitsProcessors:
         """The device memory, in bytes, that the tokens so far and a running redraw may take."""
         rows, longest = self._history_shape
         return (COPIES * LOGITS_AT_ONCE * (self.vocab_size + longest) + rows * longest) * torch.float32.itemsize
+
+    @property
+    def _are_alone(self) -> bool:
+        """Whether each row is drawn by itself now."""
+        return self._is_alone or (self._is_deterministic and any(map(_needs_torch, self.wanted.values())))
+
+    @property
+    def _rows_at_once(self) -> int:
+        """How many rows' logits are in float32 at a time."""
+        return 1 if self._are_alone else LOGITS_AT_ONCE
+
+    def prompt_tokens_at_once(self, chunks: list[ChunkMessage]) -> int:
+        """Return for how many tokens of these chunks the log-probabilities may be computed together."""
+        are_alone = self._is_alone or (self._is_deterministic and any(chunk.num_logprobs for chunk in chunks))
+        return 1 if are_alone else LOGITS_AT_ONCE
 
     def update(self, message: PrefillMessage | DecodeMessage) -> None:
         """Apply the message's moves, and forget the rows that have left."""
@@ -140,7 +158,7 @@ class LogitsProcessors:
         """Return the masks of each group of guided rows, [rows, words] int32 on the device."""
         if masks is None:
             return iter(())
-        return iter(upload(masks.words, self.device).view(masks.num_rows, -1).split(self.rows_at_once))
+        return iter(upload(masks.words, self.device).view(masks.num_rows, -1).split(self._rows_at_once))
 
     def _count_draw(self, first_row: int) -> None:
         """Count down min_tokens. A row that comes to 0 may end, and leaves `wanted` if it wants nothing else."""
@@ -170,16 +188,22 @@ class LogitsProcessors:
         plain = sorted(set(rows).difference(shaped))
         guided = sorted(row for row in shaped if self.wanted[row].params.is_guided)
         others = [row for row in shaped if not self.wanted[row].params.is_guided]
-        kinds = (plain, self._plain_at_once), (others, self.rows_at_once), (guided, self.rows_at_once)
+        plain_at_once, at_once = 1 if self._are_alone else self._max_num_seqs, self._rows_at_once
+        kinds = (plain, plain_at_once), (others, at_once), (guided, at_once)
         return [
             LogitsProcessorGroup(
-                {row: self.wanted[row] for row in some[start : start + at_once]}, some is not plain, self.device
+                {row: self.wanted[row] for row in some[start : start + most]}, some is not plain, self.device
             )
-            for some, at_once in kinds
-            for start in range(0, len(some), at_once)
+            for some, most in kinds
+            for start in range(0, len(some), most)
         ]
 
     def _is_shaped(self, message: LogitsMessage) -> bool:
         """Whether the row needs its logits in float32, to change them or to tell of changed ones."""
         params = message.params
         return message.changes_logits or params.kept_tokens or (self.is_processed and params.logprobs is not None)
+
+
+def _needs_torch(message: LogitsMessage) -> bool:
+    """Whether torch's own functions sum or select for the row: logsumexp for kept_tokens, topk for log-probabilities"""
+    return message.params.kept_tokens or bool(message.params.logprobs)

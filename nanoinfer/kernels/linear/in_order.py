@@ -1,0 +1,181 @@
+"""Matrix products that add up an output's terms in the order of the inputs, whatever the number of tokens.
+
+Our kernel does so for tiles of any size: tensor cores add the same terms to an output one after the other, however many
+outputs there are beside it. cuBLAS, which is faster for many tokens, does so wherever it does not divide the inputs.
+Which numbers of tokens these are is nowhere written. So we compare bits, of products that are all rounding error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
+from nanoinfer.kernels.linear.one_wave import add_product
+
+MAX_STAGES = 5
+NEIGHBOURS = 8  # tiles of tokens that are computed side by side, with the same rows of the weight
+
+
+class InOrderWeight:
+    """A weight whose products add up in the order of the inputs."""
+
+    def __init__(self, weight: Tensor, has_bias: bool, sizes: Iterable[int]) -> None:
+        """weight: [out_features, in_features]; sizes: the numbers of tokens for which to try cuBLAS"""
+        self._weight = weight
+        self._for_cublas = sizes_for_cublas(*weight.shape, weight.dtype, has_bias, weight.device, tuple(sizes))
+
+    def product(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Compute x @ weight.T + bias: [tokens, in_features] to [tokens, out_features], into `out` if given."""
+        function = _cublas if len(x) in self._for_cublas else in_order_triton
+        return function(x, self._weight, bias, out)
+
+
+def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+@functools.cache
+def sizes_for_cublas(
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    device: torch.device,
+    sizes: tuple[int, ...],
+) -> frozenset[int]:
+    """Return for how many tokens cuBLAS multiplies by a weight of this shape with the same bits as our kernel.
+
+    sizes: the numbers of tokens to try
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    half = in_features // 2
+    x, weight = numbers(max(sizes), in_features), numbers(out_features, in_features)
+    # Each product's second half undoes its first, so that the result is what was rounded away.
+    x[:, half : 2 * half] = x[:, :half]
+    weight[:, half : 2 * half] = -weight[:, :half]
+    weight[:, 2 * half :] = 0
+    bias = numbers(out_features) * 1e-6 if has_bias else None
+    expected = in_order_triton(x, weight, bias)
+    return frozenset(size for size in sizes if torch.equal(_cublas(x[:size], weight, bias), expected[:size]))
+
+
+class Tiles(NamedTuple):
+    """The tile of a program, how it runs, and how many inputs it multiplies at a time."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    warps: int
+
+
+TILES = Tiles(128, 256, 64, 8), Tiles(128, 128, 64, 8), Tiles(64, 128, 64, 4), Tiles(64, 64, 128, 4)  # largest first
+FEW = {16: Tiles(16, 64, 128, 4), 32: Tiles(32, 64, 128, 4)}  # by the most tokens
+
+
+def choose_tiles(x: Tensor, out_features: int) -> Tiles:
+    """Return the largest tiles of which each multiprocessor gets one, if there are such."""
+    tokens, multiprocessors = len(x), num_multiprocessors(x.device)
+    for most, tiles in FEW.items():
+        if tokens <= most:
+            return tiles
+    for tiles in TILES if x.itemsize == 2 else TILES[2:]:
+        if triton.cdiv(tokens, tiles.tokens) * triton.cdiv(out_features, tiles.outputs) >= multiprocessors:
+            return tiles
+    return TILES[-1]
+
+
+def in_order_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, tiles: Tiles | None = None
+) -> Tensor:
+    """Compute InOrderWeight.product in one launch. tiles: None: choose_tiles' own"""
+    (tokens, in_features), out_features = x.shape, weight.shape[0]
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    if out is None:
+        out = torch.empty((tokens, out_features), dtype=x.dtype, device=x.device)
+    tiles = tiles or choose_tiles(x, out_features)
+    inputs = tiles.inputs * 2 // x.itemsize
+    stage = (tiles.tokens + tiles.outputs) * inputs * x.itemsize
+    _in_order_kernel[(triton.cdiv(tokens, tiles.tokens) * triton.cdiv(out_features, tiles.outputs),)](
+        x,
+        weight,
+        bias,
+        out,
+        tokens,
+        out_features,
+        in_features,
+        BIAS=bias is not None,
+        WHOLE=in_features % inputs == 0,
+        NEIGHBOURS=NEIGHBOURS,
+        BLOCK_M=tiles.tokens,
+        BLOCK_N=tiles.outputs,
+        BLOCK_K=inputs,
+        num_warps=tiles.warps,
+        num_stages=min(MAX_STAGES, shared_memory(x.device) // stage),
+        **early_launch(x),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _in_order_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    tokens,
+    out_features,
+    in_features,
+    BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    # Programs that run side by side share what they read.
+    program, token_tiles = tl.program_id(0), tl.cdiv(tokens, BLOCK_M)
+    per_group = NEIGHBOURS * tl.cdiv(out_features, BLOCK_N)
+    first_tile = program // per_group * NEIGHBOURS
+    group_tiles = tl.minimum(token_tiles - first_tile, NEIGHBOURS)
+    m = (first_tile + program % per_group % group_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = program % per_group // group_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    has_token, has_output = (m < tokens)[:, None], (n < out_features)[:, None]
+    if BIAS:
+        bias = tl.load(bias_ptr + n, mask=n < out_features, other=0.0).to(tl.float32)
+    wait_for_predecessor(EARLY)
+
+    # Tensor cores need at least 64 rows in the left matrix: with fewer tokens, the weight is the left one.
+    TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
+    acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * in_features + k[None, :]
+    weight_ptrs = weight_ptr + n.to(tl.int64)[:, None] * in_features + k[None, :]
+    for start in range(0, in_features, BLOCK_K):
+        x_mask, weight_mask = has_token, has_output
+        if not WHOLE:
+            is_input = (start + k < in_features)[None, :]
+            x_mask, weight_mask = has_token & is_input, has_output & is_input
+        x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
+        weight = tl.load(weight_ptrs + start, mask=weight_mask, other=0.0)
+        acc = add_product(acc, x, weight, TOKENS_LEFT)
+    if not TOKENS_LEFT:
+        acc = tl.trans(acc)
+    if BIAS:
+        acc += bias[None, :]
+    targets = out_ptr + m.to(tl.int64)[:, None] * out_features + n[None, :]
+    tl.store(targets, acc.to(out_ptr.dtype.element_ty), mask=has_token & (n < out_features)[None, :])

@@ -1,0 +1,148 @@
+"""Kernels whose sums have one order: right, and on a GPU the same bits for a token in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import DEVICE, plan_ahead
+from test_kernels import DTYPES, SHAPES, SHORT, assert_close, attend_densely, forget, paged, randn
+
+from nanoinfer.attention.context import Scoring
+from nanoinfer.kernels.attention.in_order import DECODE_PROGRAMS, decode_in_order, prefill_in_order
+from nanoinfer.kernels.linear.in_order import FEW, TILES, InOrderWeight, in_order_triton
+
+Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+HOW = [(None, None), (1, None), (50, 2.0), (300, None)]  # windows and soft caps
+
+
+def ints(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def prefill(q: torch.Tensor, pages: Pages, query_lens: list[int], lens: list[int], how: Scoring) -> torch.Tensor:
+    cu_query_lens = ints([0, *query_lens]).cumsum(0).int()
+    options = how.scale, how.window, how.softcap
+    return prefill_in_order(q, *pages, cu_query_lens, ints(lens), max(query_lens), *options)
+
+
+def decode(q: torch.Tensor, pages: Pages, lens: list[int], how: Scoring, workers: int | None = None) -> torch.Tensor:
+    plan = plan_ahead(ints(lens), pages[0], workers, how.window, programs=DECODE_PROGRAMS)
+    for _ in range(2):  # two layers: the first must leave the plan unchanged
+        out = decode_in_order(q, *pages, ints(lens), max(lens), how.scale, plan, how.softcap)
+        assert plan.arrivals.eq(0).all()
+    return out
+
+
+def rounding_error(tokens: int, out_features: int, in_features: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Operands whose products are all rounding error, so that another order of their sums shows in every output."""
+    x, weight = randn(tokens, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype)
+    half = in_features // 2
+    x[:, half:], weight[:, half:] = x[:, :half], -weight[:, :half]
+    return x, weight
+
+
+class TestProducts:
+    @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+    @pytest.mark.parametrize(("tokens", "out_features", "in_features"), [(5, 100, 96), (40, 200, 300), (150, 260, 128)])
+    def test_they_are_right(self, tokens: int, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+        x, weight = randn(tokens, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype)
+        bias = randn(out_features, dtype=dtype)
+        expected = x.double() @ weight.double().T
+        for tiles in (None, *TILES, *FEW.values()):
+            assert_close(in_order_triton(x, weight, tiles=tiles), expected)
+            assert_close(in_order_triton(x, weight, bias, tiles=tiles), expected + bias)
+        out = torch.empty(tokens, out_features, dtype=dtype, device=DEVICE)
+        assert InOrderWeight(weight, False, [tokens]).product(x, out=out) is out
+        assert_close(out, expected)
+        assert_close(InOrderWeight(weight, True, [3]).product(x, bias), expected + bias)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize(("out_features", "in_features"), [(1024, 2048), (4096, 4096), (96, 160), (256, 12288)])
+    def test_they_have_the_same_bits(self, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+        """For 1 to 512 tokens, in any order, by tiles of any size, and by cuBLAS where it is taken."""
+        x, weight = rounding_error(512, out_features, in_features, dtype)
+        bias = 1e-6 * randn(out_features, dtype=dtype)
+        sizes = [1, 2, 4, 8, 16, 48, 64, 100, 256, 512]
+        for own_bias in (None, bias):
+            expected = in_order_triton(x, weight, own_bias)
+            assert expected.ne(0).float().mean() > 0.5
+            for tiles in TILES[2 * (dtype == torch.float32) :]:
+                assert torch.equal(in_order_triton(x, weight, own_bias, tiles=tiles), expected)
+            in_order = InOrderWeight(weight, own_bias is not None, sizes)
+            for tokens in (*sizes, 3, 17, 33, 65, 130, 300):
+                order = torch.randperm(512, device=DEVICE)[:tokens]
+                assert torch.equal(in_order.product(x[order], own_bias), expected[order])
+
+
+class TestAttention:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("window", "softcap"), HOW)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_prefill_is_right(
+        self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
+    ) -> None:
+        heads, _, head_dim, _ = shape
+        query_lens, lens = [1, 16, 70, 3, 130, 90], [1, 16, 100, 66, 130, 600]
+        pages = paged(lens, *shape, dtype)
+        q, how = randn(sum(query_lens), heads, head_dim, dtype=dtype), Scoring(head_dim**-0.5, window, softcap)
+        expected = attend_densely(q, *pages, query_lens, lens, how)
+        starts = [
+            0 if window is None else max(0, length - queries + 1 - window)
+            for queries, length in zip(query_lens, lens, strict=True)
+        ]
+        assert_close(prefill(q, forget(*pages, starts), query_lens, lens, how), expected)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("window", "softcap"), HOW)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_decode_is_right(
+        self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
+    ) -> None:
+        """Some rows have one worker, some several; one has no context."""
+        heads, _, head_dim, _ = shape
+        lens = [1, 16, 100, 300, 64, 0, 1700]
+        rows = [row for row, length in enumerate(lens) if length]
+        pages = paged(lens, *shape, dtype)
+        q, how = randn(len(lens), heads, head_dim, dtype=dtype), Scoring(head_dim**-0.5, window, softcap)
+        expected = attend_densely(q, *pages, [1] * len(lens), lens, how)[rows]
+        pages = forget(*pages, [0 if window is None else max(0, length - window) for length in lens])
+        for workers in (1, 2, 7, None):
+            assert_close(decode(q, pages, lens, how, workers)[rows], expected)
+
+
+@pytest.mark.gpu
+class TestBits:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize(("window", "softcap"), HOW)
+    @pytest.mark.parametrize("shape", [*SHAPES, (16, 8, 128, 256), (32, 4, 128, 32), (8, 2, 256, 256)])
+    def test_a_token_attends_alike_in_prompts_and_in_steps(
+        self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
+    ) -> None:
+        """As part of a whole prompt, of chunks of any length, and as a row of decode steps with any company."""
+        heads, _, head_dim, _ = shape
+        lens = [1, 40, 257, 600, 1500, 2048]
+        pages = paged(lens, *shape, dtype)
+        how = Scoring(head_dim**-0.5, window, softcap)
+        queries = [3 * randn(length, heads, head_dim, dtype=dtype) for length in lens]  # of large scores
+        whole = prefill(torch.cat(queries), pages, lens, lens, how).split(lens)
+
+        def row(number: int) -> Pages:
+            return pages[0], pages[1], pages[2][number : number + 1]
+
+        for number, length in enumerate(lens):
+            assert torch.equal(prefill(queries[number], row(number), [length], [length], how), whole[number])
+            for chunk in (1, 7, 64, 300):
+                begin = max(0, length - 2 * chunk)
+                end = min(begin + chunk, length)
+                some = prefill(queries[number][begin:end], row(number), [end - begin], [end], how)
+                assert torch.equal(some, whole[number][begin:end])
+        for drawn in range(12):
+            counts = [1 + int(torch.randint(length, ())) if drawn else length for length in lens]
+            order = torch.randperm(len(lens)).tolist()[: 1 + drawn % len(lens)]
+            rows = order * (1 + 10 * (drawn % 3))
+            q = torch.stack([queries[number][counts[number] - 1] for number in rows])
+            some = pages[0], pages[1], pages[2][rows]
+            out = decode(q, some, [counts[number] for number in rows], how)
+            expected = torch.stack([whole[number][counts[number] - 1] for number in rows])
+            assert torch.equal(out, expected)
