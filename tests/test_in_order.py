@@ -9,7 +9,7 @@ from test_kernels import DTYPES, SHAPES, SHORT, assert_close, attend_densely, fo
 
 from nanoinfer.attention.context import Scoring
 from nanoinfer.kernels.attention.in_order import DECODE_PROGRAMS, decode_in_order, prefill_in_order
-from nanoinfer.kernels.linear.in_order import FEW, TILES, InOrderWeight, in_order_triton
+from nanoinfer.kernels.linear.in_order import MOST_IN_FLOAT32, TILES, InOrderWeight, in_order_triton
 
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HOW = [(None, None), (1, None), (50, 2.0), (300, None)]  # windows and soft caps
@@ -48,7 +48,7 @@ class TestProducts:
         x, weight = randn(tokens, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype)
         bias = randn(out_features, dtype=dtype)
         expected = x.double() @ weight.double().T
-        for tiles in (None, *TILES, *FEW.values()):
+        for tiles in (None, *TILES):
             assert_close(in_order_triton(x, weight, tiles=tiles), expected)
             assert_close(in_order_triton(x, weight, bias, tiles=tiles), expected + bias)
         out = torch.empty(tokens, out_features, dtype=dtype, device=DEVICE)
@@ -67,7 +67,9 @@ class TestProducts:
         for own_bias in (None, bias):
             expected = in_order_triton(x, weight, own_bias)
             assert expected.ne(0).float().mean() > 0.5
-            for tiles in TILES[2 * (dtype == torch.float32) :]:
+            for tiles in TILES:
+                if dtype == torch.float32 and tiles.tokens * tiles.outputs > MOST_IN_FLOAT32:
+                    continue
                 assert torch.equal(in_order_triton(x, weight, own_bias, tiles=tiles), expected)
             in_order = InOrderWeight(weight, own_bias is not None, sizes)
             for tokens in (*sizes, 3, 17, 33, 65, 130, 300):

@@ -15,7 +15,7 @@ from nanoinfer.requests.request import Requests
 def start(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests]:
     """Start an engine in this process, or replicas in others; returns it, and its requests."""
     if config.data_parallel_size > 1:
-        replicas = Replicas(config)
+        replicas = Replicas(config, tokenizer)
         return replicas, ReplicaRequests(replicas, config, tokenizer)
     engine = LLMEngine(config)
     return engine, Requests(engine, tokenizer)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
@@ -372,6 +372,8 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
     option, folder = ("model", config.model) if config.tokenizer is None else ("tokenizer", config.tokenizer)
     if not has_tokenizer(folder):
         return None
+    from transformers import AutoTokenizer  # here, for it imports much that ranks and replicas do not need
+
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:

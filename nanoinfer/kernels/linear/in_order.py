@@ -20,6 +20,7 @@ from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_m
 from nanoinfer.kernels.linear.one_wave import add_product
 
 MAX_STAGES = 5
+FEW_TOKENS = 32  # up to here our kernel, which is launched early, is faster than cuBLAS (measured on an H200)
 NEIGHBOURS = 8  # tiles of tokens that are computed side by side, with the same rows of the weight
 
 
@@ -33,7 +34,7 @@ class InOrderWeight:
 
     def product(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Compute x @ weight.T + bias: [tokens, in_features] to [tokens, out_features], into `out` if given."""
-        function = _cublas if len(x) in self._for_cublas else in_order_triton
+        function = _cublas if len(x) in self._for_cublas and len(x) > FEW_TOKENS else in_order_triton
         return function(x, self._weight, bias, out)
 
 
@@ -81,20 +82,34 @@ class Tiles(NamedTuple):
     warps: int
 
 
-TILES = Tiles(128, 256, 64, 8), Tiles(128, 128, 64, 8), Tiles(64, 128, 64, 4), Tiles(64, 64, 128, 4)  # largest first
-FEW = {16: Tiles(16, 64, 128, 4), 32: Tiles(32, 64, 128, 4)}  # by the most tokens
+TILES = (  # of those that would take equally long, the first is chosen
+    Tiles(128, 256, 64, 8),
+    Tiles(128, 128, 64, 8),
+    Tiles(64, 128, 64, 4),
+    Tiles(64, 64, 128, 4),
+    Tiles(64, 32, 128, 4),
+    Tiles(32, 64, 128, 4),
+    Tiles(32, 32, 128, 4),
+    Tiles(16, 64, 128, 4),
+    Tiles(16, 32, 128, 4),
+    Tiles(16, 16, 128, 4),
+)
+MOST_IN_FLOAT32 = 64 * 128  # outputs of a tile, so that a thread's registers hold its share
 
 
 def choose_tiles(x: Tensor, out_features: int) -> Tiles:
-    """Return the largest tiles of which each multiprocessor gets one, if there are such."""
+    """Return the tiles with which the multiprocessors would be done first, if each computed one at a time."""
     tokens, multiprocessors = len(x), num_multiprocessors(x.device)
-    for most, tiles in FEW.items():
-        if tokens <= most:
-            return tiles
-    for tiles in TILES if x.itemsize == 2 else TILES[2:]:
-        if triton.cdiv(tokens, tiles.tokens) * triton.cdiv(out_features, tiles.outputs) >= multiprocessors:
-            return tiles
-    return TILES[-1]
+
+    def fits(tiles: Tiles) -> bool:
+        in_registers = x.itemsize == 2 or tiles.tokens * tiles.outputs <= MOST_IN_FLOAT32
+        return in_registers and (tiles.tokens >= 64 if tokens > 32 else tiles.tokens == (16 if tokens <= 16 else 32))
+
+    def time(tiles: Tiles) -> int:
+        count = triton.cdiv(tokens, tiles.tokens) * triton.cdiv(out_features, tiles.outputs)
+        return triton.cdiv(count, multiprocessors) * tiles.tokens * tiles.outputs
+
+    return min(filter(fits, TILES), key=time)
 
 
 def in_order_triton(
