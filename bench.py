@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
@@ -209,6 +208,8 @@ def binned_rate(times: list[float], tokens: list[int], bins: int = 100) -> tuple
 
 def run_transformers(args: argparse.Namespace, folder: str, result: dict[str, Any]) -> dict[str, Any]:
     """Run the same prompts as one left-padded batch through transformers' generate."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # here, for ranks and replicas import this file, too
+
     device = "cpu" if result["device"] == "cpu" else "cuda"
     if args.config:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig, PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int
 from nanoinfer.hints import ELSEWHERE
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.models import check_architectures
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 GENERATION_SETTINGS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings",
@@ -54,6 +55,8 @@ def _read_config(folder: str) -> PretrainedConfig:
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot read its config.json: {error}") from error
     check_architectures(architectures)  # first: transformers may not know it, and cannot say what we support
+    from transformers import AutoConfig  # here, for ranks need not import it
+
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
-from transformers import PretrainedConfig
 
 from nanoinfer.attention import choose_backend
 from nanoinfer.checkpoint import Checkpoint
@@ -20,6 +19,9 @@ from nanoinfer.models import describe
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.sources import FileSource
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"

@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
-
 from nanoinfer.structured_outputs import ANY_OBJECT
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
 
 MOST_KEPT = 256  # compiled grammars
 NUM_THREADS = min(4, os.cpu_count() or 1)  # that make masks

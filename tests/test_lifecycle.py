@@ -52,6 +52,12 @@ def test_a_script_beside_the_clone_imports_it(tmp_path: Path) -> None:
     assert done.stdout == "LLM\n", done.stderr
 
 
+def test_a_rank_imports_no_transformers() -> None:
+    """Each process that starts would take a second longer, and far longer beside all that transformers looks for."""
+    code = "import sys, nanoinfer.runner.worker; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_the_memory_plan_is_told_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="nanoinfer"), LLM(BUNDLED_MODEL, num_kvcache_blocks=16) as llm:
         llm.generate([[30]], greedy(2), use_tqdm=False)

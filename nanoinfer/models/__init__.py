@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.settings import check_sizes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FAMILIES = {
     "Gemma2ForCausalLM": "gemma.describe_gemma2",

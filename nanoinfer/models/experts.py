@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from nanoinfer.checks import as_int
 from nanoinfer.models.description import Experts
 from nanoinfer.models.settings import size_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def read_experts(

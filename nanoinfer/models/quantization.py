@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import short
 from nanoinfer.weights.fp8_format import ROWS_TOGETHER, Fp8Format
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SUPPORTED = "supported are 'fp8', and 'compressed-tensors' of 8-bit floats ('float-quantized')"
 

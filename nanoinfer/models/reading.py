@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.quantization import read_fp8
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none, refuse
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config's name: ours
 

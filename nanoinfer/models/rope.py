@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.models.settings import above_one, head_dim_of, positive
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Parameters = Mapping[str, Any]
 ANY_LENGTH = ("default", "linear", "llama3", "yarn")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int, as_number
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

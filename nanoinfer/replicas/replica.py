@@ -15,10 +15,9 @@ from collections.abc import Collection, Iterator
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -33,6 +32,9 @@ from nanoinfer.requests.inputs import Inputs, Prepared
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.request import Request, Requests
 from nanoinfer.weights.sources import FileSource, TensorSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 QUIET_SECONDS = 0.1  # without a report, while requests run
 

@@ -12,9 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from copy import copy
 from enum import Enum, auto
 from multiprocessing.connection import wait
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.interrupts import delayed_interrupt
@@ -29,6 +27,9 @@ from nanoinfer.requests.interface import Fate
 from nanoinfer.runner.memory.lender import Tag
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.weights.sources import FileSource, TensorSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("nanoinfer")
 

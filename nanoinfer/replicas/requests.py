@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable, Hashable
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, get_args
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, get_args
 
 from nanoinfer.checks import check_choice
 from nanoinfer.config import Config
@@ -25,6 +23,9 @@ from nanoinfer.requests.interface import AnyRequests, Fate
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
 from nanoinfer.requests.results import SampleResult, request_output
 from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 UNBEGUN = 1 / 4  # of its rows, a replica has so many samples that it has not begun: no step waits for the queue
 GIVEN_UP = "two replicas died while they computed this sample"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -10,6 +10,9 @@ from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.requests import ReplicaRequests
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.request import Requests
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def start(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests]:

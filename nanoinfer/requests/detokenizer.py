@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from functools import partial
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.requests.stop_strings import stop_strings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"  # a decoder writes this for bytes that are no character
 MAX_WINDOW = 8  # tokens: a longer window drops its older half if it can

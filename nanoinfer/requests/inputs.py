@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import fields
-from typing import Any, NamedTuple
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
@@ -15,6 +13,9 @@ from nanoinfer.grammar import Grammar, Grammars
 from nanoinfer.hub import has_tokenizer
 from nanoinfer.requests.detokenizer import decoder
 from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # In the keys of messages and prompts, such as image_url and images:
 MEDIA = ("image", "video", "audio", "multi_modal", "mm_processor")
@@ -372,7 +373,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
     option, folder = ("model", config.model) if config.tokenizer is None else ("tokenizer", config.tokenizer)
     if not has_tokenizer(folder):
         return None
-    from transformers import AutoTokenizer  # here, for it imports much that ranks and replicas do not need
+    from transformers import AutoTokenizer  # here, for ranks and replicas need not import it
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, get_args
 
 from nanoinfer.checks import check_choice
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -18,6 +16,9 @@ from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.interface import AnyRequests, Fate
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
 from nanoinfer.requests.results import SampleResult, prompt_logprobs, request_output
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Sample:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.models.description import Description, Names
 from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of, positive, positive_or_none, refuse
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NAMES = Names(
     attention_norm="input_layernorm",

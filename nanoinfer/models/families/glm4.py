@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description, Names
 from nanoinfer.models.reading import describe_common, refuse_windows
 from nanoinfer.models.rope import read_rope, read_rotary_dim
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NAMES = Names(
     attention_norm="input_layernorm",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.reading import describe_common, refuse_windows
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def describe(config: PretrainedConfig) -> Description:

@@ -5,13 +5,16 @@ The queries of Ministral 3 also grow with the position, and the layers of Mixtra
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description, Names, QueryScaling
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.reading import describe_common, read_windows, same_windows
 from nanoinfer.models.rope import read_original_length
 from nanoinfer.models.settings import positive
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MIXTRAL_NAMES = Names(
     router="block_sparse_moe.gate",

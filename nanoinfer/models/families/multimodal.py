@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.families import gemma, mistral, qwen2, qwen3
 from nanoinfer.models.quantization import read_fp8
 from nanoinfer.models.reading import refuse_windows
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.models.description import Description, Names
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of, refuse
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NAMES = Names(
     attention_norm=None,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.experts import read_experts, sparse_layers
 from nanoinfer.models.reading import describe_common, read_windows
 from nanoinfer.models.settings import size_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def describe(config: PretrainedConfig) -> Description:

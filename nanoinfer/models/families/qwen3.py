@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.experts import read_experts, sparse_layers
 from nanoinfer.models.reading import describe_common, read_windows, same_windows
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def describe(config: PretrainedConfig) -> Description:
