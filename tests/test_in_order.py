@@ -8,8 +8,9 @@ from conftest import DEVICE, plan_ahead
 from test_kernels import DTYPES, SHAPES, SHORT, assert_close, attend_densely, forget, paged, randn
 
 from nanoinfer.attention.context import Scoring
-from nanoinfer.kernels.attention.in_order import DECODE_PROGRAMS, decode_in_order, prefill_in_order
-from nanoinfer.kernels.linear.in_order import MOST_IN_FLOAT32, TILES, InOrderWeight, in_order_triton
+from nanoinfer.kernels.attention.in_order.decode import DECODE_PROGRAMS, decode_in_order
+from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
+from nanoinfer.kernels.linear.in_order import FEW, TILES, InOrderWeight, choose_tiles, fits_float32, in_order_triton
 
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HOW = [(None, None), (1, None), (50, 2.0), (300, None)]  # windows and soft caps
@@ -48,13 +49,25 @@ class TestProducts:
         x, weight = randn(tokens, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype)
         bias = randn(out_features, dtype=dtype)
         expected = x.double() @ weight.double().T
-        for tiles in (None, *TILES):
+        for tiles in (None, *TILES, *FEW.values()):
             assert_close(in_order_triton(x, weight, tiles=tiles), expected)
             assert_close(in_order_triton(x, weight, bias, tiles=tiles), expected + bias)
         out = torch.empty(tokens, out_features, dtype=dtype, device=DEVICE)
         assert InOrderWeight(weight, False, [tokens]).product(x, out=out) is out
         assert_close(out, expected)
         assert_close(InOrderWeight(weight, True, [3]).product(x, bias), expected + bias)
+
+    @pytest.mark.parametrize(
+        ("tokens", "out_features", "tile"),
+        [(1, 4096, (16, 64)), (17, 4096, (32, 64)), (64, 4096, (64, 32)), (128, 4096, (64, 64)), (128, 6144, (64, 128)),
+         (128, 24576, (128, 256)), (256, 4096, (64, 128)), (256, 6144, (128, 128)), (16384, 4096, (128, 256))],
+    )  # fmt: skip
+    def test_tiles_are_those_that_were_the_fastest_on_an_h200(
+        self, tokens: int, out_features: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("nanoinfer.kernels.linear.in_order.num_multiprocessors", lambda device: 132)
+        assert choose_tiles(torch.empty(tokens, 1, dtype=torch.bfloat16), out_features)[:2] == tile
+        assert fits_float32(choose_tiles(torch.empty(tokens, 1), out_features))
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -67,8 +80,8 @@ class TestProducts:
         for own_bias in (None, bias):
             expected = in_order_triton(x, weight, own_bias)
             assert expected.ne(0).float().mean() > 0.5
-            for tiles in TILES:
-                if dtype == torch.float32 and tiles.tokens * tiles.outputs > MOST_IN_FLOAT32:
+            for tiles in (*TILES, *FEW.values()):
+                if dtype == torch.float32 and not fits_float32(tiles):
                     continue
                 assert torch.equal(in_order_triton(x, weight, own_bias, tiles=tiles), expected)
             in_order = InOrderWeight(weight, own_bias is not None, sizes)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.kernels.attention.decode_plan import plan_decode
-from nanoinfer.kernels.attention.in_order import DECODE_PROGRAMS, decode_in_order, prefill_in_order
+from nanoinfer.kernels.attention.in_order.decode import DECODE_PROGRAMS, decode_in_order
+from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
 
 
 class InOrderBackend:

@@ -1,0 +1,1 @@
+"""Attention whose every sum has one order, for deterministic=True."""

@@ -1,0 +1,222 @@
+"""Attention of one new token per sequence over the paged cache, with the bits that a prompt's token has."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.attention.decode_plan import DecodePlan, Programs
+from nanoinfer.kernels.attention.in_order.chunk import CHUNK, UNSEEN, attend_to_chunk, join, result, tile_of
+from nanoinfer.kernels.attention.scores import in_log2
+from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.kernels.launch import early_launch, start_successor, wait_for_predecessor
+
+COMBINED_AT_ONCE = tl.constexpr(4)  # chunks' results that a program loads at once
+DECODE_PROGRAMS = Programs(tile=CHUNK, stages=5, warps=4, per_multiprocessor=2)
+
+
+def decode_in_order(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    max_context_len: int,
+    scale: float,
+    plan: DecodePlan,
+    softcap: float | None = None,
+    kv_scales: Tensor | None = None,
+) -> Tensor:
+    """Attend as paged_decode_reference does, with the plan's window, in one launch.
+
+    plan: from plan_decode of the same context_lens, for DECODE_PROGRAMS
+    """
+    rows, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    group, workers = heads // kv_heads, plan.shares.shape[0]
+    factor, cap = in_log2(scale, softcap)
+    out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    # The chunks' results of rows that several workers share: a worker begins at most one of these.
+    places = kv_heads, min(rows, workers), triton.cdiv(max_context_len, CHUNK), group
+    partial = torch.empty((*places, head_dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((*places, 2), dtype=torch.float32, device=q.device)
+    _decode_kernel[(workers, kv_heads)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        plan.shares,
+        plan.share_tiles,
+        plan.arrivals,
+        partial,
+        sums,
+        out,
+        kv_scales,
+        factor,
+        q.stride(0),
+        block_tables.stride(0),
+        places[1],
+        places[2],
+        BY_ROW=rows <= workers,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=plan.window or 0,
+        CAP=cap,
+        IN_FP8=k_cache.dtype == FP8,
+        CHUNK=CHUNK,
+        TILE=tile_of(k_cache),
+        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        num_warps=plan.programs.warps,
+        num_stages=plan.programs.stages,
+        enable_fp_fusion=False,
+        **early_launch(q),
+    )
+    return out
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    shares_ptr,
+    share_chunks_ptr,
+    arrivals_ptr,
+    partial_ptr,
+    sums_ptr,
+    out_ptr,
+    kv_scales_ptr,
+    factor,
+    q_stride,
+    table_stride,
+    places,
+    most_chunks,
+    BY_ROW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    worker, kv_head = tl.program_id(0), tl.program_id(1)
+    wait_for_predecessor(EARLY, START_SUCCESSOR=False)
+    first_row, last_row = tl.load(shares_ptr + worker * 4), tl.load(shares_ptr + worker * 4 + 1)
+    chunk, num_chunks = tl.load(shares_ptr + worker * 4 + 2), tl.load(shares_ptr + worker * 4 + 3)
+    share = tl.load(share_chunks_ptr)
+    v_scale = 1.0
+    if IN_FP8:
+        factor *= tl.load(kv_scales_ptr)
+        v_scale = tl.load(kv_scales_ptr + 1)
+    # One program serves all query heads of a KV head, so that each key is read once.
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + g
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+
+    left = num_chunks
+    for row in range(first_row, last_row + 1):
+        context_len = tl.load(context_lens_ptr + row)
+        first_key = tl.maximum(context_len - WINDOW, 0) if WINDOW > 0 else 0
+        skipped = first_key // CHUNK  # chunks before the window; `chunk` and `end_chunk` count from the next one
+        row_chunks = tl.cdiv(context_len, CHUNK) - skipped
+        end_chunk = tl.minimum(row_chunks, chunk + left)
+        is_whole = (chunk == 0) & (end_chunk == row_chunks)
+        q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+        position = tl.zeros([BLOCK_G], tl.int32) + context_len - 1
+        row_begin = worker * share + (num_chunks - left) - chunk
+        first_worker = row_begin // share
+        place = (kv_head * places + (row if BY_ROW else first_worker)) * most_chunks
+
+        top = tl.full([BLOCK_G], UNSEEN, tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        for own in range(chunk, end_chunk):
+            begin = (skipped + own) * CHUNK
+            more = attend_to_chunk(
+                q,
+                position,
+                tl.maximum(begin, first_key // TILE * TILE),
+                tl.minimum(begin + CHUNK, context_len),
+                context_len,
+                first_key,
+                block_tables_ptr + row * table_stride,
+                k_cache_ptr,
+                v_cache_ptr,
+                kv_head,
+                factor,
+                KV_HEADS,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                WINDOW,
+                CAP,
+                TILE,
+                BLOCK_G,
+                BLOCK_D,
+            )
+            if is_whole:
+                acc, top, total = join(acc, top, total, more[0], more[1], more[2])
+            else:
+                at = (place + own).to(tl.int64) * GROUP + g
+                tl.store(partial_ptr + at[:, None] * HEAD_DIM + d[None, :], more[0], mask=mask)
+                tl.store(sums_ptr + at * 2, more[1], mask=g < GROUP)
+                tl.store(sums_ptr + at * 2 + 1, more[2], mask=g < GROUP)
+
+        target = out_ptr + ((row * KV_HEADS + kv_head) * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+        if is_whole:
+            tl.store(target, result(acc * v_scale, total).to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            num_workers = (row_begin + row_chunks - 1) // share - first_worker + 1
+            tl.debug_barrier()  # every thread's stores come before the arrival that announces them
+            arrival = arrivals_ptr + row * KV_HEADS + kv_head
+            if tl.atomic_add(arrival, 1, sem="acq_rel") == num_workers - 1:
+                tl.store(arrival, 0)
+                acc, total = _join_all(partial_ptr, sums_ptr, place, row_chunks, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+                tl.store(target, result(acc * v_scale, total).to(out_ptr.dtype.element_ty), mask=mask)
+        left -= end_chunk - chunk
+        chunk = 0
+    start_successor(EARLY)  # not earlier: the successor would only take up room
+
+
+@triton.jit
+def _join_all(
+    partial_ptr,
+    sums_ptr,
+    place,
+    num_chunks,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Put the results of a row's chunks together, from `place` on."""
+    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    top = tl.full([BLOCK_G], UNSEEN, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(0, num_chunks, COMBINED_AT_ONCE):
+        for offset in tl.static_range(COMBINED_AT_ONCE):
+            chunk = start + offset
+            is_head = g < tl.where(chunk < num_chunks, GROUP, 0)
+            at = (place + chunk).to(tl.int64) * GROUP + g
+            # ".cg" reads past the L1 cache, which may hold an earlier layer's numbers.
+            next_top = tl.load(sums_ptr + at * 2, mask=is_head, other=UNSEEN, cache_modifier=".cg")
+            next_total = tl.load(sums_ptr + at * 2 + 1, mask=is_head, other=0.0, cache_modifier=".cg")
+            numbers = partial_ptr + at[:, None] * HEAD_DIM + d[None, :]
+            loaded = is_head[:, None] & (d < HEAD_DIM)[None, :]
+            next_acc = tl.load(numbers, mask=loaded, other=0.0, cache_modifier=".cg")
+            acc, top, total = join(acc, top, total, next_acc, next_top, next_total)
+    return acc, total
