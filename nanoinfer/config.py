@@ -66,7 +66,8 @@ class Config:
         could not be drawn has no entry then, and at temperature 0 the drawn token has 0.0. Nobody drew a prompt's
         tokens, so of the settings only the temperature changes theirs, and temperature 0 counts as 1
     deterministic: True: no bit of a request's results depends on what runs beside it, on caching, chunks or preemption.
-        On the CPU, each token is then computed alone, by one thread; CUDA and several ranks cannot do this yet
+        On CUDA, sums then have one order, and weights in FP8 and experts cannot do this yet. On the CPU, each token is
+        computed alone, by one thread. Several ranks cannot do this yet
     routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
         so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
         have experts
