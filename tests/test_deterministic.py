@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from safetensors.torch import load_file
 from test_models import CASES, build
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.attention.context import Context
 from nanoinfer.benchmark.determinism import LONGEST, Bits, bits_of, draw_cases, find_difference
+from nanoinfer.runner.one_by_one import OneByOne
 
 SECONDS = 4.0
 OPTIONS = {"device": "cpu", "max_model_len": 96, "deterministic": True}
@@ -57,6 +60,17 @@ class TestInCompany:
         assert compared > 10
 
     @pytest.mark.gpu
+    def test_a_cache_in_fp8_on_a_gpu(self) -> None:
+        make = maker(BUNDLED_MODEL, device="cuda", dtype="bfloat16")
+        _, difference = find_difference(partial(make, kv_cache_dtype="fp8"), SECONDS, 1, 20, LONGEST["cuda"])
+        assert difference is None, str(difference)
+
+    @pytest.mark.gpu
+    def test_eager_steps_and_graphs(self, make_llm: Callable[..., LLM]) -> None:
+        options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
+        assert bits(make_llm(**options, enforce_eager=True)) == bits(make_llm(**options))
+
+    @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_long_results_are_those_alone_on_a_gpu(self, dtype: str) -> None:
         """Rows have several chunks of keys, and programs share them."""
@@ -70,6 +84,29 @@ class TestInCompany:
         _, difference = find_difference(maker(BUNDLED_MODEL, deterministic=False), SECONDS, 0, 10)
         assert difference is not None
         assert difference.alone != difference.in_company
+        assert "the first result that differs is that of blocks.0." in str(difference)
+
+    @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+    def test_the_first_result_that_differs_is_named(
+        self, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One module of a deterministic engine returns something else for a token that has company."""
+        build(CASES[family], tmp_path)
+        run = OneByOne._run_rows
+
+        def disturbed(steps: OneByOne, num_rows: int, context: Context) -> torch.Tensor:
+            down_proj = steps.model.blocks[1].mlp.down_proj
+            factor = 1.00001 if num_rows > 2 else 1
+            hook = down_proj.register_forward_hook(lambda module, inputs, out: out * factor, prepend=True)
+            try:
+                return run(steps, num_rows, context)
+            finally:
+                hook.remove()
+
+        monkeypatch.setattr(OneByOne, "_run_rows", disturbed)
+        _, difference = find_difference(maker(str(tmp_path)), SECONDS, 0, 10)
+        assert difference is not None
+        assert "the first result that differs is that of blocks.1.mlp.down_proj, at position" in difference.cause
 
     def test_the_command(self) -> None:
         command = [sys.executable, "-m", "nanoinfer.benchmark.determinism", BUNDLED_MODEL]

@@ -2,7 +2,8 @@
 
 python -m nanoinfer.benchmark.determinism MODEL runs it for a model. It draws requests. The first engine cuts prompts
 into chunks, the second preempts sequences; then it draws further engines until the time is up. Each engine gets the
-requests in a random order and at random times, some of them twice, and loses some on the way.
+requests in a random order and at random times, some of them twice, and loses some on the way. If a result differs, the
+command runs the request again, and names the first tensor of the model that differs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanoinfer.benchmark.first_difference import Recorder, first_difference
 from nanoinfer.config import Config
 from nanoinfer.llm import LLM
 from nanoinfer.requests.outputs import RequestOutput
@@ -50,16 +52,23 @@ class Case:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing of a request's result that is another in company. options: the engine's"""
+    """The first thing of a request's result that is another in company.
+
+    options: the engine's; cause: the first tensor that differs
+    """
 
     case: Case
     options: dict[str, int]
     place: str
     alone: Any
     in_company: Any
+    cause: str
 
     def __str__(self) -> str:
-        return f"{self.place} is {self.in_company}, and alone {self.alone}; engine: {self.options}; {self.case}"
+        return (
+            f"{self.place} is {self.in_company}, and alone {self.alone}; {self.cause}; engine: {self.options};"
+            f" {self.case}"
+        )
 
 
 def draw_cases(
@@ -149,15 +158,45 @@ def find_difference(
     for number, options in enumerate(draw_options(rng, sum(longest))):
         if number >= LEAST_ENGINES and time.monotonic() > deadline:
             break
+        drawn, difference = rng.getstate(), None
         with make_llm(**options) as llm:
             for case, output in run_in_company(llm, cases, rng):
                 compared += 1
-                found = bits_of(output)
-                for (place, alone), (_, in_company) in zip(expected[id(case)], found, strict=False):
-                    if alone != in_company:
-                        return compared, Difference(case, options, place, alone, in_company)
-                assert len(found) == len(expected[id(case)])
+                if difference := _compare(expected[id(case)], bits_of(output)):
+                    break
+        if difference is not None:
+            rng.setstate(drawn)
+            cause = find_cause(make_llm, options, cases, rng, case, output.request_id)
+            return compared, Difference(case, options, *difference, cause)
     return compared, None
+
+
+def _compare(alone: Bits, in_company: Bits) -> tuple[str, Any, Any] | None:
+    """Return the first place that differs, with what is there alone and in company; None: there is none."""
+    assert len(alone) == len(in_company)
+    for (place, wanted), (_, found) in zip(alone, in_company, strict=True):
+        if wanted != found:
+            return place, wanted, found
+    return None
+
+
+def find_cause(
+    make_llm: Callable[..., LLM],
+    options: dict[str, int],
+    cases: list[Case],
+    rng: random.Random,
+    case: Case,
+    request_id: int,
+) -> str:
+    """Run a request again, alone and in the company that rng draws again, and say which tensor differs first."""
+    alone, in_company = Recorder(0), Recorder(request_id)
+    with make_llm(max_model_len=options["max_model_len"], enforce_eager=True) as llm, alone.watching(llm):
+        llm.generate([case.prompt], case.params, use_tqdm=False)
+    with make_llm(**options, enforce_eager=True) as llm, in_company.watching(llm):
+        for _, output in run_in_company(llm, cases, rng):
+            if output.request_id == request_id:
+                break
+    return first_difference(alone, in_company)
 
 
 def main() -> int:
