@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,9 @@ from test_models import CASES, build
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention.context import Context
 from nanoinfer.benchmark.determinism import LONGEST, Bits, bits_of, draw_cases, find_difference
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.logits.processors import LogitsProcessors
+from nanoinfer.runner.message import LogitsMessage
 from nanoinfer.runner.one_by_one import OneByOne
 
 SECONDS = 4.0
@@ -162,6 +166,18 @@ class TestChanges:
         prompts, params = [case.prompt for case in cases], [case.params for case in cases]
         together = make_llm(**OPTIONS, data_parallel_size=2).generate(prompts, params, use_tqdm=False)
         assert [bits_of(output) for output in together] == bits(make_llm(**OPTIONS))
+
+
+def test_rows_for_which_torch_sums_or_selects_are_drawn_alone() -> None:
+    """On a GPU the other rows are drawn together. Masks come for guided rows in ascending order."""
+    shapes = 64, 8, 32, torch.device("cpu"), TensorParallel()
+    processors = LogitsProcessors(*shapes, is_processed=False, is_deterministic=True)
+    plain, chosen, guided = {"logprobs": 0}, {"logprobs": 2}, {"structured_outputs": {"choice": ["a"]}}
+    settings = [plain, chosen, plain, {"kept_tokens": True}, {"logit_bias": {1: 1.0}}, guided, {**guided, **chosen}]
+    for row, setting in enumerate(settings):
+        processors.wanted[row] = LogitsMessage(SamplingParams(**setting), array("i"), 1, (), 0)
+    groups = processors._divide(list(processors.wanted))
+    assert [group.row_numbers.tolist() for group in groups] == [[1], [0, 2], [3], [4], [5], [6]]
 
 
 def test_experts_are_those_alone(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:

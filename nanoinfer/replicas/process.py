@@ -30,8 +30,7 @@ class ReplicaProcess:
     pipe: what it sends
     """
 
-    def __init__(self, config: Config, tokenizer: bytes, index: int) -> None:
-        """tokenizer: pickled"""
+    def __init__(self, config: Config, index: int) -> None:
         self.is_ready = False
         self.failure: Failed | None = None
         self._timeout = config.worker_timeout
@@ -40,7 +39,7 @@ class ReplicaProcess:
         self.pipe, theirs = context.Pipe()
         self._beats, beats = context.Pipe(duplex=False)
         self._process: Any = context.Process(
-            target=run_replica, args=(config, tokenizer, theirs, beats), name=f"nanoinfer-replica-{index}"
+            target=run_replica, args=(config, theirs, beats), name=f"nanoinfer-replica-{index}"
         )
         with _visible(gpus_of(config, index)), _interrupts_blocked():
             self._process.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import multiprocessing as mp
 import os
-import pickle
 import signal
 import threading
 import time
@@ -15,7 +14,7 @@ from collections.abc import Collection, Iterator
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,25 +27,22 @@ from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.replicas.freight import Crate, Shape, unload
 from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures, Task
-from nanoinfer.requests.inputs import Inputs, Prepared
+from nanoinfer.requests.inputs import Inputs, Prepared, load_tokenizer
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.request import Request, Requests
 from nanoinfer.weights.sources import FileSource, TensorSource
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 QUIET_SECONDS = 0.1  # without a report, while requests run
 
 
-def run_replica(config: Config, tokenizer: bytes, pipe: Connection, beats: Connection) -> None:
-    """Live as one replica: start an engine, then do what arrives until "close". tokenizer: pickled"""
+def run_replica(config: Config, pipe: Connection, beats: Connection) -> None:
+    """Live as one replica: start an engine, then do what arrives until "close"."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the LLM's process gets the Ctrl-C, and drops the requests
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now, see _interrupts_blocked
     outbox = Outbox(pipe)
     life = Life(outbox, beats, config)
     try:
-        replica = Replica(config, pickle.loads(tokenizer), pipe, outbox, life)
+        replica = Replica(config, pipe, outbox, life)
         outbox.send(Ready(replica.engine.memory))
         life.is_running = True
         replica.run()
@@ -115,15 +111,9 @@ class Life:
 class Replica:
     """One engine and its requests, which are tasks of the LLM's process."""
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: PreTrainedTokenizerBase | None,
-        pipe: Connection,
-        outbox: Outbox,
-        life: Life,
-    ) -> None:
+    def __init__(self, config: Config, pipe: Connection, outbox: Outbox, life: Life) -> None:
         self.engine = LLMEngine(config)
+        tokenizer = load_tokenizer(config)
         self._requests = Requests(self.engine, tokenizer)
         self._inputs = Inputs(config, tokenizer)
         self._pipe, self._outbox, self._life = pipe, outbox, life

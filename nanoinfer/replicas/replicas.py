@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -12,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from copy import copy
 from enum import Enum, auto
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.interrupts import delayed_interrupt
@@ -27,9 +26,6 @@ from nanoinfer.requests.interface import Fate
 from nanoinfer.runner.memory.lender import Tag
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.weights.sources import FileSource, TensorSource
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("nanoinfer")
 
@@ -53,13 +49,12 @@ class Replicas:
 
     memory: MemoryPlan
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(self, config: Config) -> None:
         """Start all replicas. Raises the ValueError of one that cannot start, or WorkerError if one dies."""
         check_spawning(f"data_parallel_size={config.data_parallel_size}", "replica")
         self.on_step: Callable[[StepResult], None] | None = None
         self.updater = ReplicaUpdater(self)
         self._config = copy(config)  # LLM writes into its own
-        self._tokenizer = pickle.dumps(tokenizer)  # once for all; a replica need not import what loads it
         self._owner = os.getpid()
         self._is_started = False
         self._failure: str | None = None  # why all have ended
@@ -73,7 +68,7 @@ class Replicas:
         try:
             for index in range(config.data_parallel_size):
                 with delayed_interrupt():
-                    self._processes[index] = ReplicaProcess(self._config, self._tokenizer, index)
+                    self._processes[index] = ReplicaProcess(self._config, index)
             plans: list[MemoryPlan] = []
             while len(plans) < config.data_parallel_size:
                 plans += self._receive()
@@ -186,7 +181,7 @@ class Replicas:
         told, restarts = self._what_next(process.is_ready)
         log.warning("%s; %s", reason, told)
         if restarts:
-            self._processes[index] = ReplicaProcess(self._config, self._tokenizer, index)
+            self._processes[index] = ReplicaProcess(self._config, index)
         if not self._processes:
             self._fail(f"no replica is left: {reason}")
 

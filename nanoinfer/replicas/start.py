@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def start(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests]:
     """Start an engine in this process, or replicas in others; returns it, and its requests."""
     if config.data_parallel_size > 1:
-        replicas = Replicas(config, tokenizer)
+        replicas = Replicas(config)
         return replicas, ReplicaRequests(replicas, config, tokenizer)
     engine = LLMEngine(config)
     return engine, Requests(engine, tokenizer)

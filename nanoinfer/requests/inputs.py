@@ -373,7 +373,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
     option, folder = ("model", config.model) if config.tokenizer is None else ("tokenizer", config.tokenizer)
     if not has_tokenizer(folder):
         return None
-    from transformers import AutoTokenizer  # here, for ranks and replicas need not import it
+    from transformers import AutoTokenizer  # here, for ranks need not import it
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

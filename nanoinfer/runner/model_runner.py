@@ -90,11 +90,11 @@ class ModelRunner:
         most_tokens = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens, self.has_host)
         self.holdings.weights.load(config)
-        if config.is_in_order:
-            sizes = graph_batch_sizes(config.max_num_seqs)
-            self.holdings.model.fix_order(sizes, config.max_num_batched_tokens)
         shape = config.max_num_seqs, self.holdings.model.num_ids
         self.logits = torch.empty(shape, dtype=config.torch_head_dtype, device=self.device)
+        if config.is_in_order:  # after what stays: it leaves free memory that goes back whole
+            sizes = graph_batch_sizes(config.max_num_seqs)
+            self.holdings.model.fix_order(sizes, config.max_num_batched_tokens)
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""
@@ -217,7 +217,8 @@ class ModelRunner:
         """
         most = self.config.max_model_len - 1
         length = min(self.config.max_num_batched_tokens, most)
-        if length >= LONG and self.config.attention_backend == "triton" and is_faster(self.device):
+        may_attend = self.config.attention_backend == "triton" and not self.config.is_in_order
+        if length >= LONG and may_attend and is_faster(self.device):
             start = min(MOST_KEYS + 1, most - length)
             chunk = ChunkMessage(array("i", [0]) * length, start, [0] * self.steps.max_blocks)
             self.run(PrefillMessage([], 0, [chunk], []))

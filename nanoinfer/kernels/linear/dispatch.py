@@ -1,4 +1,7 @@
-"""Matrix products, with the norm before and the activation after, by whichever kernel is fastest for the shape."""
+"""Matrix products, with the norm before and the activation after, by whichever kernel is fastest for the shape.
+
+Those of an InOrderWeight take that which keeps their order.
+"""
 
 from __future__ import annotations
 

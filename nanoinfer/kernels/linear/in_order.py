@@ -2,13 +2,13 @@
 
 Our kernel does so for tiles of any size: tensor cores add the same terms to an output one after the other, however many
 outputs there are beside it. cuBLAS, which is faster for many tokens, does so wherever it does not divide the inputs.
-Which numbers of tokens these are is nowhere written. So we compare bits, of products that are all rounding error.
+Neither is promised anywhere. So we compare bits at the start, of products that are all rounding error.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -28,13 +28,16 @@ class InOrderWeight:
     """A weight whose products add up in the order of the inputs."""
 
     def __init__(self, weight: Tensor, has_bias: bool, sizes: Iterable[int]) -> None:
-        """weight: [out_features, in_features]; sizes: the numbers of tokens for which to try cuBLAS"""
+        """Find out for which of these numbers of tokens cuBLAS has the same bits. Raises ValueError as find_sizes does.
+
+        weight: [out_features, in_features]
+        """
         self._weight = weight
-        self._for_cublas = sizes_for_cublas(*weight.shape, weight.dtype, has_bias, weight.device, tuple(sizes))
+        self._for_cublas = find_sizes(*weight.shape, weight.dtype, has_bias, weight.device, tuple(sizes))
 
     def product(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Compute x @ weight.T + bias: [tokens, in_features] to [tokens, out_features], into `out` if given."""
-        function = _cublas if len(x) in self._for_cublas and len(x) > FEW_TOKENS else in_order_triton
+        function = _cublas if len(x) in self._for_cublas else in_order_triton
         return function(x, self._weight, bias, out)
 
 
@@ -45,7 +48,7 @@ def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None =
 
 
 @functools.cache
-def sizes_for_cublas(
+def find_sizes(
     out_features: int,
     in_features: int,
     dtype: torch.dtype,
@@ -53,9 +56,10 @@ def sizes_for_cublas(
     device: torch.device,
     sizes: tuple[int, ...],
 ) -> frozenset[int]:
-    """Return for how many tokens cuBLAS multiplies by a weight of this shape with the same bits as our kernel.
+    """Return for how many tokens cuBLAS is to multiply by a weight of this shape: it has the bits of our kernel.
 
     sizes: the numbers of tokens to try
+    Raises ValueError if our kernel has not the same bits for all of them. It computes those that cuBLAS does not.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -63,14 +67,23 @@ def sizes_for_cublas(
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     half = in_features // 2
+    bias = numbers(out_features) * 1e-6 if has_bias else None
     x, weight = numbers(max(sizes), in_features), numbers(out_features, in_features)
     # Each product's second half undoes its first, so that the result is what was rounded away.
     x[:, half : 2 * half] = x[:, :half]
     weight[:, half : 2 * half] = -weight[:, :half]
     weight[:, 2 * half :] = 0
-    bias = numbers(out_features) * 1e-6 if has_bias else None
     expected = in_order_triton(x, weight, bias)
-    return frozenset(size for size in sizes if torch.equal(_cublas(x[:size], weight, bias), expected[:size]))
+
+    def has_these_bits(multiply: Callable[..., Tensor], size: int) -> bool:
+        return torch.equal(multiply(x[:size], weight, bias), expected[:size])
+
+    # A switch of torch may let cuBLAS round float32 at any later time.
+    many = [size for size in sizes if size > FEW_TOKENS and dtype != torch.float32]
+    for_cublas = frozenset(size for size in many if has_these_bits(_cublas, size))
+    if not all(has_these_bits(in_order_triton, size) for size in sizes if size not in for_cublas):
+        raise ValueError("deterministic=True: this GPU adds up in other orders for other numbers of tokens")
+    return for_cublas
 
 
 class Tiles(NamedTuple):

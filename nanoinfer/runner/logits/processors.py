@@ -45,8 +45,8 @@ class LogitsProcessors:
 
         is_processed: whether log-probabilities are those of the distributions that tokens are drawn from
         is_alone: whether each row is drawn by itself
-        is_deterministic: whether rows are drawn by themselves while torch's own functions compute for any of them,
-            whose bits may depend on the number of rows
+        is_deterministic: whether a row is drawn by itself for which torch's own functions compute: their bits may
+            depend on the number of rows
         """
         self.wanted: dict[int, LogitsMessage] = {}
         self.vocab_size = vocab_size
@@ -64,16 +64,6 @@ class LogitsProcessors:
         """The device memory, in bytes, that the tokens so far and a running redraw may take."""
         rows, longest = self._history_shape
         return (COPIES * LOGITS_AT_ONCE * (self.vocab_size + longest) + rows * longest) * torch.float32.itemsize
-
-    @property
-    def _are_alone(self) -> bool:
-        """Whether each row is drawn by itself now."""
-        return self._is_alone or (self._is_deterministic and any(map(_needs_torch, self.wanted.values())))
-
-    @property
-    def _rows_at_once(self) -> int:
-        """How many rows' logits are in float32 at a time."""
-        return 1 if self._are_alone else LOGITS_AT_ONCE
 
     def prompt_tokens_at_once(self, chunks: list[ChunkMessage]) -> int:
         """Return for how many tokens of these chunks the log-probabilities may be computed together."""
@@ -126,7 +116,7 @@ class LogitsProcessors:
             groups = self._divide([row for row in self.wanted if row >= first_row])
         else:
             groups = self._groups = self._groups or self._divide(list(self.wanted))
-        groups_masks = self._upload_masks(masks)
+        groups_masks = self._upload_masks(masks, [len(group.row_numbers) for group in groups if group.is_guided])
         for group in groups:
             at = group.row_numbers - first_row
             group_temperatures, group_positions = temperatures[at], positions[at]
@@ -154,11 +144,11 @@ class LogitsProcessors:
             extras.logprobs += group.logprobs(some, drawn, first_row)
         self._count_draw(first_row)
 
-    def _upload_masks(self, masks: MaskMessage | None) -> Iterator[Tensor]:
-        """Return the masks of each group of guided rows, [rows, words] int32 on the device."""
+    def _upload_masks(self, masks: MaskMessage | None, sizes: list[int]) -> Iterator[Tensor]:
+        """Return the masks of each group of guided rows, [rows, words] int32 on the device; sizes: those groups'"""
         if masks is None:
             return iter(())
-        return iter(upload(masks.words, self.device).view(masks.num_rows, -1).split(self._rows_at_once))
+        return iter(upload(masks.words, self.device).view(masks.num_rows, -1).split(sizes))
 
     def _count_draw(self, first_row: int) -> None:
         """Count down min_tokens. A row that comes to 0 may end, and leaves `wanted` if it wants nothing else."""
@@ -182,21 +172,27 @@ class LogitsProcessors:
     def _divide(self, rows: list[int]) -> list[LogitsProcessorGroup]:
         """Put rows that need no logits in float32 in one group, the others in groups that fit the memory.
 
-        Guided rows have groups of their own, in ascending order, as their masks come.
+        Guided rows have groups of their own, in ascending order, as their masks come. Rows that are drawn by
+        themselves have groups of their own, too; if one of the guided rows is such a row, all of them.
         """
+        alone = {row for row in rows if self._is_drawn_alone(self.wanted[row])}
         shaped = [row for row in rows if self._is_shaped(self.wanted[row])]
         plain = sorted(set(rows).difference(shaped))
         guided = sorted(row for row in shaped if self.wanted[row].params.is_guided)
         others = [row for row in shaped if not self.wanted[row].params.is_guided]
-        plain_at_once, at_once = 1 if self._are_alone else self._max_num_seqs, self._rows_at_once
-        kinds = (plain, plain_at_once), (others, at_once), (guided, at_once)
+        parts = [(part, False) for part in _split(plain, alone, self._max_num_seqs)]
+        parts += [(part, True) for part in _split(others, alone, LOGITS_AT_ONCE)]
+        guided_alone = set(guided) if alone.intersection(guided) else set()
+        parts += [(part, True) for part in _split(guided, guided_alone, LOGITS_AT_ONCE)]
         return [
-            LogitsProcessorGroup(
-                {row: self.wanted[row] for row in some[start : start + most]}, some is not plain, self.device
-            )
-            for some, most in kinds
-            for start in range(0, len(some), most)
+            LogitsProcessorGroup({row: self.wanted[row] for row in part}, is_shaped, self.device)
+            for part, is_shaped in parts
         ]
+
+    def _is_drawn_alone(self, message: LogitsMessage) -> bool:
+        """Whether the row is drawn by itself: torch sums for kept_tokens, and selects for log-probabilities."""
+        params = message.params
+        return self._is_alone or (self._is_deterministic and (params.kept_tokens or bool(params.logprobs)))
 
     def _is_shaped(self, message: LogitsMessage) -> bool:
         """Whether the row needs its logits in float32, to change them or to tell of changed ones."""
@@ -204,6 +200,8 @@ class LogitsProcessors:
         return message.changes_logits or params.kept_tokens or (self.is_processed and params.logprobs is not None)
 
 
-def _needs_torch(message: LogitsMessage) -> bool:
-    """Whether torch's own functions sum or select for the row: logsumexp for kept_tokens, topk for log-probabilities"""
-    return message.params.kept_tokens or bool(message.params.logprobs)
+def _split(rows: list[int], alone: set[int], most: int) -> list[list[int]]:
+    """Split rows into those that are alone, and parts of at most so many of the others."""
+    together = [row for row in rows if row not in alone]
+    parts = [together[start : start + most] for start in range(0, len(together), most)]
+    return [[row] for row in rows if row in alone] + parts

@@ -39,7 +39,8 @@ def decode_in_order(
     factor, cap = in_log2(scale, softcap)
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     # The chunks' results of rows that several workers share: a worker begins at most one of these.
-    places = kv_heads, min(rows, workers), triton.cdiv(max_context_len, CHUNK), group
+    longest = max_context_len if plan.window is None else min(plan.window + CHUNK, max_context_len)
+    places = kv_heads, min(rows, workers), triton.cdiv(longest, CHUNK), group
     partial = torch.empty((*places, head_dim), dtype=torch.float32, device=q.device)
     sums = torch.empty((*places, 2), dtype=torch.float32, device=q.device)
     _decode_kernel[(workers, kv_heads)](
