@@ -82,7 +82,9 @@ def find_sizes(
     many = [size for size in sizes if size > FEW_TOKENS and dtype != torch.float32]
     for_cublas = frozenset(size for size in many if has_these_bits(_cublas, size))
     if not all(has_these_bits(in_order_triton, size) for size in sizes if size not in for_cublas):
-        raise ValueError("deterministic=True: this GPU adds up in other orders for other numbers of tokens")
+        raise ValueError(
+            "deterministic=True: this GPU adds up in other orders for other numbers of tokens; device='cpu' does not"
+        )
     return for_cublas
 
 
