@@ -22,7 +22,7 @@ from nanoinfer.benchmark.determinism import LONGEST, Bits, bits_of, draw_cases, 
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.message import LogitsMessage
-from nanoinfer.runner.one_by_one import OneByOne
+from nanoinfer.runner.steps.one_by_one import OneByOne
 
 SECONDS = 4.0
 OPTIONS = {"device": "cpu", "max_model_len": 96, "deterministic": True}

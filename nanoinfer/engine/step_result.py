@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from nanoinfer.engine.scheduler import Step
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.runner.pending_tokens import PendingTokens
+from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
 
 @dataclass

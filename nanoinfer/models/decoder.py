@@ -144,7 +144,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A whole model. The runner uses the members that runner.steps.CausalLM declares."""
+    """A whole model. The runner uses the members that runner.steps.steps.CausalLM declares."""
 
     def __init__(
         self,

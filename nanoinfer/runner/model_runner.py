@@ -26,10 +26,10 @@ from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, MaskMessage, PrefillMessage, StepMessage
-from nanoinfer.runner.one_by_one import OneByOne
-from nanoinfer.runner.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.side_by_side import run_side_by_side
-from nanoinfer.runner.steps import Steps
+from nanoinfer.runner.steps.one_by_one import OneByOne
+from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
+from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 
 log = logging.getLogger("nanoinfer")

@@ -14,7 +14,7 @@ from nanoinfer.engine.ranks.peers import Peers
 from nanoinfer.engine.ranks.workers import WorkerError, Workers
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.model_runner import ModelRunner
-from nanoinfer.runner.pending_tokens import PendingTokens
+from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
 
 class Ranks:

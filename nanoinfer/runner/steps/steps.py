@@ -13,13 +13,13 @@ from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
-from nanoinfer.runner.input_batch import InputBatch, PrefillInputs
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import copy_blocks
 from nanoinfer.runner.message import ChunkMessage, MaskMessage, PrefillMessage, StepMessage
-from nanoinfer.runner.pending_tokens import Launched
+from nanoinfer.runner.steps.input_batch import InputBatch, PrefillInputs
+from nanoinfer.runner.steps.pending_tokens import Launched
 
 
 class CausalLM(Protocol):

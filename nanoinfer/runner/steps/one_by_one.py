@@ -12,10 +12,10 @@ from nanoinfer.attention.context import Context
 from nanoinfer.config import Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
-from nanoinfer.runner.input_batch import PrefillInputs
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.message import ChunkMessage, StepMessage
-from nanoinfer.runner.steps import Steps
+from nanoinfer.runner.steps.input_batch import PrefillInputs
+from nanoinfer.runner.steps.steps import Steps
 
 
 class OneByOne(Steps):
