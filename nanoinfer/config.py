@@ -278,11 +278,6 @@ class Config:
                 "deterministic=True: products of weights in FP8 add up in other orders for other numbers of tokens;"
                 " on CUDA it needs weights of 16 or 32 bits, device='cpu' takes all"
             )
-        if self.description.experts is not None:
-            raise ValueError(
-                "deterministic=True: the products of experts add up in other orders for other numbers of tokens; on"
-                " CUDA it needs a model without experts, device='cpu' takes all"
-            )
 
     def _check_num_blocks(self) -> None:
         if self.num_kvcache_blocks is None:

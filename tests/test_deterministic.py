@@ -26,7 +26,6 @@ from nanoinfer.runner.steps.one_by_one import OneByOne
 
 SECONDS = 4.0
 OPTIONS = {"device": "cpu", "max_model_len": 96, "deterministic": True}
-NEED_CPU = ["qwen3moe"]
 FAMILIES = ["qwen3", "mistral window", "gemma2", "qwen3moe", "phi3 longrope"]
 
 
@@ -55,11 +54,11 @@ class TestInCompany:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in NEED_CPU])
+    @pytest.mark.parametrize("family", [*FAMILIES, "qwen2moe", "mixtral", "llama biases, llama3 rope"])
     def test_results_are_those_alone_on_a_gpu(self, family: str, dtype: str, tmp_path: Path) -> None:
         build(CASES[family], tmp_path)
         make = maker(str(tmp_path), device="cuda", dtype=dtype)
-        compared, difference = find_difference(make, SECONDS, FAMILIES.index(family), 20)
+        compared, difference = find_difference(make, SECONDS, 3, 20)
         assert difference is None, str(difference)
         assert compared > 10
 
@@ -227,14 +226,11 @@ class TestWhatCannotBe:
             LLM(BUNDLED_MODEL, **OPTIONS, tensor_parallel_size=2)
 
     @pytest.mark.gpu
-    def test_on_cuda(self, tmp_path: Path) -> None:
+    def test_on_cuda(self) -> None:
         with pytest.raises(ValueError, match=r"attention_backend='torch' adds up in other orders .* must be 'triton'"):
             LLM(BUNDLED_MODEL, deterministic=True, attention_backend="torch")
         with pytest.raises(ValueError, match="products of weights in FP8 add up in other orders"):
             LLM(BUNDLED_MODEL, deterministic=True, quantization="fp8")
-        build(CASES["qwen3moe"], tmp_path)
-        with pytest.raises(ValueError, match="the products of experts add up in other orders"):
-            LLM(str(tmp_path), deterministic=True)
 
     def test_no_flag(self) -> None:
         with pytest.raises(ValueError, match="deterministic='yes': must be True or False"):

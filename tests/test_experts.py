@@ -113,6 +113,7 @@ def test_expert_mlps(tokens: int, count: int, used: int, hidden_size: int, size:
         routes = routes_of(experts)
         expected = expert_mlps_reference(x.float(), routes, gate_up.float(), down.float(), "silu")
         assert_close(expert_mlps_triton(x, routes, gate_up, down, "silu"), expected)
+        assert_close(expert_mlps_triton(x, routes, gate_up, down, "silu", in_order=True), expected)
         pieces = expert_mlps_triton(x, routes, gate_up, down, "silu", may_split=True)
         assert pieces.shape == ((used, *x.shape) if tokens > 1 and used > 1 else x.shape)
         assert_close(pieces.float().sum(dim=0).to(dtype) if pieces.dim() == 3 else pieces, expected)

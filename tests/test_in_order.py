@@ -10,6 +10,8 @@ from test_kernels import DTYPES, SHAPES, SHORT, assert_close, attend_densely, fo
 from nanoinfer.attention.context import Scoring
 from nanoinfer.kernels.attention.in_order.decode import DECODE_PROGRAMS, decode_in_order
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
+from nanoinfer.kernels.experts.products import expert_mlps_triton
+from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.in_order import FEW, TILES, InOrderWeight, choose_tiles, fits_float32, in_order_triton
 
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -88,6 +90,26 @@ class TestProducts:
             for tokens in (*sizes, 3, 17, 33, 65, 130, 300):
                 order = torch.randperm(512, device=DEVICE)[:tokens]
                 assert torch.equal(in_order.product(x[order], own_bias), expected[order])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("count", "used", "hidden_size", "size"), [(128, 8, 2048, 768), (8, 2, 512, 1792), (60, 4, 72, 40)]
+)
+def test_experts_have_the_same_bits(count: int, used: int, hidden_size: int, size: int, dtype: torch.dtype) -> None:
+    """For any number of tokens, and so for tiles of any size."""
+    x = randn(3000, hidden_size, dtype=dtype)
+    gate_up = randn(count, 2 * size, hidden_size, dtype=dtype) / hidden_size**0.5
+    down = randn(count, hidden_size, size, dtype=dtype) / size**0.5
+    experts = torch.rand(3000, count, device=x.device).argsort()[:, :used].int().contiguous()
+    weights = torch.rand(experts.shape, device=x.device)
+    expected = expert_mlps_triton(x, Routes(experts, weights), gate_up, down, "silu", in_order=True)
+    for tokens in (1, 2, 7, 16, 40, 100, 300, 1000):
+        order = torch.randperm(3000, device=x.device)[:tokens]
+        routes = Routes(experts[order], weights[order])
+        out = expert_mlps_triton(x[order], routes, gate_up, down, "silu", in_order=True)
+        assert torch.equal(out, expected[order])
 
 
 class TestAttention:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype), requires_grad=False)
         self._in_order: InOrderWeight | None = None
 
-    def fix_order(self, sizes: Iterable[int]) -> None:
+    def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products for logits add up in the order of the inputs; sizes: as for InOrderWeight"""
         self._in_order = InOrderWeight(self.weight, False, sizes)
 

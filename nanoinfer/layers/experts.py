@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nanoinfer.kernels.experts.route import Routes, Scoring, route
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_and_linear
+from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -31,6 +32,11 @@ class Router(nn.Module):
         self.names = names
         self.used, self.scoring, self.normalised = used, scoring, normalised
         self.weight = nn.Parameter(torch.empty(count, hidden_size), requires_grad=False)
+        self._in_order: InOrderWeight | None = None
+
+    def fix_order(self, sizes: list[int]) -> None:
+        """Let a GPU's products add up in the order of the inputs; sizes: as for InOrderWeight"""
+        self._in_order = InOrderWeight(self.weight, False, sizes)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Routes, Tensor, Tensor]:
         """Let the joint add x to residual and normalise the sum; then choose the experts of each token.
@@ -40,7 +46,8 @@ class Router(nn.Module):
         lane = joint.lane(x)
         if joint.tp.size == 1 or lane is not None:
             x, norm, post = joint.scaled(x), joint.pre_norm, joint.post_norm
-            logits, joined, residual = norm_and_linear(x, residual, norm, self.weight, post, lane)
+            weight = self._in_order or self.weight
+            logits, joined, residual = norm_and_linear(x, residual, norm, weight, post, lane)
         else:
             joined, residual = joint(x, residual)
             logits = linear(joined, self.weight, may_split=True)
@@ -88,13 +95,19 @@ class SharedExpert(nn.Module):
         self.down_proj = RowParallelLinear(f"{expert}down_proj", size, hidden_size, tp, fp8=fp8)
         self.gate_name = f"{prefix}shared_expert_gate"
         self.gate = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
+        self._in_order: InOrderWeight | None = None
+
+    def fix_order(self, sizes: list[int]) -> None:
+        """Let a GPU's products with the gate add up in the order of the inputs; sizes: as for InOrderWeight"""
+        self._in_order = InOrderWeight(self.gate, False, sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's part of the weighted result; both [tokens, hidden_size]."""
         later = self.down_proj.rounds(len(x))
         gated = self.gate_up_proj.project(x, None if later else self.activation)
         out = self.down_proj.project(gated, self.activation if later else None)
-        return F.linear(x, self.gate).sigmoid() * out
+        gate = F.linear(x, self.gate) if self._in_order is None else self._in_order.product(x)
+        return gate.sigmoid() * out
 
     def shards(self) -> Iterator[Shard]:
         """Yield the gate's shard."""

@@ -24,7 +24,7 @@ from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.matrix import make_experts
-from nanoinfer.weights.plain_experts import ExpertTensors
+from nanoinfer.weights.plain_experts import ExpertTensors, PlainExperts
 from nanoinfer.weights.plain_matrix import PlainMatrix
 
 
@@ -209,7 +209,7 @@ class Decoder(nn.Module):
         sizes, tokens: of steps for which to try cuBLAS: the rows of decode steps, and the tokens of a full step
         """
         for module in self.modules():
-            if isinstance(module, PlainMatrix):
+            if isinstance(module, (PlainMatrix, PlainExperts, Router, SharedExpert)):
                 module.fix_order([*sizes, tokens])
         self.lm_head.fix_order(sizes)
 

@@ -51,10 +51,15 @@ class PlainExperts(nn.Module):
         self.size, self.start, self.share = size, start, share
         self.gate_up = nn.Parameter(torch.empty(count, 2 * share, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(count, hidden_size, share), requires_grad=False)
+        self._in_order = False
 
     def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
-        return expert_mlps(x, routes, self.gate_up, self.down, activation, may_split)
+        return expert_mlps(x, routes, self.gate_up, self.down, activation, may_split, self._in_order)
+
+    def fix_order(self, sizes: list[int]) -> None:
+        """Let a GPU's products add up in the order of the inputs, as they do for any numbers of tokens."""
+        self._in_order = True
 
     def shards(self) -> Iterator[Shard]:
         """Yield each expert's shards, and those of the stacked tensors that a checkpoint may have instead."""

@@ -6,7 +6,7 @@ them. The linear layers only tell it which rows and columns of which projections
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class PlainMatrix(nn.Module):
             del self.weight
             self.weight = PackedWeight(weight)
 
-    def fix_order(self, sizes: Iterable[int]) -> None:
+    def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products add up in the order of the inputs; sizes: as for InOrderWeight"""
         assert isinstance(self.weight, Tensor)
         self._in_order = InOrderWeight(self.weight, self.bias is not None, sizes)

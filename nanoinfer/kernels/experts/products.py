@@ -33,6 +33,7 @@ def expert_mlps(
     down: Tensor | Fp8Weight,
     activation: Activation,
     may_split: bool = False,
+    in_order: bool = False,
 ) -> Tensor:
     """Add up, for each token, the weighted results of its experts, in the order in which its router ranks them.
 
@@ -41,12 +42,13 @@ def expert_mlps(
     down: [experts, hidden_size, size]
     may_split: the result may also be several pieces that the kernels in kernels.norm add up, [used, tokens,
         hidden_size]: the weighted results of the tokens' likeliest experts, of their second ones, and so on
+    in_order: a token's result has the same bits with any number of tokens. On a GPU only, for weights of 16 or 32 bits
     An expert computes down @ (act(gate @ x) * (up @ x)). Returns [tokens, hidden_size].
     Weights in FP8 are such that kernels.linear.fp8_linear.can_multiply_fp8. With them, the kernels round several tokens
     to FP8 too, and their results of the activation.
     """
     if x.is_cuda:
-        return expert_mlps_triton(x, routes, gate_up, down, activation, may_split)
+        return expert_mlps_triton(x, routes, gate_up, down, activation, may_split, in_order)
     assert isinstance(gate_up, Tensor)
     assert isinstance(down, Tensor)
     return expert_mlps_reference(x, routes, gate_up, down, activation)
@@ -71,15 +73,16 @@ def expert_mlps_triton(
     down: Tensor | Fp8Weight,
     activation: Activation,
     may_split: bool = False,
+    in_order: bool = False,
 ) -> Tensor:
-    """expert_mlps as four launches and, unless `may_split`, a fifth for the sum; for one token two.
+    """expert_mlps as four launches and, unless `may_split`, a fifth for the sum; for one token two, unless `in_order`.
 
     With weights in FP8, each product of several tokens has a launch more, which rounds its input.
     """
     downs, scales, _ = parts_of(down)
     in_fp8 = scales is not None
     count, hidden_size, size = downs.shape
-    if is_one_row(x, routes, size):
+    if not in_order and is_one_row(x, routes, size):
         return one_row_expert_mlps(x, routes, gate_up, down, activation)
     tokens, used = routes.experts.shape
     block_m = choices_in_a_tile(tokens * used, count)

@@ -99,12 +99,12 @@ def norm_and_linear(
     x: Tensor,
     residual: Tensor | None,
     norm: Norm | None,
-    weight: Tensor,
+    weight: Tensor | InOrderWeight,
     post: Norm | None = None,
     lane: VectorLane | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return norm_linear's product, or pieces of it; the product's input, rms_norm(total, norm); and the total."""
-    if _is_one_row(x):
+    if isinstance(weight, Tensor) and _is_one_row(x):
         normed = torch.empty_like(x)
         out, total = one_row_norm_linear(x, residual, norm, weight, post=post, lane=lane, normed=normed)
         return out, normed, total
