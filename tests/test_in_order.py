@@ -12,6 +12,7 @@ from nanoinfer.kernels.attention.in_order.decode import DECODE_PROGRAMS, decode_
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
 from nanoinfer.kernels.experts.products import expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
+from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gate_mul_triton
 from nanoinfer.kernels.linear.in_order import FEW, TILES, InOrderWeight, choose_tiles, fits_float32, in_order_triton
 
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -58,6 +59,22 @@ class TestProducts:
         assert InOrderWeight(weight, False, [tokens]).product(x, out=out) is out
         assert_close(out, expected)
         assert_close(InOrderWeight(weight, True, [3]).product(x, bias), expected + bias)
+
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+    @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+    @pytest.mark.parametrize("has_bias", [False, True])
+    def test_gated_ones(self, has_bias: bool, dtype: torch.dtype, activation: Activation) -> None:
+        """On a GPU a token has the same bits, whether the product applies the activation or a launch of its own."""
+        x, weight = randn(40, 96, dtype=dtype), randn(200, 96, dtype=dtype) / 10
+        bias = randn(200, dtype=dtype) if has_bias else None
+        product = in_order_triton(x, weight, bias)
+        expected = gate_mul_triton(product, activation)
+        assert_close(expected, gate_mul_reference(product, activation))
+        in_order = InOrderWeight(weight, has_bias, [20])
+        for tokens in (1, 5, 16, 20, 33):
+            out = in_order.product(x[:tokens], bias, activation)
+            assert_close(out, expected[:tokens])
+            assert torch.equal(out, expected[:tokens]) or DEVICE == "cpu"
 
     @pytest.mark.parametrize(
         ("tokens", "out_features", "tile"),

@@ -51,7 +51,9 @@ def linear(
     rounds = isinstance(weight, Fp8Weight) and len(x) > 1
     if before is not None and not rounds:
         x = gate_mul(x, before)
-    if isinstance(weight, (PackedWeight, InOrderWeight)):
+    if isinstance(weight, InOrderWeight):
+        return weight.product(x, bias, activation)
+    if isinstance(weight, PackedWeight):
         out = weight.product(x, bias)
     elif _is_one_row(x):
         return one_row_linear(x, weight, bias, activation)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
+from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block
 from nanoinfer.kernels.linear.one_wave import add_product
 
 MAX_STAGES = 5
@@ -35,10 +36,17 @@ class InOrderWeight:
         self._weight = weight
         self._for_cublas = find_sizes(*weight.shape, weight.dtype, has_bias, weight.device, tuple(sizes))
 
-    def product(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Compute x @ weight.T + bias: [tokens, in_features] to [tokens, out_features], into `out` if given."""
-        function = _cublas if len(x) in self._for_cublas else in_order_triton
-        return function(x, self._weight, bias, out)
+    def product(
+        self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Compute kernels.linear.dispatch.linear, without an activation into `out` if given."""
+        if len(x) in self._for_cublas:
+            out = _cublas(x, self._weight, bias, out)
+        elif len(x) > FEW_TOKENS:
+            out = in_order_triton(x, self._weight, bias, out)
+        else:  # a launch more would take as long as the activation
+            return in_order_triton(x, self._weight, bias, out, activation)
+        return out if activation is None else gate_mul(out, activation)
 
 
 def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -132,17 +140,23 @@ def fits_float32(tiles: Tiles) -> bool:
 
 
 def in_order_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, tiles: Tiles | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    activation: Activation | None = None,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """Compute InOrderWeight.product in one launch. tiles: None: choose_tiles' own"""
-    (tokens, in_features), out_features = x.shape, weight.shape[0]
+    gated = activation is not None
+    (tokens, in_features), out_features = x.shape, weight.shape[0] // 2 if gated else weight.shape[0]
     assert x.is_contiguous()
     assert weight.is_contiguous()
     if out is None:
         out = torch.empty((tokens, out_features), dtype=x.dtype, device=x.device)
     tiles = tiles or choose_tiles(x, out_features)
     inputs = tiles.inputs * 2 // x.itemsize
-    stage = (tiles.tokens + tiles.outputs) * inputs * x.itemsize
+    stage = (tiles.tokens + tiles.outputs * (2 if gated else 1)) * inputs * x.itemsize
     _in_order_kernel[(triton.cdiv(tokens, tiles.tokens) * triton.cdiv(out_features, tiles.outputs),)](
         x,
         weight,
@@ -152,6 +166,7 @@ def in_order_triton(
         out_features,
         in_features,
         BIAS=bias is not None,
+        ACTIVATION=activation,
         WHOLE=in_features % inputs == 0,
         NEIGHBOURS=NEIGHBOURS,
         BLOCK_M=tiles.tokens,
@@ -174,6 +189,7 @@ def _in_order_kernel(
     out_features,
     in_features,
     BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WHOLE: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -181,6 +197,7 @@ def _in_order_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    GATED: tl.constexpr = ACTIVATION is not None
     # Programs that run side by side share what they read.
     program, token_tiles = tl.program_id(0), tl.cdiv(tokens, BLOCK_M)
     per_group = NEIGHBOURS * tl.cdiv(out_features, BLOCK_N)
@@ -192,11 +209,14 @@ def _in_order_kernel(
     has_token, has_output = (m < tokens)[:, None], (n < out_features)[:, None]
     if BIAS:
         bias = tl.load(bias_ptr + n, mask=n < out_features, other=0.0).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias_ptr + out_features + n, mask=n < out_features, other=0.0).to(tl.float32)
     wait_for_predecessor(EARLY)
 
     # Tensor cores need at least 64 rows in the left matrix: with fewer tokens, the weight is the left one.
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
     acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+    up_acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * in_features + k[None, :]
     weight_ptrs = weight_ptr + n.to(tl.int64)[:, None] * in_features + k[None, :]
     for start in range(0, in_features, BLOCK_K):
@@ -207,9 +227,18 @@ def _in_order_kernel(
         x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
         weight = tl.load(weight_ptrs + start, mask=weight_mask, other=0.0)
         acc = add_product(acc, x, weight, TOKENS_LEFT)
-    if not TOKENS_LEFT:
-        acc = tl.trans(acc)
+        if GATED:
+            up_ptrs = weight_ptrs + start + out_features.to(tl.int64) * in_features
+            up_weight = tl.load(up_ptrs, mask=weight_mask, other=0.0)
+            up_acc = add_product(up_acc, x, up_weight, TOKENS_LEFT)
     if BIAS:
-        acc += bias[None, :]
+        acc += bias[None, :] if TOKENS_LEFT else bias[:, None]
+    out = acc.to(out_ptr.dtype.element_ty)
+    if GATED:
+        if BIAS:
+            up_acc += up_bias[None, :] if TOKENS_LEFT else up_bias[:, None]
+        out = gate_mul_block(out, up_acc.to(out.dtype), ACTIVATION)
+    if not TOKENS_LEFT:
+        out = tl.trans(out)
     targets = out_ptr + m.to(tl.int64)[:, None] * out_features + n[None, :]
-    tl.store(targets, acc.to(out_ptr.dtype.element_ty), mask=has_token & (n < out_features)[None, :])
+    tl.store(targets, out, mask=has_token & (n < out_features)[None, :])
