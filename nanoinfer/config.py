@@ -65,9 +65,9 @@ class Config:
         distribution that each token was drawn from, after penalties, bias, masks, temperature and filters. A token that
         could not be drawn has no entry then, and at temperature 0 the drawn token has 0.0. Nobody drew a prompt's
         tokens, so of the settings only the temperature changes theirs, and temperature 0 counts as 1
-    deterministic: True: no bit of a request's results depends on what runs beside it, on caching, chunks or preemption.
-        On CUDA, sums then have one order, and weights in FP8 and experts cannot do this yet. On the CPU, each token is
-        computed alone, by one thread. Several ranks cannot do this yet
+    deterministic: True: no bit of a request's results depends on what runs beside it, on caching, chunks, preemption or
+        the number of ranks. On CUDA, sums then have one order; weights and KV caches in FP8 cannot do this yet. On the
+        CPU, each token is computed alone, by one thread. Several ranks cannot do this yet for all models
     routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
         so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
         have experts
@@ -261,10 +261,7 @@ class Config:
         if self.device != "cpu":
             self._check_in_order()
         if self.tensor_parallel_size > 1:
-            raise ValueError(
-                "deterministic=True: needs one rank: several add up in another order; use data_parallel_size for more"
-                " processes"
-            )
+            self.description.check_ranks_in_order(self.tensor_parallel_size, self.device == "cpu")
 
     def _check_in_order(self) -> None:
         """Raise ValueError if the device cannot fix the order of all sums."""
@@ -277,6 +274,11 @@ class Config:
             raise ValueError(
                 "deterministic=True: products of weights in FP8 add up in other orders for other numbers of tokens;"
                 " on CUDA it needs weights of 16 or 32 bits, device='cpu' takes all"
+            )
+        if self.kv_cache_dtype == "fp8":
+            raise ValueError(
+                "deterministic=True: on CUDA, attention to a KV cache in FP8 adds up in other orders for prompts than"
+                " for generated tokens; kv_cache_dtype must be 'auto', device='cpu' takes both"
             )
 
     def _check_num_blocks(self) -> None:

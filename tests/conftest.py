@@ -16,9 +16,10 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # set before the first kernel is defined: without a GPU Triton interprets them
 
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
+from nanoinfer.benchmark.workloads import write_config
 from nanoinfer.engine.block_manager import BlockManager, Content
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
 from nanoinfer.kernels.launch import launch_in_between
@@ -180,6 +181,14 @@ class CollidingBlockManager(BlockManager):
 
     def _content(self, *block: Any) -> Content:
         return CollidingContent(super()._content(*block))
+
+
+def write_random_checkpoint(name: str, folder: Path) -> None:
+    """Write a checkpoint of a published shape with random weights, which are drawn on the GPU."""
+    write_config(name, str(folder))
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
 
 
 def greedy(max_tokens: int = 32, **settings: Any) -> SamplingParams:

@@ -7,14 +7,15 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import greedy
+from conftest import greedy, write_random_checkpoint
 from safetensors.torch import load_file
-from test_models import CASES, build
+from test_models import CASES, Case, build
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention.context import Context
@@ -61,12 +62,6 @@ class TestInCompany:
         compared, difference = find_difference(make, SECONDS, 3, 20)
         assert difference is None, str(difference)
         assert compared > 10
-
-    @pytest.mark.gpu
-    def test_a_cache_in_fp8_on_a_gpu(self) -> None:
-        make = maker(BUNDLED_MODEL, device="cuda", dtype="bfloat16")
-        _, difference = find_difference(partial(make, kv_cache_dtype="fp8"), SECONDS, 1, 20, LONGEST["cuda"])
-        assert difference is None, str(difference)
 
     @pytest.mark.gpu
     def test_eager_steps_and_graphs(self, make_llm: Callable[..., LLM]) -> None:
@@ -167,6 +162,59 @@ class TestChanges:
         assert [bits_of(output) for output in together] == bits(make_llm(**OPTIONS))
 
 
+class TestRanks:
+    """Ranks that share a model give the bits that one rank gives."""
+
+    @pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (2, "bfloat16"), (4, "float32")])
+    def test_on_the_cpu(self, ranks: int, dtype: str, make_llm: Callable[..., LLM]) -> None:
+        one, several = (make_llm(**OPTIONS, dtype=dtype, tensor_parallel_size=count) for count in (1, ranks))
+        assert bits(several, 2) == bits(one, 2)
+
+    def test_in_company(self, tmp_path: Path) -> None:
+        """Of a model whose checkpoint fuses projections."""
+        build(CASES["phi3 longrope"], tmp_path)
+        compared, difference = find_difference(maker(str(tmp_path)), 0, 0, 3, ranks=(2,))
+        assert difference is None, str(difference)
+        assert compared > 2
+
+    @pytest.mark.multi_gpu
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("family", ["qwen3", "mistral window", "gemma2", "phi3 longrope"])
+    def test_in_company_on_gpus(self, family: str, dtype: str, tmp_path: Path) -> None:
+        build(CASES[family], tmp_path)
+        make = maker(str(tmp_path), device="cuda", dtype=dtype)
+        compared, difference = find_difference(make, SECONDS, 3, 20, ranks=(2,))
+        assert difference is None, str(difference)
+        assert compared > 10
+
+    @pytest.mark.multi_gpu
+    def test_long_results_on_gpus(self) -> None:
+        make = maker(BUNDLED_MODEL, device="cuda", dtype="bfloat16")
+        compared, difference = find_difference(make, 4 * SECONDS, 0, 20, LONGEST["cuda"], ranks=(1, 2))
+        assert difference is None, str(difference)
+        assert compared > 10
+
+    @pytest.mark.multi_gpu
+    def test_a_thousand_requests_have_one_digest(self, tmp_path: Path) -> None:
+        """In five orders, on one GPU and on two: of a random model of 0.6b."""
+        write_random_checkpoint("0.6b", tmp_path)
+        rng = random.Random(0)
+        prompts = [[rng.randrange(1000) for _ in range(rng.randint(10, 300))] for _ in range(1000)]
+        params = [
+            SamplingParams(temperature=1.0, max_tokens=rng.randint(1, 200), ignore_eos=True, seed=number)
+            for number in range(1000)
+        ]
+        digests = set()
+        for ranks in (1, 2):
+            with LLM(str(tmp_path), deterministic=True, tensor_parallel_size=ranks) as llm:
+                for _ in range(5):
+                    order = rng.sample(range(1000), 1000)
+                    outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order], use_tqdm=False)
+                    tokens = dict(zip(order, (output.token_ids for output in outputs), strict=True))
+                    digests.add(sha256(repr(sorted(tokens.items())).encode()).hexdigest())
+        assert len(digests) == 1
+
+
 def test_rows_for_which_torch_sums_or_selects_are_drawn_alone() -> None:
     """On a GPU the other rows are drawn together. Masks come for guided rows in ascending order."""
     shapes = 64, 8, 32, torch.device("cpu"), TensorParallel()
@@ -221,9 +269,27 @@ def test_tokens_are_the_usual_ones(make_llm: Callable[..., LLM]) -> None:
 
 
 class TestWhatCannotBe:
-    def test_several_ranks(self) -> None:
-        with pytest.raises(ValueError, match=r"deterministic=True: needs one rank: .*; use data_parallel_size"):
-            LLM(BUNDLED_MODEL, **OPTIONS, tensor_parallel_size=2)
+    @pytest.mark.parametrize(
+        ("case", "ranks", "problem"),
+        [
+            (CASES["qwen3moe"], 2, "the ranks' parts of an expert's result add up in another order"),
+            (CASES["olmo2"], 2, "this model's norms of queries and keys go over the heads of all ranks"),
+            (CASES["gemma2"], 2, "the CPU computes soft caps in another way for another number of heads"),
+            (CASES["qwen3"], 4, "num_key_value_heads=2 is not divisible by the number of ranks"),
+            (replace(CASES["qwen3"], settings={"hidden_size": 40}), 2, "on the CPU, hidden_size=40 must be a multiple"),
+        ],
+    )
+    def test_several_ranks(self, case: Case, ranks: int, problem: str, tmp_path: Path) -> None:
+        build(case, tmp_path)
+        told = (
+            f"deterministic=True with tensor_parallel_size={ranks}: {problem}.*; use one rank, and data_parallel_size"
+        )
+        with pytest.raises(ValueError, match=told):
+            LLM(str(tmp_path), **OPTIONS, tensor_parallel_size=ranks)
+
+    def test_several_ranks_of_weights_in_fp8(self) -> None:
+        with pytest.raises(ValueError, match="products of weights in FP8 have other bits on another number of ranks"):
+            LLM(BUNDLED_MODEL, **OPTIONS, quantization="fp8", tensor_parallel_size=2)
 
     @pytest.mark.gpu
     def test_on_cuda(self) -> None:
@@ -231,6 +297,8 @@ class TestWhatCannotBe:
             LLM(BUNDLED_MODEL, deterministic=True, attention_backend="torch")
         with pytest.raises(ValueError, match="products of weights in FP8 add up in other orders"):
             LLM(BUNDLED_MODEL, deterministic=True, quantization="fp8")
+        with pytest.raises(ValueError, match=r"a KV cache in FP8 adds up in other orders .* must be 'auto'"):
+            LLM(BUNDLED_MODEL, deterministic=True, kv_cache_dtype="fp8")
 
     def test_no_flag(self) -> None:
         with pytest.raises(ValueError, match="deterministic='yes': must be True or False"):

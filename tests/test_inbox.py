@@ -80,10 +80,14 @@ def run_worker_with_file_inboxes(
     run_worker(config, rank, port, segment, semaphores, errors)
 
 
-@pytest.mark.parametrize(("one_owner_from", "with_lanes"), [(1, False), (3, True), (100, False)])
+@pytest.mark.parametrize(
+    ("one_owner_from", "with_lanes", "in_order"),
+    [(1, False, False), (3, True, False), (100, False, False), (100, False, True)],
+)
 def test_tokens_are_those_of_one_rank(
     one_owner_from: int,
     with_lanes: bool,
+    in_order: bool,
     make_llm: Callable[..., LLM],
     oracle: Oracle,
     tmp_path: Path,
@@ -104,7 +108,8 @@ def test_tokens_are_those_of_one_rank(
     monkeypatch.setattr(workers, "run_worker", run_worker_with_file_inboxes)
     use_file_inboxes()
     prompts = [[30], [31, 32, 33], [5, 6, 7, 8, 9], [100], [200, 30]]
-    two = make_llm(device="cpu", tensor_parallel_size=RANKS, num_kvcache_blocks=8, max_num_seqs=4)
+    options = {"device": "cpu", "num_kvcache_blocks": 8, "deterministic": in_order}
+    two = make_llm(**options, tensor_parallel_size=RANKS, max_num_seqs=4)
     outputs = two.generate(prompts, greedy(5, ignore_eos=True), use_tqdm=False)
     assert [output["token_ids"] for output in outputs] == [oracle.greedy(prompt, 5, True) for prompt in prompts]
     params = SamplingParams(temperature=1.0, max_tokens=5, seed=3, ignore_eos=True)
@@ -115,5 +120,5 @@ def test_tokens_are_those_of_one_rank(
     assert np.signbit(ours).all()  # every message was taken
     assert not ours.any()
     two.close()
-    one = make_llm(device="cpu", num_kvcache_blocks=8)
+    one = make_llm(**options)
     assert drawn == [output["token_ids"] for output in one.generate(prompts, params, use_tqdm=False)]

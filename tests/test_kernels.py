@@ -49,6 +49,7 @@ from nanoinfer.kernels.norm.rms_norm import (
 )
 from nanoinfer.kernels.ranks.all_reduce_norm import all_reduce_add_rms_norm
 from nanoinfer.kernels.ranks.best_of_ranks import best_of_ranks
+from nanoinfer.kernels.ranks.gather import gather_features
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.kernels.rows import (
     advance_rows_reference,
@@ -318,6 +319,27 @@ def test_all_reduce_add_rms_norm(dtype: torch.dtype, ranks: int, one_owner: bool
                 assert not is_empty(sent).any()
             others = [source for source in range(ranks) if source != rank]
             assert is_empty(inboxes[peer][others]).all()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+def test_gather_features(dtype: torch.dtype, ranks: int) -> None:
+    tokens, share = 6, 90
+    shares = randn(ranks, tokens, share, dtype=dtype)
+    shares[:, :, ::7] = -0.0  # a zero is a message as well
+    stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for rank in range(ranks):
+        others = [peer for peer in range(ranks) if peer != rank]
+        inboxes = [empty_inbox(ranks, tokens, share, dtype=dtype) for _ in range(ranks)]
+        inboxes[rank][others] = shares[others] + 0.0
+        addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=DEVICE)
+        gathered = gather_features(shares[rank].clone(), addresses, rank, stop)
+        assert torch.equal(gathered, shares.transpose(0, 1).flatten(1))
+        assert is_empty(inboxes[rank]).all()
+        for peer in others:
+            assert torch.equal(inboxes[peer][rank], shares[rank])
+            assert not is_empty(inboxes[peer][rank]).any()
+            assert is_empty(inboxes[peer][[source for source in range(ranks) if source != rank]]).all()
 
 
 @pytest.mark.parametrize("has_residual", [False, True])

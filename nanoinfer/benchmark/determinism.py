@@ -12,7 +12,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,11 +87,15 @@ def draw_cases(
     return cases
 
 
-def draw_options(rng: random.Random, max_model_len: int) -> Iterator[dict[str, int]]:
-    """Yield engines' limits without end: one with small chunks, one with few blocks for many rows, and drawn ones."""
+def draw_options(rng: random.Random, max_model_len: int, ranks: Sequence[int] = (1,)) -> Iterator[dict[str, int]]:
+    """Yield engines' limits without end: one with small chunks, one with few blocks for many rows, and drawn ones.
+
+    ranks: numbers of ranks to draw from
+    """
 
     def options(block_size: int, spare: int, chunk: int, rows: int) -> dict[str, int]:
         return {
+            "tensor_parallel_size": rng.choice(ranks),
             "max_model_len": max_model_len,
             "kvcache_block_size": block_size,
             "num_kvcache_blocks": -(-max_model_len // block_size) + spare,
@@ -138,14 +142,19 @@ def run_in_company(llm: LLM, cases: list[Case], rng: random.Random) -> Iterator[
 
 
 def find_difference(
-    make_llm: Callable[..., LLM], seconds: float, seed: int, count: int, longest: tuple[int, int] = LONGEST["cpu"]
+    make_llm: Callable[..., LLM],
+    seconds: float,
+    seed: int,
+    count: int,
+    longest: tuple[int, int] = LONGEST["cpu"],
+    ranks: Sequence[int] = (1,),
 ) -> tuple[int, Difference | None]:
-    """Run requests alone, and then in company by LEAST_ENGINES engines, and more while there is time.
+    """Run requests alone on one rank, and then in company by LEAST_ENGINES engines, and more while there is time.
 
     Returns how many results were compared, and the first difference, if there is one.
 
     make_llm: makes an engine of the model with the options of draw_options; each engine is closed again
-    seed: of all that is drawn; count: of the requests; longest: as for draw_cases
+    seed: of all that is drawn; count: of the requests; longest: as for draw_cases; ranks: as for draw_options
     """
     rng = random.Random(seed)
     with make_llm(max_model_len=sum(longest)) as llm:
@@ -155,7 +164,7 @@ def find_difference(
             llm.reset_prefix_cache()
             expected[id(case)] = bits_of(llm.generate([case.prompt], case.params, use_tqdm=False)[0])
     compared, deadline = 0, time.monotonic() + seconds
-    for number, options in enumerate(draw_options(rng, sum(longest))):
+    for number, options in enumerate(draw_options(rng, sum(longest), ranks)):
         if number >= LEAST_ENGINES and time.monotonic() > deadline:
             break
         drawn, difference = rng.getstate(), None
@@ -188,9 +197,13 @@ def find_cause(
     case: Case,
     request_id: int,
 ) -> str:
-    """Run a request again, alone and in the company that rng draws again, and say which tensor differs first."""
+    """Run a request again, alone and in the company that rng draws again, and say which tensor differs first.
+
+    Both engines have the same number of ranks, so that the first rank holds the same share of each tensor.
+    """
     alone, in_company = Recorder(0), Recorder(request_id)
-    with make_llm(max_model_len=options["max_model_len"], enforce_eager=True) as llm, alone.watching(llm):
+    like = {name: options[name] for name in ("max_model_len", "tensor_parallel_size")}
+    with make_llm(**like, enforce_eager=True) as llm, alone.watching(llm):
         llm.generate([case.prompt], case.params, use_tqdm=False)
     with make_llm(**options, enforce_eager=True) as llm, in_company.watching(llm):
         for _, output in run_in_company(llm, cases, rng):
@@ -208,6 +221,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn, default 0")
     parser.add_argument("--device", default="auto", help="as for LLM, default auto")
     parser.add_argument("--dtype", default="auto", help="as for LLM, default auto")
+    ranks_help = "numbers of ranks that engines are drawn with, default 1"
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help=ranks_help)
     args = parser.parse_args()
     if args.requests < 1:
         parser.error(f"--requests {args.requests}: must be at least 1")
@@ -216,7 +231,7 @@ def main() -> int:
         return LLM(args.model, device=args.device, dtype=args.dtype, deterministic=True, **options)
 
     longest = LONGEST[Config(args.model, device=args.device).device]
-    compared, difference = find_difference(make_llm, args.seconds, args.seed, args.requests, longest)
+    compared, difference = find_difference(make_llm, args.seconds, args.seed, args.requests, longest, args.ranks)
     print(f"{compared} results compared: " + ("all bits equal" if difference is None else str(difference)))
     return int(difference is not None)
 

@@ -36,7 +36,7 @@ class Recorder:
 
     @contextmanager
     def watching(self, llm: LLM) -> Iterator[None]:
-        """Record, in this block, what an LLM of one rank and without CUDA graphs computes."""
+        """Record, in this block, what the first rank of an LLM without CUDA graphs computes."""
         assert isinstance(llm.engine, LLMEngine)
         row_map, model = llm.engine.row_map, llm.engine.ranks.runner.holdings.model
         describe = row_map.describe
@@ -98,4 +98,4 @@ def first_difference(alone: Recorder, in_company: Recorder) -> str:
                     apart = (wanted.double() - result.double()).abs().max().item()
                     where = f"{name}, at position {position}, by up to {apart:.1e}"
                     return f"the first result that differs is that of {where}"
-    return "no module's result differs in eager steps: look at CUDA graphs, logits and draws"
+    return "no module's result differs in eager steps on so many ranks: look at CUDA graphs, ranks, logits and draws"

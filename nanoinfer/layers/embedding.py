@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.in_order import InOrderWeight
+from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.shards import Shard
 
@@ -40,11 +41,15 @@ class VocabParallelEmbedding(nn.Module):
         self.first_id = min(tp.rank * share, vocab_size)
         rows = min(self.first_id + share, vocab_size) - self.first_id
         self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype), requires_grad=False)
-        self._in_order: InOrderWeight | None = None
+        self._in_order: InOrderWeight | WeightInParts | None = None
 
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products for logits add up in the order of the inputs; sizes: as for InOrderWeight"""
         self._in_order = InOrderWeight(self.weight, False, sizes)
+
+    def cut(self) -> None:
+        """Let the CPU compute logits by parts, whose shapes do not depend on the number of ranks."""
+        self._in_order = WeightInParts(self.weight, [(len(self.weight), self.vocab_size)])
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Look up [tokens] int32 ids; returns this rank's part, [tokens, hidden_size], zeros for other ranks' ids."""

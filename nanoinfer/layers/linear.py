@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.ranks.gather import gather_features
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.fp8_format import Fp8Format
@@ -45,7 +46,8 @@ class ColumnParallelLinear(nn.Module):
         for name, size in zip(names * len(sizes) if is_fused else names, sizes, strict=True):
             rows = share_of_heads(size, tp.size) * head_dim
             start = (before + tp.rank * size // tp.size) * head_dim
-            sections.append(Section(name, rows, ((sum(sizes) if is_fused else size) * head_dim, in_features), start))
+            shape = (sum(sizes) if is_fused else size) * head_dim, in_features
+            sections.append(Section(name, rows, shape, start, fused=size * head_dim if is_fused else None))
             before += size if is_fused else 0
         self.matrix = make_matrix(sections, in_features, bias, fp8)
 
@@ -74,6 +76,9 @@ class RowParallelLinear(nn.Module):
     """A projection whose input is split over the ranks. Each rank computes its part: the parts add up to the output.
 
     The next joint adds them. The first rank's part includes the bias.
+
+    Such a sum depends on the number of ranks. Ranks that keep the order split the outputs instead. Each gathers the
+    whole input, and then the whole output.
     """
 
     def __init__(
@@ -88,10 +93,20 @@ class RowParallelLinear(nn.Module):
         """fp8: as for ColumnParallelLinear"""
         super().__init__()
         self.tp = tp
-        share = in_features // tp.size
-        assert share * tp.size == in_features
-        section = Section(name, out_features, (out_features, in_features), tp.rank * share, dim=1)
-        self.matrix = make_matrix([section], share, bias, fp8)
+        shape = out_features, in_features
+        if self.splits_outputs:
+            share = out_features // tp.size
+            assert share * tp.size == out_features
+            self.matrix = make_matrix([Section(name, share, shape, tp.rank * share)], in_features, bias, fp8)
+        else:
+            share = in_features // tp.size
+            assert share * tp.size == in_features
+            self.matrix = make_matrix([Section(name, out_features, shape, tp.rank * share, dim=1)], share, bias, fp8)
+
+    @property
+    def splits_outputs(self) -> bool:
+        """Whether each rank computes a share of the outputs, from the whole input."""
+        return self.tp.keeps_order and self.tp.size > 1
 
     def rounds(self, tokens: int) -> bool:
         """Return whether a launch rounds so many tokens to FP8 for this product, and can apply an activation, too."""
@@ -103,9 +118,21 @@ class RowParallelLinear(nn.Module):
         before: if given, x is twice as wide, gates before ups, and act(gate) * up is multiplied
         A single rank may return pieces, [pieces, tokens, out_features] float32, which the next joint adds.
         """
-        may_split, with_bias = self.tp.size == 1, self.tp.rank == 0
-        return self.matrix.product(x, may_split=may_split, with_bias=with_bias, before=before)
+        return self._product(x, before, may_split=self.tp.size == 1)
 
     def project(self, x: Tensor, before: Activation | None = None) -> Tensor:
         """Multiply as forward does, but return no pieces."""
-        return self.matrix.product(x, with_bias=self.tp.rank == 0, before=before)
+        return self._product(x, before)
+
+    def _product(self, x: Tensor, before: Activation | None, may_split: bool = False) -> Tensor:
+        if not self.splits_outputs:
+            return self.matrix.product(x, may_split=may_split, with_bias=self.tp.rank == 0, before=before)
+        assert before is None
+        return self._gather(self.matrix.product(self._gather(x)))
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """Put the ranks' shares side by side: [tokens, share] to [tokens, ranks * share]."""
+        inbox = self.tp.inbox
+        if inbox is None or not inbox.holds(x):
+            return self.tp.gather_features(x)
+        return gather_features(x, inbox.layer_lane(), inbox.rank, inbox.stop)

@@ -51,8 +51,9 @@ class Joint(nn.Module):
                                                     |  '---> pre norm ---> the next branch
         the branch's result --> scale --> post norm '
 
-    With several ranks, the joint first adds up their parts. Either norm may be absent. The model's first joint has no
-    residual yet: its x, the embeddings, becomes the residual stream.
+    With several ranks, the joint first adds up their parts. If the ranks keep the order, a branch's result is whole
+    already. Either norm may be absent. The model's first joint has no residual yet: its x, the embeddings, becomes the
+    residual stream.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Joint(nn.Module):
     def lane(self, x: Tensor) -> VectorLane | None:
         """Return a lane if the product that follows is to add up the ranks' parts of x, as it can for one token."""
         inbox = self.tp.inbox
-        if inbox is None or not inbox.takes(x) or not takes_lane(x):
+        if inbox is None or self.tp.keeps_order or not inbox.takes(x) or not takes_lane(x):
             return None
         return VectorLane(*inbox.vector_lane(), inbox.rank, inbox.stop)
 
@@ -101,9 +102,12 @@ class Joint(nn.Module):
         """
         x, post, pre = self.scaled(x), self.post_norm, self.pre_norm
         inbox = self.tp.inbox
-        if inbox is not None and inbox.takes(x) and (post or pre):
-            return self._through_inbox(inbox, x, residual)
-        x = self.tp.all_reduce(x)
+        if not self.tp.keeps_order:
+            if inbox is not None and inbox.takes(x) and (post or pre):
+                return self._through_inbox(inbox, x, residual)
+            x = self.tp.all_reduce(x)
+        elif residual is None:  # of the embeddings' parts, all but one are zeros
+            x = self.tp.all_reduce(x)
         if residual is None:
             return (x, x) if pre is None else (rms_norm(x, pre), x)
         if pre is None:

@@ -213,6 +213,13 @@ class Decoder(nn.Module):
                 module.fix_order([*sizes, tokens])
         self.lm_head.fix_order(sizes)
 
+    def cut(self) -> None:
+        """Let the CPU multiply by parts of the matrices, whose shapes do not depend on the number of ranks."""
+        for module in self.modules():
+            if isinstance(module, PlainMatrix):
+                module.cut()
+        self.lm_head.cut()
+
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute logits, [rows, this rank's token ids], from [rows, hidden_size], into `out` if given."""
         logits = self.lm_head.logits(hidden, out)

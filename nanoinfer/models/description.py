@@ -7,6 +7,7 @@ from typing import Literal
 
 from nanoinfer.kernels.experts.route import Scoring
 from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.weights.fp8_format import Fp8Format
 
@@ -130,6 +131,11 @@ class Description:
         return max(window or 0 for window in self.windows) if all(self.windows) else None
 
     @property
+    def widest(self) -> int:
+        """The most inputs of a projection back to the residual stream."""
+        return max(self.num_heads * self.head_dim, self.intermediate_size)
+
+    @property
     def long_from(self) -> int | None:
         """Sequences of more tokens than this are rotated by other frequencies; None: the model has no such length."""
         return next((rope.long_from for rope in self.ropes if rope is not None and rope.long_from), None)
@@ -163,3 +169,42 @@ class Description:
             )
         if self.vocab_size < ranks**2:
             raise ValueError(f"tensor_parallel_size={ranks}: vocab_size={self.vocab_size} is too small; use fewer")
+
+    def check_ranks_in_order(self, ranks: int, on_cpu: bool) -> None:
+        """Raise ValueError if this many ranks cannot give the bits that one rank gives."""
+        fault = None
+        if self.experts is not None:
+            fault = "the ranks' parts of an expert's result add up in another order"
+        elif self.fp8 is not None:
+            fault = "products of weights in FP8 have other bits on another number of ranks"
+        elif self.qk_norm == "full":
+            fault = "this model's norms of queries and keys go over the heads of all ranks"
+        elif self.num_kv_heads % ranks:
+            fault = f"num_key_value_heads={self.num_kv_heads} is not divisible by the number of ranks"
+        elif on_cpu and PARTS % ranks:
+            fault = f"on the CPU the number of ranks must divide {PARTS}"
+        elif on_cpu and (self.score_cap is not None or self.logit_cap is not None):
+            fault = "the CPU computes soft caps in another way for another number of heads"
+        elif on_cpu:
+            fault = self._find_uneven()
+        elif self.hidden_size % ranks:
+            fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
+        if fault is not None:
+            raise ValueError(
+                f"deterministic=True with tensor_parallel_size={ranks}: {fault}; use one rank, and data_parallel_size"
+                " for more processes"
+            )
+
+    def _find_uneven(self) -> str | None:
+        """Return what is wrong with the sides of the matrices if the CPU is to multiply by parts; None: nothing."""
+        sizes = {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "vocab_size": self.vocab_size,
+            "num_attention_heads * head_dim": self.num_heads * self.head_dim,
+            "num_key_value_heads * head_dim": self.num_kv_heads * self.head_dim,
+        }
+        uneven = next((name for name, size in sizes.items() if size % ALIGNMENT), None)
+        if uneven is None:
+            return None
+        return f"on the CPU, {uneven}={sizes[uneven]} must be a multiple of {ALIGNMENT}"

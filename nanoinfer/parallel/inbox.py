@@ -25,7 +25,7 @@ class Inbox:
     def __init__(self, rank: int, size: int, max_rows: int, features: int, dtype: torch.dtype) -> None:
         """Make an inbox on the current device, outside inference mode, because any thread may write to `stop`.
 
-        max_rows, features: the shape of the largest matrix that a call may sum
+        max_rows, features: the shape of the largest matrix that a call may sum or gather
         """
         assert not torch.is_inference_mode_enabled()
         self.rank = rank
@@ -64,6 +64,10 @@ class Inbox:
     def takes(self, x: Tensor) -> bool:
         """Whether this inbox can sum x, by its shape and type."""
         return x.dim() == 2 and len(x) <= self.max_rows and x.shape[1] == self.features and x.dtype == self.dtype
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether this inbox has room for every rank's x, by its shape and type."""
+        return x.numel() <= self.max_rows * self.features and x.dtype == self.dtype
 
     def layer_lane(self) -> Tensor:
         """Return the lane of the next sum in a layer: its address on each rank, [ranks] int64. Two take turns."""

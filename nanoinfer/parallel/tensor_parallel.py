@@ -42,11 +42,13 @@ class TensorParallel:
         check: Callable[[], None] = lambda: None,
         meet: Callable[[], None] | None = None,
         timeout: timedelta = TIMEOUT,
+        keeps_order: bool = False,
     ) -> None:
         """check: called while this rank waits for the others to start; it raises if one of them cannot.
 
         meet: waits for the others instead
         timeout: of a collective on the CPU
+        keeps_order: no sum may depend on the number of ranks
         """
         self.rank = rank
         self.size = size
@@ -55,6 +57,7 @@ class TensorParallel:
         self._check = check
         self._meet = meet
         self._timeout = timeout
+        self.keeps_order = keeps_order
         self.inbox: Inbox | None = None  # for small sums on CUDA, by kernels.ranks
         self._drop_graphs: Callable[[], None] = lambda: None
         self._group: Any = None  # torch's stubs leave out the collectives
@@ -105,7 +108,7 @@ class TensorParallel:
             time.sleep(POLL_SECONDS)
 
     def open_inbox(self, max_rows: int, features: int, dtype: torch.dtype) -> None:
-        """Make `inbox` for sums of up to [max_rows, features], if the ranks can write to each other's memory."""
+        """Make `inbox` for matrices of up to [max_rows, features], if the ranks can write to each other's memory."""
         device = self._device
         if self._group is None or device.type != "cuda":
             return
@@ -143,6 +146,10 @@ class TensorParallel:
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         _finish(self._group._allgather_base(out, x.contiguous(), self._gather_options))
         return out.unflatten(0, (self.size, -1))
+
+    def gather_features(self, x: Tensor) -> Tensor:
+        """Gather [n, features] of each rank into [n, size * features] on every rank, in rank order."""
+        return self.all_gather(x).transpose(0, 1).flatten(1)
 
     def min(self, value: int, device: torch.device) -> int:
         """Return the smallest of the ranks' values."""

@@ -101,7 +101,10 @@ class ModelRunner:
         config = self.config
         self.tp.connect(self._drop_graphs)
         max_rows = min(config.max_num_seqs, MAX_GRAPH_ROWS)
-        self.tp.open_inbox(max_rows, config.description.hidden_size, config.torch_dtype)
+        features = config.description.hidden_size
+        if self.tp.keeps_order:  # then ranks gather the inputs of projections, too
+            features = max(features, config.description.widest // self.tp.size)
+        self.tp.open_inbox(max_rows, features, config.torch_dtype)
 
     def _choose_threads(self) -> None:
         """Let one rank on the CPU compute with as many threads as make its steps faster.

@@ -27,7 +27,9 @@ def run_worker(
         receiver = Receiver(segment, semaphores, rank - 1)
         threading.Thread(target=_live_with_parent, args=(receiver,), daemon=True).start()
         store = dist.TCPStore("127.0.0.1", port, config.tensor_parallel_size, is_master=False)
-        tp = TensorParallel(rank, config.tensor_parallel_size, store, config.device_of(rank))
+        tp = TensorParallel(
+            rank, config.tensor_parallel_size, store, config.device_of(rank), keeps_order=config.deterministic
+        )
         runner = ModelRunner(config, tp)
         method = ""
         while method != "close":

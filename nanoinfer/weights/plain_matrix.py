@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.in_order import InOrderWeight
+from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
@@ -32,7 +33,7 @@ class PlainMatrix(nn.Module):
         rows = sum(section.rows for section in sections)
         self.weight = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
-        self._in_order: InOrderWeight | None = None
+        self._in_order: InOrderWeight | WeightInParts | None = None
 
     def rounds(self, tokens: int) -> bool:
         """Return False: nothing is rounded to FP8 here."""
@@ -64,7 +65,7 @@ class PlainMatrix(nn.Module):
     def pack(self) -> None:
         """Let a filled weight give way to its packed form, where that is faster."""
         weight = self.weight
-        if isinstance(weight, Tensor) and can_pack(weight):
+        if self._in_order is None and isinstance(weight, Tensor) and can_pack(weight):
             del self.weight
             self.weight = PackedWeight(weight)
 
@@ -72,6 +73,11 @@ class PlainMatrix(nn.Module):
         """Let a GPU's products add up in the order of the inputs; sizes: as for InOrderWeight"""
         assert isinstance(self.weight, Tensor)
         self._in_order = InOrderWeight(self.weight, self.bias is not None, sizes)
+
+    def cut(self) -> None:
+        """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
+        assert isinstance(self.weight, Tensor)
+        self._in_order = WeightInParts(self.weight, [(section.rows, section.outputs) for section in self.sections])
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of NAME.weight, and of NAME.bias if there is a bias, for each of the sections."""

@@ -98,6 +98,7 @@ class Section:
     rows: how many rows of the matrix they are; the rows of the next Section follow
     shape: [out_features, in_features] of the whole tensor
     start: the first of the tensor's rows that is used, or if dim is 1, the first of its columns
+    fused: if the tensor holds several projections, how many of its rows belong to this one; None: all
     """
 
     name: str
@@ -105,6 +106,12 @@ class Section:
     shape: tuple[int, int]
     start: int
     dim: int = 0
+    fused: int | None = None
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs this section's projection has, on all ranks together."""
+        return self.shape[0] if self.fused is None else self.fused
 
 
 def bias_shards(bias: Tensor, sections: list[Section]) -> Iterator[Shard]:

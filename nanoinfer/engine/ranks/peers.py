@@ -51,10 +51,10 @@ class Peers:
             self.join()
             raise
 
-    def tensor_parallel(self, device: torch.device) -> TensorParallel:
+    def tensor_parallel(self, device: torch.device, keeps_order: bool) -> TensorParallel:
         """Return this process's rank of the group that computes, which forms when all ranks have loaded."""
         timeout = timedelta(seconds=min(self._timeout, TIMEOUT.total_seconds()))
-        return TensorParallel.within(self._group, device, meet=self.compare, timeout=timeout)
+        return TensorParallel.within(self._group, device, meet=self.compare, timeout=timeout, keeps_order=keeps_order)
 
     def note(self, what: str, *facts: object) -> None:
         """Note something that must be equal on all ranks."""

@@ -42,10 +42,11 @@ class Ranks:
     def _make_runner(self, config: Config) -> ModelRunner:
         workers = self.workers
         if self.peers is not None:
-            return ModelRunner(config, self.peers.tensor_parallel(config.device_of(0)))
+            return ModelRunner(config, self.peers.tensor_parallel(config.device_of(0), config.deterministic))
         if workers is None:
             return ModelRunner(config, TensorParallel())
-        tp = TensorParallel(0, config.tensor_parallel_size, workers.store, config.device_of(0), workers.check)
+        device, in_order = config.device_of(0), config.deterministic
+        tp = TensorParallel(0, config.tensor_parallel_size, workers.store, device, workers.check, keeps_order=in_order)
         workers.watch(tp.abort)
         runner = ModelRunner(config, tp, workers.send)
         workers.end_start()  # by now every rank has built its model

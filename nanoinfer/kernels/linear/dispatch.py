@@ -13,6 +13,7 @@ from nanoinfer.kernels.fp8 import Fp8Weight, quantize
 from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul
 from nanoinfer.kernels.linear.fp8_linear import fp8_linear
 from nanoinfer.kernels.linear.in_order import InOrderWeight
+from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave, one_wave_linear
 from nanoinfer.kernels.linear.packed import PackedWeight
@@ -31,7 +32,7 @@ MAX_LANE_FEATURES = 2048  # of 4,096, every program's looks at the inbox cost mo
 
 def linear(
     x: Tensor,
-    weight: Tensor | PackedWeight | InOrderWeight | Fp8Weight,
+    weight: Tensor | PackedWeight | WeightInParts | InOrderWeight | Fp8Weight,
     bias: Tensor | None = None,
     activation: Activation | None = None,
     may_split: bool = False,
@@ -51,7 +52,7 @@ def linear(
     rounds = isinstance(weight, Fp8Weight) and len(x) > 1
     if before is not None and not rounds:
         x = gate_mul(x, before)
-    if isinstance(weight, InOrderWeight):
+    if isinstance(weight, (InOrderWeight, WeightInParts)):
         return weight.product(x, bias, activation)
     if isinstance(weight, PackedWeight):
         out = weight.product(x, bias)
@@ -71,7 +72,7 @@ def norm_linear(
     x: Tensor,
     residual: Tensor | None,
     norm: Norm | None,
-    weight: Tensor | PackedWeight | InOrderWeight | Fp8Weight,
+    weight: Tensor | PackedWeight | WeightInParts | InOrderWeight | Fp8Weight,
     bias: Tensor | None = None,
     activation: Activation | None = None,
     post: Norm | None = None,
@@ -86,7 +87,7 @@ def norm_linear(
     lane: if given, x stands for the sum of all ranks' x; only where takes_lane(x)
     """
     assert post is None or residual is not None
-    if not isinstance(weight, (PackedWeight, InOrderWeight)) and _is_one_row(x):
+    if isinstance(weight, (Tensor, Fp8Weight)) and _is_one_row(x):
         return one_row_norm_linear(x, residual, norm, weight, bias, activation, post, lane)
     assert lane is None
     if isinstance(weight, Fp8Weight) and norm is not None:

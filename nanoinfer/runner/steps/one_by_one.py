@@ -10,6 +10,7 @@ from torch import Tensor
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
 from nanoinfer.config import Config
+from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.memory.holdings import Holdings
@@ -30,6 +31,7 @@ class OneByOne(Steps):
     ) -> None:
         super().__init__(config, tp, holdings, backend, logits)
         self._long_from = config.description.long_from
+        self.sampler = Sampler(0, TensorParallel())
         self._experts: list[Tensor] = []  # of the step's tokens so far, if outputs have them
 
     def update(self, message: StepMessage) -> None:
@@ -72,5 +74,6 @@ class OneByOne(Steps):
         return torch.cat([self.model.compute_logits(row) for row in hidden.split(1)], out=out)
 
     def _sample(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        logits = self.logits_processors.gather(logits)  # every rank draws, from as many tokens as one rank would
         rows = zip(*(x.split(1) for x in (logits, temperatures, seeds, positions)), strict=True)
         return torch.cat([self.sampler(*row) for row in rows])

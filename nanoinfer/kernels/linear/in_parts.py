@@ -1,0 +1,40 @@
+"""Matrix products of the CPU whose bits do not depend on how many ranks share the outputs.
+
+The CPU's libraries choose how to add up by the shape of the weight, and compute the last few of some numbers in another
+way than the others. So a weight is multiplied in parts of its outputs, whose shape is the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.kernels.linear.activation import Activation, gate_mul
+
+PARTS = 8  # of all ranks' outputs
+ALIGNMENT = 16  # numbers of a weight's sides: MKL adds up in another order behind addresses that are not aligned
+
+
+class WeightInParts:
+    """A weight, [out_features, in_features], cut into parts of its outputs."""
+
+    def __init__(self, weight: Tensor, sections: list[tuple[int, int]]) -> None:
+        """sections: of the weight's rows, in their order: how many rows, and how many of its kind all ranks hold."""
+        self._sizes: list[int] = []
+        for rows, total in sections:
+            part = -(-total // PARTS)
+            self._sizes += [min(part, rows - first) for first in range(0, rows, part)]
+        self._parts = weight.split(self._sizes)
+
+    def product(
+        self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Compute kernels.linear.dispatch.linear, into `out` if given."""
+        biases = [None] * len(self._parts) if bias is None else bias.split(self._sizes)
+        products = [F.linear(x, *part) for part in zip(self._parts, biases, strict=True)]
+        if activation is not None:
+            half = len(products) // 2
+            gates_and_ups = zip(products[:half], products[half:], strict=True)
+            products = [gate_mul(torch.cat(both, dim=1), activation) for both in gates_and_ups]
+        return torch.cat(products, dim=1, out=out)
