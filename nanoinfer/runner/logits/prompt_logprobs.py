@@ -23,7 +23,7 @@ def prompt_logprobs(
     """Return the log-probabilities that the chunks' requests ask for, by chunk.
 
     hidden: the step's hidden states, [tokens, hidden_size], one chunk after another
-    compute_logits: makes [n, vocabulary] float32 of [n, hidden_size]
+    compute_logits: makes [n, vocabulary] of [n, hidden_size]
     is_processed: whether logits are divided by the requests' temperatures
     tokens_at_once: so many tokens' logits are computed together
     """
@@ -45,6 +45,6 @@ def prompt_logprobs(
         some = slice(start, start + tokens_at_once)
         logits = compute_logits(hidden[device_places[some].long()])
         if device_temperatures is not None:
-            logits = at_temperature(logits, device_temperatures[some])
+            logits = at_temperature(logits.float(), device_temperatures[some])
         logprobs.append(LogProbs.of(logits, device_tokens[some], counts[some], keys[some]))
     return logprobs

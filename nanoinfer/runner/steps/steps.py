@@ -166,5 +166,5 @@ class Steps:
         return self.sampler(logits, temperatures, seeds, positions)
 
     def _full_logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits of all tokens, [n, vocabulary] float32, from [n, hidden_size]."""
-        return self.logits_processors.gather(self.model.compute_logits(hidden)).float()
+        """Compute the logits of all tokens, [n, vocabulary], from [n, hidden_size]."""
+        return self.logits_processors.gather(self.model.compute_logits(hidden))
