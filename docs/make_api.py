@@ -27,6 +27,7 @@ from nanoinfer import (
     StreamOutput,
     Timings,
     WorkerError,
+    reference,
 )
 from nanoinfer.batch import run
 from nanoinfer.config import Config
@@ -44,9 +45,9 @@ HEAD = """\
 
 <!-- Written by docs/make_api.py from the docstrings: change those, and run it again. -->
 
-Import `LLM`, `SamplingParams`, `WorkerError`, `BUNDLED_MODEL` and the types of the outputs from `nanoinfer`. The
-outputs are dictionaries, whose keys are attributes too: write `output["text"]` or `output.text`. You need not import
-`MemoryPlan`, the type of `llm.memory`. In the headings, `llm` is an `LLM`.
+Import `LLM`, `SamplingParams`, `reference`, `WorkerError`, `BUNDLED_MODEL` and the types of the outputs from
+`nanoinfer`. The outputs are dictionaries, whose keys are attributes too: write `output["text"]` or `output.text`. You
+need not import `MemoryPlan`, the type of `llm.memory`. In the headings, `llm` is an `LLM`.
 """
 
 VERSION = """\
@@ -86,6 +87,7 @@ def render() -> str:
             *_section("Score", Score, _keys(Score)),
             *_section("MemoryPlan", MemoryPlan, _fields(MemoryPlan)),
             *_section("WorkerError", WorkerError, {}),
+            *_function("reference", reference),
             *_function("nanoinfer.batch.run", run),
             "## BUNDLED_MODEL\n",
             f"The folder of the small Qwen3 that ships with the package, `{_in_package(nanoinfer.BUNDLED_MODEL)}`.\n",

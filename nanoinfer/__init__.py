@@ -8,6 +8,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.logprob import LogProb
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput, Score, StreamOutput, Timings
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.trainer.reference import reference
 
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled" / "shakespeare-qwen3")
 """The folder of a small Qwen3 that ships with the package."""
@@ -29,4 +30,5 @@ __all__ = [
     "Timings",
     "WorkerError",
     "__version__",
+    "reference",
 ]

@@ -89,19 +89,8 @@ def norm_rotate_store_reference(
     kv_scales: Tensor | None = None,
 ) -> Tensor:
     """norm_rotate_store in torch."""
-    kv_heads = k_cache.shape[2]
-    heads = qkv.shape[1] - 2 * kv_heads
-    qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
-    if q_norm is not None and k_norm is not None:
-        qk = _normed(qk, heads, q_norm, k_norm, mean_squares)
-    if cos_sin is not None:
-        at = positions.clamp(min=0)
-        qk = _rotated(qk, cos_sin.index_select(0, at), interleaved)
-        if query_scales is not None:
-            qk[:, :heads] *= query_scales[at, None, None]
-        qk = qk.to(qkv.dtype)
-    q, k = qk[:, :heads], qk[:, heads:]
-
+    how = q_norm, k_norm, mean_squares, cos_sin, interleaved, query_scales, positions
+    q, k, v = norm_rotate_reference(qkv, qkv.shape[1] - 2 * k_cache.shape[2], *how)
     if int(slot_mapping.min()) < 0:  # padding tokens
         written = slot_mapping >= 0
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
@@ -111,6 +100,31 @@ def norm_rotate_store_reference(
     put(k_cache, slots, k, k_scale)
     put(v_cache, slots, v, v_scale)
     return q
+
+
+def norm_rotate_reference(
+    qkv: Tensor,
+    heads: int,
+    q_norm: Norm | None,
+    k_norm: Norm | None,
+    mean_squares: Tensor | None,
+    cos_sin: Tensor | None,
+    interleaved: bool,
+    query_scales: Tensor | None,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return norm_rotate_store's queries, keys and values, each [tokens, its heads, head_dim]."""
+    kv_heads = (qkv.shape[1] - heads) // 2
+    qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
+    if q_norm is not None and k_norm is not None:
+        qk = _normed(qk, heads, q_norm, k_norm, mean_squares)
+    if cos_sin is not None:
+        at = positions.clamp(min=0)
+        qk = _rotated(qk, cos_sin.index_select(0, at), interleaved)
+        if query_scales is not None:
+            qk[:, :heads] *= query_scales[at, None, None]
+        qk = qk.to(qkv.dtype)
+    return qk[:, :heads], qk[:, heads:], v
 
 
 def _normed(qk: Tensor, heads: int, q_norm: Norm, k_norm: Norm, mean_squares: Tensor | None) -> Tensor:

@@ -1,0 +1,1 @@
+"""The trainer's side: the same numbers that a deterministic engine computes, with gradients."""

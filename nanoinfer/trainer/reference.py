@@ -1,0 +1,240 @@
+"""reference: a model whose log-probabilities are, bit for bit, those of a deterministic engine, and have gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.checks import as_list, short
+from nanoinfer.config import Config
+from nanoinfer.layers.rotary import RotaryEmbedding
+from nanoinfer.models.description import EMBEDDING, HEAD, Description, Names
+from nanoinfer.trainer import functions
+from nanoinfer.trainer.functions import Heads, Packing
+from nanoinfer.weights.shards import Shard, table_of
+from nanoinfer.weights.sources import FileSource, TensorSource
+
+
+def reference(
+    model: str,
+    checkpoint: str | Mapping[str, Tensor] | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int = Config.max_model_len,
+) -> Reference:
+    """Make a model whose log-probabilities have gradients, and on a GPU the bits of LLM(model, deterministic=True).
+
+    It is a torch module. Call it with a list of sequences, each a list of token ids. It returns a float32 tensor for
+    each, with the log-probability of every token but the first. The parameters have the checkpoint's names and shapes.
+
+    model: as for LLM; a dense model that is built as Llama and Qwen3 are
+    checkpoint: the weights: a folder of safetensors files, or tensors by their names; None: the model's own
+    dtype: as for LLM
+    device: as for LLM
+    max_model_len: the most tokens of a sequence
+
+    Raises ValueError if the model is built otherwise, or if the weights do not fit it.
+    """
+    config = Config(
+        model,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        load_format="safetensors" if checkpoint is None else "dummy",  # which needs no file
+        deterministic=True,
+    )
+    if (other := _find_other(config.description)) is not None:
+        raise ValueError(f"model={model!r}: reference has no {other}; it is for models as Llama and Qwen3 are")
+    with config.device_of(0):
+        made = Reference(config.description, config.max_model_len, config.torch_dtype)
+    table = table_of(made)
+    if isinstance(checkpoint, Mapping):
+        for name, tensor in TensorSource(checkpoint).tensors(table):
+            table[name][0].target.copy_(tensor)
+    else:
+        FileSource(config.model if checkpoint is None else checkpoint).fill(table)
+    return made
+
+
+def _find_other(model: Description) -> str | None:
+    """Return what the model has that a Reference lacks; None: nothing."""
+    others = {
+        "experts": model.experts is not None,
+        "weights in FP8": model.fp8 is not None,
+        "images": model.is_multimodal,
+        "soft caps": model.score_cap is not None or model.logit_cap is not None,
+        "norms of all heads at once": model.qk_norm == "full",
+        "projections that share a tensor": len(model.names.qkv) == 1,
+        "norms of a branch's result": model.names != Names(),
+        "norms whose weights are stored less one": model.norm_plus_one,
+        "factors of its embeddings, branches, logits or queries": model.query_scaling is not None
+        or {model.embedding_scale, model.residual_scale, model.logit_scale} != {1.0},
+        "other rotations for long sequences": model.long_from is not None,
+    }
+    return next((name for name, is_there in others.items() if is_there), None)
+
+
+class Reference(nn.Module):
+    """A Llama or Qwen3, whose parameters have the names that transformers gives them.
+
+    On a GPU, its products, norms, attention and log-probabilities are computed as a deterministic engine computes them.
+    So they have the same bits. On the CPU they agree as closely as rounding allows.
+    """
+
+    def __init__(self, model: Description, max_model_len: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.vocab_size, self.max_model_len = model.vocab_size, max_model_len
+        self.model = Backbone(model, max_model_len, dtype)
+        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, dtype=dtype)
+        self.is_tied = model.tied
+        if model.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Compute the log-probability of each token of each sequence, by those before it, in one packed pass.
+
+        sequences: of token ids, at least one and at most max_model_len of them
+        Returns [its length - 1] float32 for each sequence: its first token has none.
+        Raises ValueError, naming the sequence, for any other.
+        """
+        rows = self._check(sequences)
+        lengths = [len(row) for row in rows]
+        device = self.lm_head.weight.device
+        token_ids = torch.tensor([token for row in rows for token in row], device=device)
+        hidden = self.model(token_ids, Packing.of(lengths, device))
+        # A token's log-probability comes from the token before it; what follows a sequence's last one is not used.
+        logprobs = functions.token_logprobs_of(hidden, self.lm_head.weight, token_ids.roll(-1))
+        return [some[:-1] for some in logprobs.split(lengths)]
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield what fills the parameters: tensors of the same names."""
+        for name, parameter in self.named_parameters():
+            yield Shard(name, parameter.detach(), tuple(parameter.shape))
+        if self.is_tied:
+            weight = self.lm_head.weight.detach()
+            yield Shard(f"{HEAD}.weight", weight, tuple(weight.shape), replaces=(f"{EMBEDDING}.weight",))
+
+    def _check(self, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+        rows = as_list(sequences)
+        if not rows:
+            raise ValueError(f"sequences={short(sequences)}: must be a list of lists of token ids, at least one")
+        checked = []
+        for number, row in enumerate(rows):
+            ids = as_list(row)
+            if not ids or not all(type(token) is int and 0 <= token < self.vocab_size for token in ids):
+                raise ValueError(
+                    f"sequences[{number}]={short(row, 80)}: must be token ids from 0 to {self.vocab_size - 1}"
+                )
+            if len(ids) > self.max_model_len:
+                raise ValueError(
+                    f"sequences[{number}] has {len(ids)} tokens: max_model_len={self.max_model_len} is the most"
+                )
+            checked.append(ids)
+        return checked
+
+
+class Backbone(nn.Module):
+    """All but the output projection."""
+
+    def __init__(self, model: Description, max_model_len: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size, dtype=dtype)
+        ropes = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(model.ropes) if rope is not None}
+        rotaries = [None if rope is None else ropes[rope] for rope in model.ropes]
+        self.layers = nn.ModuleList(Layer(model, layer, rotary, dtype) for layer, rotary in enumerate(rotaries))
+        self.norm = Norm(model.hidden_size, model.norm_eps, dtype)
+
+    def forward(self, token_ids: Tensor, packing: Packing) -> Tensor:
+        """Compute hidden states, [tokens, hidden_size]."""
+        x, residual = self.embed_tokens(token_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, packing)
+        return self.norm.add(x, residual)[0]
+
+
+class Layer(nn.Module):
+    """Attention and a gated MLP, each behind a norm."""
+
+    def __init__(self, model: Description, layer: int, rotary: RotaryEmbedding | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(model.hidden_size, model.norm_eps, dtype)
+        self.self_attn = SelfAttention(model, layer, rotary, dtype)
+        self.post_attention_layernorm = Norm(model.hidden_size, model.norm_eps, dtype)
+        self.mlp = MLP(model, dtype)
+
+    def forward(self, x: Tensor, residual: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Return the MLP's result, not yet added, and the residual stream. x, residual: those of the layer before"""
+        normed, residual = self.input_layernorm.add(x, residual)
+        normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, packing), residual)
+        return self.mlp(normed), residual
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention."""
+
+    def __init__(self, model: Description, layer: int, rotary: RotaryEmbedding | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+        self.head_dim = head_dim
+        self.q_proj = Linear(model.hidden_size, heads * head_dim, model.qkv_bias, dtype=dtype)
+        self.k_proj = Linear(model.hidden_size, kv_heads * head_dim, model.qkv_bias, dtype=dtype)
+        self.v_proj = Linear(model.hidden_size, kv_heads * head_dim, model.qkv_bias, dtype=dtype)
+        self.o_proj = Linear(heads * head_dim, model.hidden_size, model.o_bias, dtype=dtype)
+        self.q_norm, self.k_norm = (
+            None if model.qk_norm is None else Norm(head_dim, model.norm_eps, dtype) for _ in range(2)
+        )
+        cos_sin, is_interleaved = (None, False) if rotary is None else (rotary.cos_sin, rotary.interleaved)
+        self.heads = Heads(
+            heads, kv_heads, model.norm_eps, cos_sin, is_interleaved, model.attention_scale, model.windows[layer]
+        )
+
+    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+        """Attend within each sequence; both [tokens, hidden_size]."""
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=1).unflatten(1, (-1, self.head_dim))
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        heads: Tensor = self.o_proj(functions.attend(qkv, q_norm, k_norm, self.heads, packing).flatten(1))
+        return heads
+
+
+class MLP(nn.Module):
+    """The gated MLP."""
+
+    def __init__(self, model: Description, dtype: torch.dtype) -> None:
+        super().__init__()
+        size, inner_size = model.hidden_size, model.intermediate_size
+        self.gate_proj = Linear(size, inner_size, model.mlp_bias, dtype=dtype)
+        self.up_proj = Linear(size, inner_size, model.mlp_bias, dtype=dtype)
+        self.down_proj = Linear(inner_size, size, model.mlp_bias, dtype=dtype)
+        self.activation = model.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the branch's result; both [tokens, hidden_size]."""
+        gate_up = torch.cat([self.gate_proj(x), self.up_proj(x)], dim=1)
+        result: Tensor = self.down_proj(functions.gate_mul(gate_up, self.activation))
+        return result
+
+
+class Linear(nn.Linear):
+    """A projection whose products add up in the engine's order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply: [tokens, in_features] to [tokens, out_features]."""
+        return functions.linear(x, self.weight, self.bias)
+
+
+class Norm(nn.Module):
+    """RMSNorm's weight."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+        self.eps = eps
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + residual, and x + residual; without a residual, of x."""
+        if residual is None:
+            return functions.rms_norm(x, self.weight, self.eps), x
+        return functions.add_rms_norm(x, residual, self.weight, self.eps)
