@@ -2,8 +2,9 @@
 
 python -m nanoinfer.benchmark.determinism MODEL runs it for a model. It draws requests. The first engine cuts prompts
 into chunks, the second preempts sequences; then it draws further engines until the time is up. Each engine gets the
-requests in a random order and at random times, some of them twice, and loses some on the way. If a result differs, the
-command runs the request again, and names the first tensor of the model that differs.
+requests in a random order and at random times, some of them twice, and loses some on the way. With --ranks 1 2, engines
+have one rank or two. If a result differs, the command runs the request again, and names the first tensor of the model
+that differs.
 """
 
 from __future__ import annotations
