@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import write_random_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_models import CASES, VOCAB, build
 from transformers import AutoModelForCausalLM
 
@@ -66,8 +67,53 @@ class TestAgainstTransformers:
         file.unlink()
         state = reference(str(tmp_path), tensors, device="cpu", dtype="float32").state_dict()
         assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
-        with pytest.raises(ValueError, match="named_tensors do not fit the model"):
+        with pytest.raises(ValueError, match=r"checkpoint's tensors do not fit the model: unknown: other\."):
             reference(str(tmp_path), {"other": torch.zeros(3)}, device="cpu")
+        tensors["model.norm.weight"][3] = torch.nan
+        with pytest.raises(ValueError, match=r"checkpoint: model\.norm\.weight has numbers that are NaN"):
+            reference(str(tmp_path), tensors, device="cpu")
+
+    def test_a_head_of_its_own(self, tmp_path: Path) -> None:
+        """Some configs call a head tied, and the weights hold another one."""
+        build(CASES["llama tied, linear rope"], tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+        rows = sequences(2)
+        (tmp_path / "other").mkdir()
+        save_file(tensors, tmp_path / "other" / "model.safetensors")
+        tied = reference(str(tmp_path), device="cpu", dtype="float32")
+        by_folder = reference(str(tmp_path), tmp_path / "other", device="cpu", dtype="float32")
+        by_tensors = reference(str(tmp_path), tensors, device="cpu", dtype="float32")
+        for expected, found, other in zip(tied(rows), by_folder(rows), by_tensors(rows), strict=True):
+            assert torch.equal(found, other)
+            assert not torch.equal(found, expected)
+
+    def test_nothing_is_drawn_and_no_table_is_rounded(self) -> None:
+        torch.manual_seed(3)
+        expected = torch.rand(4)
+        torch.manual_seed(3)
+        trainer = reference(BUNDLED_MODEL, device="cpu", dtype="float32")
+        assert torch.equal(torch.rand(4), expected)
+        before = trainer([[5, 6, 7]])[0]
+        trainer.bfloat16().float()  # leaves the weights, which come from 16 bits
+        assert torch.equal(trainer([[5, 6, 7]])[0], before)
+
+    @pytest.mark.parametrize(
+        "trained", ["model.norm", "layers.1.self_attn.q_norm", "layers.3", "lm_head", "layers.2.mlp"]
+    )
+    def test_some_parameters_are_frozen(self, trained: str, tmp_path: Path) -> None:
+        build(CASES["qwen3"], tmp_path)
+        trainer = reference(str(tmp_path), device="cpu", dtype="float32")
+        weighted_sum(trainer(sequences(3))).backward()
+        expected = {name: parameter.grad.clone() for name, parameter in trainer.named_parameters()}
+        trainer.zero_grad()
+        for name, parameter in trainer.named_parameters():
+            parameter.requires_grad_(trained in name)
+        weighted_sum(trainer(sequences(3))).backward()
+        found = {name: parameter.grad for name, parameter in trainer.named_parameters() if parameter.grad is not None}
+        assert found
+        assert found.keys() == {name for name in expected if trained in name}
+        assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
 
 
 def test_an_engine_takes_its_weights(make_llm: Callable[..., LLM]) -> None:
@@ -131,8 +177,10 @@ class TestBadInput:
         [
             ([], r"sequences=\[\]: must be a list of lists of token ids, at least one"),
             ("text", "sequences='text': must be a list of lists"),
-            ([[1, 2], []], r"sequences\[1\]=\[\]: must be token ids from 0 to 2047"),
-            ([[1, 2048]], r"sequences\[0\]=\[1, 2048\]: must be token ids from 0 to 2047"),
+            ([[1, 2], []], r"sequences\[1\]=\[\]: must be a list of token ids from 0 to 2047, at least one"),
+            ([1, 2], r"sequences\[0\]=1: must be a list of token ids"),
+            ([[1, 2048]], r"sequences\[0\]=\[1, 2048\]: must be a list of token ids from 0 to 2047"),
+            ([[1, 2.5]], r"sequences\[0\]=\[1, 2.5\]: must be a list of token ids"),
             ([[1] * 33], r"sequences\[0\] has 33 tokens: max_model_len=32 is the most"),
         ],
     )
@@ -140,6 +188,21 @@ class TestBadInput:
         trainer = reference(BUNDLED_MODEL, device="cpu", max_model_len=32)
         with pytest.raises(ValueError, match=problem):
             trainer(rows)
+
+    def test_ids_of_other_libraries(self) -> None:
+        trainer = reference(BUNDLED_MODEL, device="cpu")
+        expected = trainer([[5, 6, 7]])[0]
+        for ids in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]), [np.int64(5), 6, 7], (5, 6, 7)):
+            assert torch.equal(trainer([ids])[0], expected)
+
+    @pytest.mark.parametrize("checkpoint", [3, [("a", torch.zeros(1))], iter(()), {"a": 3}])
+    def test_checkpoints(self, checkpoint: object) -> None:
+        with pytest.raises(ValueError, match=r"checkpoint=.*: must be a folder of safetensors files, or tensors by"):
+            reference(BUNDLED_MODEL, checkpoint, device="cpu")
+
+    def test_a_checkpoint_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"checkpoint='.*': the folder has no \*.safetensors file"):
+            reference(BUNDLED_MODEL, tmp_path, device="cpu")
 
     @pytest.mark.parametrize(
         ("family", "problem"),

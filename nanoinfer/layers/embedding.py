@@ -47,7 +47,7 @@ class VocabParallelEmbedding(nn.Module):
         """Let a GPU's products for logits add up in the order of the inputs; sizes: as for InOrderWeight"""
         self._in_order = InOrderWeight(self.weight, False, sizes)
 
-    def cut(self) -> None:
+    def fix_parts(self) -> None:
         """Let the CPU compute logits by parts, whose shapes do not depend on the number of ranks."""
         self._in_order = WeightInParts(self.weight, [(len(self.weight), self.vocab_size)])
 

@@ -113,8 +113,9 @@ class RowParallelLinear(nn.Module):
         return self.matrix.rounds(tokens)
 
     def forward(self, x: Tensor, before: Activation | None = None) -> Tensor:
-        """Multiply [tokens, this rank's share of in_features]: returns this rank's part, [tokens, out_features].
+        """Multiply [tokens, this rank's share of in_features]; returns [tokens, out_features].
 
+        The result is this rank's part, or if the rank splits outputs, the whole sum.
         before: if given, x is twice as wide, gates before ups, and act(gate) * up is multiplied
         A single rank may return pieces, [pieces, tokens, out_features] float32, which the next joint adds.
         """
@@ -133,6 +134,6 @@ class RowParallelLinear(nn.Module):
     def _gather(self, x: Tensor) -> Tensor:
         """Put the ranks' shares side by side: [tokens, share] to [tokens, ranks * share]."""
         inbox = self.tp.inbox
-        if inbox is None or not inbox.holds(x):
+        if inbox is None or not inbox.can_gather(x):
             return self.tp.gather_features(x)
         return gather_features(x, inbox.layer_lane(), inbox.rank, inbox.stop)

@@ -89,24 +89,23 @@ class Joint(nn.Module):
     def lane(self, x: Tensor) -> VectorLane | None:
         """Return a lane if the product that follows is to add up the ranks' parts of x, as it can for one token."""
         inbox = self.tp.inbox
-        if inbox is None or self.tp.keeps_order or not inbox.takes(x) or not takes_lane(x):
+        if inbox is None or self.tp.keeps_order or not inbox.can_sum(x) or not takes_lane(x):
             return None
         return VectorLane(*inbox.vector_lane(), inbox.rank, inbox.stop)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add x to residual and normalise the sum.
 
-        x: this rank's part, [tokens, size], or pieces (kernels.norm.rms_norm), from RowParallelLinear or the embedding
+        x: [tokens, size], or pieces (kernels.norm.rms_norm), from RowParallelLinear or the embedding
         residual: [tokens, size]; None at the model's first joint
         Returns the next branch's input and the residual stream, both [tokens, size].
         """
         x, post, pre = self.scaled(x), self.post_norm, self.pre_norm
         inbox = self.tp.inbox
-        if not self.tp.keeps_order:
-            if inbox is not None and inbox.takes(x) and (post or pre):
-                return self._through_inbox(inbox, x, residual)
-            x = self.tp.all_reduce(x)
-        elif residual is None:  # of the embeddings' parts, all but one are zeros
+        in_order = self.tp.keeps_order
+        if inbox is not None and not in_order and inbox.can_sum(x) and (post or pre):
+            return self._through_inbox(inbox, x, residual)
+        if not in_order or residual is None:  # of the embeddings' parts, all but one are zeros
             x = self.tp.all_reduce(x)
         if residual is None:
             return (x, x) if pre is None else (rms_norm(x, pre), x)

@@ -213,12 +213,12 @@ class Decoder(nn.Module):
                 module.fix_order([*sizes, tokens])
         self.lm_head.fix_order(sizes)
 
-    def cut(self) -> None:
+    def fix_parts(self) -> None:
         """Let the CPU multiply by parts of the matrices, whose shapes do not depend on the number of ranks."""
         for module in self.modules():
             if isinstance(module, PlainMatrix):
-                module.cut()
-        self.lm_head.cut()
+                module.fix_parts()
+        self.lm_head.fix_parts()
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute logits, [rows, this rank's token ids], from [rows, hidden_size], into `out` if given."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoinfer.driver import call
 from nanoinfer.parallel.peer_memory import allocate, close_handle, free, handle_of, open_handle
 
-SUM_LANES = 3  # two for the layers' sums, one for the embedding's
+SUM_LANES = 3  # two for the layers' sums or gatherings, one for the embedding's sum
 VECTOR_LANES = 4  # three would do in a step; a step's last one must also differ from the next step's first
 
 
@@ -61,16 +61,19 @@ class Inbox:
         sizes = [self._sum_bytes] * SUM_LANES + [self._vector_bytes] * VECTOR_LANES
         return torch.tensor([0, *sizes]).cumsum(0).unsqueeze(1) + torch.tensor(addresses)
 
-    def takes(self, x: Tensor) -> bool:
+    def can_sum(self, x: Tensor) -> bool:
         """Whether this inbox can sum x, by its shape and type."""
         return x.dim() == 2 and len(x) <= self.max_rows and x.shape[1] == self.features and x.dtype == self.dtype
 
-    def holds(self, x: Tensor) -> bool:
+    def can_gather(self, x: Tensor) -> bool:
         """Whether this inbox has room for every rank's x, by its shape and type."""
         return x.numel() <= self.max_rows * self.features and x.dtype == self.dtype
 
     def layer_lane(self) -> Tensor:
-        """Return the lane of the next sum in a layer: its address on each rank, [ranks] int64. Two take turns."""
+        """Return the lane of a layer's next sum or gathering: its address on each rank, [ranks] int64. Two take turns.
+
+        Between steps, another exchange must keep a rank from being two calls ahead.
+        """
         self._layer = 1 - self._layer
         return self._lanes[self._layer]
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference
@@ -67,13 +68,12 @@ class Heads(NamedTuple):
 
     num, num_kv: of queries, and of keys
     eps: of the norms of queries and keys, if the model has them
-    cos_sin, interleaved: as for norm_rotate_store; window: as for paged_prefill_reference
+    interleaved: as for norm_rotate_store; window: as for paged_prefill_reference
     """
 
     num: int
     num_kv: int
     eps: float
-    cos_sin: Tensor | None
     interleaved: bool
     scale: float
     window: int | None
@@ -116,10 +116,18 @@ def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     return out
 
 
-def attend(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: Heads, packing: Packing) -> Tensor:
+def attend(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos_sin: Tensor | None,
+    heads: Heads,
+    packing: Packing,
+) -> Tensor:
     """Normalise and rotate queries and keys, and let each token attend to itself and those before it in its sequence.
 
     qkv: [tokens, heads + 2 * kv_heads, head_dim]; q_norm, k_norm: the norms' weights, [head_dim], if there are norms
+    cos_sin: as for norm_rotate_store
     Returns [tokens, heads, head_dim].
     """
 
@@ -133,7 +141,7 @@ def attend(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: Hea
         q_norm, k_norm = both_norms(*weights)
         at = packing.positions
         q = norm_rotate_store(
-            qkv, q_norm, k_norm, None, heads.cos_sin, heads.interleaved, None, at, k_cache, v_cache, packing.slots
+            qkv, q_norm, k_norm, None, cos_sin, heads.interleaved, None, at, k_cache, v_cache, packing.slots
         )
         tables, lengths = packing.block_tables, packing.lengths
         if not q.is_cuda:
@@ -145,7 +153,7 @@ def attend(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: Hea
     def formula(qkv: Tensor, *weights: Tensor | None) -> Tensor:
         q_norm, k_norm = both_norms(*weights)
         parts = norm_rotate_reference(
-            qkv, heads.num, q_norm, k_norm, None, heads.cos_sin, heads.interleaved, None, packing.positions
+            qkv, heads.num, q_norm, k_norm, None, cos_sin, heads.interleaved, None, packing.positions
         )
         sequences = zip(*(part.transpose(0, 1).split(packing.lengths, dim=1) for part in parts), strict=True)
         return torch.cat([_attend_causally(q, k, v, heads) for q, k, v in sequences], dim=1).transpose(0, 1)
@@ -191,6 +199,7 @@ class _Linear(torch.autograd.Function):
         return _product(x, weight, bias, TOKENS_AT_ONCE)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), (gradient,) = ctx.saved_tensors, gradients
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
@@ -213,12 +222,14 @@ class _Differentiable(torch.autograd.Function):
         return compute(*inputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[2:]
-        inputs = [None if x is None else x.detach() for x in ctx.saved_tensors]
-        some = [x.requires_grad_() for x, is_wanted in zip(inputs, wanted, strict=True) if x is not None and is_wanted]
+        # All inputs: a result of those that are not wanted must be differentiable, too.
+        inputs = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
             results = ctx.formula(*inputs)
+        some = [x for x, is_wanted in zip(inputs, wanted, strict=True) if x is not None and is_wanted]
         found = iter(torch.autograd.grad(results, some, gradients if isinstance(results, tuple) else gradients[0]))
         return None, None, *(next(found) if is_wanted else None for is_wanted in wanted)
 
@@ -235,16 +246,21 @@ class _LogProbs(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, token_ids = ctx.saved_tensors
-        by_hidden = torch.empty_like(hidden)
-        by_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        parts = (x.split(LOGITS_AT_ONCE) for x in (hidden, token_ids, gradients[0], by_hidden))
-        for some, ids, gradient, out in zip(*parts, strict=True):
+        wants_hidden, wants_weight, _ = ctx.needs_input_grad
+        by_hidden = torch.empty_like(hidden) if wants_hidden else None
+        by_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wants_weight else None
+        for first in range(0, len(hidden), LOGITS_AT_ONCE):
+            part = slice(first, first + LOGITS_AT_ONCE)
+            some, ids, gradient = hidden[part], token_ids[part], gradients[0][part]
             # The derivative of log_softmax: one at the token itself, less the probabilities.
             slope = F.linear(some, weight).float().softmax(dim=1).neg_()
             slope.scatter_add_(1, ids.long()[:, None], torch.ones_like(gradient)[:, None])
             slope = slope.mul_(gradient[:, None]).to(weight.dtype)
-            torch.mm(slope, weight, out=out)
-            by_weight += slope.t() @ some
-        return by_hidden, by_weight.to(weight.dtype), None
+            if by_hidden is not None:
+                torch.mm(slope, weight, out=by_hidden[part])
+            if by_weight is not None:
+                by_weight += slope.t() @ some
+        return by_hidden, None if by_weight is None else by_weight.to(weight.dtype), None

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.checks import as_list, short
+from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
-from nanoinfer.layers.rotary import RotaryEmbedding
+from nanoinfer.layers.rotary import Rope, RotaryEmbedding
 from nanoinfer.models.description import EMBEDDING, HEAD, Description, Names
 from nanoinfer.trainer import functions
 from nanoinfer.trainer.functions import Heads, Packing
+from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.shards import Shard, table_of
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 
 def reference(
     model: str,
-    checkpoint: str | Mapping[str, Tensor] | None = None,
+    checkpoint: str | Path | Mapping[str, Tensor] | None = None,
     *,
     dtype: str = "auto",
     device: str = "auto",
@@ -29,11 +33,12 @@ def reference(
 
     It is a torch module. Call it with a list of sequences, each a list of token ids. It returns a float32 tensor for
     each, with the log-probability of every token but the first. The parameters have the checkpoint's names and shapes.
+    The bits are those of an LLM of the same dtype, with the default options for other dtypes and for log-probabilities.
 
     model: as for LLM; a dense model that is built as Llama and Qwen3 are
     checkpoint: the weights: a folder of safetensors files, or tensors by their names; None: the model's own
     dtype: as for LLM
-    device: as for LLM
+    device: as for LLM; "cuda" is the process's current device
     max_model_len: the most tokens of a sequence
 
     Raises ValueError if the model is built otherwise, or if the weights do not fit it.
@@ -48,15 +53,53 @@ def reference(
     )
     if (other := _find_other(config.description)) is not None:
         raise ValueError(f"model={model!r}: reference has no {other}; it is for models as Llama and Qwen3 are")
-    with config.device_of(0):
-        made = Reference(config.description, config.max_model_len, config.torch_dtype)
-    table = table_of(made)
-    if isinstance(checkpoint, Mapping):
-        for name, tensor in TensorSource(checkpoint).tensors(table):
-            table[name][0].target.copy_(tensor)
-    else:
-        FileSource(config.model if checkpoint is None else checkpoint).fill(table)
+    source = _open(config.model if checkpoint is None else checkpoint, "model" if checkpoint is None else "checkpoint")
+    description = config.description
+    if description.tied and _has_own_head(source):
+        description = replace(description, tied=False)
+    with torch.inference_mode(False):
+        with torch.device("meta"):  # so that nothing is drawn
+            made = Reference(description, config.max_model_len, config.torch_dtype)
+        made.to_empty(device=torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else "cpu")
+        made.tie()
+        _fill(made, source)
     return made
+
+
+def _open(checkpoint: object, argument: str) -> FileSource | dict[str, Tensor]:
+    """Return where the weights come from; argument: which has told of it."""
+    if isinstance(checkpoint, (str, Path)):
+        return FileSource(str(checkpoint), argument=argument)
+    if isinstance(checkpoint, Mapping) and all(isinstance(value, Tensor) for value in checkpoint.values()):
+        return dict(checkpoint)
+    raise ValueError(
+        f"checkpoint={short(checkpoint, 80)}: must be a folder of safetensors files, or tensors by their names, as"
+        " state_dict() gives them"
+    )
+
+
+def _has_own_head(source: FileSource | dict[str, Tensor]) -> bool:
+    """Return whether the weights hold an output projection unlike the embedding."""
+    names = f"{HEAD}.weight", f"{EMBEDDING}.weight"
+    if isinstance(source, FileSource):
+        return source.has_own_head(*names)
+    head, embedding = map(source.get, names)
+    return head is not None and embedding is not None and not torch.equal(head, embedding.to(head.device))
+
+
+def _fill(made: Reference, source: FileSource | dict[str, Tensor]) -> None:
+    table = table_of(made)
+    if isinstance(source, FileSource):
+        source.fill(table)
+        return
+    tensors = TensorSource(source)
+    tensors.what = "checkpoint's tensors"
+    names = []
+    for name, tensor in tensors.tensors(table):
+        table[name][0].target.copy_(tensor)
+        names.append(name)
+    if (wrong := find_not_finite(table, names)) is not None:
+        raise ValueError(f"checkpoint: {describe_not_finite(table, wrong)}")
 
 
 def _find_other(model: Description) -> str | None:
@@ -90,7 +133,11 @@ class Reference(nn.Module):
         self.model = Backbone(model, max_model_len, dtype)
         self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False, dtype=dtype)
         self.is_tied = model.tied
-        if model.tied:
+        self.tie()
+
+    def tie(self) -> None:
+        """Let a tied output projection be the embedding's matrix again, after `to_empty` has parted them."""
+        if self.is_tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -103,10 +150,12 @@ class Reference(nn.Module):
         rows = self._check(sequences)
         lengths = [len(row) for row in rows]
         device = self.lm_head.weight.device
-        token_ids = torch.tensor([token for row in rows for token in row], device=device)
-        hidden = self.model(token_ids, Packing.of(lengths, device))
-        # A token's log-probability comes from the token before it; what follows a sequence's last one is not used.
-        logprobs = functions.token_logprobs_of(hidden, self.lm_head.weight, token_ids.roll(-1))
+        on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with on_device, torch.autocast(device.type, enabled=False):  # which would change the bits
+            token_ids = torch.tensor([token for row in rows for token in row], device=device)
+            hidden = self.model(token_ids, Packing.of(lengths, device))
+            # A token's log-probability comes from the token before it. That of a sequence's last one is not used.
+            logprobs = functions.token_logprobs_of(hidden, self.lm_head.weight, token_ids.roll(-1))
         return [some[:-1] for some in logprobs.split(lengths)]
 
     def shards(self) -> Iterator[Shard]:
@@ -123,16 +172,17 @@ class Reference(nn.Module):
             raise ValueError(f"sequences={short(sequences)}: must be a list of lists of token ids, at least one")
         checked = []
         for number, row in enumerate(rows):
-            ids = as_list(row)
-            if not ids or not all(type(token) is int and 0 <= token < self.vocab_size for token in ids):
+            ids = [as_int(token) for token in as_list(row) or ()]
+            if not ids or not all(token is not None and 0 <= token < self.vocab_size for token in ids):
                 raise ValueError(
-                    f"sequences[{number}]={short(row, 80)}: must be token ids from 0 to {self.vocab_size - 1}"
+                    f"sequences[{number}]={short(row, 80)}: must be a list of token ids from 0 to"
+                    f" {self.vocab_size - 1}, at least one"
                 )
             if len(ids) > self.max_model_len:
                 raise ValueError(
                     f"sequences[{number}] has {len(ids)} tokens: max_model_len={self.max_model_len} is the most"
                 )
-            checked.append(ids)
+            checked.append([token for token in ids if token is not None])
         return checked
 
 
@@ -142,40 +192,53 @@ class Backbone(nn.Module):
     def __init__(self, model: Description, max_model_len: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size, dtype=dtype)
-        ropes = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(model.ropes) if rope is not None}
-        rotaries = [None if rope is None else ropes[rope] for rope in model.ropes]
-        self.layers = nn.ModuleList(Layer(model, layer, rotary, dtype) for layer, rotary in enumerate(rotaries))
+        self.layers = nn.ModuleList(Layer(model, layer, dtype) for layer in range(model.num_layers))
         self.norm = Norm(model.hidden_size, model.norm_eps, dtype)
+        self.ropes, self.max_model_len = model.ropes, max_model_len
+        self._tables: dict[torch.device, dict[Rope, Tensor]] = {}
 
     def forward(self, token_ids: Tensor, packing: Packing) -> Tensor:
         """Compute hidden states, [tokens, hidden_size]."""
+        tables = self._tables_on(token_ids.device)
         x, residual = self.embed_tokens(token_ids), None
-        for layer in self.layers:
-            x, residual = layer(x, residual, packing)
+        for layer, rope in zip(self.layers, self.ropes, strict=True):
+            x, residual = layer(x, residual, None if rope is None else tables[rope], packing)
         return self.norm.add(x, residual)[0]
+
+    def _tables_on(self, device: torch.device) -> dict[Rope, Tensor]:
+        """Return the cosines and sines of each rotation, computed on the device. No buffers: these may be rounded."""
+        if device not in self._tables:
+            with device, torch.inference_mode(False):
+                self._tables[device] = {
+                    rope: RotaryEmbedding(rope, self.max_model_len).cos_sin for rope in self.ropes if rope is not None
+                }
+        return self._tables[device]
 
 
 class Layer(nn.Module):
     """Attention and a gated MLP, each behind a norm."""
 
-    def __init__(self, model: Description, layer: int, rotary: RotaryEmbedding | None, dtype: torch.dtype) -> None:
+    def __init__(self, model: Description, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.input_layernorm = Norm(model.hidden_size, model.norm_eps, dtype)
-        self.self_attn = SelfAttention(model, layer, rotary, dtype)
+        self.self_attn = SelfAttention(model, layer, dtype)
         self.post_attention_layernorm = Norm(model.hidden_size, model.norm_eps, dtype)
         self.mlp = MLP(model, dtype)
 
-    def forward(self, x: Tensor, residual: Tensor | None, packing: Packing) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos_sin: Tensor | None, packing: Packing
+    ) -> tuple[Tensor, Tensor]:
         """Return the MLP's result, not yet added, and the residual stream. x, residual: those of the layer before"""
         normed, residual = self.input_layernorm.add(x, residual)
-        normed, residual = self.post_attention_layernorm.add(self.self_attn(normed, packing), residual)
+        attended = self.self_attn(normed, cos_sin, packing)
+        normed, residual = self.post_attention_layernorm.add(attended, residual)
         return self.mlp(normed), residual
 
 
 class SelfAttention(nn.Module):
     """Grouped-query attention."""
 
-    def __init__(self, model: Description, layer: int, rotary: RotaryEmbedding | None, dtype: torch.dtype) -> None:
+    def __init__(self, model: Description, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
         self.head_dim = head_dim
@@ -186,16 +249,15 @@ class SelfAttention(nn.Module):
         self.q_norm, self.k_norm = (
             None if model.qk_norm is None else Norm(head_dim, model.norm_eps, dtype) for _ in range(2)
         )
-        cos_sin, is_interleaved = (None, False) if rotary is None else (rotary.cos_sin, rotary.interleaved)
-        self.heads = Heads(
-            heads, kv_heads, model.norm_eps, cos_sin, is_interleaved, model.attention_scale, model.windows[layer]
-        )
+        rope = model.ropes[layer]
+        is_interleaved = rope is not None and rope.interleaved
+        self.heads = Heads(heads, kv_heads, model.norm_eps, is_interleaved, model.attention_scale, model.windows[layer])
 
-    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor | None, packing: Packing) -> Tensor:
         """Attend within each sequence; both [tokens, hidden_size]."""
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=1).unflatten(1, (-1, self.head_dim))
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
-        heads: Tensor = self.o_proj(functions.attend(qkv, q_norm, k_norm, self.heads, packing).flatten(1))
+        heads: Tensor = self.o_proj(functions.attend(qkv, q_norm, k_norm, cos_sin, self.heads, packing).flatten(1))
         return heads
 
 
@@ -230,7 +292,7 @@ class Norm(nn.Module):
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
         self.eps = eps
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ class PlainMatrix(nn.Module):
         assert isinstance(self.weight, Tensor)
         self._in_order = InOrderWeight(self.weight, self.bias is not None, sizes)
 
-    def cut(self) -> None:
+    def fix_parts(self) -> None:
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
         assert isinstance(self.weight, Tensor)
         self._in_order = WeightInParts(self.weight, [(section.rows, section.outputs) for section in self.sections])

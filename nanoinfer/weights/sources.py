@@ -58,11 +58,14 @@ class RandomSource:
 class FileSource:
     """The safetensors files of a folder, chosen as transformers chooses them."""
 
-    def __init__(self, folder: str, is_multimodal: bool = False) -> None:
-        """is_multimodal: tensor names have a prefix, and tensors of other models stand beside the language model's."""
-        self.what = f"model={folder!r}"  # begins the messages of errors
+    def __init__(self, folder: str, is_multimodal: bool = False, argument: str = "model") -> None:
+        """is_multimodal: tensor names have a prefix, and tensors of other models stand beside the language model's
+
+        argument: that which the user gave the folder as
+        """
+        self.what = f"{argument}={folder!r}"  # begins the messages of errors
         self.is_multimodal = is_multimodal
-        self.files = _choose_files(Path(folder))
+        self.files = _choose_files(Path(folder), self.what)
 
     def fill(self, table: Table) -> None:
         """Fill every target of the table; raises ValueError as Source.fill says."""
@@ -155,7 +158,8 @@ class TensorSource:
             raise ValueError(f"{self.what}: has no tensor; a generator gives its tensors only once")
 
 
-def _choose_files(folder: Path) -> list[Path]:
+def _choose_files(folder: Path, what: str) -> list[Path]:
+    """what: begins the messages of errors"""
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
@@ -164,10 +168,10 @@ def _choose_files(folder: Path) -> list[Path]:
         lacks = (
             f"neither {SINGLE_FILE} nor {INDEX_FILE}, only {', '.join(others)}" if others else "no *.safetensors file"
         )
-        raise ValueError(f"model={str(folder)!r}: the folder has {lacks}")
+        raise ValueError(f"{what}: the folder has {lacks}")
     for name in (names := _read_index(index)):
         if not (folder / name).is_file():
-            raise ValueError(f"model={str(folder)!r}: {INDEX_FILE} names {name}, which is not there")
+            raise ValueError(f"{what}: {INDEX_FILE} names {name}, which is not there")
     return [folder / name for name in names]
 
 

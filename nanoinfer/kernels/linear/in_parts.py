@@ -1,7 +1,7 @@
 """Matrix products of the CPU whose bits do not depend on how many ranks share the outputs.
 
-The CPU's libraries choose how to add up by the shape of the weight, and compute the last few of some numbers in another
-way than the others. So a weight is multiplied in parts of its outputs, whose shape is the same on any number of ranks.
+The CPU's libraries choose by the shape of a weight how to add up. They also compute a vector's last few numbers in
+another way. So parts of the outputs are multiplied, whose shape is the same on any number of ranks.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class LogitsProcessors:
             return logits
         share = -(-self.vocab_size // self.tp.size)  # see VocabParallelEmbedding: the last rank may have fewer
         padded = F.pad(logits, (0, share - logits.shape[1]))
-        return self.tp.all_gather(padded).transpose(0, 1).flatten(1)[:, : self.vocab_size]
+        return self.tp.gather_features(padded)[:, : self.vocab_size]
 
     def _divide(self, rows: list[int]) -> list[LogitsProcessorGroup]:
         """Put rows that need no logits in float32 in one group, the others in groups that fit the memory.

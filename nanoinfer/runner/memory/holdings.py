@@ -65,7 +65,7 @@ class Holdings:
         with torch.inference_mode(False), self._device, _default_dtype(config.torch_dtype), memory:
             self.model = Decoder(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
         if config.is_one_by_one:
-            self.model.cut()
+            self.model.fix_parts()
         if config.routed_experts and self._has_host:
             assert description.experts is not None
             self.routing = Routing(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
