@@ -105,7 +105,8 @@ class Joint(nn.Module):
         in_order = self.tp.keeps_order
         if inbox is not None and not in_order and inbox.can_sum(x) and (post or pre):
             return self._through_inbox(inbox, x, residual)
-        if not in_order or residual is None:  # of the embeddings' parts, all but one are zeros
+        # Of the embeddings' parts, all but one are zeros. Here the ranks meet once a step, as Inbox.layer_lane needs.
+        if not in_order or residual is None:
             x = self.tp.all_reduce(x)
         if residual is None:
             return (x, x) if pre is None else (rms_norm(x, pre), x)

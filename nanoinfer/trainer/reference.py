@@ -48,12 +48,12 @@ def reference(
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
-        load_format="safetensors" if checkpoint is None else "dummy",  # which needs no file
+        load_format="dummy",  # leaves the files to FileSource
         deterministic=True,
     )
     if (other := _find_other(config.description)) is not None:
         raise ValueError(f"model={model!r}: reference has no {other}; it is for models as Llama and Qwen3 are")
-    source = _open(config.model if checkpoint is None else checkpoint, "model" if checkpoint is None else "checkpoint")
+    source = FileSource(config.model) if checkpoint is None else _open(checkpoint)
     description = config.description
     if description.tied and _has_own_head(source):
         description = replace(description, tied=False)
@@ -66,10 +66,10 @@ def reference(
     return made
 
 
-def _open(checkpoint: object, argument: str) -> FileSource | dict[str, Tensor]:
-    """Return where the weights come from; argument: which has told of it."""
+def _open(checkpoint: object) -> FileSource | dict[str, Tensor]:
+    """Return where the weights come from."""
     if isinstance(checkpoint, (str, Path)):
-        return FileSource(str(checkpoint), argument=argument)
+        return FileSource(str(checkpoint), argument="checkpoint")
     if isinstance(checkpoint, Mapping) and all(isinstance(value, Tensor) for value in checkpoint.values()):
         return dict(checkpoint)
     raise ValueError(
