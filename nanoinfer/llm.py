@@ -381,7 +381,7 @@ class LLM:
 
     def _generate(self, prompts: list[Prepared], use_tqdm: bool) -> list[RequestOutput]:
         with self._turn(alone=True), self._requests:
-            requests = [self._requests.add(prompt) for prompt in prompts]
+            requests = self._requests.add_all(prompts)
             run_all(self._requests, len(requests), use_tqdm)
             self._requests.take_finished()
             return [request.output() for request in requests]

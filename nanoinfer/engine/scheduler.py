@@ -74,6 +74,8 @@ Step = PrefillStep | DecodeStep
 class Scheduler:
     """First come, first served: gathered prompts before running sequences, the newest preempted first.
 
+    Of the requests of one call, those that may get more tokens count as the first.
+
     `schedule` plans a step from lengths alone, so it may be called again before the tokens of the last step are
     known. `postprocess` takes each step's tokens, in the order of the steps.
 
@@ -110,6 +112,10 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind the others."""
         self.waiting[seq] = None
+
+    def put_longest_first(self) -> None:
+        """Let waiting sequences that may get more tokens begin sooner; equal ones keep their order."""
+        self.waiting = OrderedDict.fromkeys(sorted(self.waiting, key=lambda seq: len(seq) - seq.max_len))
 
     @property
     def is_finished(self) -> bool:

@@ -167,15 +167,33 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
 
     def add(self, prompt: Prepared, streams: bool = False) -> ReplicaRequest:
         """Queue a request."""
+        request = self._make(prompt, streams)
+        self._share(request)
+        return request
+
+    def add_all(self, prompts: list[Prepared]) -> list[ReplicaRequest]:
+        """Queue the requests of one call; those that may get more tokens begin sooner."""
+        requests = [self._make(prompt, streams=False) for prompt in prompts]
+        for request in sorted(requests, key=self._most_tokens, reverse=True):
+            self._share(request)
+        return requests
+
+    def _most_tokens(self, request: ReplicaRequest) -> int:
+        prompt = request.prompt
+        return min(prompt.params.max_tokens, self._config.max_model_len - len(prompt.token_ids))
+
+    def _make(self, prompt: Prepared, streams: bool) -> ReplicaRequest:
         id, self._num_added = self._num_added, self._num_added + 1
         block = self._config.kvcache_block_size
         key = hash(tuple(prompt.token_ids[:block])) if len(prompt.token_ids) > block else ("request", id)
         seed = seed_of(prompt.params, self._config.seed, id)
         decode, version = self._decode if prompt.params.detokenize else None, self._replicas.updater.version
         request = self._running[id] = ReplicaRequest(id, prompt, seed, key, streams, decode, version)
-        for index in range(prompt.params.n):
-            self._sharing.add((id, index), key)
         return request
+
+    def _share(self, request: ReplicaRequest) -> None:
+        for index in range(request.prompt.params.n):
+            self._sharing.add((request.id, index), request.key)
 
     def step(self) -> list[StepResult]:
         """Hand out samples, and take what replicas tell; returns the figures of their steps."""

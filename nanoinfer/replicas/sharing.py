@@ -9,7 +9,7 @@ Unit = tuple[int, int]  # a request's number, and a sample's among the request's
 
 MOST_REMEMBERED = 1 << 14  # keys whose replica is remembered when none of their samples wait
 MOST_DEATHS = 2  # of replicas that were computing a sample, before it is given up
-MOST_OVERTAKING = 4096  # so many requests later may one be, that goes first because its replica has its key
+MOST_OVERTAKING = 4096  # so much later may a sample have come that goes first because its replica has its key
 
 
 class Sharing:
@@ -31,7 +31,9 @@ class Sharing:
         self._own: dict[int, OrderedDict[Hashable, None]] = {}  # by replica, its waiting keys
         self._held: dict[int, dict[Unit, Hashable]] = {}  # by replica, its samples and their keys
         self._unbegun: dict[int, deque[Unit]] = {}  # by replica, in the order in which it begins them
+        self._turns: dict[Unit, int] = {}  # by sample that has not ended, how many came before it
         self._deaths: dict[Unit, int] = {}  # by sample, of replicas that were computing it
+        self._num_added = 0
         self.num_waiting = 0  # samples that no replica holds
         for replica in replicas:
             self.join(replica)
@@ -65,11 +67,12 @@ class Sharing:
         for unit in reversed(again):
             self._add(unit, held[unit], is_first=True)
         for unit in given_up:
-            del self._deaths[unit]
+            self._forget(unit)
         return again, given_up
 
     def add(self, unit: Unit, key: Hashable) -> None:
         """Let a sample wait behind the others."""
+        self._turns[unit], self._num_added = self._num_added, self._num_added + 1
         self._add(unit, key, is_first=False)
 
     def _add(self, unit: Unit, key: Hashable, is_first: bool) -> None:
@@ -106,7 +109,7 @@ class Sharing:
             self._held[replica].update(dict.fromkeys(some, key))
             self._took(key, count)
             taken += some
-        taken.sort()
+        taken.sort(key=self._turns.__getitem__)
         self._unbegun[replica].extend(taken)
         return taken
 
@@ -118,7 +121,7 @@ class Sharing:
     def _next_key(self, replica: int) -> tuple[Hashable, bool]:
         """Return the key whose samples a replica takes next, and whether it is its own."""
         own, free = self._own[replica], self._free
-        if own and (not free or self._first_request(own) - self._first_request(free) <= MOST_OVERTAKING):
+        if own and (not free or self._first_turn(own) - self._first_turn(free) <= MOST_OVERTAKING):
             return next(iter(own)), True
         if free:
             key, _ = free.popitem(last=False)
@@ -131,10 +134,9 @@ class Sharing:
         richest = max(self._own.values(), key=len)
         return next(reversed(richest)), False
 
-    def _first_request(self, keys: OrderedDict[Hashable, None]) -> int:
-        """Return the number of the request that has waited longest under the first of the keys."""
-        number, _ = next(iter(self._waiting[next(iter(keys))]))
-        return number
+    def _first_turn(self, keys: OrderedDict[Hashable, None]) -> int:
+        """Return the turn of the sample that has waited longest under the first of the keys."""
+        return self._turns[next(iter(self._waiting[next(iter(keys))]))]
 
     def _took(self, key: Hashable, count: int) -> None:
         self.num_waiting -= count
@@ -156,4 +158,5 @@ class Sharing:
         return True
 
     def _forget(self, unit: Unit) -> None:
+        del self._turns[unit]
         self._deaths.pop(unit, None)

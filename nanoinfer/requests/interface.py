@@ -159,6 +159,13 @@ class AnyRequests(ABC, Generic[R, S]):
         """Queue a request; streams: the caller takes each sample's new text and tokens as they come."""
 
     @abstractmethod
+    def add_all(self, prompts: list[Prepared]) -> list[R]:
+        """Queue the requests of one call, and return them in the same order.
+
+        Those that may get more tokens begin sooner, or in the end few rows would run alone.
+        """
+
+    @abstractmethod
     def step(self) -> list[StepResult]:
         """Go on until a step has ended, or several; returns their figures."""
 

@@ -179,6 +179,12 @@ class Requests(AnyRequests[Request, Sample]):
         self._watched.update((sample.seq, sample) for sample in request.samples if sample.is_watched)
         return request
 
+    def add_all(self, prompts: list[Prepared]) -> list[Request]:
+        """Queue the requests of one call; those that may get more tokens begin sooner."""
+        requests = [self.add(prompt) for prompt in prompts]
+        self._engine.scheduler.put_longest_first()
+        return requests
+
     def step(self) -> list[StepResult]:
         """Run one step of the engine, and update the texts of the samples that it advanced; returns the step."""
         result = self._engine.step()
