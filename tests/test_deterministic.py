@@ -8,6 +8,7 @@ import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -62,6 +63,12 @@ class TestInCompany:
         compared, difference = find_difference(make, SECONDS, 3, 20)
         assert difference is None, str(difference)
         assert compared > 10
+
+    @pytest.mark.gpu
+    def test_a_cache_in_fp8_on_a_gpu(self) -> None:
+        make = maker(BUNDLED_MODEL, device="cuda", dtype="bfloat16")
+        _, difference = find_difference(partial(make, kv_cache_dtype="fp8"), SECONDS, 1, 20, LONGEST["cuda"])
+        assert difference is None, str(difference)
 
     @pytest.mark.gpu
     def test_eager_steps_and_graphs(self, make_llm: Callable[..., LLM]) -> None:
@@ -297,8 +304,6 @@ class TestWhatCannotBe:
             LLM(BUNDLED_MODEL, deterministic=True, attention_backend="torch")
         with pytest.raises(ValueError, match="products of weights in FP8 add up in other orders"):
             LLM(BUNDLED_MODEL, deterministic=True, quantization="fp8")
-        with pytest.raises(ValueError, match=r"a KV cache in FP8 adds up in other orders .* must be 'auto'"):
-            LLM(BUNDLED_MODEL, deterministic=True, kv_cache_dtype="fp8")
 
     def test_no_flag(self) -> None:
         with pytest.raises(ValueError, match="deterministic='yes': must be True or False"):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.kernels.attention.decode_plan import plan_decode
 from nanoinfer.kernels.attention.in_order.decode import DECODE_PROGRAMS, decode_in_order
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
+from nanoinfer.kernels.fp8 import FP8
+
+CHECKED_BLOCKS = 4  # of a row, so that it has several chunks
 
 
 class InOrderBackend:
@@ -24,6 +28,29 @@ class InOrderBackend:
         context.decode_plans = {
             window: plan_decode(lens, k_cache, window=window, programs=DECODE_PROGRAMS) for window in self.windows
         }
+
+    def check(self, q: Tensor, kv_cache: Tensor, softcap: float | None) -> None:
+        """Raise ValueError if this GPU gives a generated token other bits than it gives a prompt's.
+
+        q: [rows, heads, head_dim]; kv_cache: [2, blocks, block_size, kv_heads, head_dim], whose first block is read
+        """
+        (rows, _, head_dim), (k_cache, v_cache) = q.shape, kv_cache
+        tables = torch.zeros(rows, CHECKED_BLOCKS, dtype=torch.int32, device=q.device)
+        longest = CHECKED_BLOCKS * k_cache.shape[1]
+        lens = torch.linspace(1, longest, rows, device=q.device).int()
+        context = Context(kv_cache[:, None], lens - 1, lens, tables, lens, longest)
+        ends = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+        scales = torch.ones(2, device=q.device)
+        self.prepare_decode(context)
+        for window in self.windows:
+            scoring = Scoring(head_dim**-0.5, window, softcap, scales)
+            decoded = self.decode(q, k_cache, v_cache, context, scoring)
+            how = scoring.scale, window, softcap, scales
+            if not torch.equal(decoded, prefill_in_order(q, k_cache, v_cache, tables, ends, lens, 1, *how)):
+                raise ValueError(
+                    "deterministic=True: on this GPU, attention adds up in other orders for prompts than for generated"
+                    " tokens; device='cpu' does not"
+                )
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from packed queries."""
@@ -44,7 +71,15 @@ class InOrderBackend:
         )
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
-        """Attend from one query per sequence."""
+        """Attend from one query per sequence.
+
+        From a cache in FP8, the compiler orders the numbers of our decode kernel's products otherwise. So there the
+        kernel for prompts attends, as from chunks of one token.
+        """
+        if k_cache.dtype == FP8:
+            ends = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+            how = scoring.scale, scoring.window, scoring.softcap, scoring.kv_scales
+            return prefill_in_order(q, k_cache, v_cache, context.block_tables, ends, context.context_lens, 1, *how)
         return decode_in_order(
             q,
             k_cache,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend, make_backend
+from nanoinfer.attention.in_order_backend import InOrderBackend
 from nanoinfer.config import Config
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
@@ -37,6 +38,7 @@ log = logging.getLogger("nanoinfer")
 TIMED_ROWS = {1: 1, 16: 32}  # from so many tokens on, a step takes the threads that are best for so many rows
 TIMED_CACHE_BYTES = 2**28  # no more for the steps that are timed
 LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies 16-bit numbers
+CHECKED_ROWS = 64  # of attention whose sums have one order
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
 
@@ -95,6 +97,17 @@ class ModelRunner:
         if config.is_in_order:  # after what stays: it leaves free memory that goes back whole
             sizes = graph_batch_sizes(config.max_num_seqs)
             self.holdings.model.fix_order(sizes, config.max_num_batched_tokens)
+            self._check_attention()
+
+    def _check_attention(self) -> None:
+        """Let the backend compare bits, of random numbers in the shapes of this rank."""
+        assert isinstance(self.backend, InOrderBackend)
+        config, spec = self.config, self.holdings.cache_spec
+        heads, size = config.description.num_heads // self.tp.size, (spec.kv_heads, spec.head_dim)
+        generator = torch.Generator(self.device).manual_seed(0)
+        numbers = partial(torch.randn, generator=generator, device=self.device, dtype=config.torch_dtype)
+        kv_cache = numbers(2, 1, spec.block_size, *size).to(spec.dtype)
+        self.backend.check(numbers(CHECKED_ROWS, heads, spec.head_dim), kv_cache, config.description.score_cap)
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""
