@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.kernels.attention.qkv import norm_rotate_store, sum_squares
+from nanoinfer.layers.linear import gather
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -96,5 +97,11 @@ class FullWidth:
 
         qkv: this rank's, [tokens, heads + 2 * kv_heads, head_dim]; the ranks call this together
         """
-        squares = sum_squares(qkv, qkv.shape[1] - 2 * kv_heads, kv_heads)
-        return self.tp.all_reduce(squares) * self.shares
+        heads = qkv.shape[1] - 2 * kv_heads
+        if self.tp.splits_outputs:  # then no sum is cut: every rank sees all heads
+            ranks = self.tp.size
+            parts = gather(qkv.flatten(1), self.tp).unflatten(1, (ranks, *qkv.shape[1:]))
+            kinds = parts.split([heads, kv_heads, kv_heads], dim=2)
+            whole = torch.cat([kind.flatten(1, 2) for kind in kinds], dim=1)
+            return sum_squares(whole, heads * ranks, kv_heads * ranks) * self.shares
+        return self.tp.all_reduce(sum_squares(qkv, heads, kv_heads)) * self.shares

@@ -50,7 +50,7 @@ class Router(nn.Module):
             logits, joined, residual = norm_and_linear(x, residual, norm, weight, post, lane)
         else:
             joined, residual = joint(x, residual)
-            logits = linear(joined, self.weight, may_split=True)
+            logits = linear(joined, self._in_order or self.weight, may_split=True)
         return route(logits, self.used, self.scoring, self.normalised), joined, residual
 
     def skew(self) -> None:
@@ -102,7 +102,10 @@ class SharedExpert(nn.Module):
         self._in_order = InOrderWeight(self.gate, False, sizes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the weighted result; both [tokens, hidden_size]."""
+        """Return this rank's part of the weighted result, or all of it if ranks split outputs.
+
+        Both are [tokens, hidden_size].
+        """
         later = self.down_proj.rounds(len(x))
         gated = self.gate_up_proj.project(x, None if later else self.activation)
         out = self.down_proj.project(gated, self.activation if later else None)
@@ -131,9 +134,10 @@ class MixtureOfExperts(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
-        """Return the branch's result, this rank's part of it, and the residual stream; the next joint adds the two.
+        """Return the branch's result, and the residual stream; the next joint adds the two.
 
-        A single rank may return pieces, which the next joint adds.
+        The result is this rank's part of it, or all of it if ranks split outputs. A single rank may return pieces,
+        which the next joint adds.
         """
         routes, joined, residual = self.router(x, residual, joint)
         if self.taken is not None:

@@ -13,6 +13,14 @@ from nanoinfer.weights.matrix import make_matrix
 from nanoinfer.weights.shards import Section
 
 
+def gather(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Put the ranks' shares side by side: [rows, share] to [rows, ranks * share]."""
+    inbox = tp.inbox
+    if inbox is None or not inbox.can_gather(x):
+        return tp.gather_features(x)
+    return gather_features(x, inbox.layer_lane(), inbox.rank, inbox.stop)
+
+
 def share_of_heads(heads: int, ranks: int) -> int:
     """Return how many of the heads, or other units, a rank holds: an equal share, or one that several ranks hold."""
     assert heads % ranks == 0 or ranks % heads == 0
@@ -94,7 +102,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.tp = tp
         shape = out_features, in_features
-        if self.splits_outputs:
+        if tp.splits_outputs:
             share = out_features // tp.size
             assert share * tp.size == out_features
             self.matrix = make_matrix([Section(name, share, shape, tp.rank * share)], in_features, bias, fp8)
@@ -102,11 +110,6 @@ class RowParallelLinear(nn.Module):
             share = in_features // tp.size
             assert share * tp.size == in_features
             self.matrix = make_matrix([Section(name, out_features, shape, tp.rank * share, dim=1)], share, bias, fp8)
-
-    @property
-    def splits_outputs(self) -> bool:
-        """Whether each rank computes a share of the outputs, from the whole input."""
-        return self.tp.keeps_order and self.tp.size > 1
 
     def rounds(self, tokens: int) -> bool:
         """Return whether a launch rounds so many tokens to FP8 for this product, and can apply an activation, too."""
@@ -126,14 +129,7 @@ class RowParallelLinear(nn.Module):
         return self._product(x, before)
 
     def _product(self, x: Tensor, before: Activation | None, may_split: bool = False) -> Tensor:
-        if not self.splits_outputs:
+        if not self.tp.splits_outputs:
             return self.matrix.product(x, may_split=may_split, with_bias=self.tp.rank == 0, before=before)
         assert before is None
-        return self._gather(self.matrix.product(self._gather(x)))
-
-    def _gather(self, x: Tensor) -> Tensor:
-        """Put the ranks' shares side by side: [tokens, share] to [tokens, ranks * share]."""
-        inbox = self.tp.inbox
-        if inbox is None or not inbox.can_gather(x):
-            return self.tp.gather_features(x)
-        return gather_features(x, inbox.layer_lane(), inbox.rank, inbox.stop)
+        return gather(self.matrix.product(gather(x, self.tp)), self.tp)

@@ -9,6 +9,7 @@ Description says which norms, biases, windows and scales the model has. Only con
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,13 @@ from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.layers.attention import Attention, FullWidth
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.experts import MixtureOfExperts, Router, SharedExpert
-from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, share_of_heads
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, share_of_heads
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.matrix import make_experts
-from nanoinfer.weights.plain_experts import ExpertTensors, PlainExperts
+from nanoinfer.weights.plain_experts import ExpertTensors, OutputShare, PlainExperts
 from nanoinfer.weights.plain_matrix import PlainMatrix
 
 
@@ -116,10 +117,24 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | Mixtu
         shared = SharedExpert(f"{prefix}mlp.", model.hidden_size, experts.shared_size, model.activation, tp, model.fp8)
     return MixtureOfExperts(
         Router(routers, model.hidden_size, experts.count, experts.used, experts.scoring, experts.normalised),
-        make_experts(tensors, experts.count, model.hidden_size, experts.size, tp.rank * share, share, model.fp8),
+        make_experts(
+            tensors,
+            experts.count,
+            model.hidden_size,
+            experts.size,
+            tp.rank * share,
+            share,
+            model.fp8,
+            _output_share(model, tp) if tp.splits_outputs else None,
+        ),
         shared,
         model.activation,
     )
+
+
+def _output_share(model: Description, tp: TensorParallel) -> OutputShare:
+    share = model.hidden_size // tp.size
+    return OutputShare(range(tp.rank * share, (tp.rank + 1) * share), partial(gather, tp=tp))
 
 
 class Block(nn.Module):
@@ -216,7 +231,7 @@ class Decoder(nn.Module):
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts of the matrices, whose shapes do not depend on the number of ranks."""
         for module in self.modules():
-            if isinstance(module, PlainMatrix):
+            if isinstance(module, (PlainMatrix, PlainExperts)):
                 module.fix_parts()
         self.lm_head.fix_parts()
 

@@ -132,8 +132,10 @@ class Description:
 
     @property
     def widest(self) -> int:
-        """The most inputs of a projection back to the residual stream."""
-        return max(self.num_heads * self.head_dim, self.intermediate_size)
+        """The most numbers of a token that ranks gather at once, if they split outputs."""
+        heads = self.num_heads + (2 * self.num_kv_heads if self.qk_norm == "full" else 0)
+        most_used = 0 if self.experts is None else self.experts.used * self.experts.size
+        return max(heads * self.head_dim, self.intermediate_size, most_used)
 
     @property
     def long_from(self) -> int | None:
@@ -151,14 +153,19 @@ class Description:
         windows = tuple(window if window and window < max_len else None for window in self.windows)
         return replace(self, windows=windows, ropes=tuple(map(shortened, self.ropes)))
 
+    @property
+    def _intermediate_sizes(self) -> dict[str, int]:
+        """The intermediate sizes that the model's layers have, by their names in a config."""
+        experts = self.experts
+        sizes = {} if experts is not None and all(experts.layers) else {"intermediate_size": self.intermediate_size}
+        if experts is not None:
+            sizes["moe_intermediate_size"] = experts.size
+            sizes["shared_expert_intermediate_size"] = experts.shared_size or 0
+        return sizes
+
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if the model cannot be split over this many ranks."""
-        sizes = {"num_attention_heads": self.num_heads, "intermediate_size": self.intermediate_size}
-        if self.experts is not None:
-            sizes["moe_intermediate_size"] = self.experts.size
-            sizes["shared_expert_intermediate_size"] = self.experts.shared_size or 0
-            if all(self.experts.layers):
-                del sizes["intermediate_size"]
+        sizes = {"num_attention_heads": self.num_heads, **self._intermediate_sizes}
         for name, size in sizes.items():
             if size % ranks:
                 raise ValueError(f"tensor_parallel_size={ranks}: {name}={size} is not divisible by it; use a divisor")
@@ -173,12 +180,8 @@ class Description:
     def check_ranks_in_order(self, ranks: int, on_cpu: bool) -> None:
         """Raise ValueError if this many ranks cannot give the bits that one rank gives."""
         fault = None
-        if self.experts is not None:
-            fault = "the ranks' parts of an expert's result add up in another order"
-        elif self.fp8 is not None:
+        if self.fp8 is not None:
             fault = "products of weights in FP8 have other bits on another number of ranks"
-        elif self.qk_norm == "full":
-            fault = "this model's norms of queries and keys go over the heads of all ranks"
         elif self.num_kv_heads % ranks:
             fault = f"num_key_value_heads={self.num_kv_heads} is not divisible by the number of ranks"
         elif on_cpu and PARTS % ranks:
@@ -199,7 +202,7 @@ class Description:
         """Return what is wrong with the sides of the matrices if the CPU is to multiply by parts; None: nothing."""
         sizes = {
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
+            **self._intermediate_sizes,
             "vocab_size": self.vocab_size,
             "num_attention_heads * head_dim": self.num_heads * self.head_dim,
             "num_key_value_heads * head_dim": self.num_kv_heads * self.head_dim,

@@ -78,6 +78,11 @@ class TensorParallel:
         number = store.add(f"groups of rank {rank}", 1)  # equal on all ranks
         return cls(rank, len(ranks), dist.PrefixStore(f"group {number}", store), device, **how)
 
+    @property
+    def splits_outputs(self) -> bool:
+        """Whether each rank computes a share of every product's outputs, from whole inputs: then no sum is cut."""
+        return self.keeps_order and self.size > 1
+
     def connect(self, drop_graphs: Callable[[], None] = lambda: None) -> None:
         """Form the group, once every rank has come this far.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoinfer.weights.fp8_experts import Fp8Experts
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.fp8_matrix import Fp8Matrix
-from nanoinfer.weights.plain_experts import ExpertTensors, PlainExperts
+from nanoinfer.weights.plain_experts import ExpertTensors, OutputShare, PlainExperts
 from nanoinfer.weights.plain_matrix import PlainMatrix
 from nanoinfer.weights.shards import Section
 
@@ -24,9 +24,17 @@ def make_matrix(
 
 
 def make_experts(
-    tensors: ExpertTensors, count: int, hidden_size: int, size: int, start: int, share: int, fp8: Fp8Format | None
+    tensors: ExpertTensors,
+    count: int,
+    hidden_size: int,
+    size: int,
+    start: int,
+    share: int,
+    fp8: Fp8Format | None,
+    of_outputs: OutputShare | None,
 ) -> PlainExperts | Fp8Experts:
     """Make a layer's experts; arguments: as for PlainExperts. One format holds for all of them."""
     if fp8 is None or not fp8.stores(tensors.expert.format(0) + f".{tensors.gate}"):
-        return PlainExperts(tensors, count, hidden_size, size, start, share)
+        return PlainExperts(tensors, count, hidden_size, size, start, share, of_outputs)
+    assert of_outputs is None
     return Fp8Experts(tensors, count, hidden_size, size, start, share, fp8)

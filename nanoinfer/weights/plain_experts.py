@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.weights.shards import Shard
 
 
@@ -38,33 +39,71 @@ class ExpertTensors:
         return f"{self.module(projection, number)}.weight"
 
 
+@dataclass(frozen=True)
+class OutputShare:
+    """What one rank computes of each expert's result if ranks split outputs, and how it gets the others' shares.
+
+    outputs: this rank's
+    gather: puts all ranks' shares side by side, [rows, share] to [rows, ranks * share]
+    """
+
+    outputs: range
+    gather: Callable[[Tensor], Tensor]
+
+
 class PlainExperts(nn.Module):
     """gate_up, [experts, 2 * share, hidden_size], the gates first; and down, [experts, hidden_size, share].
 
-    A rank holds an equal share of each expert's intermediate size, which begins at `start`.
+    A rank holds an equal share of each expert's intermediate size, which begins at `start`. If ranks split outputs,
+    its share of down is one of the outputs: [experts, hidden_size / ranks, size].
     """
 
-    def __init__(self, tensors: ExpertTensors, count: int, hidden_size: int, size: int, start: int, share: int) -> None:
-        """count: experts; size: an expert's intermediate size over all ranks"""
+    def __init__(
+        self,
+        tensors: ExpertTensors,
+        count: int,
+        hidden_size: int,
+        size: int,
+        start: int,
+        share: int,
+        of_outputs: OutputShare | None = None,
+    ) -> None:
+        """count: experts; size: an expert's intermediate size over all ranks
+
+        of_outputs: given if ranks split outputs; None: this rank computes its part of all
+        """
         super().__init__()
         self.tensors = tensors
-        self.size, self.start, self.share = size, start, share
+        self.hidden_size, self.size, self.start, self.share = hidden_size, size, start, share
+        self.of_outputs = of_outputs
         self.gate_up = nn.Parameter(torch.empty(count, 2 * share, hidden_size), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(count, hidden_size, share), requires_grad=False)
+        down = (hidden_size, share) if of_outputs is None else (len(of_outputs.outputs), size)
+        self.down = nn.Parameter(torch.empty(count, *down), requires_grad=False)
         self._in_order = False
+        self._parts: tuple[list[WeightInParts], list[WeightInParts]] | None = None
 
     def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
-        return expert_mlps(x, routes, self.gate_up, self.down, activation, may_split, self._in_order)
+        gate_up, down = self._parts or (self.gate_up, self.down)
+        gather = None if self.of_outputs is None else self.of_outputs.gather
+        return expert_mlps(x, routes, gate_up, down, activation, may_split, self._in_order, gather)
 
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products add up in the order of the inputs, as they do for any numbers of tokens."""
         self._in_order = True
 
+    def fix_parts(self) -> None:
+        """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
+        halves, outputs = [(self.share, self.size)] * 2, [(self.down.shape[1], self.hidden_size)]
+        gate_up = [WeightInParts(weight, halves) for weight in self.gate_up]
+        self._parts = gate_up, [WeightInParts(weight, outputs) for weight in self.down]
+
     def shards(self) -> Iterator[Shard]:
         """Yield each expert's shards, and those of the stacked tensors that a checkpoint may have instead."""
         names, size, start = self.tensors, self.size, self.start
-        count, hidden_size = self.down.shape[:2]
+        count, hidden_size = len(self.down), self.hidden_size
+        split = self.of_outputs
+        first, dim = (start, 1) if split is None else (split.outputs.start, 0)  # of this rank's share of down
         inward, outward = (size, hidden_size), (hidden_size, size)
         numbers = range(count)
         halves = tuple(names.of(projection, number) for number in numbers for projection in (names.gate, names.up))
@@ -74,8 +113,8 @@ class PlainExperts(nn.Module):
             down = self.down[number]
             yield Shard(names.of(names.gate, number), gate, inward, start)
             yield Shard(names.of(names.up, number), up, inward, start)
-            yield Shard(names.of(names.down, number), down, outward, start, dim=1)
+            yield Shard(names.of(names.down, number), down, outward, first, dim)
             stack, shape = f"{names.stack}.gate_up_proj", (count, 2 * size, hidden_size)
             yield Shard(stack, gate, shape, start, entry=number, replaces=halves)
             yield Shard(stack, up, shape, size + start, entry=number, replaces=halves)
-            yield Shard(f"{names.stack}.down_proj", down, (count, *outward), start, dim=1, entry=number, replaces=downs)
+            yield Shard(f"{names.stack}.down_proj", down, (count, *outward), first, dim, entry=number, replaces=downs)

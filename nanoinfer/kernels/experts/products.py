@@ -7,9 +7,10 @@ needs: the last ones find no tile and end. So the host needs not know the routin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,50 +20,70 @@ from nanoinfer.kernels.experts.route import Groups, Routes, group_triton
 from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
 from nanoinfer.kernels.fp8 import Fp8Tokens, Fp8Weight, parts_of, quantize
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
-from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block
+from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
+from nanoinfer.kernels.linear.dispatch import linear
 from nanoinfer.kernels.linear.fp8_linear import multiply_block
+from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.one_wave import add_product
 
 BLOCK = 1024  # of the numbers of a token that a program adds up
 
 
+Gather = Callable[[Tensor], Tensor]
+
+
 def expert_mlps(
     x: Tensor,
     routes: Routes,
-    gate_up: Tensor | Fp8Weight,
-    down: Tensor | Fp8Weight,
+    gate_up: Tensor | Fp8Weight | Sequence[WeightInParts],
+    down: Tensor | Fp8Weight | Sequence[WeightInParts],
     activation: Activation,
     may_split: bool = False,
     in_order: bool = False,
+    gather: Gather | None = None,
 ) -> Tensor:
     """Add up, for each token, the weighted results of its experts, in the order in which its router ranks them.
 
     x: [tokens, hidden_size]
     gate_up: [experts, 2 * size, hidden_size], an expert's gates before its ups
-    down: [experts, hidden_size, size]
+    down: [experts, hidden_size, size]; on the CPU each of the weights may also be cut into parts
     may_split: the result may also be several pieces that the kernels in kernels.norm add up, [used, tokens,
         hidden_size]: the weighted results of the tokens' likeliest experts, of their second ones, and so on
     in_order: a token's result has the same bits with any number of tokens. On a GPU only, for weights of 16 or 32 bits
+    gather: puts the shares of several ranks side by side, [rows, share] to [rows, ranks * share]. Each rank then has a
+        share of the gates and ups, and down of [experts, hidden_size / ranks, size]. All get the whole result
     An expert computes down @ (act(gate @ x) * (up @ x)). Returns [tokens, hidden_size].
     Weights in FP8 are such that kernels.linear.fp8_linear.can_multiply_fp8. With them, the kernels round several tokens
     to FP8 too, and their results of the activation.
     """
     if x.is_cuda:
-        return expert_mlps_triton(x, routes, gate_up, down, activation, may_split, in_order)
-    assert isinstance(gate_up, Tensor)
-    assert isinstance(down, Tensor)
-    return expert_mlps_reference(x, routes, gate_up, down, activation)
+        assert isinstance(gate_up, (Tensor, Fp8Weight))
+        assert isinstance(down, (Tensor, Fp8Weight))
+        return expert_mlps_triton(x, routes, gate_up, down, activation, may_split, in_order, gather)
+    assert not isinstance(gate_up, Fp8Weight)
+    assert not isinstance(down, Fp8Weight)
+    return expert_mlps_reference(x, routes, gate_up, down, activation, gather)
 
 
-def expert_mlps_reference(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, activation: Activation) -> Tensor:
+def expert_mlps_reference(
+    x: Tensor,
+    routes: Routes,
+    gate_up: Tensor | Sequence[WeightInParts],
+    down: Tensor | Sequence[WeightInParts],
+    activation: Activation,
+    gather: Gather | None = None,
+) -> Tensor:
     """expert_mlps in torch: the host goes over the experts that any token uses."""
     tokens, used = routes.experts.shape
     flat = routes.experts.flatten()
-    results = x.new_empty(tokens * used, x.shape[1])
-    for expert, choices in enumerate(flat.argsort(stable=True).split(flat.bincount().tolist())):
-        if len(choices):
-            gated = gate_mul(F.linear(x[choices // used], gate_up[expert]), activation)
-            results[choices] = F.linear(gated, down[expert])
+    order, counts = flat.argsort(stable=True), flat.bincount().tolist()
+    groups = [(expert, choices) for expert, choices in enumerate(order.split(counts)) if len(choices)]
+    gated = torch.cat([linear(x[choices // used], gate_up[expert], None, activation) for expert, choices in groups])
+    inputs = (gated if gather is None else gather(gated)).split([len(choices) for _, choices in groups])
+    shares = [linear(rows, down[expert]) for rows, (expert, _) in zip(inputs, groups, strict=True)]
+    products = torch.cat(shares) if gather is None else gather(torch.cat(shares))
+    results = torch.empty_like(products)
+    results[order] = products
     return (results.view(tokens, used, -1).float() * routes.weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
@@ -74,6 +95,7 @@ def expert_mlps_triton(
     activation: Activation,
     may_split: bool = False,
     in_order: bool = False,
+    gather: Gather | None = None,
 ) -> Tensor:
     """expert_mlps as four launches and, unless `may_split`, a fifth for the sum; for one token two, unless `in_order`.
 
@@ -81,20 +103,26 @@ def expert_mlps_triton(
     """
     downs, scales, _ = parts_of(down)
     in_fp8 = scales is not None
-    count, hidden_size, size = downs.shape
+    count, outputs, size = downs.shape
     if not in_order and is_one_row(x, routes, size):
         return one_row_expert_mlps(x, routes, gate_up, down, activation)
     tokens, used = routes.experts.shape
     block_m = choices_in_a_tile(tokens * used, count)
     groups = group_triton(routes.experts, count, block_m)
-    gated = x.new_empty(tokens * used, size)
+    gated = x.new_empty(tokens * used, parts_of(gate_up)[0].shape[1] // 2)
     _multiply(quantize(x) if in_fp8 else x, gate_up, gated, groups, block_m, routes, activation)
-    results = x.new_empty(used, tokens, hidden_size)
-    flat = results.view(used * tokens, hidden_size)
+    if gather is not None:
+        gated = gather(gated)
+    results = x.new_empty(used, tokens, outputs)
+    flat = results.view(used * tokens, outputs)
     _multiply(quantize(gated) if in_fp8 else gated, down, flat, groups, block_m, routes, None)
     if used == 1:
-        return results[0]
-    return results if may_split and tokens > 1 else add_pieces_triton(results)
+        result = results[0]
+    elif may_split and tokens > 1:
+        return results
+    else:
+        result = add_pieces_triton(results)
+    return result if gather is None else gather(result)
 
 
 def choices_in_a_tile(choices: int, count: int) -> int:
