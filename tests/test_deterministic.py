@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -28,6 +29,17 @@ from nanoinfer.runner.steps.one_by_one import OneByOne
 
 SECONDS = 4.0
 OPTIONS = {"device": "cpu", "max_model_len": 96, "deterministic": True}
+ON_CUDA = {**OPTIONS, "device": "cuda", "dtype": "bfloat16"}
+DEVICES = [OPTIONS, pytest.param(ON_CUDA, marks=pytest.mark.gpu)]
+PROGRAM = """
+import hashlib, sys
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+params = [SamplingParams(temperature=1.0, max_tokens=20, logprobs=2, seed=seed, ignore_eos=True) for seed in range(8)]
+with LLM(BUNDLED_MODEL, device=sys.argv[1], dtype="bfloat16", deterministic=True, num_kvcache_blocks=16) as llm:
+    outputs = llm.generate([[7, 8, 9] * (seed + 1) for seed in range(8)], params, use_tqdm=False)
+told = repr([(output.token_ids, output.logprobs) for output in outputs])
+print(hashlib.sha256(told.encode()).hexdigest())
+"""
 RANKED = ["qwen3", "mistral window", "gemma2", "phi3 longrope", "qwen3moe", "qwen2moe", "olmo2", "olmoe"]
 FAMILIES = ["qwen3", "mistral window", "gemma2", "qwen3moe", "phi3 longrope"]
 
@@ -124,8 +136,9 @@ class TestInCompany:
 class TestChanges:
     """What happens to an engine leaves no trace in later results."""
 
-    def test_sleep_and_updates(self, make_llm: Callable[..., LLM]) -> None:
-        llm = make_llm(**OPTIONS)
+    @pytest.mark.parametrize("options", DEVICES)
+    def test_sleep_and_updates(self, options: dict[str, object], make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(**options)
         before = bits(llm)
         tensors = load_file(f"{BUNDLED_MODEL}/model.safetensors")
         llm.update_weights({name: tensor * 1.5 for name, tensor in tensors.items()})
@@ -134,7 +147,34 @@ class TestChanges:
         llm.wake_up()
         llm.update_weights(tensors)
         assert bits(llm) == before
-        assert bits(make_llm(**OPTIONS)) == before
+        assert bits(make_llm(**options)) == before
+
+    @pytest.mark.parametrize("options", DEVICES)
+    def test_streams(self, options: dict[str, object], make_llm: Callable[..., LLM]) -> None:
+        llm, prompts = make_llm(**options), [[5, 6, 7], [9] * 40, [8, 1]]
+        params = SamplingParams(temperature=1.0, max_tokens=9, n=2, logprobs=3, ignore_eos=True, seed=4)
+        expected = {
+            (index, number): (sample.token_ids, sample.logprobs)
+            for index, prompt in enumerate(prompts)
+            for number, sample in enumerate(llm.generate([prompt], params, use_tqdm=False)[0].samples)
+        }
+        streamed = {key: ([], []) for key in expected}
+        for piece in llm.stream(prompts, params):
+            for told, new in zip(streamed[piece.index, piece.sample], (piece.token_ids, piece.logprobs), strict=True):
+                told += new
+        assert streamed == expected
+
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def test_starts_of_a_program(self, device: str, tmp_path: Path) -> None:
+        """Kernels are compiled, found from before, and compiled once more."""
+        digests = set()
+        for cache in ("a", "a", "b"):
+            environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / cache)}
+            command = [sys.executable, "-c", PROGRAM, device]
+            ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            digests.add(ran.stdout.split()[-1])
+        assert len(digests) == 1
+        assert len(digests.pop()) == 64
 
     def test_threads(self, make_llm: Callable[..., LLM]) -> None:
         threads, found = torch.get_num_threads(), []
@@ -163,11 +203,12 @@ class TestChanges:
             torch.set_num_threads(threads)
         assert seen == {1}
 
-    def test_replicas(self, make_llm: Callable[..., LLM]) -> None:
+    @pytest.mark.parametrize("options", [OPTIONS, pytest.param(ON_CUDA, marks=pytest.mark.multi_gpu)])
+    def test_replicas(self, options: dict[str, object], make_llm: Callable[..., LLM]) -> None:
         cases = draw_cases(random.Random(1), 256, 6)
         prompts, params = [case.prompt for case in cases], [case.params for case in cases]
-        together = make_llm(**OPTIONS, data_parallel_size=2).generate(prompts, params, use_tqdm=False)
-        assert [bits_of(output) for output in together] == bits(make_llm(**OPTIONS))
+        together = make_llm(**options, data_parallel_size=2).generate(prompts, params, use_tqdm=False)
+        assert [bits_of(output) for output in together] == bits(make_llm(**options))
 
 
 class TestRanks:
