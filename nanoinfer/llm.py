@@ -76,6 +76,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for every prompt; returns the outputs in the prompts' order.
 
+        If not all prompts can run at once, those that may get more tokens begin first.
+
         prompts: strings, lists of token ids, or mappings: {"prompt": text}, {"prompt_token_ids": ids}, or for a chat
             {"messages": [...]}, beside which "chat_template_kwargs" may hold the template's arguments. A lone string or
             mapping counts as a list of one

@@ -50,6 +50,18 @@ def test_mixed_lengths_in_one_batch_fresh_and_prefix_cached(
     assert warm < fresh / 4
 
 
+def test_of_a_call_the_longest_begins_first_and_results_keep_their_order(make_llm: Callable[..., LLM]) -> None:
+    prompts, params = [[5, 6], [7, 8], [9]], [SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 9, 5)]
+    llm, ended = make_llm(max_num_seqs=1), []
+    llm.engine.on_step = lambda step: ended.extend(seq.request_id for seq in step.finished)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert ended == [1, 2, 0]
+    assert [output.request_id for output in outputs] == [0, 1, 2]
+    llm = make_llm(max_num_seqs=1)  # seeds come from the requests' numbers
+    alone = [llm.generate([prompt], one, use_tqdm=False)[0] for prompt, one in zip(prompts, params, strict=True)]
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+
+
 def test_chunked_prefill(make_llm: Callable[..., LLM], mixed_prompts: Tokens, mixed_expected: Tokens) -> None:
     assert token_ids(make_llm(max_num_batched_tokens=64), mixed_prompts, greedy()) == mixed_expected
 

@@ -150,6 +150,13 @@ def drain(sharing: Sharing, order: list[int]) -> dict[int, list[Unit]]:
     return had
 
 
+def test_samples_go_in_the_order_in_which_they_came_whatever_their_numbers() -> None:
+    sharing = Sharing(AHEAD, [0])
+    for unit in [(7, 1), (7, 0), (2, 0)]:
+        sharing.add(unit, unit[0])
+    assert sharing.take(0) == [(7, 1), (7, 0), (2, 0)]
+
+
 def test_prompts_that_begin_alike_go_to_one_replica() -> None:
     sharing = Sharing(AHEAD, range(2))
     for number in range(40):
