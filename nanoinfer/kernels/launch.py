@@ -96,6 +96,15 @@ def load_complete(ptr, mask=None, other=None):
 
 
 @triton.jit
+def fetch(ptrs, EARLY: tl.constexpr):
+    """Let the L2 cache fetch the 128 bytes at each address, before the wait, if a kernel is launched early at all."""
+    if EARLY:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def start_successor(EARLY: tl.constexpr):
     """Let the next kernel start; for a long kernel, whose successor would only take up room if it started earlier."""
     if EARLY:

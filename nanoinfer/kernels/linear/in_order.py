@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, fetch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block
 from nanoinfer.kernels.linear.one_wave import add_product
 
-MAX_STAGES = 5
 FEW_TOKENS = 16  # up to here our kernel, which is launched early, is as fast as cuBLAS (measured on an H200)
 NEIGHBOURS = 8  # tiles of tokens that are computed side by side, with the same rows of the weight
 
@@ -97,35 +96,43 @@ def find_sizes(
 
 
 class Tiles(NamedTuple):
-    """The tile of a program, how many inputs it multiplies at a time, its warps, and the time of an output.
+    """The tile of a program, and how it computes it.
 
-    time: relative to that in the largest tile, measured on an H200
+    inputs: so many are multiplied at a time
+    stages: so many of these are on their way at once, if the shared memory holds them
+    time: of an output, relative to that in the largest tile, measured on an H200
     """
 
     tokens: int
     outputs: int
     inputs: int
     warps: int
-    time: float
+    stages: int = 5
+    time: float = 1.0
 
 
 TILES = (
-    Tiles(128, 256, 64, 8, 1.0),
-    Tiles(128, 128, 64, 8, 1.1),
-    Tiles(64, 128, 64, 4, 1.4),
-    Tiles(64, 64, 128, 4, 1.6),
-    Tiles(64, 32, 128, 4, 2.2),
+    Tiles(128, 256, 64, 8, time=1.0),
+    Tiles(128, 128, 64, 8, time=1.1),
+    Tiles(64, 128, 64, 4, time=1.4),
+    Tiles(64, 64, 128, 4, time=1.6),
+    Tiles(64, 32, 128, 4, time=2.2),
 )
-FEW = {16: Tiles(16, 64, 128, 4, 1.0), 32: Tiles(32, 64, 128, 4, 1.0)}  # by the most tokens
+FEW = {16: Tiles(16, 64, 128, 4, stages=9), 32: Tiles(32, 64, 128, 4)}  # by the most tokens
+NARROW = Tiles(16, 16, 512, 4, stages=9)  # for few tokens and few outputs
+MIN_BUSY = 1 / 4  # of the multiprocessors, so many have a tile, or narrow ones are faster
+FETCHED = tl.constexpr(256)  # inputs, of the weights for few tokens, that are fetched before the wait
+LINE = tl.constexpr(128)  # bytes that are fetched at once
 MOST_IN_FLOAT32 = 64 * 128  # outputs of a tile, so that a thread's registers hold its share
 
 
 def choose_tiles(x: Tensor, out_features: int) -> Tiles:
     """Return the tiles with which the multiprocessors would be done first, if each computed one at a time."""
     tokens, multiprocessors = len(x), num_multiprocessors(x.device)
-    for most, tiles in FEW.items():
-        if tokens <= most:
-            return tiles
+    few = next((tiles for most, tiles in FEW.items() if tokens <= most), None)
+    if few is not None:
+        is_narrow = tokens <= NARROW.tokens and out_features < few.outputs * multiprocessors * MIN_BUSY
+        return NARROW if is_narrow else few
 
     def seconds(tiles: Tiles) -> float:
         count = triton.cdiv(tokens, tiles.tokens) * triton.cdiv(out_features, tiles.outputs)
@@ -173,7 +180,7 @@ def in_order_triton(
         BLOCK_N=tiles.outputs,
         BLOCK_K=inputs,
         num_warps=tiles.warps,
-        num_stages=min(MAX_STAGES, shared_memory(x.device) // stage),
+        num_stages=max(1, min(tiles.stages, shared_memory(x.device) // stage)),
         **early_launch(x),
     )
     return out
@@ -211,6 +218,11 @@ def _in_order_kernel(
         bias = tl.load(bias_ptr + n, mask=n < out_features, other=0.0).to(tl.float32)
         if GATED:
             up_bias = tl.load(bias_ptr + out_features + n, mask=n < out_features, other=0.0).to(tl.float32)
+    if BLOCK_M == 16:
+        _fetch_weight(weight_ptr, n, out_features, in_features, EARLY)
+        if GATED:
+            up_weight_ptr = weight_ptr + out_features.to(tl.int64) * in_features
+            _fetch_weight(up_weight_ptr, n, out_features, in_features, EARLY)
     wait_for_predecessor(EARLY)
 
     # Tensor cores need at least 64 rows in the left matrix: with fewer tokens, the weight is the left one.
@@ -242,3 +254,12 @@ def _in_order_kernel(
         out = tl.trans(out)
     targets = out_ptr + m.to(tl.int64)[:, None] * out_features + n[None, :]
     tl.store(targets, out, mask=has_token & (n < out_features)[None, :])
+
+
+@triton.jit
+def _fetch_weight(weight_ptr, n, out_features, in_features, EARLY: tl.constexpr):
+    """Let the L2 cache fetch the first FETCHED numbers of some of the weight's rows."""
+    PER_LINE: tl.constexpr = LINE * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+    k = tl.arange(0, FETCHED // PER_LINE) * PER_LINE
+    row, column = tl.minimum(n, out_features - 1), tl.minimum(k, in_features - 1)
+    fetch(weight_ptr + row.to(tl.int64)[:, None] * in_features + column[None, :], EARLY)
