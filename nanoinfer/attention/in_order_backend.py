@@ -9,11 +9,12 @@ from torch import Tensor
 
 from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.kernels.attention.decode_plan import plan_decode
+from nanoinfer.kernels.attention.in_order.chunk import CHUNK
 from nanoinfer.kernels.attention.in_order.decode import DECODE_PROGRAMS, decode_in_order
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
 from nanoinfer.kernels.fp8 import FP8
 
-CHECKED_BLOCKS = 4  # of a row, so that it has several chunks
+CHECKED_KEYS = 4 * CHUNK  # of the longest row: so it has several chunks of keys
 
 
 class InOrderBackend:
@@ -32,21 +33,23 @@ class InOrderBackend:
     def check(self, q: Tensor, kv_cache: Tensor, softcap: float | None) -> None:
         """Raise ValueError if this GPU gives a generated token other bits than it gives a prompt's.
 
-        q: [rows, heads, head_dim]; kv_cache: [2, blocks, block_size, kv_heads, head_dim], whose first block is read
+        q: [tokens, heads, head_dim], of a prompt's last tokens
+        kv_cache: [2, blocks, block_size, kv_heads, head_dim], whose first block is read
         """
-        (rows, _, head_dim), (k_cache, v_cache) = q.shape, kv_cache
-        tables = torch.zeros(rows, CHECKED_BLOCKS, dtype=torch.int32, device=q.device)
-        longest = CHECKED_BLOCKS * k_cache.shape[1]
-        lens = torch.linspace(1, longest, rows, device=q.device).int()
+        (tokens, _, head_dim), (k_cache, v_cache) = q.shape, kv_cache
+        blocks = -(-CHECKED_KEYS // k_cache.shape[1])
+        tables = torch.zeros(tokens, blocks, dtype=torch.int32, device=q.device)
+        longest = blocks * k_cache.shape[1]
+        lens = torch.arange(longest - tokens, longest, dtype=torch.int32, device=q.device) + 1
         context = Context(kv_cache[:, None], lens - 1, lens, tables, lens, longest)
-        ends = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+        ends = torch.tensor([0, tokens], dtype=torch.int32, device=q.device)
         scales = torch.ones(2, device=q.device)
         self.prepare_decode(context)
         for window in self.windows:
             scoring = Scoring(head_dim**-0.5, window, softcap, scales)
             decoded = self.decode(q, k_cache, v_cache, context, scoring)
-            how = scoring.scale, window, softcap, scales
-            if not torch.equal(decoded, prefill_in_order(q, k_cache, v_cache, tables, ends, lens, 1, *how)):
+            how = tokens, scoring.scale, window, softcap, scales
+            if not torch.equal(decoded, prefill_in_order(q, k_cache, v_cache, tables[:1], ends, lens[-1:], *how)):
                 raise ValueError(
                     "deterministic=True: on this GPU, attention adds up in other orders for prompts than for generated"
                     " tokens; device='cpu' does not"
@@ -73,7 +76,7 @@ class InOrderBackend:
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
         """Attend from one query per sequence.
 
-        From a cache in FP8, the compiler orders the numbers of our decode kernel's products otherwise. So there the
+        For a cache in FP8, the compiler orders the numbers of our decode kernel's products otherwise. So there the
         kernel for prompts attends, as from chunks of one token.
         """
         if k_cache.dtype == FP8:

@@ -133,9 +133,9 @@ class Description:
     @property
     def widest(self) -> int:
         """The most numbers of a token that ranks gather at once, if they split outputs."""
-        heads = self.num_heads + (2 * self.num_kv_heads if self.qk_norm == "full" else 0)
+        heads = self.num_heads + (self.num_kv_heads if self.qk_norm == "full" else 0)
         most_used = 0 if self.experts is None else self.experts.used * self.experts.size
-        return max(heads * self.head_dim, self.intermediate_size, most_used)
+        return max(heads * self.head_dim, most_used, *self._intermediate_sizes.values())
 
     @property
     def long_from(self) -> int | None:
@@ -155,7 +155,7 @@ class Description:
 
     @property
     def _intermediate_sizes(self) -> dict[str, int]:
-        """The intermediate sizes that the model's layers have, by their names in a config."""
+        """The intermediate sizes that the model's layers have, as most configs name them."""
         experts = self.experts
         sizes = {} if experts is not None and all(experts.layers) else {"intermediate_size": self.intermediate_size}
         if experts is not None:

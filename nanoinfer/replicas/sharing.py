@@ -9,7 +9,7 @@ Unit = tuple[int, int]  # a request's number, and a sample's among the request's
 
 MOST_REMEMBERED = 1 << 14  # keys whose replica is remembered when none of their samples wait
 MOST_DEATHS = 2  # of replicas that were computing a sample, before it is given up
-MOST_OVERTAKING = 4096  # so much later may a sample have come that goes first because its replica has its key
+MOST_OVERTAKING = 4096  # so many samples may come between one that waits and one that goes first for its key
 
 
 class Sharing:

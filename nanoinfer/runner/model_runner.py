@@ -38,7 +38,7 @@ log = logging.getLogger("nanoinfer")
 TIMED_ROWS = {1: 1, 16: 32}  # from so many tokens on, a step takes the threads that are best for so many rows
 TIMED_CACHE_BYTES = 2**28  # no more for the steps that are timed
 LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies 16-bit numbers
-CHECKED_ROWS = 64  # of attention whose sums have one order
+CHECKED_TOKENS = 300  # of attention whose sums have one order: they see other numbers of keys' chunks
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
 
@@ -107,7 +107,7 @@ class ModelRunner:
         generator = torch.Generator(self.device).manual_seed(0)
         numbers = partial(torch.randn, generator=generator, device=self.device, dtype=config.torch_dtype)
         kv_cache = numbers(2, 1, spec.block_size, *size).to(spec.dtype)
-        self.backend.check(numbers(CHECKED_ROWS, heads, spec.head_dim), kv_cache, config.description.score_cap)
+        self.backend.check(numbers(CHECKED_TOKENS, heads, spec.head_dim), kv_cache, config.description.score_cap)
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""

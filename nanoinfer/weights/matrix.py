@@ -31,10 +31,10 @@ def make_experts(
     start: int,
     share: int,
     fp8: Fp8Format | None,
-    of_outputs: OutputShare | None,
+    output_share: OutputShare | None,
 ) -> PlainExperts | Fp8Experts:
     """Make a layer's experts; arguments: as for PlainExperts. One format holds for all of them."""
     if fp8 is None or not fp8.stores(tensors.expert.format(0) + f".{tensors.gate}"):
-        return PlainExperts(tensors, count, hidden_size, size, start, share, of_outputs)
-    assert of_outputs is None
+        return PlainExperts(tensors, count, hidden_size, size, start, share, output_share)
+    assert output_share is None
     return Fp8Experts(tensors, count, hidden_size, size, start, share, fp8)

@@ -55,7 +55,7 @@ class PlainExperts(nn.Module):
     """gate_up, [experts, 2 * share, hidden_size], the gates first; and down, [experts, hidden_size, share].
 
     A rank holds an equal share of each expert's intermediate size, which begins at `start`. If ranks split outputs,
-    its share of down is one of the outputs: [experts, hidden_size / ranks, size].
+    it holds a share of down's outputs instead: [experts, hidden_size / ranks, size].
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class PlainExperts(nn.Module):
         size: int,
         start: int,
         share: int,
-        of_outputs: OutputShare | None = None,
+        output_share: OutputShare | None = None,
     ) -> None:
         """count: experts; size: an expert's intermediate size over all ranks
 
-        of_outputs: given if ranks split outputs; None: this rank computes its part of all
+        output_share: given if ranks split outputs; None: this rank computes its part of all
         """
         super().__init__()
         self.tensors = tensors
         self.hidden_size, self.size, self.start, self.share = hidden_size, size, start, share
-        self.of_outputs = of_outputs
+        self.output_share = output_share
         self.gate_up = nn.Parameter(torch.empty(count, 2 * share, hidden_size), requires_grad=False)
-        down = (hidden_size, share) if of_outputs is None else (len(of_outputs.outputs), size)
+        down = (hidden_size, share) if output_share is None else (len(output_share.outputs), size)
         self.down = nn.Parameter(torch.empty(count, *down), requires_grad=False)
         self._in_order = False
         self._parts: tuple[list[WeightInParts], list[WeightInParts]] | None = None
@@ -85,7 +85,7 @@ class PlainExperts(nn.Module):
     def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
         gate_up, down = self._parts or (self.gate_up, self.down)
-        gather = None if self.of_outputs is None else self.of_outputs.gather
+        gather = None if self.output_share is None else self.output_share.gather
         return expert_mlps(x, routes, gate_up, down, activation, may_split, self._in_order, gather)
 
     def fix_order(self, sizes: list[int]) -> None:
@@ -102,8 +102,8 @@ class PlainExperts(nn.Module):
         """Yield each expert's shards, and those of the stacked tensors that a checkpoint may have instead."""
         names, size, start = self.tensors, self.size, self.start
         count, hidden_size = len(self.down), self.hidden_size
-        split = self.of_outputs
-        first, dim = (start, 1) if split is None else (split.outputs.start, 0)  # of this rank's share of down
+        share = self.output_share
+        first, dim = (start, 1) if share is None else (share.outputs.start, 0)  # of this rank's part of down
         inward, outward = (size, hidden_size), (hidden_size, size)
         numbers = range(count)
         halves = tuple(names.of(projection, number) for number in numbers for projection in (names.gate, names.up))

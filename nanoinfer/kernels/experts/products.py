@@ -51,7 +51,7 @@ def expert_mlps(
         hidden_size]: the weighted results of the tokens' likeliest experts, of their second ones, and so on
     in_order: a token's result has the same bits with any number of tokens. On a GPU only, for weights of 16 or 32 bits
     gather: puts the shares of several ranks side by side, [rows, share] to [rows, ranks * share]. Each rank then has a
-        share of the gates and ups, and down of [experts, hidden_size / ranks, size]. All get the whole result
+        share of the gates and ups, and down of [experts, hidden_size / ranks, size]. Every rank gets the whole result
     An expert computes down @ (act(gate @ x) * (up @ x)). Returns [tokens, hidden_size].
     Weights in FP8 are such that kernels.linear.fp8_linear.can_multiply_fp8. With them, the kernels round several tokens
     to FP8 too, and their results of the activation.
@@ -80,10 +80,12 @@ def expert_mlps_reference(
     groups = [(expert, choices) for expert, choices in enumerate(order.split(counts)) if len(choices)]
     gated = torch.cat([linear(x[choices // used], gate_up[expert], None, activation) for expert, choices in groups])
     inputs = (gated if gather is None else gather(gated)).split([len(choices) for _, choices in groups])
-    shares = [linear(rows, down[expert]) for rows, (expert, _) in zip(inputs, groups, strict=True)]
-    products = torch.cat(shares) if gather is None else gather(torch.cat(shares))
+    products = torch.cat([linear(rows, down[expert]) for rows, (expert, _) in zip(inputs, groups, strict=True)])
+    del gated, inputs  # of a long prompt they are large
+    products = products if gather is None else gather(products)
     results = torch.empty_like(products)
     results[order] = products
+    del products
     return (results.view(tokens, used, -1).float() * routes.weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
@@ -99,7 +101,8 @@ def expert_mlps_triton(
 ) -> Tensor:
     """expert_mlps as four launches and, unless `may_split`, a fifth for the sum; for one token two, unless `in_order`.
 
-    With weights in FP8, each product of several tokens has a launch more, which rounds its input.
+    With weights in FP8, each product of several tokens has a launch more, which rounds its input. `gather` comes behind
+    the first product, and at the end.
     """
     downs, scales, _ = parts_of(down)
     in_fp8 = scales is not None
