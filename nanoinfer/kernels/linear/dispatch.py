@@ -90,10 +90,6 @@ def norm_linear(
     if isinstance(weight, (Tensor, Fp8Weight)) and _is_one_row(x):
         return one_row_norm_linear(x, residual, norm, weight, bias, activation, post, lane)
     assert lane is None
-    if isinstance(weight, InOrderWeight) and residual is not None and norm is not None and post is None:
-        of_one = weight.norm_product(x, residual, norm, bias, activation)
-        if of_one is not None:
-            return of_one
     if isinstance(weight, Fp8Weight) and norm is not None:
         in_fp8, total = fp8_norm_triton(x, residual, norm, post)
         out = fp8_linear(in_fp8, weight, bias)

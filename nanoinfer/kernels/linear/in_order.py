@@ -3,8 +3,6 @@
 Our kernel does so for tiles of any size: tensor cores add the same terms to an output one after the other, however many
 outputs there are beside it. cuBLAS, which is faster for many tokens, does so wherever it does not divide the inputs.
 Neither is promised anywhere. So we compare bits at the start, of products that are all rounding error.
-
-For one token, whose products take little longer than a launch, our kernel also computes the norm before the product.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from torch import Tensor
 from nanoinfer.kernels.launch import early_launch, fetch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block
 from nanoinfer.kernels.linear.one_wave import add_product
-from nanoinfer.kernels.norm.rms_norm import Norm, add_rms_norm, norm_factor, norm_warps, scale_block
 
 FEW_TOKENS = 16  # up to here our kernel, which is launched early, is as fast as cuBLAS (measured on an H200)
 NEIGHBOURS = 8  # tiles of tokens that are computed side by side, with the same rows of the weight
@@ -49,22 +46,6 @@ class InOrderWeight:
         else:  # a launch more would take as long as the activation
             return in_order_triton(x, self._weight, bias, out, activation)
         return out if activation is None else gate_mul(out, activation)
-
-    def norm_product(
-        self, x: Tensor, residual: Tensor, norm: Norm, bias: Tensor | None, activation: Activation | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Compute kernels.linear.dispatch.norm_linear in one launch, for one token's x; None where that cannot be.
-
-        The first call for a shape compares bits.
-        """
-        size = x.shape[-1]
-        if not x.is_cuda or x.shape != (1, size) or size > MAX_NORMED:
-            return None
-        tiles = choose_tiles(x, len(self._weight) // (1 if activation is None else 2))
-        if not has_bits_of_norm(size, x.dtype, x.device, tiles, norm.plus_one, activation):
-            return None
-        total = torch.empty_like(residual)
-        return in_order_triton(x, self._weight, bias, None, activation, addend=Addend(residual, norm, total)), total
 
 
 def _cublas(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -114,39 +95,6 @@ def find_sizes(
     return for_cublas
 
 
-@functools.cache
-def has_bits_of_norm(
-    size: int, dtype: torch.dtype, device: torch.device, tiles: Tiles, plus_one: bool, activation: Activation | None
-) -> bool:
-    """Return whether our kernel normalises vectors of this size as kernels.norm does.
-
-    tiles, activation: the product's. Both kernels add up squares in the order in which threads hold them.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    x, residual = (torch.randn(CHECKED_VECTORS, size, generator=generator, device=device, dtype=dtype) for _ in "xr")
-    norm = Norm(torch.randn(size, generator=generator, device=device, dtype=dtype), 1e-6, plus_one)
-    weight = torch.eye(size, device=device, dtype=dtype)  # so that a product is what was normalised
-    if activation is not None:
-        weight = torch.cat([weight, weight])
-    normed, expected = add_rms_norm(x, residual, norm)
-    products, total = in_order_triton(normed, weight, activation=activation), torch.empty_like(x)
-    for i in range(CHECKED_VECTORS):
-        row = slice(i, i + 1)
-        addend = Addend(residual[row], norm, total[row])
-        product = in_order_triton(x[row], weight, activation=activation, tiles=tiles, addend=addend)
-        if not torch.equal(product, products[row]):
-            return False
-    return torch.equal(total, expected)
-
-
-class Addend(NamedTuple):
-    """What our kernel adds to one token's vector, the norm of the sum, and where it stores the sum: [1, in_features]"""
-
-    residual: Tensor
-    norm: Norm
-    total: Tensor
-
-
 class Tiles(NamedTuple):
     """The tile of a program, and how it computes it.
 
@@ -175,8 +123,6 @@ NARROW = Tiles(16, 16, 512, 4, stages=9)  # for few tokens and few outputs
 MIN_BUSY = 1 / 4  # of the multiprocessors, so many have a tile, or narrow ones are faster
 FETCHED = tl.constexpr(256)  # inputs, of the weights for few tokens, that are fetched before the wait
 LINE = tl.constexpr(128)  # bytes that are fetched at once
-MAX_NORMED = 2048  # numbers of a vector; every program's norm of a longer one would take as long as a launch
-CHECKED_VECTORS = 256  # enough that another order of a sum shows in some number
 MOST_IN_FLOAT32 = 64 * 128  # outputs of a tile, so that a thread's registers hold its share
 
 
@@ -207,13 +153,8 @@ def in_order_triton(
     out: Tensor | None = None,
     activation: Activation | None = None,
     tiles: Tiles | None = None,
-    addend: Addend | None = None,
 ) -> Tensor:
-    """Compute InOrderWeight.product in one launch.
-
-    tiles: None: choose_tiles' own
-    addend: given if the weight multiplies the norm of x + addend.residual; x is one token's
-    """
+    """Compute InOrderWeight.product in one launch. tiles: None: choose_tiles' own"""
     gated = activation is not None
     (tokens, in_features), out_features = x.shape, weight.shape[0] // 2 if gated else weight.shape[0]
     assert x.is_contiguous()
@@ -222,24 +163,15 @@ def in_order_triton(
         out = torch.empty((tokens, out_features), dtype=x.dtype, device=x.device)
     tiles = tiles or choose_tiles(x, out_features)
     inputs = tiles.inputs * 2 // x.itemsize
-    rows = tiles.tokens * (1 if addend is None else 2) + tiles.outputs * (2 if gated else 1)
-    block = triton.next_power_of_2(in_features)
-    norm = None if addend is None else addend.norm
+    stage = (tiles.tokens + tiles.outputs * (2 if gated else 1)) * inputs * x.itemsize
     _in_order_kernel[(triton.cdiv(tokens, tiles.tokens) * triton.cdiv(out_features, tiles.outputs),)](
         x,
         weight,
         bias,
         out,
-        None if addend is None else addend.residual,
-        None if norm is None else norm.weight,
-        None if addend is None else addend.total,
         tokens,
         out_features,
         in_features,
-        None if norm is None else norm.eps,
-        NORM=norm is not None,
-        PLUS_ONE=norm is not None and norm.plus_one,
-        VECTOR=block if norm is not None else 1,
         BIAS=bias is not None,
         ACTIVATION=activation,
         WHOLE=in_features % inputs == 0,
@@ -247,8 +179,8 @@ def in_order_triton(
         BLOCK_M=tiles.tokens,
         BLOCK_N=tiles.outputs,
         BLOCK_K=inputs,
-        num_warps=tiles.warps if norm is None else norm_warps(block),  # which decide how threads hold a vector
-        num_stages=max(1, min(tiles.stages, shared_memory(x.device) // (rows * inputs * x.itemsize))),
+        num_warps=tiles.warps,
+        num_stages=max(1, min(tiles.stages, shared_memory(x.device) // stage)),
         **early_launch(x),
     )
     return out
@@ -260,16 +192,9 @@ def _in_order_kernel(
     weight_ptr,
     bias_ptr,
     out_ptr,
-    residual_ptr,
-    norm_weight_ptr,
-    total_ptr,
     tokens,
     out_features,
     in_features,
-    eps,
-    NORM: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    VECTOR: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -299,12 +224,6 @@ def _in_order_kernel(
             up_weight_ptr = weight_ptr + out_features.to(tl.int64) * in_features
             _fetch_weight(up_weight_ptr, n, out_features, in_features, EARLY)
     wait_for_predecessor(EARLY)
-    if NORM:
-        i = tl.arange(0, VECTOR)
-        vector = tl.load(x_ptr + i, mask=i < in_features, other=0.0)
-        vector += tl.load(residual_ptr + i, mask=i < in_features, other=0.0)
-        tl.store(total_ptr + i, vector, mask=i < tl.where(program == 0, in_features, 0))
-        factor = norm_factor(vector, in_features, eps)
 
     # Tensor cores need at least 64 rows in the left matrix: with fewer tokens, the weight is the left one.
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
@@ -318,11 +237,6 @@ def _in_order_kernel(
             is_input = (start + k < in_features)[None, :]
             x_mask, weight_mask = has_token & is_input, has_output & is_input
         x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
-        if NORM:
-            place = start + k
-            x += tl.load(residual_ptr + place[None, :] + m[:, None] * in_features, mask=x_mask, other=0.0)
-            norm_weight = tl.load(norm_weight_ptr + place, mask=place < in_features, other=0.0)
-            x = scale_block(x, norm_weight[None, :], factor, PLUS_ONE)
         weight = tl.load(weight_ptrs + start, mask=weight_mask, other=0.0)
         acc = add_product(acc, x, weight, TOKENS_LEFT)
         if GATED:

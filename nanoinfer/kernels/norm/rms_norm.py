@@ -243,20 +243,8 @@ def _rms_norm_kernel(
 @triton.jit
 def norm_block(x, weight, size, eps, PLUS_ONE: tl.constexpr):
     """rms_norm inside a kernel; x: one vector of `size` numbers, and zeros up to the next power of two."""
-    return scale_block(x, weight, norm_factor(x, size, eps), PLUS_ONE)
-
-
-@triton.jit
-def norm_factor(x, size, eps):
-    """Return what rms_norm multiplies a vector by, before the weight; x: as for norm_block."""
     wide = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-
-
-@triton.jit
-def scale_block(x, weight, factor, PLUS_ONE: tl.constexpr):
-    """Multiply some of a vector's numbers by its norm_factor, and by their weights."""
-    normed = x.to(tl.float32) * factor
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
     if PLUS_ONE:
         return (normed * (1.0 + weight.to(tl.float32))).to(x.dtype)
     else:
