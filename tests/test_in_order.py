@@ -13,7 +13,15 @@ from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
 from nanoinfer.kernels.experts.products import expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gate_mul_triton
-from nanoinfer.kernels.linear.in_order import FEW, TILES, InOrderWeight, choose_tiles, fits_float32, in_order_triton
+from nanoinfer.kernels.linear.in_order import (
+    FEW,
+    NARROW,
+    TILES,
+    InOrderWeight,
+    choose_tiles,
+    fits_float32,
+    in_order_triton,
+)
 
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HOW = [(None, None), (1, None), (50, 2.0), (300, None)]  # windows and soft caps
@@ -52,7 +60,7 @@ class TestProducts:
         x, weight = randn(tokens, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype)
         bias = randn(out_features, dtype=dtype)
         expected = x.double() @ weight.double().T
-        for tiles in (None, *TILES, *FEW.values()):
+        for tiles in (None, *TILES, *FEW.values(), NARROW):
             assert_close(in_order_triton(x, weight, tiles=tiles), expected)
             assert_close(in_order_triton(x, weight, bias, tiles=tiles), expected + bias)
         out = torch.empty(tokens, out_features, dtype=dtype, device=DEVICE)
@@ -78,8 +86,9 @@ class TestProducts:
 
     @pytest.mark.parametrize(
         ("tokens", "out_features", "tile"),
-        [(1, 4096, (16, 64)), (17, 4096, (32, 64)), (64, 4096, (64, 32)), (128, 4096, (64, 64)), (128, 6144, (64, 128)),
-         (128, 24576, (128, 256)), (256, 4096, (64, 128)), (256, 6144, (128, 128)), (16384, 4096, (128, 256))],
+        [(1, 4096, (16, 64)), (16, 1024, (16, 16)), (17, 4096, (32, 64)), (64, 4096, (64, 32)), (128, 4096, (64, 64)),
+         (128, 6144, (64, 128)), (128, 24576, (128, 256)), (256, 4096, (64, 128)), (256, 6144, (128, 128)),
+         (16384, 4096, (128, 256))],
     )  # fmt: skip
     def test_tiles_are_those_that_were_the_fastest_on_an_h200(
         self, tokens: int, out_features: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -99,7 +108,7 @@ class TestProducts:
         for own_bias in (None, bias):
             expected = in_order_triton(x, weight, own_bias)
             assert expected.ne(0).float().mean() > 0.5
-            for tiles in (*TILES, *FEW.values()):
+            for tiles in (*TILES, *FEW.values(), NARROW):
                 if dtype == torch.float32 and not fits_float32(tiles):
                     continue
                 assert torch.equal(in_order_triton(x, weight, own_bias, tiles=tiles), expected)

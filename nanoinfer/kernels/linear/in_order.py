@@ -119,7 +119,7 @@ TILES = (
     Tiles(64, 32, 128, 4, time=2.2),
 )
 FEW = {16: Tiles(16, 64, 128, 4, stages=9), 32: Tiles(32, 64, 128, 4)}  # by the most tokens
-NARROW = Tiles(16, 16, 512, 4, stages=9)  # for few tokens and few outputs
+NARROW = Tiles(16, 16, 256, 4, stages=9)  # for few tokens and few outputs
 MIN_BUSY = 1 / 4  # of the multiprocessors, so many have a tile, or narrow ones are faster
 FETCHED = tl.constexpr(256)  # inputs, of the weights for few tokens, that are fetched before the wait
 LINE = tl.constexpr(128)  # bytes that are fetched at once
