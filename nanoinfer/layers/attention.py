@@ -100,8 +100,8 @@ class FullWidth:
         heads = qkv.shape[1] - 2 * kv_heads
         if self.tp.splits_outputs:  # then no sum is cut: every rank sees all heads
             ranks = self.tp.size
-            own = qkv[:, : heads + kv_heads]
-            parts = gather(own.flatten(1), self.tp).unflatten(1, (ranks, *own.shape[1:]))
-            whole = torch.cat([kind.flatten(1, 2) for kind in parts.split([heads, kv_heads], dim=2)], dim=1)
+            parts = gather(qkv.flatten(1), self.tp).unflatten(1, (ranks, *qkv.shape[1:]))
+            kinds = parts.split([heads, kv_heads, kv_heads], dim=2)
+            whole = torch.cat([kind.flatten(1, 2) for kind in kinds], dim=1)
             return sum_squares(whole, heads * ranks, kv_heads * ranks) * self.shares
         return self.tp.all_reduce(sum_squares(qkv, heads, kv_heads)) * self.shares

@@ -15,6 +15,7 @@ from nanoinfer.weights.shards import Section
 
 def gather(x: Tensor, tp: TensorParallel) -> Tensor:
     """Put the ranks' shares side by side: [rows, share] to [rows, ranks * share]."""
+    assert x.is_contiguous()
     inbox = tp.inbox
     if inbox is None or not inbox.can_gather(x):
         return tp.gather_features(x)
