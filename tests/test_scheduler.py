@@ -98,11 +98,13 @@ def test_no_more_sequences_run_than_there_are_rows() -> None:
 
 def test_waiting_sequences_that_may_get_more_tokens_can_go_first() -> None:
     """max_model_len, 40, may leave less room than max_tokens. Equal ones keep their order."""
-    sched, seqs = scheduler(), [sequence(4), sequence(4, 9), sequence(38, 30), sequence(6), sequence(4, 7)]
-    for seq in seqs:
-        sched.add(seq)
-    sched.put_longest_first()
-    assert list(sched.waiting) == [seqs[index] for index in (1, 4, 0, 3, 2)]
+    seqs = [sequence(4), sequence(4, 9), sequence(38, 30), sequence(6), sequence(4, 7)]
+    for rows, order in ((4, (1, 4, 0, 3, 2)), (5, range(5))):  # there may be rows for all
+        sched = scheduler(rows=rows)
+        for seq in seqs:
+            sched.add(seq)
+        sched.put_longest_first()
+        assert list(sched.waiting) == [seqs[index] for index in order]
 
 
 def test_prompts_gather_while_others_decode() -> None:

@@ -74,7 +74,7 @@ Step = PrefillStep | DecodeStep
 class Scheduler:
     """First come, first served: gathered prompts before running sequences, the newest preempted first.
 
-    Of the requests of one call, those that may get more tokens count as the first.
+    Of the requests of one call, those that may get more tokens count as the first, if there are rows for some only.
 
     `schedule` plans a step from lengths alone, so it may be called again before the tokens of the last step are
     known. `postprocess` takes each step's tokens, in the order of the steps.
@@ -114,8 +114,9 @@ class Scheduler:
         self.waiting[seq] = None
 
     def put_longest_first(self) -> None:
-        """Let waiting sequences that may get more tokens begin sooner; equal ones keep their order."""
-        self.waiting = OrderedDict.fromkeys(sorted(self.waiting, key=lambda seq: len(seq) - seq.max_len))
+        """If there are fewer rows than waiting sequences, let those begin sooner that may get more tokens."""
+        if len(self.waiting) > self.max_num_seqs:
+            self.waiting = OrderedDict.fromkeys(sorted(self.waiting, key=lambda seq: len(seq) - seq.max_len))
 
     @property
     def is_finished(self) -> bool:

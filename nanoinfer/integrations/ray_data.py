@@ -186,12 +186,16 @@ class _Engine:
 
     def _run(self) -> None:
         most = AHEAD * self.llm.config.max_num_seqs * self.llm.config.data_parallel_size
+        waiting: list[_Asked] = []  # those that may get more tokens first, as in generate
         while True:
-            while not self._running or (len(self._running) < most and not self._asked.empty()):
+            while not self._asked.empty() or not (self._running or waiting):
                 asked = self._asked.get()
                 if asked is None:
                     return
-                self._add(*asked)
+                waiting.append(asked)
+            waiting.sort(key=lambda asked: asked.params.max_tokens, reverse=True)
+            while waiting and len(self._running) < most:
+                self._add(*waiting.pop(0))
             self._step()
 
     def _add(self, prompt: Prompt, params: SamplingParams, future: Future[RequestOutput]) -> None:

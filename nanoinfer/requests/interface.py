@@ -162,7 +162,8 @@ class AnyRequests(ABC, Generic[R, S]):
     def add_all(self, prompts: list[Prepared]) -> list[R]:
         """Queue the requests of one call, and return them in the same order.
 
-        Those that may get more tokens begin sooner. Otherwise a long one that begins late runs almost alone in the end.
+        If some must wait for others, those that may get more tokens begin sooner. Otherwise a long one that begins late
+        runs almost alone in the end.
         """
 
     @abstractmethod
