@@ -18,10 +18,10 @@ from ray.data import ActorPoolStrategy, Dataset
 from ray.data.block import BlockAccessor, DataBatch
 
 from nanoinfer.batch.lines import PROMPTS, TEMPLATE, complete, take_prompt
-from nanoinfer.batch.loop import AHEAD
 from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
 from nanoinfer.llm import LLM
+from nanoinfer.replicas.requests import UNBEGUN
 from nanoinfer.requests.inputs import Prompt
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput
 from nanoinfer.sampling_params import SamplingParams
@@ -185,7 +185,7 @@ class _Engine:
         self.llm.close()
 
     def _run(self) -> None:
-        most = AHEAD * self.llm.config.max_num_seqs * self.llm.config.data_parallel_size
+        most = math.ceil((1 + UNBEGUN) * self.llm.config.max_num_seqs * self.llm.config.data_parallel_size)
         waiting: list[_Asked] = []  # those that may get more tokens first, as in generate
         while True:
             while not self._asked.empty() or not (self._running or waiting):
