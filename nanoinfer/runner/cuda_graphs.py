@@ -44,14 +44,15 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         # Capture on a new stream: cuBLAS keeps a workspace for each stream, and the first capture's pool owns it.
         stream = torch.cuda.Stream()
-        for key in sorted(((size, shares) for shares in self.sizes for size in self.sizes[shares]), reverse=True):
-            graph = torch.cuda.CUDAGraph()
-            with recording():
-                decode(*key)  # compiles kernels and creates handles, which a capture must not
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph, pool=pool, stream=stream):
+        keys = sorted(((size, shares) for shares in self.sizes for size in self.sizes[shares]), reverse=True)
+        with recording():
+            decode(*keys[0])  # libraries set themselves up in their first call, which is no part of a graph
+            torch.cuda.synchronize()
+            for key in keys:
+                self.graphs[key] = graph = torch.cuda.CUDAGraph()
+                # "relaxed": a capture may load the kernels that it is the first to use.
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed"):
                     decode(*key)
-            self.graphs[key] = graph
 
     @property
     def largest(self) -> int:
