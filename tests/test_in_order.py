@@ -17,12 +17,14 @@ from nanoinfer.kernels.linear.in_order import (
     FEW,
     NARROW,
     TILES,
+    WIDE,
     InOrderWeight,
     choose_tiles,
     fits_float32,
     in_order_triton,
 )
 
+ALL_TILES = (*TILES, *FEW.values(), NARROW, WIDE, FEW[16]._replace(used=48), WIDE._replace(used=80))
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HOW = [(None, None), (1, None), (50, 2.0), (300, None)]  # windows and soft caps
 
@@ -60,7 +62,7 @@ class TestProducts:
         x, weight = randn(tokens, in_features, dtype=dtype), randn(out_features, in_features, dtype=dtype)
         bias = randn(out_features, dtype=dtype)
         expected = x.double() @ weight.double().T
-        for tiles in (None, *TILES, *FEW.values(), NARROW):
+        for tiles in (None, *ALL_TILES):
             assert_close(in_order_triton(x, weight, tiles=tiles), expected)
             assert_close(in_order_triton(x, weight, bias, tiles=tiles), expected + bias)
         out = torch.empty(tokens, out_features, dtype=dtype, device=DEVICE)
@@ -97,6 +99,21 @@ class TestProducts:
         assert choose_tiles(torch.empty(tokens, 1, dtype=torch.bfloat16), out_features)[:2] == tile
         assert fits_float32(choose_tiles(torch.empty(tokens, 1), out_features))
 
+    @pytest.mark.parametrize(
+        ("out_features", "tile", "used"),
+        [(1024, (16, 16), None), (4096, (16, 64), 32), (6144, (16, 64), 48), (12288, (16, 128), 96),
+         (17408, (16, 64), None), (151936, (16, 64), None)],
+    )  # fmt: skip
+    def test_multiprocessors_share_the_outputs_of_many_inputs_evenly(
+        self, out_features: int, tile: tuple[int, int], used: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("nanoinfer.kernels.linear.in_order.num_multiprocessors", lambda device: 132)
+        monkeypatch.setattr("nanoinfer.kernels.linear.in_order.shared_memory", lambda device: 227 << 10)
+        tiles = choose_tiles(torch.empty(1, 4096, dtype=torch.bfloat16), out_features)
+        assert (tiles[:2], tiles.used) == (tile, used)
+        monkeypatch.setattr("nanoinfer.kernels.linear.in_order.shared_memory", lambda device: 99 << 10)
+        assert choose_tiles(torch.empty(1, 4096, dtype=torch.bfloat16), out_features).outputs <= 64
+
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     @pytest.mark.parametrize(("out_features", "in_features"), [(1024, 2048), (4096, 4096), (96, 160), (256, 12288)])
@@ -108,7 +125,7 @@ class TestProducts:
         for own_bias in (None, bias):
             expected = in_order_triton(x, weight, own_bias)
             assert expected.ne(0).float().mean() > 0.5
-            for tiles in (*TILES, *FEW.values(), NARROW):
+            for tiles in ALL_TILES:
                 if dtype == torch.float32 and not fits_float32(tiles):
                     continue
                 assert torch.equal(in_order_triton(x, weight, own_bias, tiles=tiles), expected)

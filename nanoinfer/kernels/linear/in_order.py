@@ -101,6 +101,7 @@ class Tiles(NamedTuple):
     inputs: so many are multiplied at a time
     stages: so many of these are on their way at once, if the shared memory holds them
     time: of an output, relative to that in the largest tile, measured on an H200
+    used: so many of the outputs are computed, and the others are another program's; None: all
     """
 
     tokens: int
@@ -109,6 +110,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int = 5
     time: float = 1.0
+    used: int | None = None
 
 
 TILES = (
@@ -120,7 +122,10 @@ TILES = (
 )
 FEW = {16: Tiles(16, 64, 128, 4, stages=9), 32: Tiles(32, 64, 128, 4)}  # by the most tokens
 NARROW = Tiles(16, 16, 256, 4, stages=9)  # for few tokens and few outputs
+WIDE = Tiles(16, 128, 128, 4, stages=9)  # for few tokens and many outputs of many inputs
 MIN_BUSY = 1 / 4  # of the multiprocessors, so many have a tile, or narrow ones are faster
+MANY_INPUTS = 4096  # from here on, more programs cost less than multiprocessors that have more outputs than others
+MIN_STAGES = 3  # of wide tiles, or they are slow
 FETCHED = tl.constexpr(256)  # inputs, of the weights for few tokens, that are fetched before the wait
 LINE = tl.constexpr(128)  # bytes that are fetched at once
 MOST_IN_FLOAT32 = 64 * 128  # outputs of a tile, so that a thread's registers hold its share
@@ -129,16 +134,36 @@ MOST_IN_FLOAT32 = 64 * 128  # outputs of a tile, so that a thread's registers ho
 def choose_tiles(x: Tensor, out_features: int) -> Tiles:
     """Return the tiles with which the multiprocessors would be done first, if each computed one at a time."""
     tokens, multiprocessors = len(x), num_multiprocessors(x.device)
+    if tokens <= FEW_TOKENS:
+        return _choose_for_few(x, out_features, multiprocessors)
     few = next((tiles for most, tiles in FEW.items() if tokens <= most), None)
     if few is not None:
-        is_narrow = tokens <= NARROW.tokens and out_features < few.outputs * multiprocessors * MIN_BUSY
-        return NARROW if is_narrow else few
+        return few
 
     def seconds(tiles: Tiles) -> float:
         count = triton.cdiv(tokens, tiles.tokens) * triton.cdiv(out_features, tiles.outputs)
         return triton.cdiv(count, multiprocessors) * tiles.tokens * tiles.outputs * tiles.time
 
     return min((tiles for tiles in TILES if x.itemsize == 2 or fits_float32(tiles)), key=seconds)
+
+
+def _choose_for_few(x: Tensor, out_features: int, multiprocessors: int) -> Tiles:
+    """Return the tiles for up to FEW_TOKENS tokens: reading the weight takes longest, so all should read evenly."""
+    few = FEW[FEW_TOKENS]
+    if out_features < few.outputs * multiprocessors * MIN_BUSY:
+        return NARROW
+    share = triton.cdiv(out_features, multiprocessors * 16) * 16
+    if x.shape[1] < MANY_INPUTS or share > WIDE.outputs:
+        return few
+    if share <= few.outputs:
+        return few._replace(used=share)
+    return WIDE._replace(used=share) if _stages(WIDE, x, gated=True) >= MIN_STAGES else few
+
+
+def _stages(tiles: Tiles, x: Tensor, gated: bool) -> int:
+    """Return how many blocks of inputs of the tokens' vectors and of the weight are on their way at once."""
+    bytes_at_once = (tiles.tokens + tiles.outputs * (2 if gated else 1)) * tiles.inputs * 2
+    return max(1, min(tiles.stages, shared_memory(x.device) // bytes_at_once))
 
 
 def fits_float32(tiles: Tiles) -> bool:
@@ -162,9 +187,8 @@ def in_order_triton(
     if out is None:
         out = torch.empty((tokens, out_features), dtype=x.dtype, device=x.device)
     tiles = tiles or choose_tiles(x, out_features)
-    inputs = tiles.inputs * 2 // x.itemsize
-    stage = (tiles.tokens + tiles.outputs * (2 if gated else 1)) * inputs * x.itemsize
-    _in_order_kernel[(triton.cdiv(tokens, tiles.tokens) * triton.cdiv(out_features, tiles.outputs),)](
+    inputs, used = tiles.inputs * 2 // x.itemsize, tiles.used or tiles.outputs
+    _in_order_kernel[(triton.cdiv(tokens, tiles.tokens) * triton.cdiv(out_features, used),)](
         x,
         weight,
         bias,
@@ -179,8 +203,9 @@ def in_order_triton(
         BLOCK_M=tiles.tokens,
         BLOCK_N=tiles.outputs,
         BLOCK_K=inputs,
+        USED=used,
         num_warps=tiles.warps,
-        num_stages=max(1, min(tiles.stages, shared_memory(x.device) // stage)),
+        num_stages=_stages(tiles, x, gated),
         **early_launch(x),
     )
     return out
@@ -202,27 +227,28 @@ def _in_order_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    USED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION is not None
     # Programs that run side by side share what they read.
     program, token_tiles = tl.program_id(0), tl.cdiv(tokens, BLOCK_M)
-    per_group = NEIGHBOURS * tl.cdiv(out_features, BLOCK_N)
+    per_group = NEIGHBOURS * tl.cdiv(out_features, USED)
     first_tile = program // per_group * NEIGHBOURS
     group_tiles = tl.minimum(token_tiles - first_tile, NEIGHBOURS)
     m = (first_tile + program % per_group % group_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = program % per_group // group_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    has_token, has_output = (m < tokens)[:, None], (n < out_features)[:, None]
+    first = program % per_group // group_tiles * USED
+    n, end, k = first + tl.arange(0, BLOCK_N), tl.minimum(first + USED, out_features), tl.arange(0, BLOCK_K)
+    has_token, has_output = (m < tokens)[:, None], (n < end)[:, None]
     if BIAS:
-        bias = tl.load(bias_ptr + n, mask=n < out_features, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + n, mask=n < end, other=0.0).to(tl.float32)
         if GATED:
-            up_bias = tl.load(bias_ptr + out_features + n, mask=n < out_features, other=0.0).to(tl.float32)
+            up_bias = tl.load(bias_ptr + out_features + n, mask=n < end, other=0.0).to(tl.float32)
     if BLOCK_M == 16:
-        _fetch_weight(weight_ptr, n, out_features, in_features, EARLY)
+        _fetch_weight(weight_ptr, n, end, in_features, EARLY)
         if GATED:
             up_weight_ptr = weight_ptr + out_features.to(tl.int64) * in_features
-            _fetch_weight(up_weight_ptr, n, out_features, in_features, EARLY)
+            _fetch_weight(up_weight_ptr, n, end, in_features, EARLY)
     wait_for_predecessor(EARLY)
 
     # Tensor cores need at least 64 rows in the left matrix: with fewer tokens, the weight is the left one.
@@ -253,13 +279,13 @@ def _in_order_kernel(
     if not TOKENS_LEFT:
         out = tl.trans(out)
     targets = out_ptr + m.to(tl.int64)[:, None] * out_features + n[None, :]
-    tl.store(targets, out, mask=has_token & (n < out_features)[None, :])
+    tl.store(targets, out, mask=has_token & (n < end)[None, :])
 
 
 @triton.jit
-def _fetch_weight(weight_ptr, n, out_features, in_features, EARLY: tl.constexpr):
-    """Let the L2 cache fetch the first FETCHED numbers of some of the weight's rows."""
+def _fetch_weight(weight_ptr, n, end, in_features, EARLY: tl.constexpr):
+    """Let the L2 cache fetch the first FETCHED numbers of those of the weight's rows `n` that come before `end`."""
     PER_LINE: tl.constexpr = LINE * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
     k = tl.arange(0, FETCHED // PER_LINE) * PER_LINE
-    row, column = tl.minimum(n, out_features - 1), tl.minimum(k, in_features - 1)
+    row, column = tl.minimum(n, end - 1), tl.minimum(k, in_features - 1)
     fetch(weight_ptr + row.to(tl.int64)[:, None] * in_features + column[None, :], EARLY)

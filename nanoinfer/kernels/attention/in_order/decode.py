@@ -11,7 +11,7 @@ from nanoinfer.kernels.attention.decode_plan import DecodePlan, Programs
 from nanoinfer.kernels.attention.in_order.chunk import CHUNK, UNSEEN, attend_to_chunk, join, result, tile_of
 from nanoinfer.kernels.attention.scores import in_log2
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.kernels.launch import early_launch, start_successor, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 
 COMBINED_AT_ONCE = tl.constexpr(4)  # chunks' results that a program loads at once
 DECODE_PROGRAMS = Programs(tile=CHUNK, stages=5, warps=4, per_multiprocessor=2)
@@ -115,10 +115,12 @@ def _decode_kernel(
     EARLY: tl.constexpr,
 ):
     worker, kv_head = tl.program_id(0), tl.program_id(1)
-    wait_for_predecessor(EARLY, START_SUCCESSOR=False)
-    first_row, last_row = tl.load(shares_ptr + worker * 4), tl.load(shares_ptr + worker * 4 + 1)
-    chunk, num_chunks = tl.load(shares_ptr + worker * 4 + 2), tl.load(shares_ptr + worker * 4 + 3)
-    share = tl.load(share_chunks_ptr)
+    # The predecessor writes queries, keys and values; the plan and the lengths are older.
+    first_row, last_row = load_complete(shares_ptr + worker * 4), load_complete(shares_ptr + worker * 4 + 1)
+    chunk, num_chunks = load_complete(shares_ptr + worker * 4 + 2), load_complete(shares_ptr + worker * 4 + 3)
+    share = load_complete(share_chunks_ptr)
+    context_len = load_complete(context_lens_ptr + first_row, num_chunks > 0, 0)
+    wait_for_predecessor(EARLY)
     v_scale = 1.0
     if IN_FP8:
         factor *= tl.load(kv_scales_ptr)
@@ -130,7 +132,6 @@ def _decode_kernel(
 
     left = num_chunks
     for row in range(first_row, last_row + 1):
-        context_len = tl.load(context_lens_ptr + row)
         first_key = tl.maximum(context_len - WINDOW, 0) if WINDOW > 0 else 0
         skipped = first_key // CHUNK  # chunks before the window; `chunk` and `end_chunk` count from the next one
         row_chunks = tl.cdiv(context_len, CHUNK) - skipped
@@ -189,7 +190,7 @@ def _decode_kernel(
                 tl.store(target, result(acc * v_scale, total).to(out_ptr.dtype.element_ty), mask=mask)
         left -= end_chunk - chunk
         chunk = 0
-    start_successor(EARLY)  # not earlier: the successor would only take up room
+        context_len = tl.load(context_lens_ptr + row + 1, row < last_row, 0)
 
 
 @triton.jit
