@@ -66,8 +66,8 @@ class Config:
         could not be drawn has no entry then, and at temperature 0 the drawn token has 0.0. Nobody drew a prompt's
         tokens, so of the settings only the temperature changes theirs, and temperature 0 counts as 1
     deterministic: True: no bit of a request's results depends on what runs beside it, on caching, chunks, preemption or
-        the number of ranks. On CUDA, sums then have one order; weights in FP8 cannot do this yet. On the
-        CPU, each token is computed alone, by one thread. Some models cannot have it on several ranks yet
+        the number of ranks. On CUDA, sums then have one order. On the CPU, each token is computed alone, by one
+        thread. Some models cannot have it on several ranks yet
     routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
         so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
         have experts
@@ -269,11 +269,6 @@ class Config:
             raise ValueError(
                 f"deterministic=True: attention_backend={self.attention_backend!r} adds up in other orders in other"
                 " steps; on CUDA it must be 'triton', or 'auto'"
-            )
-        if self.description.fp8 is not None:
-            raise ValueError(
-                "deterministic=True: products of weights in FP8 add up in other orders for other numbers of tokens;"
-                " on CUDA it needs weights of 16 or 32 bits, device='cpu' takes all"
             )
 
     def _check_num_blocks(self) -> None:

@@ -40,6 +40,15 @@ with LLM(BUNDLED_MODEL, device=sys.argv[1], dtype="bfloat16", deterministic=True
 told = repr([(output.token_ids, output.logprobs) for output in outputs])
 print(hashlib.sha256(told.encode()).hexdigest())
 """
+IN_BLOCKS = {  # sizes that blocks of weights in FP8 fill
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 RANKED = ["qwen3", "mistral window", "gemma2", "phi3 longrope", "qwen3moe", "qwen2moe", "olmo2", "olmoe"]
 FAMILIES = ["qwen3", "mistral window", "gemma2", "qwen3moe", "phi3 longrope"]
 
@@ -81,6 +90,18 @@ class TestInCompany:
     def test_a_cache_in_fp8_on_a_gpu(self) -> None:
         make = maker(BUNDLED_MODEL, device="cuda", dtype="bfloat16")
         compared, difference = find_difference(partial(make, kv_cache_dtype="fp8"), SECONDS, 1, 20, LONGEST["cuda"])
+        assert difference is None, str(difference)
+        assert compared > 10
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+    @pytest.mark.parametrize("family", ["qwen3", "qwen3moe", "qwen2moe"])
+    def test_weights_in_fp8_on_a_gpu(self, family: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+        case = CASES[family]
+        build(replace(case, settings={**case.settings, **IN_BLOCKS}), tmp_path)
+        make = maker(str(tmp_path), device="cuda", dtype="bfloat16")
+        make = partial(make, quantization="fp8", kv_cache_dtype=kv_cache_dtype)
+        compared, difference = find_difference(make, SECONDS, 3, 20)
         assert difference is None, str(difference)
         assert compared > 10
 
@@ -346,8 +367,8 @@ class TestWhatCannotBe:
     def test_on_cuda(self) -> None:
         with pytest.raises(ValueError, match=r"attention_backend='torch' adds up in other orders .* must be 'triton'"):
             LLM(BUNDLED_MODEL, deterministic=True, attention_backend="torch")
-        with pytest.raises(ValueError, match="products of weights in FP8 add up in other orders"):
-            LLM(BUNDLED_MODEL, deterministic=True, quantization="fp8")
+        with pytest.raises(ValueError, match=r"weights in FP8.* dtype must have 16 bits.* here dtype is float32"):
+            LLM(BUNDLED_MODEL, deterministic=True, quantization="fp8", dtype="float32")
 
     def test_no_flag(self) -> None:
         with pytest.raises(ValueError, match="deterministic='yes': must be True or False"):

@@ -31,6 +31,7 @@ from nanoinfer.kernels.linear.activation import (
     gate_mul_triton,
 )
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
+from nanoinfer.kernels.linear.fp8_in_order import Fp8InOrderWeight, fp8_in_order
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8, find_cut, fp8_linear_triton
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton, norm_add_rms_norm_reference, rms_norm_reference
@@ -209,6 +210,73 @@ def test_experts(
         assert_near(results, reference, CLOSE if tokens == 1 else 0.04 if DEVICE == "cuda" else 0.001)
         errors = [(values.double() - exact).norm() / exact.norm() for values in (results, reference)]
         assert errors[0] < 1.25 * errors[1] + CLOSE
+
+
+class TestInOrder:
+    @pytest.mark.parametrize("block", BLOCKS, ids=str)
+    @pytest.mark.parametrize("tokens", [1, 20, 70])
+    def test_products_are_right(self, tokens: int, block: tuple[int, int | None]) -> None:
+        """Those of a single token, too, whose vector is rounded."""
+        weight, matrix = make_weight(256, 512, block)
+        x, bias = torch.randn(tokens, 512, device=DEVICE).to(DTYPE), torch.randn(256, device=DEVICE).to(DTYPE)
+        rounded = quantize(x)
+        assert_near(fp8_in_order(rounded, weight), expected(dequantized(rounded), matrix, None, None))
+        assert_near(fp8_in_order(rounded, weight, bias), expected(dequantized(rounded), matrix, bias, None))
+
+    def test_a_weight_that_no_kernel_multiplies(self) -> None:
+        weight, _ = make_weight(128, 256)
+        with pytest.raises(ValueError, match=r"dtype must have 16 bits.*here dtype is float32, and 128 of 256 inputs"):
+            Fp8InOrderWeight(weight, torch.float32, False, [1])
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("block", BLOCKS, ids=str)
+    @pytest.mark.parametrize("shape", [(4096, 4096), (200, 3072), (6144, 1024)], ids=str)
+    def test_a_token_has_the_same_bits(
+        self, shape: tuple[int, int], block: tuple[int, int | None], dtype: torch.dtype
+    ) -> None:
+        """For 1 to 512 tokens, in any order, in graphs and outside of them, with and without an activation."""
+        rows, columns = shape
+        weight, _ = make_weight(rows, columns, (min(block[0], 8) if rows == 200 else block[0], block[1]))
+        half = columns // 2  # which undoes the other half, so that rounding errors are left
+        numbers, scales = weight.numbers.float(), weight.scales
+        numbers[:, half:] = -numbers[:, :half]
+        if block[1]:
+            scales[:, half // block[1] :] = scales[:, : half // block[1]]
+        weight = Fp8Weight(numbers.to(FP8), scales)
+        x = torch.randn(512, columns, device=DEVICE).to(dtype)
+        x[:, half:] = x[:, :half]
+        sizes = [1, 2, 4, 8, 16, 48, 64, 100, 256, 512]
+        in_order = Fp8InOrderWeight(weight, dtype, False, sizes)
+        whole = in_order.product(x)
+        assert whole.ne(0).float().mean() > 0.5
+        gated = in_order.product(x, activation="silu")
+        assert torch.equal(gated, gate_mul_triton(whole, "silu"))
+        for tokens in (*sizes, 3, 17, 33, 65, 130, 200, 300):
+            order = torch.randperm(512, device=DEVICE)[:tokens]
+            assert torch.equal(in_order.product(x[order]), whole[order])
+            with recording():
+                assert torch.equal(in_order.product(x[order], activation="silu"), gated[order])
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize(("count", "used", "hidden_size", "size"), [(128, 8, 2048, 768), (8, 2, 512, 1792)])
+    @pytest.mark.parametrize("block", BLOCKS, ids=str)
+    def test_experts_have_the_same_bits(
+        self, block: tuple[int, int | None], count: int, used: int, hidden_size: int, size: int
+    ) -> None:
+        gate_up, down = (
+            Fp8Weight(*(part.unflatten(0, (count, -1)) for part in make_weight(count * rows, columns, block)[0]))
+            for rows, columns in ((2 * size, hidden_size), (hidden_size, size))
+        )
+        x = torch.randn(3000, hidden_size, device=DEVICE).to(DTYPE)
+        experts = torch.rand(3000, count, device=DEVICE).argsort()[:, :used].int().contiguous()
+        weights = torch.rand(3000, used, device=DEVICE)
+        whole = expert_mlps_triton(x, Routes(experts, weights), gate_up, down, "silu", in_order=True)
+        for tokens in (1, 2, 7, 16, 40, 100, 300, 1000):
+            order = torch.randperm(3000, device=DEVICE)[:tokens]
+            routes = Routes(experts[order], weights[order])
+            out = expert_mlps_triton(x[order], routes, gate_up, down, "silu", in_order=True)
+            assert torch.equal(out, whole[order])
 
 
 def test_recording_ends_with_its_block() -> None:

@@ -24,6 +24,8 @@ from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.fp8_experts import Fp8Experts
+from nanoinfer.weights.fp8_matrix import Fp8Matrix
 from nanoinfer.weights.matrix import make_experts
 from nanoinfer.weights.plain_experts import ExpertTensors, OutputShare, PlainExperts
 from nanoinfer.weights.plain_matrix import PlainMatrix
@@ -219,12 +221,12 @@ class Decoder(nn.Module):
         return self.joint(x, residual)[0]
 
     def fix_order(self, sizes: list[int], tokens: int) -> None:
-        """Let a GPU's products add up in the order of the inputs.
+        """Let a GPU's products add up in the order of the inputs; raises ValueError if they cannot.
 
-        sizes, tokens: of steps for which to try cuBLAS: the rows of decode steps, and the tokens of a full step
+        sizes, tokens: of steps for which to compare bits: the rows of decode steps, and the tokens of a full step
         """
         for module in self.modules():
-            if isinstance(module, (PlainMatrix, PlainExperts, Router, SharedExpert)):
+            if isinstance(module, (PlainMatrix, Fp8Matrix, PlainExperts, Fp8Experts, Router, SharedExpert)):
                 module.fix_order([*sizes, tokens])
         self.lm_head.fix_order(sizes)
 

@@ -12,6 +12,7 @@ from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.fp8_in_order import check_multiplies
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.fp8_store import Fp8Store
@@ -48,24 +49,36 @@ class Fp8Experts(nn.Module):
         self.gate_up = Fp8Store(halves, hidden_size, format)
         self.down = Fp8Store(downs, share, format)
         self._dtype = torch.get_default_dtype()
+        self._in_order = False
 
     def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
         gate_up, down = self._weights()
-        return expert_mlps(x, routes, gate_up, down, activation, may_split)
+        return expert_mlps(x, routes, gate_up, down, activation, may_split, self._in_order)
+
+    def fix_order(self, sizes: list[int]) -> None:
+        """Let a GPU's products add up in one order for any numbers of tokens; raises ValueError if they cannot."""
+        for weight in self._in_fp8():
+            check_multiplies(self._dtype, weight)
+        self._in_order = True
 
     def _weights(self) -> tuple[Tensor, Tensor] | tuple[Fp8Weight, Fp8Weight]:
         """Return what the products read: the stores, or where they cannot, the model's dtype, which the CPU keeps."""
         if self.gate_up.weight.is_cuda:
-            gate_up, down = (
-                Fp8Weight(*(part.unflatten(0, (self.count, -1)) for part in (store.weight, store.scales)))
-                for store in (self.gate_up, self.down)
-            )
+            gate_up, down = self._in_fp8()
             if can_multiply_fp8(self._dtype, gate_up) and can_multiply_fp8(self._dtype, down):
                 return gate_up, down
             return self._dense(self.gate_up), self._dense(self.down)
         kept = [store.remember(partial(self._dense, store)) for store in (self.gate_up, self.down)]
         return kept[0], kept[1]
+
+    def _in_fp8(self) -> tuple[Fp8Weight, Fp8Weight]:
+        """Return the stores' numbers and scales, expert by expert."""
+        gate_up, down = (
+            Fp8Weight(*(part.unflatten(0, (self.count, -1)) for part in (store.weight, store.scales)))
+            for store in (self.gate_up, self.down)
+        )
+        return gate_up, down
 
     def _dense(self, store: Fp8Store) -> Tensor:
         return store.dense(self._dtype).unflatten(0, (self.count, -1))

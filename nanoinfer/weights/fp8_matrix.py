@@ -11,6 +11,7 @@ from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
+from nanoinfer.kernels.linear.fp8_in_order import Fp8InOrderWeight
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.kernels.norm.rms_norm import Norm
@@ -31,10 +32,11 @@ class Fp8Matrix(nn.Module):
         rows = len(self.store.weight)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._dtype = torch.get_default_dtype()
+        self._in_order: Fp8InOrderWeight | None = None
 
     def rounds(self, tokens: int) -> bool:
         """Return whether the launch that rounds so many tokens to FP8 can apply an activation to them, too."""
-        return tokens > 1 and can_multiply_fp8(self._dtype, self._in_fp8)
+        return self._in_order is None and tokens > 1 and can_multiply_fp8(self._dtype, self._in_fp8)
 
     def product(
         self,
@@ -45,7 +47,8 @@ class Fp8Matrix(nn.Module):
         before: Activation | None = None,
     ) -> Tensor:
         """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
-        return linear(x, self._weight(), self.bias if with_bias else None, activation, may_split, before)
+        weight = self._in_order or self._weight()
+        return linear(x, weight, self.bias if with_bias else None, activation, may_split, before)
 
     def norm_product(
         self,
@@ -57,7 +60,11 @@ class Fp8Matrix(nn.Module):
         lane: VectorLane | None,
     ) -> tuple[Tensor, Tensor]:
         """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
-        return norm_linear(x, residual, pre, self._weight(), self.bias, activation, post, lane)
+        return norm_linear(x, residual, pre, self._in_order or self._weight(), self.bias, activation, post, lane)
+
+    def fix_order(self, sizes: list[int]) -> None:
+        """Let a GPU's products add up in one order; raises ValueError, and takes sizes, as Fp8InOrderWeight does."""
+        self._in_order = Fp8InOrderWeight(self._in_fp8, self._dtype, self.bias is not None, sizes)
 
     def _weight(self) -> Tensor | PackedWeight | Fp8Weight:
         """Return what a product reads: the store, or where it cannot, the model's dtype, which the CPU keeps."""

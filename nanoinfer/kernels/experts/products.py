@@ -49,12 +49,12 @@ def expert_mlps(
     down: [experts, hidden_size, size]; on the CPU each of the weights may also be cut into parts
     may_split: the result may also be several pieces that the kernels in kernels.norm add up, [used, tokens,
         hidden_size]: the weighted results of the tokens' likeliest experts, of their second ones, and so on
-    in_order: a token's result has the same bits with any number of tokens. On a GPU only, for weights of 16 or 32 bits
+    in_order: a token's result has the same bits with any number of tokens. On a GPU only
     gather: puts the shares of several ranks side by side, [rows, share] to [rows, ranks * share]. Each rank then has a
         share of the gates and ups, and down of [experts, hidden_size / ranks, size]. Every rank gets the whole result
     An expert computes down @ (act(gate @ x) * (up @ x)). Returns [tokens, hidden_size].
     Weights in FP8 are such that kernels.linear.fp8_linear.can_multiply_fp8. With them, the kernels round several tokens
-    to FP8 too, and their results of the activation.
+    to FP8 too, and their results of the activation; if in_order, also a single token's.
     """
     if x.is_cuda:
         assert isinstance(gate_up, (Tensor, Fp8Weight))
@@ -113,12 +113,12 @@ def expert_mlps_triton(
     block_m = choices_in_a_tile(tokens * used, count)
     groups = group_triton(routes.experts, count, block_m)
     gated = x.new_empty(tokens * used, parts_of(gate_up)[0].shape[1] // 2)
-    _multiply(quantize(x) if in_fp8 else x, gate_up, gated, groups, block_m, routes, activation)
+    _multiply(quantize(x) if in_fp8 else x, gate_up, gated, groups, block_m, routes, activation, in_order)
     if gather is not None:
         gated = gather(gated)
     results = x.new_empty(used, tokens, outputs)
     flat = results.view(used * tokens, outputs)
-    _multiply(quantize(gated) if in_fp8 else gated, down, flat, groups, block_m, routes, None)
+    _multiply(quantize(gated) if in_fp8 else gated, down, flat, groups, block_m, routes, None, in_order)
     if used == 1:
         result = results[0]
     elif may_split and tokens > 1:
@@ -174,11 +174,13 @@ def _multiply(
     block_m: int,
     routes: Routes,
     activation: Activation | None,
+    in_order: bool,
 ) -> None:
     """Multiply each choice's input with its expert's weight, [experts, out_features, in_features].
 
     activation: given for the first product, which reads x of the choices' tokens and writes in the order of `groups`;
         None for the second, which reads that, applies the choices' weights, and writes what expert_mlps' pieces are
+    in_order: a product and a sum are never rounded once together, which tiles of one size alone might do
     """
     numbers, scales, (height, width) = parts_of(weight)
     vectors, x_scales = (x.numbers, x.scales) if isinstance(x, Fp8Tokens) else (x, None)
@@ -213,6 +215,7 @@ def _multiply(
         BLOCK_K=tiling.block_k,
         num_warps=tiling.warps,
         num_stages=max(1, min(tiling.stages, shared_memory(out.device) // stage)),
+        enable_fp_fusion=not in_order,
         **early_launch(out),
     )
 

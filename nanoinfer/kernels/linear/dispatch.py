@@ -1,9 +1,11 @@
 """Matrix products, with the norm before and the activation after, by whichever kernel is fastest for the shape.
 
-Those of an InOrderWeight take that which keeps their order.
+Those of an InOrderWeight or Fp8InOrderWeight take that which keeps their order.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import Fp8Weight, quantize
 from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul
+from nanoinfer.kernels.linear.fp8_in_order import Fp8InOrderWeight
 from nanoinfer.kernels.linear.fp8_linear import fp8_linear
 from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.kernels.linear.in_parts import WeightInParts
@@ -27,12 +30,13 @@ from nanoinfer.kernels.norm.rms_norm import (
 )
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 
+AnyWeight: TypeAlias = Tensor | PackedWeight | WeightInParts | InOrderWeight | Fp8Weight | Fp8InOrderWeight
 MAX_LANE_FEATURES = 2048  # of 4,096, every program's looks at the inbox cost more than a launch (measured on H200s)
 
 
 def linear(
     x: Tensor,
-    weight: Tensor | PackedWeight | WeightInParts | InOrderWeight | Fp8Weight,
+    weight: AnyWeight,
     bias: Tensor | None = None,
     activation: Activation | None = None,
     may_split: bool = False,
@@ -52,7 +56,7 @@ def linear(
     rounds = isinstance(weight, Fp8Weight) and len(x) > 1
     if before is not None and not rounds:
         x = gate_mul(x, before)
-    if isinstance(weight, (InOrderWeight, WeightInParts)):
+    if isinstance(weight, (InOrderWeight, WeightInParts, Fp8InOrderWeight)):
         return weight.product(x, bias, activation)
     if isinstance(weight, PackedWeight):
         out = weight.product(x, bias)
@@ -72,7 +76,7 @@ def norm_linear(
     x: Tensor,
     residual: Tensor | None,
     norm: Norm | None,
-    weight: Tensor | PackedWeight | WeightInParts | InOrderWeight | Fp8Weight,
+    weight: AnyWeight,
     bias: Tensor | None = None,
     activation: Activation | None = None,
     post: Norm | None = None,

@@ -40,6 +40,7 @@ MAX_PIECES = 4
 RESIDENT = 3  # programs that share a multiprocessor, at most
 MAX_STAGES = 6
 WARPS = 4
+MOST_ROWS = 128  # of the weight, in a tile
 
 
 @dataclass(frozen=True)
@@ -66,19 +67,16 @@ def fp8_linear(x: Fp8Tokens, weight: Fp8Weight, bias: Tensor | None = None, may_
     """Compute kernels.linear.dispatch.linear, in x's dtype, by whichever way is the fastest."""
     cut = find_cut(x, weight, may_split)
     if cut is not None:
-        copies = is_recording() and can_launch_early(x.numbers.device)  # sm_90 brought these copies, too
-        return fp8_linear_triton(x, weight, cut, bias, copies)
+        return fp8_linear_triton(x, weight, cut, bias, has_copies(x))
     out = _cublas(x, weight)
     return out if bias is None else out.add_(bias)
 
 
 def find_cut(x: Fp8Tokens, weight: Fp8Weight, may_split: bool) -> Cut | None:
     """Return the cut for our own kernel; None if cuBLAS can multiply these, and is faster (measured on an H200)."""
-    tokens, (weight_rows, in_features) = x.tokens, weight.numbers.shape
-    device = x.numbers.device
-    multiprocessors = num_multiprocessors(device)
-    block_m, block_n = (16, 64) if tokens <= 16 else (32, 64) if tokens <= 32 else (64, 128)
-    tiles = triton.cdiv(tokens, block_m) * triton.cdiv(weight_rows, block_n)
+    tokens, in_features = x.tokens, weight.numbers.shape[1]
+    multiprocessors = num_multiprocessors(x.numbers.device)
+    tiles = _tiles(x, weight)
     most = RESIDENT * multiprocessors
     pieces = _pieces(in_features, most // tiles, tokens) if may_split else 1
     # cuBLAS is the faster for long sums, and where our programs cannot run all at once, or are many and not cut.
@@ -86,10 +84,32 @@ def find_cut(x: Fp8Tokens, weight: Fp8Weight, may_split: bool) -> Cut | None:
     fits = tiles * pieces <= (multiprocessors if tokens > 64 and pieces == 1 else most)
     if tokens > 32 and not (is_short and fits) and _cublas_can(weight, x.dtype):
         return None
-    together = min(triton.cdiv(tiles * pieces, multiprocessors), RESIDENT)  # programs on a multiprocessor
+    return own_cut(x, weight, pieces)
+
+
+def own_cut(x: Fp8Tokens, weight: Fp8Weight, pieces: int = 1) -> Cut:
+    """Return the cut for our own kernel, into so many pieces."""
+    device, (block_m, block_n) = x.numbers.device, _tile(x.tokens)
+    programs = _tiles(x, weight) * pieces
+    together = min(triton.cdiv(programs, num_multiprocessors(device)), RESIDENT)  # on a multiprocessor
     stage = (block_m + block_n) * BLOCK.value
     stages = min(shared_memory(device) // (together * stage), MAX_STAGES)
     return Cut(block_m, block_n, pieces, max(stages, 2))  # with one, nothing would be on its way meanwhile
+
+
+def _tile(tokens: int) -> tuple[int, int]:
+    """Return how many tokens, and how many rows of the weight, a tile has."""
+    return (16, 64) if tokens <= 16 else (32, 64) if tokens <= 32 else (64, MOST_ROWS)
+
+
+def _tiles(x: Fp8Tokens, weight: Fp8Weight) -> int:
+    block_m, block_n = _tile(x.tokens)
+    return triton.cdiv(x.tokens, block_m) * triton.cdiv(len(weight.numbers), block_n)
+
+
+def has_copies(x: Fp8Tokens) -> bool:
+    """Return whether tensor-memory copies are to fetch the blocks of a launch."""
+    return is_recording() and can_launch_early(x.numbers.device)  # sm_90 brought these copies, too
 
 
 def _pieces(in_features: int, most: int, tokens: int) -> int:
@@ -133,11 +153,17 @@ def _cublas(x: Fp8Tokens, weight: Fp8Weight) -> Tensor:
 
 
 def fp8_linear_triton(
-    x: Fp8Tokens, weight: Fp8Weight, cut: Cut, bias: Tensor | None = None, copies: bool = False
+    x: Fp8Tokens,
+    weight: Fp8Weight,
+    cut: Cut,
+    bias: Tensor | None = None,
+    copies: bool = False,
+    in_order: bool = False,
 ) -> Tensor:
     """Compute the product in one launch, cut as `cut` says; several pieces are [pieces, tokens, out_features] float32.
 
     The first piece has the bias. copies: tensor-memory copies fetch the numbers
+    in_order: all tiles add up alike, one rounded product after the other
     """
     tokens, (weight_rows, in_features) = x.tokens, weight.numbers.shape
     assert in_features % (cut.pieces * BLOCK.value) == 0
@@ -163,12 +189,14 @@ def fp8_linear_triton(
         in_features // cut.pieces,
         HEIGHT=height,
         WIDTH=width,
+        ONE_SCALE=height % (MOST_ROWS if in_order else cut.block_n) == 0,
         BIAS=bias is not None,
         COPIES=copies,
         BLOCK_M=cut.block_m,
         BLOCK_N=cut.block_n,
         num_warps=WARPS,
         num_stages=cut.stages,
+        enable_fp_fusion=not in_order,
         **early_launch(x.numbers),
     )
     return out if cut.pieces > 1 else out[0]
@@ -189,6 +217,7 @@ def _fp8_linear_kernel(
     share,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
+    ONE_SCALE: tl.constexpr,  # for all of a tile's rows
     BIAS: tl.constexpr,
     COPIES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -205,7 +234,6 @@ def _fp8_linear_kernel(
         biased = tl.where(tl.program_id(1) == 0, weight_rows, 0)  # only the first piece has the bias
         bias = tl.load(bias_ptr + n, mask=n < biased, other=0.0).to(tl.float32)
     begin = tl.program_id(1) * share
-    ONE_SCALE: tl.constexpr = HEIGHT % BLOCK_N == 0  # for all of the tile's rows
     scale_ptrs = scales_ptr + n // HEIGHT * (in_features // WIDTH)
     scale_ptr = scales_ptr + first_row // HEIGHT * (in_features // WIDTH)
     wait_for_predecessor(EARLY)
