@@ -28,7 +28,7 @@ from nanoinfer.kernels.experts.route import (
 from nanoinfer.layers.experts import MixtureOfExperts, Router
 from nanoinfer.layers.norm import Joint
 from nanoinfer.models import describe
-from nanoinfer.weights.plain_experts import ExpertTensors, PlainExperts
+from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, PlainExperts
 from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource
 
@@ -297,7 +297,7 @@ def test_the_ranks_shares_make_up_every_expert(size: int, is_stacked: bool, tmp_
 
     def load(index: int) -> PlainExperts:
         tp = rank(index, size)
-        experts = PlainExperts(NAMES, 3, 6, 8, tp.rank * 8 // size, 8 // size)
+        experts = PlainExperts(NAMES, ExpertSizes(3, 6, 8, tp.rank * 8 // size, 8 // size))
         FileSource(str(tmp_path)).fill(table_of(experts))
         return experts
 
@@ -352,7 +352,7 @@ class TestCheckpointsThatDoNotFit:
         index = '{"weight_map": {"a": "0.safetensors", "b": "1.safetensors"}}'
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(ValueError, match=f"stored twice: {key}"):
-            FileSource(str(tmp_path)).fill(table_of(PlainExperts(NAMES, 1, 6, 8, 0, 8)))
+            FileSource(str(tmp_path)).fill(table_of(PlainExperts(NAMES, ExpertSizes(1, 6, 8, 0, 8))))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.fp8_experts import Fp8Experts
 from nanoinfer.weights.fp8_matrix import Fp8Matrix
 from nanoinfer.weights.matrix import make_experts
-from nanoinfer.weights.plain_experts import ExpertTensors, OutputShare, PlainExperts
+from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare, PlainExperts
 from nanoinfer.weights.plain_matrix import PlainMatrix
 
 
@@ -110,6 +110,7 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | Mixtu
         return MLP(model, layer, tp)
     stack = f"{prefix}mlp"  # of the stacked tensors, whatever a checkpoint calls single experts
     share = experts.size // tp.size
+    sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, tp.rank * share, share)
     tensors = ExpertTensors(
         prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, f"{stack}.experts"
     )
@@ -119,16 +120,7 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | Mixtu
         shared = SharedExpert(f"{prefix}mlp.", model.hidden_size, experts.shared_size, model.activation, tp, model.fp8)
     return MixtureOfExperts(
         Router(routers, model.hidden_size, experts.count, experts.used, experts.scoring, experts.normalised),
-        make_experts(
-            tensors,
-            experts.count,
-            model.hidden_size,
-            experts.size,
-            tp.rank * share,
-            share,
-            model.fp8,
-            _output_share(model, tp) if tp.splits_outputs else None,
-        ),
+        make_experts(tensors, sizes, model.fp8, _output_share(model, tp) if tp.splits_outputs else None),
         shared,
         model.activation,
     )

@@ -16,28 +16,19 @@ from nanoinfer.kernels.linear.fp8_in_order import check_multiplies
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.fp8_store import Fp8Store
-from nanoinfer.weights.plain_experts import ExpertTensors
+from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors
 from nanoinfer.weights.shards import Section, Shard
 
 
 class Fp8Experts(nn.Module):
     """Used as PlainExperts are. Each store has one expert's rows after the other's."""
 
-    def __init__(
-        self,
-        tensors: ExpertTensors,
-        count: int,
-        hidden_size: int,
-        size: int,
-        start: int,
-        share: int,
-        format: Fp8Format,
-    ) -> None:
-        """As PlainExperts."""
+    def __init__(self, tensors: ExpertTensors, sizes: ExpertSizes, format: Fp8Format) -> None:
         super().__init__()
         self.tensors = tensors
-        self.count, self.size = count, size
-        inward, outward = (size, hidden_size), (hidden_size, size)
+        self.sizes = sizes
+        count, hidden_size, share, start = sizes.count, sizes.hidden_size, sizes.share, sizes.start
+        inward, outward = (sizes.size, hidden_size), (hidden_size, sizes.size)
         halves = [
             Section(tensors.module(projection, number), share, inward, start)
             for number in range(count)
@@ -75,26 +66,26 @@ class Fp8Experts(nn.Module):
     def _in_fp8(self) -> tuple[Fp8Weight, Fp8Weight]:
         """Return the stores' numbers and scales, expert by expert."""
         gate_up, down = (
-            Fp8Weight(*(part.unflatten(0, (self.count, -1)) for part in (store.weight, store.scales)))
+            Fp8Weight(*(part.unflatten(0, (self.sizes.count, -1)) for part in (store.weight, store.scales)))
             for store in (self.gate_up, self.down)
         )
         return gate_up, down
 
     def _dense(self, store: Fp8Store) -> Tensor:
-        return store.dense(self._dtype).unflatten(0, (self.count, -1))
+        return store.dense(self._dtype).unflatten(0, (self.sizes.count, -1))
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the stacked tensors that a checkpoint may have; the stores yield the others."""
-        names, size = self.tensors, self.size
-        hidden_size = self.gate_up.weight.shape[1]
+        names, count = self.tensors, self.sizes.count
+        hidden_size, size = self.sizes.hidden_size, self.sizes.size
         halves, downs = self.gate_up.parts, self.down.parts
-        numbers = range(self.count)
+        numbers = range(count)
         of_halves = tuple(names.of(projection, number) for number in numbers for projection in (names.gate, names.up))
         of_downs = tuple(names.of(names.down, number) for number in numbers)
         for number in numbers:
             gate, up = halves[2 * number : 2 * number + 2]
-            stack, shape = f"{names.stack}.gate_up_proj", (self.count, 2 * size, hidden_size)
+            stack, shape = f"{names.stack}.gate_up_proj", (count, 2 * size, hidden_size)
             yield Shard(stack, gate, shape, gate.cover[0].start, entry=number, replaces=of_halves)
             yield Shard(stack, up, shape, size + up.cover[0].start, entry=number, replaces=of_halves)
-            stack, shape, down = f"{names.stack}.down_proj", (self.count, hidden_size, size), downs[number]
+            stack, shape, down = f"{names.stack}.down_proj", (count, hidden_size, size), downs[number]
             yield Shard(stack, down, shape, down.cover[1].start, dim=1, entry=number, replaces=of_downs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoinfer.weights.fp8_experts import Fp8Experts
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.fp8_matrix import Fp8Matrix
-from nanoinfer.weights.plain_experts import ExpertTensors, OutputShare, PlainExperts
+from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare, PlainExperts
 from nanoinfer.weights.plain_matrix import PlainMatrix
 from nanoinfer.weights.shards import Section
 
@@ -24,17 +24,10 @@ def make_matrix(
 
 
 def make_experts(
-    tensors: ExpertTensors,
-    count: int,
-    hidden_size: int,
-    size: int,
-    start: int,
-    share: int,
-    fp8: Fp8Format | None,
-    output_share: OutputShare | None,
+    tensors: ExpertTensors, sizes: ExpertSizes, fp8: Fp8Format | None, output_share: OutputShare | None
 ) -> PlainExperts | Fp8Experts:
     """Make a layer's experts; arguments: as for PlainExperts. One format holds for all of them."""
     if fp8 is None or not fp8.stores(tensors.expert.format(0) + f".{tensors.gate}"):
-        return PlainExperts(tensors, count, hidden_size, size, start, share, output_share)
+        return PlainExperts(tensors, sizes, output_share)
     assert output_share is None
-    return Fp8Experts(tensors, count, hidden_size, size, start, share, fp8)
+    return Fp8Experts(tensors, sizes, fp8)

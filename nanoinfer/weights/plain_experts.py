@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.experts.products import expert_mlps
+from nanoinfer.kernels.experts.products import Gather, expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import WeightInParts
@@ -48,37 +48,42 @@ class OutputShare:
     """
 
     outputs: range
-    gather: Callable[[Tensor], Tensor]
+    gather: Gather
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """The sizes of a layer's experts.
+
+    count: experts
+    size: an expert's intermediate size over all ranks
+    start, share: where this rank's equal share of that size begins, and how long it is
+    """
+
+    count: int
+    hidden_size: int
+    size: int
+    start: int
+    share: int
 
 
 class PlainExperts(nn.Module):
     """gate_up, [experts, 2 * share, hidden_size], the gates first; and down, [experts, hidden_size, share].
 
-    A rank holds an equal share of each expert's intermediate size, which begins at `start`. If ranks split outputs,
-    it holds a share of down's outputs instead: [experts, hidden_size / ranks, size].
+    A rank holds a share of each expert's intermediate size. If ranks split outputs, it holds a share of down's outputs
+    instead: [experts, hidden_size / ranks, size].
     """
 
-    def __init__(
-        self,
-        tensors: ExpertTensors,
-        count: int,
-        hidden_size: int,
-        size: int,
-        start: int,
-        share: int,
-        output_share: OutputShare | None = None,
-    ) -> None:
-        """count: experts; size: an expert's intermediate size over all ranks
-
-        output_share: given if ranks split outputs; None: this rank computes its part of all
-        """
+    def __init__(self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None = None) -> None:
+        """output_share: given if ranks split outputs; None: this rank computes its part of all"""
         super().__init__()
         self.tensors = tensors
-        self.hidden_size, self.size, self.start, self.share = hidden_size, size, start, share
+        self.sizes = sizes
         self.output_share = output_share
-        self.gate_up = nn.Parameter(torch.empty(count, 2 * share, hidden_size), requires_grad=False)
-        down = (hidden_size, share) if output_share is None else (len(output_share.outputs), size)
-        self.down = nn.Parameter(torch.empty(count, *down), requires_grad=False)
+        gate_up = 2 * sizes.share, sizes.hidden_size
+        down = (sizes.hidden_size, sizes.share) if output_share is None else (len(output_share.outputs), sizes.size)
+        self.gate_up = nn.Parameter(torch.empty(sizes.count, *gate_up), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(sizes.count, *down), requires_grad=False)
         self._in_order = False
         self._parts: tuple[list[WeightInParts], list[WeightInParts]] | None = None
 
@@ -94,22 +99,22 @@ class PlainExperts(nn.Module):
 
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
-        halves, outputs = [(self.share, self.size)] * 2, [(self.down.shape[1], self.hidden_size)]
+        sizes = self.sizes
+        halves, outputs = [(sizes.share, sizes.size)] * 2, [(self.down.shape[1], sizes.hidden_size)]
         gate_up = [WeightInParts(weight, halves) for weight in self.gate_up]
         self._parts = gate_up, [WeightInParts(weight, outputs) for weight in self.down]
 
     def shards(self) -> Iterator[Shard]:
         """Yield each expert's shards, and those of the stacked tensors that a checkpoint may have instead."""
-        names, size, start = self.tensors, self.size, self.start
-        count, hidden_size = len(self.down), self.hidden_size
-        share = self.output_share
-        first, dim = (start, 1) if share is None else (share.outputs.start, 0)  # of this rank's part of down
+        names, own = self.tensors, self.output_share
+        count, hidden_size, size, start = self.sizes.count, self.sizes.hidden_size, self.sizes.size, self.sizes.start
+        first, dim = (start, 1) if own is None else (own.outputs.start, 0)  # of this rank's part of down
         inward, outward = (size, hidden_size), (hidden_size, size)
         numbers = range(count)
         halves = tuple(names.of(projection, number) for number in numbers for projection in (names.gate, names.up))
         downs = tuple(names.of(names.down, number) for number in numbers)
         for number in numbers:
-            gate, up = self.gate_up[number].split(self.share)
+            gate, up = self.gate_up[number].split(self.sizes.share)
             down = self.down[number]
             yield Shard(names.of(names.gate, number), gate, inward, start)
             yield Shard(names.of(names.up, number), up, inward, start)
