@@ -31,7 +31,7 @@ from nanoinfer.kernels.linear.activation import (
     gate_mul_triton,
 )
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
-from nanoinfer.kernels.linear.fp8_in_order import Fp8InOrderWeight, fp8_in_order
+from nanoinfer.kernels.linear.fp8_in_order import Fp8InOrderWeight, check_order, fp8_in_order
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8, find_cut, fp8_linear_triton
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton, norm_add_rms_norm_reference, rms_norm_reference
@@ -48,6 +48,11 @@ def make_weight(rows: int, columns: int, block: tuple[int, int | None] = (128, 1
     scales = torch.rand(rows // height, columns // width, device=DEVICE) * 2e-3 + 1e-4
     spread = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)
     return Fp8Weight(numbers, scales), numbers.double() * spread.double()
+
+
+def make_dense(weight: Fp8Weight) -> Tensor:
+    height, width = weight.block
+    return weight.numbers.double() * weight.scales.double().repeat_interleave(height, 0).repeat_interleave(width, 1)
 
 
 def dequantized(x: Fp8Tokens) -> Tensor:
@@ -222,6 +227,32 @@ class TestInOrder:
         rounded = quantize(x)
         assert_near(fp8_in_order(rounded, weight), expected(dequantized(rounded), matrix, None, None))
         assert_near(fp8_in_order(rounded, weight, bias), expected(dequantized(rounded), matrix, bias, None))
+
+    @pytest.mark.parametrize("block", [(128, 128), (64, 256), (1, 512), (256, 512)], ids=str)
+    @pytest.mark.parametrize("in_features", [512, 1280, 128])
+    def test_bits_are_compared_at_the_start(
+        self, in_features: int, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are those of rounding errors, if there is more than one block of inputs."""
+        block = block[0], in_features if in_features % block[1] else block[1]
+        shape, sizes = (256, in_features, block, DTYPE, True, torch.device(DEVICE)), (1, 20)
+        results: list[Tensor] = []
+
+        def multiply(x: Fp8Tokens, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+            results.append(dequantized(x).float() @ make_dense(weight).float().T + bias)
+            return results[0][: x.tokens]
+
+        monkeypatch.setattr("nanoinfer.kernels.linear.fp8_in_order.fp8_in_order", multiply)
+        check_order.__wrapped__(*shape, sizes)
+        assert (results[0].abs().amax() < 0.1) == (in_features > 128)
+        assert [len(result) for result in results] == [20, *sizes, *sizes]
+
+        def differ(x: Fp8Tokens, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+            return multiply(x, weight, bias) + (x.tokens == 1) * 1e-6
+
+        monkeypatch.setattr("nanoinfer.kernels.linear.fp8_in_order.fp8_in_order", differ)
+        with pytest.raises(ValueError, match="adds up products in FP8 in other orders"):
+            check_order.__wrapped__(*shape, sizes)
 
     def test_a_weight_that_no_kernel_multiplies(self) -> None:
         weight, _ = make_weight(128, 256)

@@ -13,6 +13,7 @@ from nanoinfer.kernels.attention.in_order.chunk import CHUNK
 from nanoinfer.kernels.attention.in_order.decode import DECODE_PROGRAMS, decode_in_order
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
 from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.kernels.launch import launch_in_between
 
 CHECKED_KEYS = 4 * CHUNK  # of the longest row: so it has several chunks of keys
 
@@ -45,6 +46,7 @@ class InOrderBackend:
         ends = torch.tensor([0, tokens], dtype=torch.int32, device=q.device)
         scales = torch.ones(2, device=q.device)
         self.prepare_decode(context)
+        launch_in_between(q.device)  # in a step, other kernels stand between the plan and attention, too
         for window in self.windows:
             scoring = Scoring(head_dim**-0.5, window, softcap, scales)
             decoded = self.decode(q, k_cache, v_cache, context, scoring)

@@ -76,7 +76,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def launch_in_between(device: torch.device) -> None:
-    """Launch a kernel that is not early: after it, an early kernel may load weights that were just written."""
+    """Launch a kernel that is not early: after it, an early kernel may load what was just written before its wait."""
     torch.zeros(1, device=device)
 
 

@@ -48,7 +48,7 @@ class Fp8Experts(nn.Module):
         return expert_mlps(x, routes, gate_up, down, activation, may_split, self._in_order)
 
     def fix_order(self, sizes: list[int]) -> None:
-        """Let a GPU's products add up in one order for any numbers of tokens; raises ValueError if they cannot."""
+        """Let a GPU's products add up in one order, whatever the sizes; raises ValueError as check_multiplies does."""
         for weight in self._in_fp8():
             check_multiplies(self._dtype, weight)
         self._in_order = True

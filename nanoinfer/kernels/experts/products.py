@@ -101,8 +101,8 @@ def expert_mlps_triton(
 ) -> Tensor:
     """expert_mlps as four launches and, unless `may_split`, a fifth for the sum; for one token two, unless `in_order`.
 
-    With weights in FP8, each product of several tokens has a launch more, which rounds its input. `gather` comes behind
-    the first product, and at the end.
+    With weights in FP8, each product of several tokens, or `in_order`, has a launch more, which rounds its input.
+    `gather` comes behind the first product, and at the end.
     """
     downs, scales, _ = parts_of(down)
     in_fp8 = scales is not None

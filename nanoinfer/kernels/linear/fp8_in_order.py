@@ -1,8 +1,8 @@
 """Products with a weight in FP8 that add up the blocks of inputs in their order, whatever the number of tokens.
 
 Our kernel for several tokens does so if it neither cuts the inputs into pieces nor rounds a product and a sum once
-together. A single token takes it, too, and is rounded to FP8 as several are. As for weights of 16 bits, we compare bits
-at the start.
+together. A single token takes it, too, and is rounded to FP8 as several are. As for matrices of 16 bits, we compare
+bits at the start.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from nanoinfer.kernels.launch import recording
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8, fp8_linear_triton, has_copies, own_cut
 
+A_SIZE_OF_EACH_TILE = (1, 32, 64)  # tokens
+
 
 class Fp8InOrderWeight:
     """A weight in FP8 whose products add up in one order."""
 
     def __init__(self, weight: Fp8Weight, dtype: torch.dtype, has_bias: bool, sizes: Iterable[int]) -> None:
-        """Compare bits of these numbers of tokens. Raises ValueError as check_multiplies and check_order do.
+        """Compare bits of these numbers of tokens and some more; raises ValueError as check_multiplies, check_order.
 
         dtype: of the tokens' vectors
         """
         check_multiplies(dtype, weight)
         self._weight = weight
-        numbers = weight.numbers
-        check_order(*numbers.shape, weight.block, dtype, has_bias, numbers.device, tuple(sizes))
+        numbers, sizes = weight.numbers, tuple(sorted({*sizes, *A_SIZE_OF_EACH_TILE}))
+        check_order(*numbers.shape, weight.block, dtype, has_bias, numbers.device, sizes)
 
     def product(self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None) -> Tensor:
         """Compute kernels.linear.dispatch.linear."""
@@ -73,14 +75,17 @@ def check_order(
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    # The second half of a product undoes the first, so that the result is what was rounded away.
-    half, (height, width) = in_features // BLOCK.value // 2 * BLOCK.value, block
+    height, width = block
     x, weight = numbers(max(sizes), in_features), numbers(out_features, in_features)
     scales = numbers(out_features // height, in_features // width).float().abs()
-    x[:, half : 2 * half] = x[:, :half]
-    weight[:, half : 2 * half] = -weight[:, :half]
-    weight[:, 2 * half :] = 0
-    scales[:, half // width : 2 * half // width] = scales[:, : half // width]
+    together = BLOCK.value if width == in_features else width  # inputs
+    if half := in_features // together // 2 * together:
+        # The second half of a product undoes the first, so that the result is what was rounded away.
+        x[:, half : 2 * half] = x[:, :half]
+        weight[:, half : 2 * half] = -weight[:, :half]
+        weight[:, 2 * half :] = 0
+        of_half = half // width
+        scales[:, of_half : 2 * of_half] = scales[:, :of_half]
     bias = numbers(out_features) * 1e-6 if has_bias else None
     in_fp8 = Fp8Weight(weight.to(FP8), scales)
     expected = fp8_in_order(quantize(x), in_fp8, bias)
