@@ -280,7 +280,7 @@ class TestInOrder:
         sizes = [1, 2, 4, 8, 16, 48, 64, 100, 256, 512]
         in_order = Fp8InOrderWeight(weight, dtype, False, sizes)
         whole = in_order.product(x)
-        assert whole.ne(0).float().mean() > 0.5
+        assert whole.ne(0).float().mean() > 0.25
         gated = in_order.product(x, activation="silu")
         assert torch.equal(gated, gate_mul_triton(whole, "silu"))
         for tokens in (*sizes, 3, 17, 33, 65, 130, 200, 300):
