@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-
 from nanoinfer.checks import short
 
 CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
@@ -63,6 +61,8 @@ def _download(option: str, hub_id: str, revision: str | None, files: list[str]) 
     named = "" if revision is None else f", {REVISIONS[option]}={short(revision)}"
     if revision is not None and not (isinstance(revision, str) and revision):
         raise ValueError(f"{option}={hub_id!r}{named}: must be a branch, a tag or a commit")
+    from huggingface_hub import snapshot_download  # here, for ranks and replicas download nothing
+
     try:
         return snapshot_download(hub_id, revision=revision, allow_patterns=files)
     except Exception as error:

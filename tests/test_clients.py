@@ -271,7 +271,7 @@ class TestOptions:
             asked.append((hub_id, revision, "*.safetensors" in allow_patterns))
             return BUNDLED_MODEL
 
-        monkeypatch.setattr("nanoinfer.hub.snapshot_download", download)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
         Config("some/model", revision="v1")
         Config("some/model", tokenizer_revision="v2")
         Config("some/model", tokenizer="some/tokenizer", tokenizer_revision="v3")

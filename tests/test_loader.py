@@ -226,7 +226,7 @@ def test_a_hub_id_is_resolved_by_snapshot_download(
         asked.append(repo_id)
         return folder
 
-    monkeypatch.setattr("nanoinfer.hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     llm = make_llm("someone/some-model")
     assert asked == ["someone/some-model"]
     assert llm.config.model == folder
