@@ -16,6 +16,7 @@ from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, 
 from nanoinfer.kernels.linear.in_order import (
     FEW,
     NARROW,
+    SOME,
     TILES,
     WIDE,
     InOrderWeight,
@@ -24,7 +25,7 @@ from nanoinfer.kernels.linear.in_order import (
     in_order_triton,
 )
 
-ALL_TILES = (*TILES, *FEW.values(), NARROW, WIDE, FEW[16]._replace(used=48), WIDE._replace(used=80))
+ALL_TILES = (*TILES, SOME, FEW, NARROW, WIDE, FEW._replace(used=48), WIDE._replace(used=80))
 Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HOW = [(None, None), (1, None), (50, 2.0), (300, None)]  # windows and soft caps
 

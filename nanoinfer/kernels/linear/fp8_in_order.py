@@ -25,7 +25,7 @@ class Fp8InOrderWeight:
     """A weight in FP8 whose products add up in one order."""
 
     def __init__(self, weight: Fp8Weight, dtype: torch.dtype, has_bias: bool, sizes: Iterable[int]) -> None:
-        """Compare bits of these numbers of tokens and some more; raises ValueError as check_multiplies, check_order.
+        """Compare bits of these and some more numbers of tokens, and raise what check_multiplies and check_order raise.
 
         dtype: of the tokens' vectors
         """

@@ -120,7 +120,8 @@ TILES = (
     Tiles(64, 64, 128, 4, time=1.6),
     Tiles(64, 32, 128, 4, time=2.2),
 )
-FEW = {16: Tiles(16, 64, 128, 4, stages=9), 32: Tiles(32, 64, 128, 4)}  # by the most tokens
+SOME = Tiles(32, 64, 128, 4)  # for more than few tokens, and at most its own number
+FEW = Tiles(16, 64, 128, 4, stages=9)
 NARROW = Tiles(16, 16, 256, 4, stages=9)  # for few tokens and few outputs
 WIDE = Tiles(16, 128, 128, 4, stages=9)  # for few tokens and many outputs of many inputs
 MIN_BUSY = 1 / 4  # of the multiprocessors, so many have a tile, or narrow ones are faster
@@ -136,9 +137,8 @@ def choose_tiles(x: Tensor, out_features: int) -> Tiles:
     tokens, multiprocessors = len(x), num_multiprocessors(x.device)
     if tokens <= FEW_TOKENS:
         return _choose_for_few(x, out_features, multiprocessors)
-    few = next((tiles for most, tiles in FEW.items() if tokens <= most), None)
-    if few is not None:
-        return few
+    if tokens <= SOME.tokens:
+        return SOME
 
     def seconds(tiles: Tiles) -> float:
         count = triton.cdiv(tokens, tiles.tokens) * triton.cdiv(out_features, tiles.outputs)
@@ -149,15 +149,14 @@ def choose_tiles(x: Tensor, out_features: int) -> Tiles:
 
 def _choose_for_few(x: Tensor, out_features: int, multiprocessors: int) -> Tiles:
     """Return the tiles for up to FEW_TOKENS tokens: reading the weight takes longest, so all should read evenly."""
-    few = FEW[FEW_TOKENS]
-    if out_features < few.outputs * multiprocessors * MIN_BUSY:
+    if out_features < FEW.outputs * multiprocessors * MIN_BUSY:
         return NARROW
     share = triton.cdiv(out_features, multiprocessors * 16) * 16
     if x.shape[1] < MANY_INPUTS or share > WIDE.outputs:
-        return few
-    if share <= few.outputs:
-        return few._replace(used=share)
-    return WIDE._replace(used=share) if _stages(WIDE, x, gated=True) >= MIN_STAGES else few
+        return FEW
+    if share <= FEW.outputs:
+        return FEW._replace(used=share)
+    return WIDE._replace(used=share) if _stages(WIDE, x, gated=True) >= MIN_STAGES else FEW
 
 
 def _stages(tiles: Tiles, x: Tensor, gated: bool) -> int:
