@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanoinfer import LLM
+from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.runner import threads as module
 from nanoinfer.runner.threads import Threads, num_threads
 
@@ -157,3 +159,27 @@ def test_a_callers_own_threads_stay(make_llm: Callable[..., LLM]) -> None:
     assert torch.get_num_threads() == 8
     llm.generate([[5, 6, 7]], use_tqdm=False)
     assert torch.get_num_threads() == 8
+
+
+class FromMkl(TorchDispatchMode):
+    """Counts the numbers of each operation that MKL's vector functions compute on the CPU."""
+
+    names = ("cos", "sin", "tan", "tanh", "exp", "expm1", "log", "log1p", "log2", "erf")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__.rstrip("_") in self.names:
+            self.counts.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}])
+def test_one_thread_lets_mkl_find_the_type_of_the_processor(options: dict[str, bool]) -> None:
+    with FromMkl() as seen, LLM(BUNDLED_MODEL, device="cpu", max_model_len=256, **options):
+        pass
+    first, *others = seen.counts
+    assert first == 1  # so few numbers are not shared by threads
+    assert max(others) == 256 * 32
