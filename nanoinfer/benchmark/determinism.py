@@ -4,7 +4,7 @@ python -m nanoinfer.benchmark.determinism MODEL runs it for a model. It draws re
 into chunks, the second preempts sequences; then it draws further engines until the time is up. Each engine gets the
 requests in a random order and at random times, some of them twice, and loses some on the way. With --ranks 1 2, engines
 have one rank or two. If a result differs, the command runs the request again, and names the first tensor of the model
-that differs.
+that differs. If the request alone now has other bits than at first, the command says so: then company is not the cause.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Case:
 class Difference:
     """The first thing of a request's result that is another in company.
 
-    options: the engine's; cause: the first tensor that differs
+    options: the engine's; cause: the first tensor that differs, or another finding
     """
 
     case: Case
@@ -172,19 +172,20 @@ def find_difference(
         with make_llm(**options) as llm:
             for case, output in run_in_company(llm, cases, rng):
                 compared += 1
-                if difference := _compare(expected[id(case)], bits_of(output)):
+                alone = expected[id(case)]
+                if difference := _compare(alone, bits_of(output)):
                     break
         if difference is not None:
             rng.setstate(drawn)
-            cause = find_cause(make_llm, options, cases, rng, case, output.request_id)
+            cause = find_cause(make_llm, options, cases, rng, case, output.request_id, alone)
             return compared, Difference(case, options, *difference, cause)
     return compared, None
 
 
-def _compare(alone: Bits, in_company: Bits) -> tuple[str, Any, Any] | None:
-    """Return the first place that differs, with what is there alone and in company; None: there is none."""
-    assert len(alone) == len(in_company)
-    for (place, wanted), (_, found) in zip(alone, in_company, strict=True):
+def _compare(alone: Bits, other: Bits) -> tuple[str, Any, Any] | None:
+    """Return the first place that differs, with what is there alone and in the other result; None: there is none."""
+    assert len(alone) == len(other)
+    for (place, wanted), (_, found) in zip(alone, other, strict=True):
         if wanted != found:
             return place, wanted, found
     return None
@@ -197,15 +198,22 @@ def find_cause(
     rng: random.Random,
     case: Case,
     request_id: int,
+    expected: Bits,
 ) -> str:
     """Run a request again, alone and in the company that rng draws again, and say which tensor differs first.
 
     Both engines have the same number of ranks, so that the first rank holds the same share of each tensor.
+
+    expected: the request's bits in its first run alone; if they do not come again, that is the cause
     """
     alone, in_company = Recorder(0), Recorder(request_id)
     like = {name: options[name] for name in ("max_model_len", "tensor_parallel_size")}
     with make_llm(**like, enforce_eager=True) as llm, alone.watching(llm):
-        llm.generate([case.prompt], case.params, use_tqdm=False)
+        again = bits_of(llm.generate([case.prompt], case.params, use_tqdm=False)[0])
+    if difference := _compare(expected, again):
+        place, _, found = difference
+        ranks = like["tensor_parallel_size"]
+        return f"alone again, in an eager engine with tensor_parallel_size={ranks}, {place} is {found}"
     with make_llm(**options, enforce_eager=True) as llm, in_company.watching(llm):
         for _, output in run_in_company(llm, cases, rng):
             if output.request_id == request_id:
