@@ -61,7 +61,7 @@ class RotaryEmbedding(nn.Module):
 def _table(frequencies: tuple[float, ...], factor: float, max_position: int) -> Tensor:
     angles = torch.arange(max_position, dtype=torch.float32).outer(torch.tensor(frequencies, dtype=torch.float32))
     # On the CPU, MKL finds the processor's type in a process's first call. A thread that calls at the same time may see
-    # another type, and get cosines, sines or logarithms that are off by 1.5e-4 (MKL 2024.2 on Intel).
+    # another type, and get cosines, sines or logarithms that are off by up to 1.5e-4 (MKL 2024.2 on Intel).
     angles[:1, :1].cos()
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * factor
 
