@@ -10,7 +10,8 @@ from test_kernels import DTYPES, SHAPES, SHORT, assert_close, attend_densely, fo
 from nanoinfer.attention.context import Scoring
 from nanoinfer.kernels.attention.in_order.decode import DECODE_PROGRAMS, decode_in_order
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
-from nanoinfer.kernels.experts.products import expert_mlps_triton
+from nanoinfer.kernels.experts.in_order import Matrix, check_order
+from nanoinfer.kernels.experts.products import Gather, choices_in_a_tile, expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gate_mul_triton
 from nanoinfer.kernels.linear.in_order import (
@@ -154,6 +155,52 @@ def test_experts_have_the_same_bits(count: int, used: int, hidden_size: int, siz
         routes = Routes(experts[order], weights[order])
         out = expert_mlps_triton(x[order], routes, gate_up, down, "silu", in_order=True)
         assert torch.equal(out, expected[order])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("hidden_size", "share", "ranks"), [(2048, 768, 1), (512, 896, 2), (72, 40, 1)])
+@pytest.mark.parametrize("used", [1, 2, 8])
+def test_experts_pass_the_check(used: int, hidden_size: int, share: int, ranks: int, dtype: torch.dtype) -> None:
+    gate_up = Matrix(2 * share, hidden_size, None, None)
+    down = Matrix(hidden_size // ranks, share * ranks, None, None)
+    check_order.__wrapped__(gate_up, down, used, "silu", dtype, torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("used", [1, 3])
+def test_the_check_of_experts_compares_tiles_of_all_sizes(
+    used: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrices = Matrix(2 * 48, 64, None, None), Matrix(64 // ranks, 48 * ranks, None, None)
+    tiles: set[int] = set()
+
+    def check(wrong: int | None) -> None:
+        def multiply(
+            x: torch.Tensor,
+            routes: Routes,
+            *weights: torch.Tensor,
+            activation: Activation,
+            in_order: bool,
+            gather: Gather,
+        ) -> torch.Tensor:
+            assert in_order
+            assert (gather is None) == (ranks == 1)
+            tile = choices_in_a_tile(routes.experts.numel(), used)
+            tiles.add(tile)
+            gate_up, down = (weight.double() for weight in weights)
+            exact = expert_mlps_reference(x.double(), routes, gate_up, down, activation, gather)
+            assert exact.shape == x.shape
+            return exact.float().round(decimals=3) + (tile == wrong)
+
+        monkeypatch.setattr("nanoinfer.kernels.experts.in_order.expert_mlps_triton", multiply)
+        check_order.__wrapped__(*matrices, used, "silu", torch.float32, torch.device(DEVICE))
+
+    check(None)
+    assert tiles == {16, 32, 64, 128}
+    for tile in tiles:
+        with pytest.raises(ValueError, match="products with experts in other orders"):
+            check(tile)
 
 
 class TestAttention:

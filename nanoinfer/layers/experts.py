@@ -133,6 +133,11 @@ class MixtureOfExperts(nn.Module):
         self.router, self.experts, self.shared = router, experts, shared
         self.activation = activation
 
+    def fix_order(self, sizes: list[int]) -> None:
+        """Let a GPU's products with router and experts add up in one order; sizes: as for InOrderWeight"""
+        self.router.fix_order(sizes)
+        self.experts.fix_order(self.router.used, self.activation)
+
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two.
 

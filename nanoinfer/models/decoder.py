@@ -24,7 +24,6 @@ from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.fp8_experts import Fp8Experts
 from nanoinfer.weights.fp8_matrix import Fp8Matrix
 from nanoinfer.weights.matrix import make_experts
 from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare, PlainExperts
@@ -218,7 +217,7 @@ class Decoder(nn.Module):
         sizes, tokens: of steps for which to compare bits: the rows of decode steps, and the tokens of a full step
         """
         for module in self.modules():
-            if isinstance(module, (PlainMatrix, Fp8Matrix, PlainExperts, Fp8Experts, Router, SharedExpert)):
+            if isinstance(module, (PlainMatrix, Fp8Matrix, MixtureOfExperts, SharedExpert)):
                 module.fix_order([*sizes, tokens])
         self.lm_head.fix_order(sizes)
 

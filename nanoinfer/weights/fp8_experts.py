@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.experts.in_order import Matrix, check_order
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import Fp8Weight
@@ -47,10 +48,16 @@ class Fp8Experts(nn.Module):
         gate_up, down = self._weights()
         return expert_mlps(x, routes, gate_up, down, activation, may_split, self._in_order)
 
-    def fix_order(self, sizes: list[int]) -> None:
-        """Let a GPU's products add up in one order, whatever the sizes; raises ValueError as check_multiplies does."""
-        for weight in self._in_fp8():
+    def fix_order(self, used: int, activation: Activation) -> None:
+        """Let a GPU's products add up in one order; raises ValueError as check_multiplies and check_order do.
+
+        used: experts that a token takes
+        """
+        gate_up, down = self._in_fp8()
+        for weight in (gate_up, down):
             check_multiplies(self._dtype, weight)
+        device = gate_up.numbers.device
+        check_order(Matrix.like(gate_up), Matrix.like(down), used, activation, self._dtype, device)
         self._in_order = True
 
     def _weights(self) -> tuple[Tensor, Tensor] | tuple[Fp8Weight, Fp8Weight]:

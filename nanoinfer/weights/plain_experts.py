@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.experts.in_order import Matrix, check_order
 from nanoinfer.kernels.experts.products import Gather, expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
@@ -93,8 +94,13 @@ class PlainExperts(nn.Module):
         gather = None if self.output_share is None else self.output_share.gather
         return expert_mlps(x, routes, gate_up, down, activation, may_split, self._in_order, gather)
 
-    def fix_order(self, sizes: list[int]) -> None:
-        """Let a GPU's products add up in the order of the inputs, as they do for any numbers of tokens."""
+    def fix_order(self, used: int, activation: Activation) -> None:
+        """Let a GPU's products add up in the order of the inputs; raises ValueError as check_order does.
+
+        used: experts that a token takes
+        """
+        gate_up, down = self.gate_up, self.down
+        check_order(Matrix.like(gate_up), Matrix.like(down), used, activation, gate_up.dtype, gate_up.device)
         self._in_order = True
 
     def fix_parts(self) -> None:
