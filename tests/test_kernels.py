@@ -24,6 +24,7 @@ from nanoinfer.attention.context import Context, PackedQueries, Scoring
 from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
+from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.attention.qkv import (
     norm_rotate_store_reference,
     norm_rotate_store_triton,
@@ -877,14 +878,26 @@ def test_soft_caps_are_exact_near_zero_and_far_from_it() -> None:
     st.lists(st.integers(0, 100), min_size=1, max_size=9),
     st.integers(1, 12),
     st.one_of(st.none(), st.integers(1, 120)),
+    st.one_of(st.none(), st.tuples(st.integers(0, 8), st.integers(0, 200))),
 )
-def test_a_decode_plan_deals_out_every_tile_once(lens: list[int], workers: int, window: int | None) -> None:
-    context_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-    plan = plan_decode(context_lens, torch.empty(1, 16, 2, 32, device=DEVICE), workers, window)
+def test_a_decode_plan_deals_out_every_tile_once(
+    lens: list[int], workers: int, window: int | None, ahead: tuple[int, int] | None
+) -> None:
+    context_lens, k_cache = (
+        torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+        torch.empty(1, 16, 2, 32, device=DEVICE),
+    )
+    prefixes = None
+    if ahead is not None:
+        prefixes, window = SharedPrefixes(len(lens), 2, k_cache), None
+        prefixes.num_tiles.fill_(ahead[0])
+        prefixes.head_start.fill_(ahead[1])
+    plan = plan_decode(context_lens, k_cache, workers, window, prefixes)
     row_tiles = [len({key // plan.programs.tile for key in range(length)[-(window or 100) :]}) for length in lens]
     dealt = []
-    for first_row, last_row, tile, left in plan.shares.tolist():
-        assert left <= plan.share_tiles.item()
+    for worker, (first_row, last_row, tile, left) in enumerate(plan.shares.tolist()):
+        share, late_share, first_late = plan.share_tiles.tolist()
+        assert left <= (share if worker < first_late else late_share)
         for row in range(first_row, last_row + 1):
             took = min(row_tiles[row] - tile, left)
             dealt += [(row, tile + i) for i in range(took)]

@@ -205,8 +205,10 @@ class TestAttention:
         expected = paged_decode_reference(
             q.float(), *wide, device_tables, device_lens, max(lens), how[0], None, softcap, kv_scales
         )
-        for workers in (None, 13):  # 13 of them divide rows
-            plan = plan_ahead(device_lens, caches[0], workers, own_starts=prefixes.own_starts)
+        for workers, head_start in ((None, None), (13, 0), (13, 40), (14, 1000)):  # so few workers divide rows
+            if head_start is not None:
+                prefixes.head_start.fill_(head_start)
+            plan = plan_ahead(device_lens, caches[0], workers, prefixes=prefixes)
             out = paged_decode_triton(q, *caches, device_tables, device_lens, how[0], plan, softcap, kv_scales, shared)
             error = (out.float() - expected).norm() / expected.norm()
             assert error < (1e-5 if dtype == torch.float32 and not in_fp8 else 6e-3)

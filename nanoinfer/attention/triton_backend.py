@@ -23,9 +23,8 @@ class TritonBackend:
     def prepare_decode(self, context: Context) -> None:
         """Divide the keys among the kernel's programs, once for each of the model's windows."""
         lens, k_cache, prefixes = context.context_lens, context.kv_cache[0, 0], context.prefixes
-        own_starts = None if prefixes is None else prefixes.own_starts
         context.decode_plans = {
-            window: plan_decode(lens, k_cache, window=window, own_starts=own_starts if window is None else None)
+            window: plan_decode(lens, k_cache, window=window, prefixes=prefixes if window is None else None)
             for window in self.windows
         }
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
 
@@ -44,10 +45,12 @@ class DecodePlan:
     that the window reaches, or the first of the row's own. If several workers share a row's tiles, the last of them to
     finish combines their results ("stream-K", Osama et al., 2023).
 
+    Programs that attend to shared prefixes take the places of some workers, which start later. These get less.
+
     shares: [workers, 4] int32: first row, last row, first tile in the first row, number of tiles
-    share_tiles: [1] int32, how many tiles a full share has
+    share_tiles: [3] int32, how many tiles a full share has, how many that of a late worker has, and the first of these
     arrivals: [rows * kv_heads] int32, how many of a divided row's workers have finished; zero between layers
-    own_starts: as in plan_decode
+    own_starts: those of the prefixes that plan_decode got
     programs: how the workers run
     """
 
@@ -64,7 +67,7 @@ def plan_decode(
     k_cache: Tensor,
     workers: int | None = None,
     window: int | None = None,
-    own_starts: Tensor | None = None,
+    prefixes: SharedPrefixes | None = None,
     programs: Programs | None = None,
 ) -> DecodePlan:
     """Divide the contexts of a decode step among workers, in one launch.
@@ -72,11 +75,10 @@ def plan_decode(
     context_lens: [rows] int32; k_cache: [blocks, block_size, kv_heads, head_dim], any layer's
     workers: programs for each KV head; None: enough to fill the device
     window: how many tokens a query sees, the last of its context; None: all
-    own_starts: [rows] int32, the first token that each row reads by itself, a multiple of the block size, if there is
-        no window; None: 0
+    prefixes: what the rows read together, if there is no window; None: nothing
     programs: None: choose_programs' own
     """
-    assert window is None or own_starts is None
+    assert window is None or prefixes is None
     rows, device = len(context_lens), context_lens.device
     kv_heads = k_cache.shape[2]
     programs = programs or choose_programs(rows, k_cache)
@@ -84,9 +86,9 @@ def plan_decode(
         workers = max(1, programs.per_multiprocessor * num_multiprocessors(device) // kv_heads)
     plan = DecodePlan(
         torch.empty((workers, 4), dtype=torch.int32, device=device),
-        torch.empty(1, dtype=torch.int32, device=device),
+        torch.empty(3, dtype=torch.int32, device=device),
         torch.empty(rows * kv_heads, dtype=torch.int32, device=device),
-        own_starts,
+        None if prefixes is None else prefixes.own_starts,
         window,
         programs,
     )
@@ -95,14 +97,16 @@ def plan_decode(
     planners = triton.cdiv(workers, block_w)
     _plan_kernel[(planners,)](
         context_lens,
-        own_starts,
+        plan.own_starts,
+        None if prefixes is None else prefixes.num_tiles,
+        None if prefixes is None else prefixes.head_start,
         plan.shares,
         plan.share_tiles,
         plan.arrivals,
         rows,
         workers,
         plan.arrivals.numel(),
-        SHARES=own_starts is not None,
+        SHARES=prefixes is not None,
         WINDOW=window or 0,
         TILE=programs.tile,
         BLOCK_R=block_r,
@@ -132,6 +136,8 @@ def choose_programs(rows: int, k_cache: Tensor) -> Programs:
 def _plan_kernel(
     context_lens_ptr,
     own_starts_ptr,
+    num_prefix_tiles_ptr,
+    head_start_ptr,
     shares_ptr,
     share_tiles_ptr,
     arrivals_ptr,
@@ -156,11 +162,17 @@ def _plan_kernel(
         tiles -= tl.load(own_starts_ptr + r, mask=r < rows, other=0) // TILE
     ends = tl.cumsum(tiles, axis=0)
     total = tl.sum(tiles, axis=0)
-    share = tl.maximum(tl.cdiv(total, workers), 1)
+    late, head_start = 0, 0
+    if SHARES:
+        late = tl.minimum(tl.load(num_prefix_tiles_ptr), workers // 2)
+        head_start = tl.minimum(tl.load(head_start_ptr) // TILE, total // (2 * workers))
+    share = tl.maximum(tl.cdiv(total + late * head_start, workers), 1)
+    late_share, first_late = tl.maximum(share - head_start, 1), workers - late
 
     w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
-    first = tl.minimum(w * share, total)
-    last = tl.minimum(first + share, total) - 1  # below `first` if no tile is left for this worker
+    first = tl.minimum(begin_of(w, share, late_share, first_late, SHARES), total)
+    end = tl.minimum(begin_of(w + 1, share, late_share, first_late, SHARES), total)
+    last = end - 1  # below `first` if no tile is left for this worker
     before_first = (ends[None, :] <= first[:, None]) & (r < rows)[None, :]
     before_last = (ends[None, :] <= last[:, None]) & (r < rows)[None, :]
     first_row = tl.sum(before_first.to(tl.int32), axis=1)
@@ -172,5 +184,25 @@ def _plan_kernel(
     tl.store(shares_ptr + w * 4 + 2, first_tile, mask=mask)
     tl.store(shares_ptr + w * 4 + 3, last + 1 - first, mask=mask)
     tl.store(share_tiles_ptr, share)
+    tl.store(share_tiles_ptr + 1, late_share)
+    tl.store(share_tiles_ptr + 2, first_late)
     a = tl.program_id(0) * BLOCK_A + tl.arange(0, BLOCK_A)
     tl.store(arrivals_ptr + a, 0, mask=a < num_arrivals)
+
+
+@triton.jit
+def begin_of(worker, share, late_share, first_late, SHARES: tl.constexpr):
+    """Return the tile with which a worker's share begins."""
+    begin = worker * share
+    if SHARES:
+        begin -= tl.maximum(worker - first_late, 0) * (share - late_share)
+    return begin
+
+
+@triton.jit
+def worker_of(tile, share, late_share, first_late, SHARES: tl.constexpr):
+    """Return the worker in whose share a tile is."""
+    worker = tile // share
+    if SHARES:
+        worker = tl.where(worker < first_late, worker, first_late + (tile - first_late * share) // late_share)
+    return worker

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.decode_plan import DecodePlan
+from nanoinfer.kernels.attention.decode_plan import DecodePlan, begin_of, worker_of
 from nanoinfer.kernels.attention.fp8 import load_halves, read
 from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
 from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
@@ -94,7 +94,8 @@ def paged_decode_triton(
     # Partial results of rows that several workers share. A worker has room for two: its first row's and its last row's.
     partial = torch.empty((kv_heads, workers, 2, group, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((kv_heads, workers, 2, group), dtype=torch.float32, device=q.device)
-    _paged_decode_kernel[(workers, kv_heads)](
+    grid = (workers, kv_heads) if shared is None else (kv_heads, workers)  # so that late workers come last
+    _paged_decode_kernel[grid](
         q,
         k_cache,
         v_cache,
@@ -168,13 +169,17 @@ def _paged_decode_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    worker, kv_head = tl.program_id(0), tl.program_id(1)
+    if SHARES:
+        kv_head, worker, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    else:
+        worker, kv_head, workers = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     # The predecessor writes queries, keys and values; the plan and the lengths are older.
     first_row = load_complete(shares_ptr + worker * 4)
     last_row = load_complete(shares_ptr + worker * 4 + 1)
     tile = load_complete(shares_ptr + worker * 4 + 2)
     num_tiles = load_complete(shares_ptr + worker * 4 + 3)
     share = load_complete(share_tiles_ptr)
+    late_share, first_late = load_complete(share_tiles_ptr + 1), load_complete(share_tiles_ptr + 2)
     context_len = load_complete(context_lens_ptr + first_row, num_tiles > 0, 0)
     # If rows share prefixes, the predecessor attends to these. It writes nothing that is read here, and uses nothing
     # that is written here: so this kernel does all of its work meanwhile. Its plain loads find nothing older in the L1
@@ -255,13 +260,14 @@ def _paged_decode_kernel(
                 tl.store(out_lse_ptr + first_head + g, top + tl.log2(total), mask=g < GROUP)
         else:
             # The partial result of this row has place 0 if another worker begins the row, else place 1.
-            place = (kv_head * tl.num_programs(0) + worker) * 2 + (tile == 0)
+            place = (kv_head * workers + worker) * 2 + (tile == 0)
             partial = partial_ptr + place * (GROUP * HEAD_DIM) + g[:, None] * HEAD_DIM + d[None, :]
             tl.store(partial, acc, mask=q_mask)
             tl.store(lse_ptr + place * GROUP + g, top + tl.log2(tl.maximum(total, 1e-30)), mask=g < GROUP)
-            row_begin = worker * share + (num_tiles - left) - tile
-            first_worker = row_begin // share
-            num_partials = (row_begin + row_tiles - 1) // share - first_worker + 1
+            row_begin = begin_of(worker, share, late_share, first_late, SHARES) + (num_tiles - left) - tile
+            first_worker = worker_of(row_begin, share, late_share, first_late, SHARES)
+            last_worker = worker_of(row_begin + row_tiles - 1, share, late_share, first_late, SHARES)
+            num_partials = last_worker - first_worker + 1
             tl.debug_barrier()  # every thread's stores come before the arrival that announces them
             arrival = arrivals_ptr + row * KV_HEADS + kv_head
             if tl.atomic_add(arrival, 1, sem="acq_rel") == num_partials - 1:
@@ -272,7 +278,7 @@ def _paged_decode_kernel(
                     out_ptr,
                     out_lse_ptr,
                     first_head,
-                    kv_head * tl.num_programs(0) + first_worker,
+                    kv_head * workers + first_worker,
                     num_partials,
                     SHARES,
                     GROUP,

@@ -17,6 +17,7 @@ TILE_FIELDS = 5
 LEAST_TOKENS = 512  # of a tile of work: more results take a row longer to put together
 TOKENS_TOGETHER = 128  # the parts of a run, except its last, have a multiple of so many tokens
 PROGRAMS_PER_MULTIPROCESSOR = 2
+HEAD_START = 3 / 4  # tokens that a program reads by itself while another attends to a shared one (on an H200)
 # Partial results of a row: those of all rows together take memory, and few rows need many programs.
 MANY_RESULTS, MOST_PARTS_OF_MANY_ROWS, LEAST_PARTS = 4096, 8, 2
 FEW_RESULTS, LEAST_ROWS = 512, 16
@@ -31,9 +32,11 @@ class SharedPrefixes:
     gives its rows a partial result. A row reads the other keys of its context by itself.
 
     workers: programs for each KV head that compute the tiles
+    leaves_room: programs that read the rows' own keys run beside them
     order: [rows] int32, the rows; those that share tokens are neighbours
     own_starts: [rows] int32, for each row, the first token that it reads by itself
     num_parts: [rows] int32, how many partial results each row has
+    head_start: [1] int32, how many tokens a program that reads own keys meanwhile has read when the tiles are computed
     tiles: [most, TILE_FIELDS] int32: first place in the order, number of rows, first token, token behind the last, and
         the number of the partial result
     num_tiles: [1] int32
@@ -45,14 +48,15 @@ class SharedPrefixes:
         self.tile_rows = rows_of_a_tile(heads // kv_heads)
         # Where it can, decode attention starts meanwhile, and has the other program's place. But while one program
         # converts numbers in FP8, another is to multiply.
-        leaves_room = can_launch_early(k_cache.device) and k_cache.dtype != FP8
-        per_multiprocessor = 1 if leaves_room else PROGRAMS_PER_MULTIPROCESSOR
+        self.leaves_room = can_launch_early(k_cache.device) and k_cache.dtype != FP8
+        per_multiprocessor = 1 if self.leaves_room else PROGRAMS_PER_MULTIPROCESSOR
         programs = per_multiprocessor * num_multiprocessors(k_cache.device)
         self.workers = max(1, programs // kv_heads)
         self.max_tiles = max(MANY_RESULTS, LEAST_PARTS * max_rows)
-        sizes = [max_rows, max_rows, max_rows, 1, self.max_tiles * TILE_FIELDS]
+        sizes = [max_rows, max_rows, max_rows, 1, 1, self.max_tiles * TILE_FIELDS]
         self._packed = torch.zeros(sum(sizes), dtype=torch.int32, device=k_cache.device)
-        self.order, self.own_starts, self.num_parts, self.num_tiles, tiles = self._packed.split(sizes)
+        fields = self._packed.split(sizes)
+        self.order, self.own_starts, self.num_parts, self.head_start, self.num_tiles, tiles = fields
         self.tiles = tiles.view(-1, TILE_FIELDS)
 
     def pack(self, order: Sequence[int], runs: Sequence[Run]) -> array[int]:
@@ -62,7 +66,7 @@ class SharedPrefixes:
         """
         max_rows, most_parts = len(self.order), max_parts(len(order))
         own_starts, num_parts = array("i", bytes(4 * max_rows)), array("i", bytes(4 * max_rows))
-        tiles = array("i")
+        tiles, longest = array("i"), 0
         share, alone = self._shares(runs)
         goes_on = set(_parents(order, runs))
         for first, rows, start_block, end_block in runs:
@@ -77,6 +81,7 @@ class SharedPrefixes:
             parts = list(_cut(start, end, share, most))
             if parts[0][1] - start > alone:
                 continue  # few programs would read for long: the rows read it, and what follows, by themselves
+            longest = max(longest, parts[0][1] - start)
             for part, (part_start, part_end) in enumerate(parts, before):
                 for place in range(first, first + rows, self.tile_rows):
                     tiles.extend((place, min(self.tile_rows, first + rows - place), part_start, part_end, part))
@@ -85,7 +90,8 @@ class SharedPrefixes:
         num_tiles = len(tiles) // TILE_FIELDS
         assert num_tiles <= self.max_tiles
         padded = array("i", order) + array("i", bytes(4 * (max_rows - len(order))))
-        return padded + own_starts + num_parts + array("i", [num_tiles]) + tiles
+        head_start = int(-(-num_tiles // self.workers) * longest * HEAD_START) if self.leaves_room else 0
+        return padded + own_starts + num_parts + array("i", [head_start, num_tiles]) + tiles
 
     def _shares(self, runs: Sequence[Run]) -> tuple[int, int]:
         """Return how many tokens a tile of work should have, so that programs get equally many; and how many tokens a
