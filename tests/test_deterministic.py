@@ -22,10 +22,13 @@ from test_models import CASES, Case, build
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention.context import Context
 from nanoinfer.benchmark.determinism import LONGEST, Bits, bits_of, draw_cases, find_difference
+from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.models import describe
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.message import LogitsMessage
 from nanoinfer.runner.steps.one_by_one import OneByOne
+from nanoinfer.weights.fp8_format import Fp8Format
 
 SECONDS = 4.0
 OPTIONS = {"device": "cpu", "max_model_len": 96, "deterministic": True}
@@ -256,6 +259,34 @@ class TestRanks:
         one, several = (make_llm(**OPTIONS, dtype=dtype, tensor_parallel_size=count) for count in (1, ranks))
         assert bits(several, 2) == bits(one, 2)
 
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_weights_in_fp8_on_the_cpu(self, ranks: int, make_llm: Callable[..., LLM]) -> None:
+        options = {**OPTIONS, "quantization": "fp8", "kv_cache_dtype": "fp8", "dtype": "bfloat16"}
+        one, several = (make_llm(**options, tensor_parallel_size=count) for count in (1, ranks))
+        assert bits(several, 2) == bits(one, 2)
+
+    @pytest.mark.parametrize("family", ["qwen3", "qwen2moe"])
+    def test_weights_in_fp8_in_company(self, family: str, tmp_path: Path) -> None:
+        """Also experts, and shares that cut blocks."""
+        case = CASES[family]
+        build(replace(case, settings={**case.settings, "shared_expert_intermediate_size": 48}), tmp_path)
+        make = partial(maker(str(tmp_path)), quantization="fp8")
+        compared, difference = find_difference(make, 0, 0, 3, ranks=(2,))
+        assert difference is None, str(difference)
+        assert compared > 2
+
+    @pytest.mark.multi_gpu
+    @pytest.mark.parametrize("family", ["qwen3", "qwen3moe", "qwen2moe"])
+    def test_weights_in_fp8_on_gpus(self, family: str, tmp_path: Path) -> None:
+        case = CASES[family]
+        sizes = {name: 256 if size < 256 else 512 for name, size in IN_BLOCKS.items() if name.endswith("size")}
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+        build(replace(case, settings={**case.settings, **sizes, **heads}), tmp_path)
+        make = partial(maker(str(tmp_path), device="cuda", dtype="bfloat16"), quantization="fp8")
+        compared, difference = find_difference(make, SECONDS, 3, 20, ranks=(1, 2))
+        assert difference is None, str(difference)
+        assert compared > 10
+
     @pytest.mark.parametrize("family", ["phi3 longrope", "qwen2moe", "olmo2 biases", "olmoe"])
     def test_in_company(self, family: str, tmp_path: Path) -> None:
         """Of a model whose checkpoint fuses projections, one with a shared expert, and norms over all heads."""
@@ -374,9 +405,13 @@ class TestWhatCannotBe:
         with pytest.raises(ValueError, match=told):
             LLM(str(tmp_path), **OPTIONS, tensor_parallel_size=ranks)
 
-    def test_several_ranks_of_weights_in_fp8(self) -> None:
-        with pytest.raises(ValueError, match="products of weights in FP8 have other bits on another number of ranks"):
-            LLM(BUNDLED_MODEL, **OPTIONS, quantization="fp8", tensor_parallel_size=2)
+    def test_several_ranks_of_weights_in_fp8_on_gpus(self) -> None:
+        """Where a rank's share cuts a block, the kernel applies scales in another place."""
+        model = replace(describe(Checkpoint.open(BUNDLED_MODEL).hf_config), fp8=Fp8Format())
+        with pytest.raises(ValueError, match="with weights in FP8, hidden_size=192 must be a multiple of 256; use one"):
+            model.check_ranks_in_order(2, on_cpu=False)
+        replace(model, hidden_size=256).check_ranks_in_order(2, on_cpu=False)
+        replace(model, fp8=None).check_ranks_in_order(2, on_cpu=False)
 
     @pytest.mark.gpu
     def test_on_cuda(self) -> None:

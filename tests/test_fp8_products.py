@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -298,6 +299,62 @@ class TestInOrder:
         assert isinstance(drawn, Fp8Weight)
         assert drawn.numbers.shape == (2, 256, 512)
         assert (drawn.numbers.dtype, drawn.block) == (FP8, weight.block)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("block", BLOCKS, ids=str)
+    @pytest.mark.parametrize("shape", [(4096, 4096), (1024, 3072)], ids=str)
+    def test_a_share_of_the_outputs_has_the_bits_of_all(
+        self, shape: tuple[int, int], block: tuple[int, int | None], dtype: torch.dtype
+    ) -> None:
+        """So several ranks, each of which computes a share, have the bits of one."""
+        weight, _ = make_weight(*shape, block)
+        whole = Fp8InOrderWeight(weight, dtype, False, [1])
+        x = torch.randn(300, shape[1], device=DEVICE).to(dtype)
+        for ranks in (2, 4):
+            parts = zip(weight.numbers.chunk(ranks), weight.scales.chunk(ranks), strict=True)
+            shares = [Fp8InOrderWeight(Fp8Weight(*part), dtype, False, [1]) for part in parts]
+            for tokens in (1, 16, 20, 64, 300):
+                product = torch.cat([share.product(x[:tokens]) for share in shares], dim=1)
+                assert torch.equal(product, whole.product(x[:tokens]))
+                with recording():
+                    product = torch.cat([share.product(x[:tokens]) for share in shares], dim=1)
+                    assert torch.equal(product, whole.product(x[:tokens]))
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("block", BLOCKS, ids=str)
+    def test_shares_of_experts_have_the_bits_of_all(self, block: tuple[int, int | None]) -> None:
+        """Each of two ranks has half of the gates, of the ups, and of the outputs."""
+        count, used, hidden_size, size = 8, 2, 512, 1024
+        gate_up, down = (
+            Fp8Weight(*(part.unflatten(0, (count, -1)) for part in make_weight(count * rows, columns, block)[0]))
+            for rows, columns in ((2 * size, hidden_size), (hidden_size, size))
+        )
+
+        def share(weight: Fp8Weight, projections: int, rank: int) -> Fp8Weight:
+            halves = (part.unflatten(1, (projections, 2, -1))[:, :, rank] for part in weight)
+            return Fp8Weight(*(half.flatten(1, 2).contiguous() for half in halves))
+
+        def exchange(gated: list[Tensor], rank: int, own: Tensor) -> Tensor:
+            if own.shape[1] < size // 2:  # the rank's share of the result
+                return own
+            gated[rank] = own
+            return torch.cat(gated, dim=1)
+
+        for tokens in (1, 20, 300):
+            x = torch.randn(tokens, hidden_size, device=DEVICE).to(DTYPE)
+            experts = torch.rand(tokens, count, device=DEVICE).argsort()[:, :used].int().contiguous()
+            routes = Routes(experts, torch.rand(tokens, used, device=DEVICE))
+            whole = expert_mlps_triton(x, routes, gate_up, down, "silu", in_order=True)
+            shares = [(share(gate_up, 2, rank), share(down, 1, rank)) for rank in range(2)]
+            gated = [torch.zeros(tokens * used, size // 2, device=DEVICE, dtype=DTYPE)] * 2
+            for _ in range(2):  # at first, the other rank's share is not there yet
+                gathers = [partial(exchange, gated, rank) for rank in range(2)]
+                parts = [
+                    expert_mlps_triton(x, routes, *weights, "silu", in_order=True, gather=gather)
+                    for weights, gather in zip(shares, gathers, strict=True)
+                ]
+            assert torch.equal(torch.cat(parts, dim=1), whole)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("used", [1, 8])

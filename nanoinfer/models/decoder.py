@@ -24,6 +24,7 @@ from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.fp8_experts import Fp8Experts
 from nanoinfer.weights.fp8_matrix import Fp8Matrix
 from nanoinfer.weights.matrix import make_experts
 from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare, PlainExperts
@@ -224,7 +225,7 @@ class Decoder(nn.Module):
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts of the matrices, whose shapes do not depend on the number of ranks."""
         for module in self.modules():
-            if isinstance(module, (PlainMatrix, PlainExperts)):
+            if isinstance(module, (PlainMatrix, Fp8Matrix, PlainExperts, Fp8Experts)):
                 module.fix_parts()
         self.lm_head.fix_parts()
 

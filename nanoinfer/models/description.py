@@ -9,7 +9,7 @@ from nanoinfer.kernels.experts.route import Scoring
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
 from nanoinfer.layers.rotary import Rope
-from nanoinfer.weights.fp8_format import Fp8Format
+from nanoinfer.weights.fp8_format import ROWS_TOGETHER, Fp8Format
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
 
@@ -180,34 +180,36 @@ class Description:
     def check_ranks_in_order(self, ranks: int, on_cpu: bool) -> None:
         """Raise ValueError if this many ranks cannot give the bits that one rank gives."""
         fault = None
-        if self.fp8 is not None:
-            fault = "products of weights in FP8 have other bits on another number of ranks"
-        elif self.num_kv_heads % ranks:
+        if self.num_kv_heads % ranks:
             fault = f"num_key_value_heads={self.num_kv_heads} is not divisible by the number of ranks"
         elif on_cpu and PARTS % ranks:
             fault = f"on the CPU the number of ranks must divide {PARTS}"
         elif on_cpu and (self.score_cap is not None or self.logit_cap is not None):
             fault = "the CPU computes soft caps in another way for another number of heads"
-        elif on_cpu:
-            fault = self._find_uneven()
+        elif on_cpu:  # it multiplies by parts
+            fault = _find_uneven({**self._outputs, "vocab_size": self.vocab_size}, ALIGNMENT, "on the CPU")
         elif self.hidden_size % ranks:
             fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
+        elif self.fp8 is not None:  # if the rows of a tile share a scale, the kernel applies it in another place
+            fault = _find_uneven(self._outputs, ROWS_TOGETHER * ranks, "with weights in FP8")
         if fault is not None:
             raise ValueError(
                 f"deterministic=True with tensor_parallel_size={ranks}: {fault}; use one rank, and data_parallel_size"
                 " for more processes"
             )
 
-    def _find_uneven(self) -> str | None:
-        """Return what is wrong with the sides of the matrices if the CPU is to multiply by parts; None: nothing."""
-        sizes = {
+    @property
+    def _outputs(self) -> dict[str, int]:
+        """How many outputs the matrices of the layers have."""
+        return {
             "hidden_size": self.hidden_size,
             **self._intermediate_sizes,
-            "vocab_size": self.vocab_size,
             "num_attention_heads * head_dim": self.num_heads * self.head_dim,
             "num_key_value_heads * head_dim": self.num_kv_heads * self.head_dim,
         }
-        uneven = next((name for name, size in sizes.items() if size % ALIGNMENT), None)
-        if uneven is None:
-            return None
-        return f"on the CPU, {uneven}={sizes[uneven]} must be a multiple of {ALIGNMENT}"
+
+
+def _find_uneven(sizes: dict[str, int], divisor: int, where: str) -> str | None:
+    """Return what is wrong with the first size that is no multiple of `divisor`; None: all are."""
+    uneven = next((f"{name}={size}" for name, size in sizes.items() if size % divisor), None)
+    return None if uneven is None else f"{where}, {uneven} must be a multiple of {divisor}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +16,26 @@ from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.fp8_in_order import check_multiplies
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
+from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.fp8_store import Fp8Store
-from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors
+from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.shards import Section, Shard
+
+Weights: TypeAlias = Tensor | Fp8Weight | list[WeightInParts]
 
 
 class Fp8Experts(nn.Module):
     """Used as PlainExperts are. Each store has one expert's rows after the other's."""
 
-    def __init__(self, tensors: ExpertTensors, sizes: ExpertSizes, format: Fp8Format) -> None:
+    def __init__(
+        self, tensors: ExpertTensors, sizes: ExpertSizes, format: Fp8Format, output_share: OutputShare | None = None
+    ) -> None:
+        """output_share: as for PlainExperts"""
         super().__init__()
         self.tensors = tensors
         self.sizes = sizes
+        self.output_share = output_share
         count, hidden_size, share, start = sizes.count, sizes.hidden_size, sizes.share, sizes.start
         inward, outward = (sizes.size, hidden_size), (hidden_size, sizes.size)
         halves = [
@@ -35,18 +43,22 @@ class Fp8Experts(nn.Module):
             for number in range(count)
             for projection in (tensors.gate, tensors.up)
         ]
-        downs = [
-            Section(tensors.module(tensors.down, number), hidden_size, outward, start, dim=1) for number in range(count)
-        ]
+        if output_share is None:
+            rows, columns, first, dim = hidden_size, share, start, 1
+        else:
+            rows, columns, first, dim = len(output_share.outputs), sizes.size, output_share.outputs.start, 0
+        downs = [Section(tensors.module(tensors.down, number), rows, outward, first, dim) for number in range(count)]
         self.gate_up = Fp8Store(halves, hidden_size, format)
-        self.down = Fp8Store(downs, share, format)
+        self.down = Fp8Store(downs, columns, format)
         self._dtype = torch.get_default_dtype()
         self._in_order = False
+        self._is_in_parts = False
 
     def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
         gate_up, down = self._weights()
-        return expert_mlps(x, routes, gate_up, down, activation, may_split, self._in_order)
+        gather = None if self.output_share is None else self.output_share.gather
+        return expert_mlps(x, routes, gate_up, down, activation, may_split, self._in_order, gather)
 
     def fix_order(self, used: int, activation: Activation) -> None:
         """Let a GPU's products add up in one order; raises ValueError as check_multiplies and check_order do.
@@ -60,14 +72,18 @@ class Fp8Experts(nn.Module):
         check_order(Matrix.like(gate_up), Matrix.like(down), used, activation, self._dtype, device)
         self._in_order = True
 
-    def _weights(self) -> tuple[Tensor, Tensor] | tuple[Fp8Weight, Fp8Weight]:
+    def fix_parts(self) -> None:
+        """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
+        self._is_in_parts = True
+
+    def _weights(self) -> tuple[Weights, Weights]:
         """Return what the products read: the stores, or where they cannot, the model's dtype, which the CPU keeps."""
         if self.gate_up.weight.is_cuda:
             gate_up, down = self._in_fp8()
             if can_multiply_fp8(self._dtype, gate_up) and can_multiply_fp8(self._dtype, down):
                 return gate_up, down
             return self._dense(self.gate_up), self._dense(self.down)
-        kept = [store.remember(partial(self._dense, store)) for store in (self.gate_up, self.down)]
+        kept = [store.remember(partial(self._for_cpu, store)) for store in (self.gate_up, self.down)]
         return kept[0], kept[1]
 
     def _in_fp8(self) -> tuple[Fp8Weight, Fp8Weight]:
@@ -80,6 +96,13 @@ class Fp8Experts(nn.Module):
 
     def _dense(self, store: Fp8Store) -> Tensor:
         return store.dense(self._dtype).unflatten(0, (self.sizes.count, -1))
+
+    def _for_cpu(self, store: Fp8Store) -> Tensor | list[WeightInParts]:
+        dense = self._dense(store)
+        if not self._is_in_parts:
+            return dense
+        sections = [(section.rows, section.outputs) for section in store.sections[: len(store.sections) // len(dense)]]
+        return [WeightInParts(weight, sections) for weight in dense]
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the stacked tensors that a checkpoint may have; the stores yield the others."""
@@ -95,4 +118,5 @@ class Fp8Experts(nn.Module):
             yield Shard(stack, gate, shape, gate.cover[0].start, entry=number, replaces=of_halves)
             yield Shard(stack, up, shape, size + up.cover[0].start, entry=number, replaces=of_halves)
             stack, shape, down = f"{names.stack}.down_proj", (count, hidden_size, size), downs[number]
-            yield Shard(stack, down, shape, down.cover[1].start, dim=1, entry=number, replaces=of_downs)
+            dim = 1 if self.output_share is None else 0
+            yield Shard(stack, down, shape, down.cover[dim].start, dim, entry=number, replaces=of_downs)

@@ -13,6 +13,7 @@ from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.fp8_in_order import Fp8InOrderWeight
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
+from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
@@ -33,6 +34,7 @@ class Fp8Matrix(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._dtype = torch.get_default_dtype()
         self._in_order: Fp8InOrderWeight | None = None
+        self._is_in_parts = False
 
     def rounds(self, tokens: int) -> bool:
         """Return whether the launch that rounds so many tokens to FP8 can apply an activation to them, too."""
@@ -66,7 +68,11 @@ class Fp8Matrix(nn.Module):
         """Let a GPU's products add up in one order; raises ValueError, and takes sizes, as Fp8InOrderWeight does."""
         self._in_order = Fp8InOrderWeight(self._in_fp8, self._dtype, self.bias is not None, sizes)
 
-    def _weight(self) -> Tensor | PackedWeight | Fp8Weight:
+    def fix_parts(self) -> None:
+        """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
+        self._is_in_parts = True
+
+    def _weight(self) -> Tensor | PackedWeight | WeightInParts | Fp8Weight:
         """Return what a product reads: the store, or where it cannot, the model's dtype, which the CPU keeps."""
         if self.store.weight.is_cuda:
             weight = self._in_fp8
@@ -75,14 +81,16 @@ class Fp8Matrix(nn.Module):
             dense = self.store.dense(self._dtype)
             launch_in_between(dense.device)
             return dense
-        return self.store.remember(self._packed)
+        return self.store.remember(self._for_cpu)
 
     @property
     def _in_fp8(self) -> Fp8Weight:
         return Fp8Weight(self.store.weight, self.store.scales)
 
-    def _packed(self) -> Tensor | PackedWeight:
+    def _for_cpu(self) -> Tensor | PackedWeight | WeightInParts:
         dense = self.store.dense(self._dtype)
+        if self._is_in_parts:
+            return WeightInParts(dense, [(section.rows, section.outputs) for section in self.store.sections])
         return PackedWeight(dense) if can_pack(dense) else dense
 
     def shards(self) -> Iterator[Shard]:

@@ -29,5 +29,4 @@ def make_experts(
     """Make a layer's experts; arguments: as for PlainExperts. One format holds for all of them."""
     if fp8 is None or not fp8.stores(tensors.expert.format(0) + f".{tensors.gate}"):
         return PlainExperts(tensors, sizes, output_share)
-    assert output_share is None
-    return Fp8Experts(tensors, sizes, fp8)
+    return Fp8Experts(tensors, sizes, fp8, output_share)
