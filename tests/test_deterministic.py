@@ -24,6 +24,7 @@ from nanoinfer.attention.context import Context
 from nanoinfer.benchmark.determinism import LONGEST, Bits, bits_of, draw_cases, find_difference
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.models import describe
+from nanoinfer.models.description import Experts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.message import LogitsMessage
@@ -399,19 +400,19 @@ class TestWhatCannotBe:
     )
     def test_several_ranks(self, case: Case, ranks: int, problem: str, tmp_path: Path) -> None:
         build(case, tmp_path)
-        told = (
-            f"deterministic=True with tensor_parallel_size={ranks}: {problem}.*; use one rank, and data_parallel_size"
-        )
+        told = f"deterministic=True with tensor_parallel_size={ranks}: {problem}.*; use another number of ranks"
         with pytest.raises(ValueError, match=told):
             LLM(str(tmp_path), **OPTIONS, tensor_parallel_size=ranks)
 
     def test_several_ranks_of_weights_in_fp8_on_gpus(self) -> None:
         """Where a rank's share cuts a block, the kernel applies scales in another place."""
         model = replace(describe(Checkpoint.open(BUNDLED_MODEL).hf_config), fp8=Fp8Format())
-        with pytest.raises(ValueError, match="with weights in FP8, hidden_size=192 must be a multiple of 256; use one"):
+        with pytest.raises(ValueError, match="with weights in FP8, hidden_size=192 must be a multiple of 256; use"):
             model.check_ranks_in_order(2, on_cpu=False)
-        replace(model, hidden_size=256).check_ranks_in_order(2, on_cpu=False)
-        replace(model, fp8=None).check_ranks_in_order(2, on_cpu=False)
+        experts = Experts((False, True), count=8, used=2, size=192, normalised=True)
+        replace(model, hidden_size=256, experts=experts).check_ranks_in_order(2, on_cpu=False)
+        for format in (None, Fp8Format((64, 128)), Fp8Format((None, None))):
+            replace(model, fp8=format).check_ranks_in_order(2, on_cpu=False)
 
     @pytest.mark.gpu
     def test_on_cuda(self) -> None:

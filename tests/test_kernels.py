@@ -883,10 +883,8 @@ def test_soft_caps_are_exact_near_zero_and_far_from_it() -> None:
 def test_a_decode_plan_deals_out_every_tile_once(
     lens: list[int], workers: int, window: int | None, ahead: tuple[int, int] | None
 ) -> None:
-    context_lens, k_cache = (
-        torch.tensor(lens, dtype=torch.int32, device=DEVICE),
-        torch.empty(1, 16, 2, 32, device=DEVICE),
-    )
+    context_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    k_cache = torch.empty(1, 16, 2, 32, device=DEVICE)
     prefixes = None
     if ahead is not None:
         prefixes, window = SharedPrefixes(len(lens), 2, k_cache), None
@@ -895,8 +893,8 @@ def test_a_decode_plan_deals_out_every_tile_once(
     plan = plan_decode(context_lens, k_cache, workers, window, prefixes)
     row_tiles = [len({key // plan.programs.tile for key in range(length)[-(window or 100) :]}) for length in lens]
     dealt = []
+    share, late_share, first_late = plan.share_tiles.tolist()
     for worker, (first_row, last_row, tile, left) in enumerate(plan.shares.tolist()):
-        share, late_share, first_late = plan.share_tiles.tolist()
         assert left <= (share if worker < first_late else late_share)
         for row in range(first_row, last_row + 1):
             took = min(row_tiles[row] - tile, left)

@@ -122,6 +122,32 @@ def test_a_checkpoint_gives_the_tokens_of_what_it_stands_for(
     assert tokens_of(llm) == [oracle.greedy(prompt, 8, ignore_eos=True) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama biases, llama3 rope", "small blocks"),
+        ("phi3", "compressed blocks"),
+        ("qwen3moe", "channels"),
+        ("mixtral", "one scale"),
+    ],
+)
+def test_ranks_have_the_bits_of_one(
+    family: str, config: str, write: Callable[..., tuple[str, str]], make_llm: Callable[..., LLM]
+) -> None:
+    """With deterministic=True, also after an update of the weights."""
+    folder, dense = write(family, CONFIGS[config])
+    params = greedy(6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    results = []
+    for ranks in (1, 2):
+        llm = make_llm(folder, **OPTIONS, deterministic=True, tensor_parallel_size=ranks)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        llm.update_weights((name, 1.1 * tensor) for name, tensor in load_file(f"{dense}/model.safetensors").items())
+        outputs += llm.generate(PROMPTS, params, use_tqdm=False)
+        results.append([(output.token_ids, output.logprobs, output.prompt_logprobs) for output in outputs])
+        assert results[-1][0] != results[-1][len(PROMPTS)]
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("family", ["llama biases, llama3 rope", "gemma3", "glm4", "olmo2", "mixtral", "qwen2moe"])
 def test_families(family: str, write: Callable[..., tuple[str, str]], make_llm: Callable[..., LLM]) -> None:
     folder, dense = write(family, SMALL_BLOCKS)

@@ -190,12 +190,14 @@ class Description:
             fault = _find_uneven({**self._outputs, "vocab_size": self.vocab_size}, ALIGNMENT, "on the CPU")
         elif self.hidden_size % ranks:
             fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
-        elif self.fp8 is not None:  # if the rows of a tile share a scale, the kernel applies it in another place
-            fault = _find_uneven(self._outputs, ROWS_TOGETHER * ranks, "with weights in FP8")
+        elif self.fp8 is not None and self.fp8.own_block[0] == ROWS_TOGETHER:
+            # If the rows of a tile share a scale, the kernel applies it in another place; that for experts never does.
+            outputs = {name: size for name, size in self._outputs.items() if name != "moe_intermediate_size"}
+            fault = _find_uneven(outputs, ROWS_TOGETHER * ranks, "with weights in FP8")
         if fault is not None:
             raise ValueError(
-                f"deterministic=True with tensor_parallel_size={ranks}: {fault}; use one rank, and data_parallel_size"
-                " for more processes"
+                f"deterministic=True with tensor_parallel_size={ranks}: {fault}; use another number of ranks,"
+                " such as one, and data_parallel_size for more processes"
             )
 
     @property

@@ -20,9 +20,9 @@ from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.fp8_store import Fp8Store
 from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare
-from nanoinfer.weights.shards import Section, Shard
+from nanoinfer.weights.shards import Section, Shard, rows_and_outputs
 
-Weights: TypeAlias = Tensor | Fp8Weight | list[WeightInParts]
+Weights: TypeAlias = Tensor | Fp8Weight | list[WeightInParts]  # of all experts, for one of the two products
 
 
 class Fp8Experts(nn.Module):
@@ -101,8 +101,8 @@ class Fp8Experts(nn.Module):
         dense = self._dense(store)
         if not self._is_in_parts:
             return dense
-        sections = [(section.rows, section.outputs) for section in store.sections[: len(store.sections) // len(dense)]]
-        return [WeightInParts(weight, sections) for weight in dense]
+        first = store.sections[: len(store.sections) // len(dense)]  # the other experts are cut alike
+        return [WeightInParts(weight, rows_and_outputs(first)) for weight in dense]
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the stacked tensors that a checkpoint may have; the stores yield the others."""

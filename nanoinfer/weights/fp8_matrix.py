@@ -19,7 +19,7 @@ from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.fp8_store import Fp8Store
-from nanoinfer.weights.shards import Section, Shard, bias_shards
+from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outputs
 
 
 class Fp8Matrix(nn.Module):
@@ -90,7 +90,7 @@ class Fp8Matrix(nn.Module):
     def _for_cpu(self) -> Tensor | PackedWeight | WeightInParts:
         dense = self.store.dense(self._dtype)
         if self._is_in_parts:
-            return WeightInParts(dense, [(section.rows, section.outputs) for section in self.store.sections])
+            return WeightInParts(dense, rows_and_outputs(self.store.sections))
         return PackedWeight(dense) if can_pack(dense) else dense
 
     def shards(self) -> Iterator[Shard]:

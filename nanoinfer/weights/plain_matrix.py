@@ -18,7 +18,7 @@ from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
-from nanoinfer.weights.shards import Section, Shard, bias_shards
+from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outputs
 
 
 class PlainMatrix(nn.Module):
@@ -77,7 +77,7 @@ class PlainMatrix(nn.Module):
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
         assert isinstance(self.weight, Tensor)
-        self._in_order = WeightInParts(self.weight, [(section.rows, section.outputs) for section in self.sections])
+        self._in_order = WeightInParts(self.weight, rows_and_outputs(self.sections))
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of NAME.weight, and of NAME.bias if there is a bias, for each of the sections."""

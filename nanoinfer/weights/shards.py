@@ -114,6 +114,11 @@ class Section:
         return self.shape[0] if self.fused is None else self.fused
 
 
+def rows_and_outputs(sections: list[Section]) -> list[tuple[int, int]]:
+    """Return what WeightInParts takes: how many rows each section has, and how many outputs its projection has."""
+    return [(section.rows, section.outputs) for section in sections]
+
+
 def bias_shards(bias: Tensor, sections: list[Section]) -> Iterator[Shard]:
     """Yield the shards of a matrix's bias, [rows]: NAME.bias for each of its sections."""
     for rows, section in zip(bias.split([section.rows for section in sections]), sections, strict=True):

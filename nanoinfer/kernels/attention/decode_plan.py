@@ -1,4 +1,4 @@
-"""Who reads what in decode attention: a plan that gives all programs equal shares of the keys."""
+"""Who reads what in decode attention: a plan that gives programs such shares of the keys that all end together."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class DecodePlan:
     that the window reaches, or the first of the row's own. If several workers share a row's tiles, the last of them to
     finish combines their results ("stream-K", Osama et al., 2023).
 
-    Programs that attend to shared prefixes take the places of some workers, which start later. These get less.
+    Programs that attend to shared prefixes hold the places of some workers, which start late. Late workers get smaller
+    shares.
 
     shares: [workers, 4] int32: first row, last row, first tile in the first row, number of tiles
     share_tiles: [3] int32, how many tiles a full share has, how many that of a late worker has, and the first of these
@@ -164,10 +165,11 @@ def _plan_kernel(
     total = tl.sum(tiles, axis=0)
     late, head_start = 0, 0
     if SHARES:
+        # A multiprocessor has room for two programs: one that attends to a prefix holds one worker's place.
         late = tl.minimum(tl.load(num_prefix_tiles_ptr), workers // 2)
-        head_start = tl.minimum(tl.load(head_start_ptr) // TILE, total // (2 * workers))
+        head_start = tl.minimum(tl.load(head_start_ptr) // TILE, total // (2 * workers))  # or late ones would get none
     share = tl.maximum(tl.cdiv(total + late * head_start, workers), 1)
-    late_share, first_late = tl.maximum(share - head_start, 1), workers - late
+    late_share, first_late = share - head_start, workers - late
 
     w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     first = tl.minimum(begin_of(w, share, late_share, first_late, SHARES), total)

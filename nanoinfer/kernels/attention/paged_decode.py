@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence over the paged cache; all programs get equal shares of the keys."""
+"""Attention of one new token per sequence over the paged cache, by programs whose shares of the keys a plan gives."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ TILE_FIELDS = 5
 LEAST_TOKENS = 512  # of a tile of work: more results take a row longer to put together
 TOKENS_TOGETHER = 128  # the parts of a run, except its last, have a multiple of so many tokens
 PROGRAMS_PER_MULTIPROCESSOR = 2
-HEAD_START = 3 / 4  # tokens that a program reads by itself while another attends to a shared one (on an H200)
+HEAD_START = 3 / 4  # tokens that a program reads while another attends to a shared one (measured on an H200)
 # Partial results of a row: those of all rows together take memory, and few rows need many programs.
 MANY_RESULTS, MOST_PARTS_OF_MANY_ROWS, LEAST_PARTS = 4096, 8, 2
 FEW_RESULTS, LEAST_ROWS = 512, 16
@@ -34,7 +34,7 @@ class SharedPrefixes:
     workers: programs for each KV head that compute the tiles
     leaves_room: programs that read the rows' own keys run beside them
     order: [rows] int32, the rows; those that share tokens are neighbours
-    own_starts: [rows] int32, for each row, the first token that it reads by itself
+    own_starts: [rows] int32, for each row, the first token that it reads by itself, a multiple of the block size
     num_parts: [rows] int32, how many partial results each row has
     head_start: [1] int32, how many tokens a program that reads own keys meanwhile has read when the tiles are computed
     tiles: [most, TILE_FIELDS] int32: first place in the order, number of rows, first token, token behind the last, and
