@@ -166,10 +166,11 @@ class TestInCompany:
         assert difference.cause.startswith("alone again, in an eager engine with tensor_parallel_size=1, ")
         assert difference.cause.endswith(f"is {difference.in_company}")
 
-    def test_the_command(self) -> None:
+    @pytest.mark.parametrize("formats", [[], ["--quantization", "fp8", "--kv-cache-dtype", "fp8"]])
+    def test_the_command(self, formats: list[str]) -> None:
         command = [sys.executable, "-m", "nanoinfer.benchmark.determinism", BUNDLED_MODEL]
         limits = ["--seconds", "0", "--requests", "4"]
-        ran = subprocess.run([*command, *limits], capture_output=True, text=True, check=False)
+        ran = subprocess.run([*command, *limits, *formats], capture_output=True, text=True, check=False)
         assert "results compared: all bits equal" in ran.stdout, ran.stdout + ran.stderr
         assert ran.returncode == 0
 

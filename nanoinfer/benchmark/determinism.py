@@ -230,14 +230,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn, default 0")
     parser.add_argument("--device", default="auto", help="as for LLM, default auto")
     parser.add_argument("--dtype", default="auto", help="as for LLM, default auto")
+    parser.add_argument("--quantization", help="as for LLM, default none")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as for LLM, default auto")
     ranks_help = "numbers of ranks that engines are drawn with, default 1"
     parser.add_argument("--ranks", type=int, nargs="+", default=[1], help=ranks_help)
     args = parser.parse_args()
     if args.requests < 1:
         parser.error(f"--requests {args.requests}: must be at least 1")
 
+    formats = {"dtype": args.dtype, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+
     def make_llm(**options: int) -> LLM:
-        return LLM(args.model, device=args.device, dtype=args.dtype, deterministic=True, **options)
+        return LLM(args.model, device=args.device, deterministic=True, **formats, **options)
 
     longest = LONGEST[Config(args.model, device=args.device).device]
     compared, difference = find_difference(make_llm, args.seconds, args.seed, args.requests, longest, args.ranks)
