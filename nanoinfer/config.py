@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,12 +122,23 @@ class Config:
     data_parallel_size: int = 1
     restart_replicas: bool = False
     worker_timeout: float = 30.0
+    when_checked: InitVar[Callable[[Config], object] | None] = field(default=None, kw_only=True)
 
     description: Description = field(init=False, repr=False)  # the model's structure
     eos_token_ids: frozenset[int] = field(init=False, repr=False)
     generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, when_checked: Callable[[Config], object] | None) -> None:
+        """Check the options, then read the checkpoint, which takes a second, and check what depends on it.
+
+        when_checked: called in between; the devices and the number of processes are known by then
+        """
+        self._check_options()
+        if when_checked is not None:
+            when_checked(self)
+        self._read_checkpoint()
+
+    def _check_options(self) -> None:
         self._check_numbers()
         if self.tensor_parallel_group is not None:
             self.tensor_parallel_size = _size_of_group(self.tensor_parallel_group, self.tensor_parallel_size)
@@ -143,6 +155,8 @@ class Config:
         self.device = _resolve_device(self.device, ranks, self.data_parallel_size)
         if check_flag("trust_remote_code", self.trust_remote_code):
             raise ValueError("trust_remote_code=True: must be False: no remote code runs here")
+
+    def _read_checkpoint(self) -> None:
         checkpoint = Checkpoint.open(self.model, self.revision)
         self.tokenizer = self._find_tokenizer()
         self.model = checkpoint.folder

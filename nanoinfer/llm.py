@@ -14,7 +14,7 @@ from nanoinfer.config import Config
 from nanoinfer.engine.ranks.sleeper import TAGS
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
-from nanoinfer.replicas.start import start
+from nanoinfer.replicas.start import Start
 from nanoinfer.requests.inputs import Chats, Inputs, Prepared, Prompt, Tokens, load_tokenizer
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
@@ -58,9 +58,10 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.config = Config(model, **options)
-        self.tokenizer = load_tokenizer(self.config)
-        self.engine, self._requests = start(self.config, self.tokenizer)
+        with Start() as start:
+            self.config = Config(model, **options, when_checked=start.spawn)
+            self.tokenizer = load_tokenizer(self.config)
+            self.engine, self._requests = start.finish(self.config, self.tokenizer)
         self.memory = self.engine.memory
         self.config.num_kvcache_blocks = self.memory.blocks
         self._inputs = Inputs(self.config, self.tokenizer)

@@ -18,7 +18,6 @@ import torch
 from conftest import HAS_CUDA, Oracle, greedy
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.config import Config
 from nanoinfer.engine.ranks import workers
 from nanoinfer.kernels.linear import dispatch
 from nanoinfer.layers import norm
@@ -74,10 +73,10 @@ def use_file_inboxes() -> None:
 
 
 def run_worker_with_file_inboxes(
-    config: Config, rank: int, port: int, segment: str, semaphores: list[Semaphore], errors: Connection
+    rank: int, port: int, segment: str, semaphores: list[Semaphore], errors: Connection
 ) -> None:
     use_file_inboxes()
-    run_worker(config, rank, port, segment, semaphores, errors)
+    run_worker(rank, port, segment, semaphores, errors)
 
 
 @pytest.mark.parametrize(

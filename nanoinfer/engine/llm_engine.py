@@ -14,6 +14,7 @@ from nanoinfer.engine.ranks.interrupts import delayed_interrupt
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
 from nanoinfer.engine.ranks.updater import Updater
+from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.engine.record import record_extras
 from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.engine.row_map import RowMap
@@ -30,9 +31,10 @@ from nanoinfer.sampling_params import SamplingParams
 class LLMEngine:
     """Owns the scheduler, the RowMap and the ranks. It plans the next step while one is in flight."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, workers: Workers | None = None) -> None:
+        """workers: as for Ranks"""
         self.config = config
-        self.ranks = Ranks(config)
+        self.ranks = Ranks(config, workers)
         self.scheduler = Scheduler(
             BlockManager(self.ranks.runner.memory.blocks, config.kvcache_block_size),
             config.max_num_seqs,

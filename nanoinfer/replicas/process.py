@@ -31,6 +31,7 @@ class ReplicaProcess:
     """
 
     def __init__(self, config: Config, index: int) -> None:
+        """Start the process, which imports what it needs and waits for `begin`. Of config, the options are enough."""
         self.is_ready = False
         self.failure: Failed | None = None
         self._timeout = config.worker_timeout
@@ -39,7 +40,7 @@ class ReplicaProcess:
         self.pipe, theirs = context.Pipe()
         self._beats, beats = context.Pipe(duplex=False)
         self._process: Any = context.Process(
-            target=run_replica, args=(config, theirs, beats), name=f"nanoinfer-replica-{index}"
+            target=run_replica, args=(theirs, beats), name=f"nanoinfer-replica-{index}"
         )
         with _visible(gpus_of(config, index)), _interrupts_blocked():
             self._process.start()
@@ -47,7 +48,12 @@ class ReplicaProcess:
         theirs.close()
         beats.close()
         self._watcher = threading.Thread(target=self._watch, name=f"nanoinfer-watcher-{index}", daemon=True)
+
+    def begin(self, config: Config) -> None:
+        """Let the replica start its engine. If it is dead, nothing happens: `receive` will tell."""
         self._watcher.start()
+        with self._whole(), suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send(config)
 
     @property
     def pid(self) -> int:
@@ -123,7 +129,7 @@ class ReplicaProcess:
         if self._process.is_alive():
             self._process.kill()
             self._process.join(1)  # a driver may hold it for longer
-        if self._watcher is not threading.current_thread():
+        if self._watcher.ident is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
         self.pipe.close()
         self._beats.close()

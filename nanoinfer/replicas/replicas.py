@@ -48,13 +48,13 @@ class Replicas:
     """
 
     memory: MemoryPlan
+    _config: Config
 
     def __init__(self, config: Config) -> None:
-        """Start all replicas. Raises the ValueError of one that cannot start, or WorkerError if one dies."""
+        """Start the processes, which import what they need and wait for `begin`. Of config, the options are enough."""
         check_spawning(f"data_parallel_size={config.data_parallel_size}", "replica")
         self.on_step: Callable[[StepResult], None] | None = None
         self.updater = ReplicaUpdater(self)
-        self._config = copy(config)  # LLM writes into its own
         self._owner = os.getpid()
         self._is_started = False
         self._failure: str | None = None  # why all have ended
@@ -68,7 +68,17 @@ class Replicas:
         try:
             for index in range(config.data_parallel_size):
                 with delayed_interrupt():
-                    self._processes[index] = ReplicaProcess(self._config, index)
+                    self._processes[index] = ReplicaProcess(config, index)
+        except BaseException:
+            self._finalizer()
+            raise
+
+    def begin(self, config: Config) -> None:
+        """Start all engines. Raises the ValueError of one that cannot start, or WorkerError if one dies."""
+        self._config = copy(config)  # LLM writes into its own
+        try:
+            for process in self._processes.values():
+                process.begin(self._config)
             plans: list[MemoryPlan] = []
             while len(plans) < config.data_parallel_size:
                 plans += self._receive()
@@ -182,6 +192,7 @@ class Replicas:
         log.warning("%s; %s", reason, told)
         if restarts:
             self._processes[index] = ReplicaProcess(self._config, index)
+            self._processes[index].begin(self._config)
         if not self._processes:
             self._fail(f"no replica is left: {reason}")
 

@@ -1,11 +1,13 @@
-"""start: whoever computes for an LLM, as the options ask for it."""
+"""Start: makes whoever computes for an LLM, as the options ask for it."""
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.requests import ReplicaRequests
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
@@ -15,10 +17,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def start(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests]:
-    """Start an engine in this process, or replicas in others; returns it, and its requests."""
-    if config.data_parallel_size > 1:
-        replicas = Replicas(config)
-        return replicas, ReplicaRequests(replicas, config, tokenizer)
-    engine = LLMEngine(config)
-    return engine, Requests(engine, tokenizer)
+class Start:
+    """Starts other processes early: they import what they need while this one reads the checkpoint.
+
+    It is a context. An error in its block ends the processes.
+    """
+
+    def __init__(self) -> None:
+        self._others: Replicas | Workers | None = None
+
+    def __enter__(self) -> Start:
+        return self
+
+    def spawn(self, config: Config) -> None:
+        """Start the processes that the options ask for."""
+        if config.data_parallel_size > 1:
+            self._others = Replicas(config)
+        elif config.tensor_parallel_size > 1 and config.starts_ranks:
+            self._others = Workers(config)
+
+    def finish(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests]:
+        """Start an engine in this process, or one in each replica; returns it, and its requests."""
+        if isinstance(self._others, Replicas):
+            self._others.begin(config)
+            return self._others, ReplicaRequests(self._others, config, tokenizer)
+        engine = LLMEngine(config, self._others)
+        return engine, Requests(engine, tokenizer)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if isinstance(self._others, Replicas):
+            self._others.close()
+        elif self._others is not None:
+            self._others.end()

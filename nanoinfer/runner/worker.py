@@ -18,14 +18,16 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.model_runner import ModelRunner
 
 
-def run_worker(
-    config: Config, rank: int, port: int, segment: str, semaphores: list[Semaphore], errors: Connection
-) -> None:
-    """Live as one rank: build a ModelRunner together with rank 0, then call the methods that arrive until "close"."""
+def run_worker(rank: int, port: int, segment: str, semaphores: list[Semaphore], errors: Connection) -> None:
+    """Live as one rank: build a ModelRunner together with rank 0, then call the methods that arrive until "close".
+
+    The first message is the Config.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets the Ctrl-C and ends the others
     try:
         receiver = Receiver(segment, semaphores, rank - 1)
         threading.Thread(target=_live_with_parent, args=(receiver,), daemon=True).start()
+        config: Config = receiver.receive()
         store = dist.TCPStore("127.0.0.1", port, config.tensor_parallel_size, is_master=False)
         tp = TensorParallel(
             rank, config.tensor_parallel_size, store, config.device_of(rank), keeps_order=config.deterministic

@@ -25,12 +25,12 @@ class Ranks:
     peers: the other ranks, if they are in a trainer's processes and have engines of their own
     """
 
-    def __init__(self, config: Config) -> None:
-        """Start the other ranks, if there are any, and load the model."""
+    def __init__(self, config: Config, workers: Workers | None = None) -> None:
+        """Start the other ranks, if there are any, and load the model; workers: those that have started already"""
         self._owner = os.getpid()
         self._failure: str | None = None  # why the ranks have ended
         are_several = config.tensor_parallel_size > 1
-        self.workers = Workers(config) if are_several and config.starts_ranks else None
+        self.workers = workers or (Workers(config) if are_several and config.starts_ranks else None)
         self.peers = Peers(config) if are_several and not config.starts_ranks else None
         self._others = self.workers or self.peers
         self._finalizer = weakref.finalize(self, _close, self._owner, self._others, None)
@@ -48,6 +48,7 @@ class Ranks:
         device, in_order = config.device_of(0), config.deterministic
         tp = TensorParallel(0, config.tensor_parallel_size, workers.store, device, workers.check, keeps_order=in_order)
         workers.watch(tp.abort)
+        workers.begin(config)
         runner = ModelRunner(config, tp, workers.send)
         workers.end_start()  # by now every rank has built its model
         return runner

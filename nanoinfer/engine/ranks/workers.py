@@ -38,6 +38,7 @@ class Workers:
     """Ranks 1 and up, from spawn to exit."""
 
     def __init__(self, config: Config) -> None:
+        """Start the processes, which import what they need and wait for `begin`. Of config, the options are enough."""
         ranks = config.tensor_parallel_size
         check_spawning(f"tensor_parallel_size={ranks}", "rank")
         store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
@@ -56,14 +57,7 @@ class Workers:
                 reading, writing = context.Pipe(duplex=False)
                 process = context.Process(
                     target=run_worker,
-                    args=(
-                        config,
-                        rank,
-                        store.port,
-                        self.sender.memory.name,
-                        self.sender.semaphores,
-                        writing,
-                    ),
+                    args=(rank, store.port, self.sender.memory.name, self.sender.semaphores, writing),
                     name=f"nanoinfer-rank-{rank}",
                     daemon=True,
                 )
@@ -73,9 +67,18 @@ class Workers:
                 self.processes.append(process)
                 self.errors.append(reading)
         except BaseException:
-            self.stop(failed=True)
-            self.join()
+            self.end()
             raise
+
+    def begin(self, config: Config) -> None:
+        """Let every worker build its model; raises WorkerError when one is dead."""
+        self.check()
+        self.sender.send(config, self.check)  # it may still import, for which the watcher is patient
+
+    def end(self) -> None:
+        """Kill every worker; safe to call when all have ended."""
+        self.stop(failed=True)
+        self.join()
 
     def send(self, method: str, args: tuple[Any, ...]) -> None:
         """Make every worker call a method of its ModelRunner; raises WorkerError when one is dead."""
