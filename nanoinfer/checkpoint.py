@@ -1,4 +1,4 @@
-"""Checkpoint: reads a model from its folder or from the Hugging Face Hub, all but its weights."""
+"""Checkpoint: reads a model from its folder, all but its weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int
 from nanoinfer.hints import ELSEWHERE
-from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.models import check_architectures
 
 if TYPE_CHECKING:
@@ -24,26 +23,21 @@ GENERATION_SETTINGS = (
 class Checkpoint:
     """The settings that a checkpoint's own files give.
 
-    folder: the folder that holds the files
     hf_config: config.json, as transformers reads it
     eos_token_ids: every end-of-sequence id that config.json or generation_config.json names
     generation_defaults: the settings of generation_config.json, as SamplingParams names them
     """
 
-    folder: str
     hf_config: PretrainedConfig
     eos_token_ids: frozenset[int]
     generation_defaults: dict[str, Any]
 
     @classmethod
-    def open(cls, model: str, revision: str | None = None) -> Checkpoint:
-        """Read a folder, or download a Hub id first. Raises ValueError if a file is missing or cannot be read."""
-        folder = find_folder("model", model, revision, CHECKPOINT_FILES)
+    def open(cls, folder: str) -> Checkpoint:
+        """Read a folder. Raises ValueError if a file is missing or cannot be read."""
         hf_config = _read_config(folder)
         generation = _read_generation_config(folder)
-        return cls(
-            folder, hf_config, _find_eos_token_ids(folder, hf_config, generation), _find_generation_defaults(generation)
-        )
+        return cls(hf_config, _find_eos_token_ids(folder, hf_config, generation), _find_generation_defaults(generation))
 
 
 def _read_config(folder: str) -> PretrainedConfig:

@@ -14,7 +14,7 @@ from nanoinfer.attention import choose_backend
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
-from nanoinfer.hub import find_tokenizer
+from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models import describe
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
@@ -129,11 +129,12 @@ class Config:
     generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
 
     def __post_init__(self, when_checked: Callable[[Config], object] | None) -> None:
-        """Check the options, then read the checkpoint, which takes a second, and check what depends on it.
+        """Check the options and find the files, then read the checkpoint, which takes a second, and check the rest.
 
         when_checked: called in between; the devices and the number of processes are known by then
         """
         self._check_options()
+        self._find_files()
         if when_checked is not None:
             when_checked(self)
         self._read_checkpoint()
@@ -155,21 +156,30 @@ class Config:
         self.device = _resolve_device(self.device, ranks, self.data_parallel_size)
         if check_flag("trust_remote_code", self.trust_remote_code):
             raise ValueError("trust_remote_code=True: must be False: no remote code runs here")
+        self.routed_experts = check_flag("routed_experts", self.routed_experts)
+        self.deterministic = check_flag("deterministic", self.deterministic)
+        if self.quantization is not None:
+            self.quantization = check_choice("quantization", self.quantization, ["fp8"])
+        self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
+        self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
+
+    def _find_files(self) -> None:
+        """Find the folders, or download them."""
+        folder = find_folder("model", self.model, self.revision, CHECKPOINT_FILES)
+        self.tokenizer = self._find_tokenizer()
+        self.model = folder
 
     def _read_checkpoint(self) -> None:
-        checkpoint = Checkpoint.open(self.model, self.revision)
-        self.tokenizer = self._find_tokenizer()
-        self.model = checkpoint.folder
+        """Read the checkpoint's settings, and check what depends on them."""
+        checkpoint = Checkpoint.open(self.model)
         self.eos_token_ids = checkpoint.eos_token_ids
         self.generation_defaults = checkpoint.generation_defaults
         self.description = self._describe(checkpoint.hf_config)
-        if check_flag("routed_experts", self.routed_experts) and self.description.experts is None:
+        if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.max_model_len = min(self.max_model_len, self.description.max_position)
         self.description = self.description.within(self.max_model_len)
         self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
-        self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
-        self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
         self.attention_backend = choose_backend(
             self.attention_backend,
             self.device,
@@ -238,7 +248,6 @@ class Config:
         model = describe(hf_config)
         model.check_ranks(self.tensor_parallel_size)
         if self.quantization is not None:
-            self.quantization = check_choice("quantization", self.quantization, ["fp8"])
             model = replace(model, fp8=model.fp8 or Fp8Format())
         if model.tied and self.load_format == "safetensors":
             # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
@@ -269,7 +278,6 @@ class Config:
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, 1, math.inf, "of seconds, at least 1")
 
     def _check_deterministic(self) -> None:
-        self.deterministic = check_flag("deterministic", self.deterministic)
         if not self.deterministic:
             return
         if self.device != "cpu":

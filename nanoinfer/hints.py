@@ -76,7 +76,7 @@ def hints_for(taker: str) -> Callable[[T], T]:
     def decorate(call: T) -> T:
         function = cast(Any, call).__init__ if isinstance(call, type) else call
         parameters = inspect.signature(function).parameters.values()
-        names = {p.name for p in parameters}  # those that are keywords alone are not for users
+        own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]  # no user passes these
         known = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
         is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         for name in known:
@@ -85,7 +85,7 @@ def hints_for(taker: str) -> Callable[[T], T]:
         @functools.wraps(function)
         def checked(*args: Any, **named: Any) -> Any:
             for name in named:
-                if name not in names and (hint := _hint(name, known, is_open)):
+                if name not in known and name not in own and (hint := _hint(name, known, is_open)):
                     raise ValueError(f"unknown argument {name!r}: {hint}")
             return function(*args, **named)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from conftest import alive, greedy, wait_until
 
 from nanoinfer import BUNDLED_MODEL, LLM, WorkerError
 from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.replicas.start import Start
 
-Processes = list[Any]
 KINDS = {"replicas": {"data_parallel_size": 2}, "ranks": {"tensor_parallel_size": 2}}
 KILLED = """
 import sys, time
@@ -43,77 +43,90 @@ def options(request: pytest.FixtureRequest) -> dict[str, object]:
     return {"device": "cpu", "num_kvcache_blocks": 8, **KINDS[request.param]}
 
 
+class Others:
+    """The processes that are started from now on, and the shared memory that there is when the checkpoint is read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.processes: list[Any] = []
+        self.act: Callable[[], object] = lambda: None  # just before the checkpoint is read
+        self.running = 0  # then
+        self._segments: set[str] = set()
+        start, read, before = SpawnProcess.start, Checkpoint.open, shared_memory()
+
+        def note_and_read(folder: str) -> Checkpoint:
+            self.running = sum(process.is_alive() for process in self.processes)
+            self._segments = shared_memory() - before
+            self.act()
+            return read(folder)
+
+        monkeypatch.setattr(SpawnProcess, "start", lambda process: (self.processes.append(process), start(process))[1])
+        monkeypatch.setattr(Checkpoint, "open", note_and_read)
+
+    def check_gone(self) -> None:
+        assert self.processes
+        assert not any(process.is_alive() for process in self.processes)
+        assert not self._segments & shared_memory()
+
+
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
-    """Those that are started from now on."""
-    started: Processes = []
-    start = multiprocessing.context.SpawnProcess.start
-    monkeypatch.setattr(
-        multiprocessing.context.SpawnProcess, "start", lambda process: (started.append(process), start(process))[1]
-    )
-    return started
-
-
-def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Let something happen just before the checkpoint is read."""
-    read = Checkpoint.open
-    monkeypatch.setattr(Checkpoint, "open", lambda *how: (act(), read(*how))[1])
+def others(monkeypatch: pytest.MonkeyPatch) -> Others:
+    return Others(monkeypatch)
 
 
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def test_they_import_while_the_checkpoint_is_read(
-    options: dict[str, object], processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    meanwhile(monkeypatch, lambda: seen.append(sum(process.is_alive() for process in processes)))
+def test_they_import_while_the_checkpoint_is_read(options: dict[str, object], others: Others) -> None:
     with LLM(BUNDLED_MODEL, **options) as llm:
-        assert seen == [len(processes)] != [0]
+        assert others.running == len(others.processes) > 0
         assert llm.generate(["To be"], greedy(4), use_tqdm=False)[0].token_ids
-    assert not any(process.is_alive() for process in processes)
+    others.check_gone()
 
 
-def test_options_that_cannot_work_start_none(options: dict[str, object], processes: Processes) -> None:
-    with pytest.raises(ValueError, match="max_num_seqs=0"):
-        LLM(BUNDLED_MODEL, **options, max_num_seqs=0)
-    assert processes == []
-
-
-@pytest.mark.parametrize(("model", "more"), [("/nowhere", {}), (BUNDLED_MODEL, {"kv_cache_dtype": "fp4"})])
-def test_a_fault_that_is_found_later_ends_them(
-    model: str, more: dict[str, object], options: dict[str, object], processes: Processes
+@pytest.mark.parametrize(("model", "more"), [("/nowhere", {}), (BUNDLED_MODEL, {"max_num_seqs": 0})])
+def test_what_cannot_work_from_the_beginning_starts_none(
+    model: str, more: dict[str, object], options: dict[str, object], others: Others
 ) -> None:
-    before = shared_memory()
-    with pytest.raises(ValueError, match=r"no such folder|kv_cache_dtype='fp4'"):
+    with pytest.raises(ValueError, match=r"no such folder|max_num_seqs=0"):
         LLM(model, **options, **more)
-    assert processes
-    assert not any(process.is_alive() for process in processes)
-    assert shared_memory() == before
+    assert others.processes == []
 
 
-def test_an_interrupt_ends_them(
-    options: dict[str, object], processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = shared_memory()
-    meanwhile(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGINT))
+def test_a_fault_that_is_found_later_ends_them(options: dict[str, object], others: Others) -> None:
+    with pytest.raises(ValueError, match="attention_backend='none'"):
+        LLM(BUNDLED_MODEL, **options, attention_backend="none")
+    others.check_gone()
+
+
+def test_an_interrupt_ends_them(options: dict[str, object], others: Others) -> None:
+    others.act = lambda: os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         LLM(BUNDLED_MODEL, **options)
-    assert processes
-    assert not any(process.is_alive() for process in processes)
-    assert shared_memory() == before
+    others.check_gone()
 
 
-def test_one_that_dies_meanwhile_is_named(
-    options: dict[str, object], processes: Processes, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupt_when_all_is_made_ends_them(
+    options: dict[str, object], others: Others, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = shared_memory()
-    meanwhile(monkeypatch, lambda: (processes[0].kill(), processes[0].join()))
+    finish = Start.finish
+
+    def finish_and_interrupt(*how: object) -> object:
+        made = finish(*how)
+        os.kill(os.getpid(), signal.SIGINT)
+        return made
+
+    monkeypatch.setattr(Start, "finish", finish_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(BUNDLED_MODEL, **options)
+    others.check_gone()
+
+
+def test_one_that_dies_meanwhile_is_named(options: dict[str, object], others: Others) -> None:
+    others.act = lambda: (others.processes[0].kill(), others.processes[0].join())
     with pytest.raises(WorkerError, match=r"(replica 0|rank 1) died: it ended with exit code -9"):
         LLM(BUNDLED_MODEL, **options)
-    assert not any(process.is_alive() for process in processes)
-    assert shared_memory() == before
+    others.check_gone()
 
 
 @pytest.mark.parametrize("option", [option for kind in KINDS.values() for option in kind])
@@ -123,8 +136,9 @@ def test_they_end_when_their_parent_is_killed(option: str, tmp_path: Path) -> No
     script.write_text(KILLED)
     with subprocess.Popen([sys.executable, script, option], stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
+        segments = shared_memory() - before
+        assert pids
         assert all(map(alive, pids))
         parent.kill()
-    assert pids
     assert wait_until(lambda: not any(map(alive, pids)), 20)
-    assert wait_until(lambda: shared_memory() <= before, 20)
+    assert wait_until(lambda: not segments & shared_memory(), 20)

@@ -32,7 +32,7 @@ class LLMEngine:
     """Owns the scheduler, the RowMap and the ranks. It plans the next step while one is in flight."""
 
     def __init__(self, config: Config, workers: Workers | None = None) -> None:
-        """workers: as for Ranks"""
+        """workers: the processes of the other ranks, if these have started already"""
         self.config = config
         self.ranks = Ranks(config, workers)
         self.scheduler = Scheduler(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from nanoinfer.config import Config
-from nanoinfer.engine.ranks.interrupts import delayed_interrupt
+from nanoinfer.engine.ranks.interrupts import delayed_interrupt, interrupts_blocked
 from nanoinfer.engine.ranks.workers import START_SECONDS, hint_of
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.replicas.messages import Failed, Message
@@ -42,7 +41,7 @@ class ReplicaProcess:
         self._process: Any = context.Process(
             target=run_replica, args=(theirs, beats), name=f"nanoinfer-replica-{index}"
         )
-        with _visible(gpus_of(config, index)), _interrupts_blocked():
+        with _visible(gpus_of(config, index)), interrupts_blocked():
             self._process.start()
         mp.process._children.discard(self._process)  # type: ignore[attr-defined]  # or exit would wait for it
         theirs.close()
@@ -143,16 +142,6 @@ def gpus_of(config: Config, index: int) -> str | None:
     names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     ranks = config.tensor_parallel_size
     return ",".join(name.strip() for name in names[index * ranks : (index + 1) * ranks])
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Let a process that starts in the block get no Ctrl-C before it can ignore it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

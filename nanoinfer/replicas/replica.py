@@ -38,10 +38,10 @@ QUIET_SECONDS = 0.1  # without a report, while requests run
 def run_replica(pipe: Connection, beats: Connection) -> None:
     """Live as one replica: start an engine for the Config that arrives, then do what arrives until "close"."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the LLM's process gets the Ctrl-C, and drops the requests
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now, see _interrupts_blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now, see interrupts_blocked
     try:
         config: Config = pipe.recv()
-    except EOFError:  # the LLM's process is gone
+    except (EOFError, OSError):  # the LLM's process is gone
         return
     outbox = Outbox(pipe)
     life = Life(outbox, beats, config)

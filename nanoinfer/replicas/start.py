@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.ranks.interrupts import delayed_interrupt
 from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.requests import ReplicaRequests
@@ -31,10 +32,11 @@ class Start:
 
     def spawn(self, config: Config) -> None:
         """Start the processes that the options ask for."""
-        if config.data_parallel_size > 1:
-            self._others = Replicas(config)
-        elif config.tensor_parallel_size > 1 and config.starts_ranks:
-            self._others = Workers(config)
+        with delayed_interrupt():
+            if config.data_parallel_size > 1:
+                self._others = Replicas(config)
+            elif config.tensor_parallel_size > 1 and config.starts_ranks:
+                self._others = Workers(config)
 
     def finish(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests]:
         """Start an engine in this process, or one in each replica; returns it, and its requests."""
@@ -47,9 +49,6 @@ class Start:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            return
-        if isinstance(self._others, Replicas):
-            self._others.close()
-        elif self._others is not None:
-            self._others.end()
+        if error is not None and self._others is not None:
+            with delayed_interrupt():
+                self._others.close()

@@ -24,6 +24,7 @@ def run_worker(rank: int, port: int, segment: str, semaphores: list[Semaphore], 
     The first message is the Config.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets the Ctrl-C and ends the others
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now, see interrupts_blocked
     try:
         receiver = Receiver(segment, semaphores, rank - 1)
         threading.Thread(target=_live_with_parent, args=(receiver,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""delayed_interrupt: holds a Ctrl-C back while it must not come."""
+"""Holds a Ctrl-C back while it must not come."""
 
 from __future__ import annotations
 
@@ -39,3 +39,13 @@ def delayed_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if delayed:
             handler(signal.SIGINT, delayed[0][1])
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Let a process that starts in the block get no Ctrl-C before it can ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -26,7 +26,10 @@ class Ranks:
     """
 
     def __init__(self, config: Config, workers: Workers | None = None) -> None:
-        """Start the other ranks, if there are any, and load the model; workers: those that have started already"""
+        """Start the other ranks, if there are any, and load the model.
+
+        workers: the processes of the other ranks, if these have started already
+        """
         self._owner = os.getpid()
         self._failure: str | None = None  # why the ranks have ended
         are_several = config.tensor_parallel_size > 1

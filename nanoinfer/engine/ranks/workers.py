@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nanoinfer.config import Config
+from nanoinfer.engine.ranks.interrupts import interrupts_blocked
 from nanoinfer.parallel.channel import BEAT_SECONDS, Sender
 from nanoinfer.parallel.patience import patience
 from nanoinfer.runner.worker import run_worker
@@ -61,21 +62,22 @@ class Workers:
                     name=f"nanoinfer-rank-{rank}",
                     daemon=True,
                 )
-                process.start()
+                with interrupts_blocked():
+                    process.start()
                 mp.process._children.discard(process)  # type: ignore[attr-defined]  # or a fork would end it at exit
                 writing.close()
                 self.processes.append(process)
                 self.errors.append(reading)
         except BaseException:
-            self.end()
+            self.close()
             raise
 
     def begin(self, config: Config) -> None:
         """Let every worker build its model; raises WorkerError when one is dead."""
         self.check()
-        self.sender.send(config, self.check)  # it may still import, for which the watcher is patient
+        self.sender.send(config, self.check)  # a worker may still import: the watcher knows how long that may take
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill every worker; safe to call when all have ended."""
         self.stop(failed=True)
         self.join()
@@ -184,6 +186,7 @@ class Workers:
         Returns whether they end by themselves, together with rank 0.
         """
         deadline = time.monotonic() + CLOSE_SECONDS
+        failed = failed or self._stopping  # then they have been told or killed before
         self._stopping = True
 
         def check() -> None:
