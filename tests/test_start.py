@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,12 +51,12 @@ class Others:
         self.processes: list[Any] = []
         self.act: Callable[[], object] = lambda: None  # just before the checkpoint is read
         self.running = 0  # then
-        self._segments: set[str] = set()
-        start, read, before = SpawnProcess.start, Checkpoint.open, shared_memory()
+        self.segments: set[Path] = set()
+        start, read, before = SpawnProcess.start, Checkpoint.open, shared_memory("self")
 
         def note_and_read(folder: str) -> Checkpoint:
             self.running = sum(process.is_alive() for process in self.processes)
-            self._segments = shared_memory() - before
+            self.segments = shared_memory("self") - before
             self.act()
             return read(folder)
 
@@ -65,7 +66,7 @@ class Others:
     def check_gone(self) -> None:
         assert self.processes
         assert not any(process.is_alive() for process in self.processes)
-        assert not self._segments & shared_memory()
+        assert not any(map(Path.exists, self.segments))
 
 
 @pytest.fixture
@@ -73,13 +74,15 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Others:
     return Others(monkeypatch)
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+def shared_memory(pid: int | str) -> set[Path]:
+    """The segments that a process has mapped: other tests may make their own meanwhile."""
+    return set(map(Path, re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text())))
 
 
 def test_they_import_while_the_checkpoint_is_read(options: dict[str, object], others: Others) -> None:
     with LLM(BUNDLED_MODEL, **options) as llm:
         assert others.running == len(others.processes) > 0
+        assert bool(others.segments) == ("tensor_parallel_size" in options)  # replicas have pipes alone
         assert llm.generate(["To be"], greedy(4), use_tqdm=False)[0].token_ids
     others.check_gone()
 
@@ -131,14 +134,13 @@ def test_one_that_dies_meanwhile_is_named(options: dict[str, object], others: Ot
 
 @pytest.mark.parametrize("option", [option for kind in KINDS.values() for option in kind])
 def test_they_end_when_their_parent_is_killed(option: str, tmp_path: Path) -> None:
-    before = shared_memory()
     script = tmp_path / "script.py"
     script.write_text(KILLED)
     with subprocess.Popen([sys.executable, script, option], stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        segments = shared_memory() - before
+        segments = shared_memory(parent.pid)
         assert pids
         assert all(map(alive, pids))
         parent.kill()
     assert wait_until(lambda: not any(map(alive, pids)), 20)
-    assert wait_until(lambda: not segments & shared_memory(), 20)
+    assert wait_until(lambda: not any(map(Path.exists, segments)), 20)
