@@ -13,6 +13,7 @@ from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.requests import ReplicaRequests
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.request import Requests
+from nanoinfer.runner.first_launch import make_context, read_triton
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,10 @@ class Start:
         return self
 
     def spawn(self, config: Config) -> None:
-        """Start the processes that the options ask for."""
+        """Start the processes that the options ask for. Let this process's GPU begin, if it computes."""
+        if config.device == "cuda" and config.data_parallel_size == 1 and config.starts_ranks:
+            make_context(config.device_of(0).index)
+            read_triton()
         with delayed_interrupt():
             if config.data_parallel_size > 1:
                 self._others = Replicas(config)

@@ -23,6 +23,7 @@ from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.kernels.launch import recording
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes, sharing_batch_sizes
+from nanoinfer.runner.first_launch import read_triton
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
@@ -71,6 +72,8 @@ class ModelRunner:
         processes = tp.size * config.data_parallel_size
         if config.device == "cpu" and processes > 1 and config.starts_ranks:
             torch.set_num_threads(_share_of_threads(processes))
+        if config.device == "cuda":
+            read_triton()
         try:
             with self._current_device(), named_memory_errors(config, self.device):
                 self._load()
@@ -92,6 +95,8 @@ class ModelRunner:
         most_tokens = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens, self.has_host)
         self.holdings.weights.load(config)
+        if config.device == "cuda":
+            read_triton().join()
         shape = config.max_num_seqs, self.holdings.model.num_ids
         self.logits = torch.empty(shape, dtype=config.torch_head_dtype, device=self.device)
         if config.is_in_order:  # after what stays: it leaves free memory that goes back whole
