@@ -3,12 +3,15 @@
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from nanoinfer.engine.ranks.workers import WorkerError
-from nanoinfer.llm import LLM
-from nanoinfer.logprob import LogProb
-from nanoinfer.requests.outputs import RequestOutput, SampleOutput, Score, StreamOutput, Timings
-from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.trainer.reference import reference
+from nanoinfer.imports import no_collection
+
+with no_collection():
+    from nanoinfer.engine.ranks.workers import WorkerError
+    from nanoinfer.llm import LLM
+    from nanoinfer.logprob import LogProb
+    from nanoinfer.requests.outputs import RequestOutput, SampleOutput, Score, StreamOutput, Timings
+    from nanoinfer.sampling_params import SamplingParams
+    from nanoinfer.trainer.reference import reference
 
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled" / "shakespeare-qwen3")
 """The folder of a small Qwen3 that ships with the package."""

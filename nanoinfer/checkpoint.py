@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int
 from nanoinfer.hints import ELSEWHERE
+from nanoinfer.imports import no_collection
 from nanoinfer.models import check_architectures
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def _read_config(folder: str) -> PretrainedConfig:
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot read its config.json: {error}") from error
     check_architectures(architectures)  # first: transformers may not know it, and cannot say what we support
-    from transformers import AutoConfig  # here, for ranks need not import it
+    with no_collection():
+        from transformers import AutoConfig  # here, for ranks need not import it
 
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -473,6 +473,46 @@ def test_what_only_longer_sequences_would_see_costs_nothing(
         short, long = (Config(folder, max_model_len=length).description for length in (longest, longest + 1))
         assert (short.window, short.long_from) == (None, None)
         assert (long.window, long.long_from) != (None, None)
+
+
+@pytest.mark.parametrize(
+    ("windows", "experts", "layers"),
+    [
+        ([None], None, [0]),
+        ([None] * 4, None, [0, 1]),
+        ([8, None, 8, None], None, [0, 1, 2]),
+        ([8, 8, None, 8], None, [0, 1, 2]),
+        ([None] * 4, [False, False, True, True], [0, 1, 2]),
+        ([8, 8, None, 8], [False, True, True, False], [0, 1, 2, 3]),
+    ],
+)
+def test_the_different_layers_are_the_first_and_the_first_of_each_kind_of_the_others(
+    windows: list[int | None],
+    experts: list[bool] | None,
+    layers: list[int],
+    family: Callable[[str], tuple[str, PreTrainedModel]],
+) -> None:
+    model = Config(family("qwen3moe")[0], device="cpu").description
+    made = None if experts is None else replace(model.experts, layers=tuple(experts))
+    ropes = model.ropes[:1] * len(windows)
+    changed = replace(model, num_layers=len(windows), windows=tuple(windows), ropes=ropes, experts=made)
+    assert changed.different_layers == layers
+
+
+def test_the_different_layers_run_alone(
+    family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
+) -> None:
+    folder, model = family("gemma3")
+    llm = make_llm(folder)
+    decoder, ran = llm.engine.ranks.runner.holdings.model, []
+    for layer, block in enumerate(decoder.blocks):
+        block.register_forward_pre_hook(lambda *_, layer=layer: ran.append(layer))
+    with decoder.one_of_each():
+        llm.generate([[1, 2]], greedy(2), use_tqdm=False)
+    assert ran == 2 * decoder.different_layers != 2 * list(range(decoder.num_layers))
+    with pytest.raises(KeyboardInterrupt), decoder.one_of_each():
+        raise KeyboardInterrupt
+    run(llm, model)
 
 
 @pytest.mark.parametrize(

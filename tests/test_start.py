@@ -1,4 +1,4 @@
-"""Other processes start before the checkpoint is read, and leave nothing behind if the LLM cannot be made."""
+"""Other processes and the GPU start before the checkpoint is read; nothing is left behind if the LLM cannot be made."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import alive, greedy, wait_until
+import torch
+from conftest import HAS_CUDA, alive, greedy, wait_until
+from triton.runtime import cache
 
 from nanoinfer import BUNDLED_MODEL, LLM, WorkerError
 from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.config import Config
+from nanoinfer.engine.ranks.workers import Workers
+from nanoinfer.replicas import start
+from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.start import Start
+from nanoinfer.runner import model_runner
+from nanoinfer.runner.first_launch import make_context, read_triton
 
 KINDS = {"replicas": {"data_parallel_size": 2}, "ranks": {"tensor_parallel_size": 2}}
 KILLED = """
@@ -144,3 +154,79 @@ def test_they_end_when_their_parent_is_killed(option: str, tmp_path: Path) -> No
         parent.kill()
     assert wait_until(lambda: not any(map(alive, pids)), 20)
     assert wait_until(lambda: not any(map(Path.exists, segments)), 20)
+
+
+class TestGPU:
+    """What the first launch waits for, threads do early."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self) -> Iterator[None]:
+        """A process has one thread for Triton: forget it."""
+        read_triton.cache_clear()
+        yield
+        read_triton.cache_clear()
+
+    def test_triton_is_read_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        reads: list[threading.Thread] = []
+        monkeypatch.setattr(cache, "triton_key", lambda: reads.append(threading.current_thread()))
+        threads = [read_triton() for _ in range(3)]
+        for thread in threads:
+            thread.join()
+        assert reads == [threads[0]]
+
+    def test_a_triton_without_that_function_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(cache, "triton_key")
+        read_triton().join()
+
+    @pytest.mark.skipif(HAS_CUDA, reason="there is a driver")
+    @pytest.mark.filterwarnings("error")
+    def test_without_a_driver_pytorch_tells_of_the_error(self) -> None:
+        make_context(0).join()
+
+    @pytest.mark.parametrize("options", [{}, *KINDS.values()])
+    def test_it_begins_where_this_process_computes(
+        self, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun: list[object] = []
+        monkeypatch.setattr(start, "make_context", begun.append)
+        monkeypatch.setattr(start, "read_triton", lambda: begun.append("triton"))
+        monkeypatch.setattr(Replicas, "__init__", lambda *_: None)
+        monkeypatch.setattr(Workers, "__init__", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with suppress(RuntimeError):
+            Config(BUNDLED_MODEL, device="cuda", **options, when_checked=lambda config: (Start().spawn(config), stop()))
+        assert begun == ([] if "data_parallel_size" in options else [0, "triton"])
+
+    def test_on_the_cpu_it_is_not_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in (start, model_runner):
+            monkeypatch.setattr(module, "read_triton", stop)
+        monkeypatch.setattr(start, "make_context", stop)
+        LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=8).close()
+
+    @pytest.mark.gpu
+    def test_pytorch_uses_the_context(self) -> None:
+        """And the LLM's kernels find Triton read."""
+        script = """
+from nanoinfer import BUNDLED_MODEL, LLM
+from nanoinfer.runner.first_launch import make_context, read_triton
+import torch
+from triton.runtime.cache import triton_key
+
+make_context(0).join()
+assert not torch.cuda.is_initialized()
+with LLM(BUNDLED_MODEL, device="cuda", num_kvcache_blocks=200):
+    pass
+assert triton_key.cache_info().misses == 1
+"""
+        subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def stop() -> None:
+    raise RuntimeError("stop")
+
+
+def test_imports_leave_the_collector_as_it_was() -> None:
+    for setting in ("enable", "disable"):
+        script = f"import gc; gc.{setting}(); import nanoinfer; assert gc.isenabled() == ({setting!r} == 'enable')"
+        subprocess.run([sys.executable, "-c", script], check=True)

@@ -9,6 +9,7 @@ Description says which norms, biases, windows and scales the model has. Only con
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -166,6 +167,7 @@ class Decoder(nn.Module):
         """head_dtype: the logits', and that of the matrix that computes them."""
         super().__init__()
         self.num_layers = model.num_layers
+        self.different_layers = model.different_layers
         self.num_kv_heads = share_of_heads(model.num_kv_heads, tp.size)
         self.head_dim = model.head_dim
         self.embedding = VocabParallelEmbedding(
@@ -211,6 +213,15 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x, residual = block(x, residual, context)
         return self.joint(x, residual)[0]
+
+    @contextmanager
+    def one_of_each(self) -> Iterator[None]:
+        """Let a forward pass run the different layers alone: it launches every kernel, and has no result."""
+        whole, self.blocks = self.blocks, nn.ModuleList(self.blocks[layer] for layer in self.different_layers)
+        try:
+            yield
+        finally:
+            self.blocks = whole
 
     def fix_order(self, sizes: list[int], tokens: int) -> None:
         """Let a GPU's products add up in the order of the inputs; raises ValueError if they cannot.

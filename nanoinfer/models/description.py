@@ -126,6 +126,13 @@ class Description:
     fp8: Fp8Format | None = None
 
     @property
+    def different_layers(self) -> list[int]:
+        """The first layer, which has nothing to add, and the first of each kind of the others."""
+        experts = [False] * self.num_layers if self.experts is None else self.experts.layers
+        kinds = list(zip(self.windows, self.ropes, experts, strict=True))
+        return [0, *(layer for layer in range(1, self.num_layers) if kinds.index(kinds[layer], 1) == layer)]
+
+    @property
     def window(self) -> int | None:
         """The largest window, if every layer has one, else None. No layer reads a key that is further back."""
         return max(window or 0 for window in self.windows) if all(self.windows) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing as mp
 import os
@@ -39,6 +40,7 @@ def run_replica(pipe: Connection, beats: Connection) -> None:
     """Live as one replica: start an engine for the Config that arrives, then do what arrives until "close"."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the LLM's process gets the Ctrl-C, and drops the requests
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now, see interrupts_blocked
+    gc.freeze()  # what is imported stays, so the collector need not look through it
     try:
         config: Config = pipe.recv()
     except (EOFError, OSError):  # the LLM's process is gone

@@ -183,8 +183,9 @@ class ModelRunner:
         steps = [(size, False) for size in sizes[:-1]] + [(size, True) for size in self._sharing_sizes]
         decode = [partial(self._try_decode, size, max_len, shares) for size, shares in steps if size in COMPILED_ROWS]
         largest = partial(self.steps.decode_rows, sizes[-1], max_len)
-        # The steps that run first have few kernels in common.
-        run_side_by_side([prefill, draw, largest, *decode[:1]], decode[1:], self.device)
+        with self.holdings.model.one_of_each():
+            # The steps that run first have few kernels in common.
+            run_side_by_side([prefill, draw, largest, *decode[:1]], decode[1:], self.device)
 
     def _try_decode(self, rows: int, max_len: int, shares: bool) -> None:
         """Run an empty decode step, and if products in FP8 are others in a graph, run it as for a graph, too."""

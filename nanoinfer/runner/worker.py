@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -25,6 +26,7 @@ def run_worker(rank: int, port: int, segment: str, semaphores: list[Semaphore], 
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets the Ctrl-C and ends the others
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now, see interrupts_blocked
+    gc.freeze()  # what is imported stays, so the collector need not look through it
     try:
         receiver = Receiver(segment, semaphores, rank - 1)
         threading.Thread(target=_live_with_parent, args=(receiver,), daemon=True).start()
