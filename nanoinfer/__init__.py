@@ -4,7 +4,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from nanoinfer.imports import no_collection
+from nanoinfer.own_gpu import make_own_context
 
+make_own_context()
 with no_collection():
     from nanoinfer.engine.ranks.workers import WorkerError
     from nanoinfer.llm import LLM

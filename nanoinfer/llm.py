@@ -60,6 +60,7 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         with Start() as start:
             self.config = Config(model, **options, when_checked=start.spawn)
+            start.begin(self.config)
             self.tokenizer = load_tokenizer(self.config)
             self.engine, self._requests = start.finish(self.config, self.tokenizer)
         self.memory = self.engine.memory

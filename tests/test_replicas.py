@@ -29,9 +29,10 @@ from nanoinfer.batch.job import Summary
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.own_gpu import VISIBLE
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.replicas import freight
-from nanoinfer.replicas.process import VISIBLE, ReplicaProcess, gpus_of
+from nanoinfer.replicas.process import ReplicaProcess, gpus_of
 from nanoinfer.replicas.replica import Life
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 400}

@@ -133,6 +133,14 @@ def test_a_captured_step_has_room_for_all_parts(rows: int, most: int) -> None:
     assert max_parts(captured) == max_parts(rows)
 
 
+def test_a_captured_step_has_few_rows_too_many() -> None:
+    sizes = graph_batch_sizes(400)
+    assert sizes == [1, 2, 4, 8, *range(16, 257, 16), 288, 320, 352, 384, 400]
+    assert sharing_batch_sizes(sizes) == [16, *range(32, 257, 32), 320, 384, 400]
+    assert graph_batch_sizes(3) == [1, 2, 3]
+    assert max(graph_batch_sizes(2000)) == 512
+
+
 def make_prefixes(rows: int, heads: int, k_cache: Tensor) -> SharedPrefixes:
     return SharedPrefixes(rows + 3, heads, k_cache)
 

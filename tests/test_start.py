@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,12 +23,14 @@ from triton.runtime import cache
 from nanoinfer import BUNDLED_MODEL, LLM, WorkerError
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
+from nanoinfer.driver import make_context
 from nanoinfer.engine.ranks.workers import Workers
+from nanoinfer.own_gpu import OWN_GPU, VISIBLE, started_for
 from nanoinfer.replicas import start
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.start import Start
 from nanoinfer.runner import model_runner
-from nanoinfer.runner.first_launch import make_context, read_triton
+from nanoinfer.runner.first_launch import read_triton
 
 KINDS = {"replicas": {"data_parallel_size": 2}, "ranks": {"tensor_parallel_size": 2}}
 KILLED = """
@@ -112,6 +115,14 @@ def test_a_fault_that_is_found_later_ends_them(options: dict[str, object], other
     others.check_gone()
 
 
+def test_a_tokenizer_that_cannot_be_read_ends_them(options: dict[str, object], others: Others, tmp_path: Path) -> None:
+    model = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    (model / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot load its tokenizer"):
+        LLM(str(model), **options)
+    others.check_gone()
+
+
 def test_an_interrupt_ends_them(options: dict[str, object], others: Others) -> None:
     others.act = lambda: os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -178,6 +189,44 @@ class TestGPU:
         monkeypatch.delattr(cache, "triton_key")
         read_triton().join()
 
+    @pytest.mark.parametrize("before", [None, "3,5"])
+    @pytest.mark.parametrize("visible", [None, "7,8"])
+    def test_a_process_is_started_for_one_gpu(
+        self, before: str | None, visible: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv(VISIBLE, raising=False)
+        if before is not None:
+            monkeypatch.setenv(VISIBLE, before)
+        with started_for(torch.device("cuda", 1), visible):
+            assert (os.environ.get(VISIBLE), os.environ[OWN_GPU]) == (visible or before, "1")
+        with started_for(torch.device("cpu")):
+            assert (os.environ.get(VISIBLE), os.environ.get(OWN_GPU)) == (before, None)
+        with suppress(RuntimeError), started_for(torch.device("cuda", 1), visible):
+            stop()
+        assert (os.environ.get(VISIBLE), os.environ.get(OWN_GPU)) == (before, None)
+
+    @pytest.mark.parametrize(("gpu", "expected"), [({OWN_GPU: "0"}, ["nanoinfer-context"]), ({}, [])])
+    def test_such_a_process_makes_its_context_while_it_imports_torch(
+        self, gpu: dict[str, str], expected: list[str]
+    ) -> None:
+        script = """
+import os, sys, threading
+
+class Noting(threading.Thread):
+    def start(self):
+        if "torch" not in sys.modules:
+            print(self.name)
+        super().start()
+
+threading.Thread = Noting
+import nanoinfer
+assert "NANOINFER_OWN_GPU" not in os.environ  # or processes that it starts would have it
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=os.environ | gpu, check=True, stdout=subprocess.PIPE, text=True
+        )
+        assert done.stdout.split() == expected
+
     @pytest.mark.skipif(HAS_CUDA, reason="there is a driver")
     @pytest.mark.filterwarnings("error")
     def test_without_a_driver_pytorch_tells_of_the_error(self) -> None:
@@ -209,7 +258,7 @@ class TestGPU:
         """And the LLM's kernels find Triton read."""
         script = """
 from nanoinfer import BUNDLED_MODEL, LLM
-from nanoinfer.runner.first_launch import make_context, read_triton
+from nanoinfer.driver import make_context
 import torch
 from triton.runtime.cache import triton_key
 

@@ -14,11 +14,10 @@ import torch
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.interrupts import delayed_interrupt, interrupts_blocked
 from nanoinfer.engine.ranks.workers import START_SECONDS, hint_of
+from nanoinfer.own_gpu import VISIBLE, started_for
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.replicas.messages import Failed, Message
 from nanoinfer.replicas.replica import run_replica
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class ReplicaProcess:
@@ -41,7 +40,7 @@ class ReplicaProcess:
         self._process: Any = context.Process(
             target=run_replica, args=(theirs, beats), name=f"nanoinfer-replica-{index}"
         )
-        with _visible(gpus_of(config, index)), interrupts_blocked():
+        with started_for(config.device_of(0), gpus_of(config, index)), interrupts_blocked():
             self._process.start()
         mp.process._children.discard(self._process)  # type: ignore[attr-defined]  # or exit would wait for it
         theirs.close()
@@ -142,18 +141,3 @@ def gpus_of(config: Config, index: int) -> str | None:
     names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     ranks = config.tensor_parallel_size
     return ",".join(name.strip() for name in names[index * ranks : (index + 1) * ranks])
-
-
-@contextmanager
-def _visible(gpus: str | None) -> Iterator[None]:
-    """Let a process that starts in the block see these GPUs alone, already when it imports the main module."""
-    before = os.environ.get(VISIBLE)
-    if gpus is not None:
-        os.environ[VISIBLE] = gpus
-    try:
-        yield
-    finally:
-        if gpus is not None and before is None:
-            del os.environ[VISIBLE]
-        elif before is not None:
-            os.environ[VISIBLE] = before

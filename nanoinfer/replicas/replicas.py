@@ -74,13 +74,16 @@ class Replicas:
             raise
 
     def begin(self, config: Config) -> None:
-        """Start all engines. Raises the ValueError of one that cannot start, or WorkerError if one dies."""
+        """Let all engines start; `wait_until_ready` tells how that ended."""
         self._config = copy(config)  # LLM writes into its own
+        for process in self._processes.values():
+            process.begin(self._config)
+
+    def wait_until_ready(self) -> None:
+        """Wait for all engines. Raises the ValueError of one that cannot start, or WorkerError if one dies."""
+        plans: list[MemoryPlan] = []
         try:
-            for process in self._processes.values():
-                process.begin(self._config)
-            plans: list[MemoryPlan] = []
-            while len(plans) < config.data_parallel_size:
+            while len(plans) < len(self._processes):
                 plans += self._receive()
         except BaseException:
             self._finalizer()

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import Config
+from nanoinfer.driver import make_context
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.interrupts import delayed_interrupt
 from nanoinfer.engine.ranks.workers import Workers
@@ -13,7 +14,7 @@ from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.requests import ReplicaRequests
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.request import Requests
-from nanoinfer.runner.first_launch import make_context, read_triton
+from nanoinfer.runner.first_launch import read_triton
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,10 +43,15 @@ class Start:
             elif config.tensor_parallel_size > 1 and config.starts_ranks:
                 self._others = Workers(config)
 
-    def finish(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests]:
-        """Start an engine in this process, or one in each replica; returns it, and its requests."""
+    def begin(self, config: Config) -> None:
+        """Let replicas start their engines, which takes them longer than this process needs for the tokenizer."""
         if isinstance(self._others, Replicas):
             self._others.begin(config)
+
+    def finish(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests]:
+        """Start an engine in this process, or wait for those of the replicas; returns it, and its requests."""
+        if isinstance(self._others, Replicas):
+            self._others.wait_until_ready()
             return self._others, ReplicaRequests(self._others, config, tokenizer)
         engine = LLMEngine(config, self._others)
         return engine, Requests(engine, tokenizer)

@@ -11,6 +11,7 @@ from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
 from nanoinfer.grammar import Grammar, Grammars
 from nanoinfer.hub import has_tokenizer
+from nanoinfer.imports import no_collection
 from nanoinfer.requests.detokenizer import decoder
 from nanoinfer.sampling_params import SamplingParams
 
@@ -373,7 +374,8 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
     option, folder = ("model", config.model) if config.tokenizer is None else ("tokenizer", config.tokenizer)
     if not has_tokenizer(folder):
         return None
-    from transformers import AutoTokenizer  # here, for ranks need not import it
+    with no_collection():
+        from transformers import AutoTokenizer  # here, for ranks need not import it
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -14,9 +14,9 @@ SHARING_ROWS = (16, *range(32, 256, 32), *range(256, 512, 64))
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, then every 16 up to max_num_seqs, itself included; never beyond MAX_GRAPH_ROWS."""
+    """1, 2, 4, 8, every 16 up to 256, then every 32 up to max_num_seqs, itself included; at most MAX_GRAPH_ROWS."""
     largest = min(max_num_seqs, MAX_GRAPH_ROWS)
-    sizes = [size for size in (1, 2, 4, 8, *range(16, largest, 16)) if size < largest]
+    sizes = [size for size in (1, 2, 4, 8, *range(16, 256, 16), *range(256, largest, 32)) if size < largest]
     return [*sizes, largest]
 
 

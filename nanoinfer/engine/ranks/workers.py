@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.interrupts import interrupts_blocked
+from nanoinfer.own_gpu import started_for
 from nanoinfer.parallel.channel import BEAT_SECONDS, Sender
 from nanoinfer.parallel.patience import patience
 from nanoinfer.runner.worker import run_worker
@@ -62,7 +63,7 @@ class Workers:
                     name=f"nanoinfer-rank-{rank}",
                     daemon=True,
                 )
-                with interrupts_blocked():
+                with started_for(config.device_of(rank)), interrupts_blocked():
                     process.start()
                 mp.process._children.discard(process)  # type: ignore[attr-defined]  # or a fork would end it at exit
                 writing.close()
