@@ -3,10 +3,10 @@
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from nanoinfer.imports import no_collection
-from nanoinfer.own_gpu import make_own_context
+from nanoinfer.collector import no_collection
+from nanoinfer.first_launch import begin_own
 
-make_own_context()
+begin_own()
 with no_collection():
     from nanoinfer.engine.ranks.workers import WorkerError
     from nanoinfer.llm import LLM

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int
+from nanoinfer.collector import no_collection
 from nanoinfer.hints import ELSEWHERE
-from nanoinfer.imports import no_collection
 from nanoinfer.models import check_architectures
 
 if TYPE_CHECKING:

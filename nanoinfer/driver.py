@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-from contextlib import suppress
 from typing import Any
 
 
@@ -15,21 +13,3 @@ def call(name: str, *args: Any) -> None:
         error = ctypes.c_char_p()
         library.cuGetErrorString(code, ctypes.byref(error))
         raise RuntimeError(f"{name} failed with CUDA driver error {code}: {(error.value or b'unknown error').decode()}")
-
-
-def make_context(device: int) -> threading.Thread:
-    """Let a thread make the CUDA context that PyTorch will use, and return the thread.
-
-    PyTorch's own first call makes it, too, but holds the GIL meanwhile, and it tells of errors.
-
-    device: its number
-    """
-
-    def make() -> None:
-        with suppress(OSError, RuntimeError):
-            call("cuInit", 0)
-            call("cuDevicePrimaryCtxRetain", ctypes.byref(ctypes.c_void_p()), device)
-
-    thread = threading.Thread(target=make, name="nanoinfer-context", daemon=True)
-    thread.start()
-    return thread

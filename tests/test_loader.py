@@ -11,13 +11,14 @@ import torch
 from conftest import Oracle, greedy, safetensors_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from nanoinfer import LLM
 from nanoinfer.config import Config
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights import pinned
 from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource
 
@@ -251,3 +252,67 @@ def test_dummy_weights_need_no_checkpoint(make_llm: Callable[..., LLM], make_qwe
     llm = make_llm(folder, load_format="dummy")
     outputs = llm.generate([[5], [6]], greedy(8, ignore_eos=True), use_tqdm=False)
     assert [len(output["token_ids"]) for output in outputs] == [8, 8]
+
+
+class TestUploads:
+    """Files go to a GPU through pinned buffers."""
+
+    @pytest.mark.parametrize("shape", [(), (1,), (100,), (3, 5), (5, 33), (2, 3, 50), (4, 0)])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_parts_fit_a_buffer_and_are_all(
+        self, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pinned, "BUFFER_BYTES", 64)
+        source = torch.randn(shape, dtype=dtype)
+        target = torch.zeros_like(source)
+        parts = list(pinned._parts_of(target, source))
+        for some, filling in parts:
+            assert filling.nbytes <= 64
+            some += filling
+        assert torch.equal(target, source)
+        assert len(parts) <= 1 + 3 * source.nbytes // 64
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("at_once", [1, 1 << 20])
+    def test_all_kinds_of_tensors(self, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of other dtypes, slices of columns, larger than a buffer, for what is no tensor; many."""
+        monkeypatch.setattr(pinned, "BUFFER_BYTES", 1 << 12)
+        monkeypatch.setattr(pinned, "BYTES_AT_ONCE", at_once)
+        sources = [
+            torch.randn(300, 200).bfloat16(),
+            torch.randn(3000),
+            torch.randn(64, 100)[:, 25:75],
+            torch.randn(2, 2000, 3)[1],
+            torch.randn(20, 3000).half(),
+            torch.tensor(3.0),
+            *(torch.randn(10, 10).to(torch.float8_e4m3fn) for _ in range(50)),
+        ]
+        filled: list[Tensor] = [torch.zeros(source.shape, dtype=torch.bfloat16, device="cuda") for source in sources]
+        uploads = pinned.Uploads(torch.device("cuda", 0))
+        for target, source in zip(filled, sources, strict=True):
+            uploads.add(target, source)
+        own = Quantized(torch.zeros(300, 200, device="cuda"))
+        uploads.add(own, sources[0])
+        uploads.finish()
+        uploads.finish()  # nothing waits
+        for target, source in zip(filled, sources, strict=True):
+            assert torch.equal(target.cpu(), source.bfloat16())
+        assert torch.equal(own.numbers.cpu(), 2 * sources[0].float())
+
+    @pytest.mark.gpu
+    def test_an_error_is_raised(self) -> None:
+        uploads = pinned.Uploads(torch.device("cuda", 0))
+        uploads.add(torch.zeros(3, device="cuda"), torch.zeros(4))
+        with pytest.raises(RuntimeError, match="size"):
+            uploads.finish()
+
+
+class Quantized:
+    """A target that is no tensor."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+
+    def copy_(self, values: Tensor) -> None:
+        assert values.is_cuda
+        self.numbers.copy_(2 * values.float())

@@ -20,17 +20,14 @@ import torch
 from conftest import HAS_CUDA, alive, greedy, wait_until
 from triton.runtime import cache
 
-from nanoinfer import BUNDLED_MODEL, LLM, WorkerError
+from nanoinfer import BUNDLED_MODEL, LLM, WorkerError, first_launch
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
-from nanoinfer.driver import make_context
 from nanoinfer.engine.ranks.workers import Workers
-from nanoinfer.own_gpu import OWN_GPU, VISIBLE, started_for
-from nanoinfer.replicas import start
+from nanoinfer.first_launch import OWN_GPU, VISIBLE, make_context, read_triton, started_for
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.start import Start
 from nanoinfer.runner import model_runner
-from nanoinfer.runner.first_launch import read_triton
 
 KINDS = {"replicas": {"data_parallel_size": 2}, "ranks": {"tensor_parallel_size": 2}}
 KILLED = """
@@ -205,18 +202,16 @@ class TestGPU:
             stop()
         assert (os.environ.get(VISIBLE), os.environ.get(OWN_GPU)) == (before, None)
 
-    @pytest.mark.parametrize(("gpu", "expected"), [({OWN_GPU: "0"}, ["nanoinfer-context"]), ({}, [])])
-    def test_such_a_process_makes_its_context_while_it_imports_torch(
-        self, gpu: dict[str, str], expected: list[str]
-    ) -> None:
+    @pytest.mark.parametrize(("gpu", "expected"), [({OWN_GPU: "0"}, ["make", "triton_key"]), ({}, [])])
+    def test_such_a_process_begins_while_it_imports_torch(self, gpu: dict[str, str], expected: list[str]) -> None:
         script = """
 import os, sys, threading
 
 class Noting(threading.Thread):
-    def start(self):
+    def __init__(self, target, **how):
         if "torch" not in sys.modules:
-            print(self.name)
-        super().start()
+            print(target.__name__)
+        super().__init__(target=target, **how)
 
 threading.Thread = Noting
 import nanoinfer
@@ -237,20 +232,18 @@ assert "NANOINFER_OWN_GPU" not in os.environ  # or processes that it starts woul
         self, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun: list[object] = []
-        monkeypatch.setattr(start, "make_context", begun.append)
-        monkeypatch.setattr(start, "read_triton", lambda: begun.append("triton"))
+        monkeypatch.setattr(first_launch, "begin", begun.append)
         monkeypatch.setattr(Replicas, "__init__", lambda *_: None)
         monkeypatch.setattr(Workers, "__init__", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         with suppress(RuntimeError):
             Config(BUNDLED_MODEL, device="cuda", **options, when_checked=lambda config: (Start().spawn(config), stop()))
-        assert begun == ([] if "data_parallel_size" in options else [0, "triton"])
+        assert begun == ([] if "data_parallel_size" in options else [0])
 
     def test_on_the_cpu_it_is_not_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (start, model_runner):
-            monkeypatch.setattr(module, "read_triton", stop)
-        monkeypatch.setattr(start, "make_context", stop)
+        monkeypatch.setattr(model_runner, "read_triton", stop)
+        monkeypatch.setattr(first_launch, "begin", stop)
         LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=8).close()
 
     @pytest.mark.gpu
@@ -258,7 +251,7 @@ assert "NANOINFER_OWN_GPU" not in os.environ  # or processes that it starts woul
         """And the LLM's kernels find Triton read."""
         script = """
 from nanoinfer import BUNDLED_MODEL, LLM
-from nanoinfer.driver import make_context
+from nanoinfer.first_launch import make_context
 import torch
 from triton.runtime.cache import triton_key
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from nanoinfer import first_launch
 from nanoinfer.config import Config
-from nanoinfer.driver import make_context
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.interrupts import delayed_interrupt
 from nanoinfer.engine.ranks.workers import Workers
@@ -14,7 +14,6 @@ from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.requests import ReplicaRequests
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.request import Requests
-from nanoinfer.runner.first_launch import read_triton
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,8 +34,7 @@ class Start:
     def spawn(self, config: Config) -> None:
         """Start the processes that the options ask for. Let this process's GPU begin, if it computes."""
         if config.device == "cuda" and config.data_parallel_size == 1 and config.starts_ranks:
-            make_context(config.device_of(0).index)
-            read_triton()
+            first_launch.begin(config.device_of(0).index)
         with delayed_interrupt():
             if config.data_parallel_size > 1:
                 self._others = Replicas(config)

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend, make_backend
 from nanoinfer.attention.in_order_backend import InOrderBackend
+from nanoinfer.collector import no_collection
 from nanoinfer.config import Config
+from nanoinfer.first_launch import read_triton
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.kernels.launch import recording
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes, sharing_batch_sizes
-from nanoinfer.runner.first_launch import read_triton
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
@@ -207,7 +208,8 @@ class ModelRunner:
             self.steps.decode_rows(rows, self.config.max_model_len, shares)
 
         if sizes := self._graph_sizes:
-            self.graphs = DecodeGraphs(sizes, self._sharing_sizes, decode)
+            with no_collection():
+                self.graphs = DecodeGraphs(sizes, self._sharing_sizes, decode)
 
     @property
     def _graph_sizes(self) -> list[int]:

@@ -146,3 +146,9 @@ def table_of(model: nn.Module) -> Table:
             for shard in module.shards():
                 table.setdefault(shard.name, []).append(shard)
     return table
+
+
+def device_of(table: Table) -> torch.device:
+    """Return where the model's weights are."""
+    targets = (shard.target for shards in table.values() for shard in shards)
+    return next((target.device for target in targets if isinstance(target, Tensor)), torch.device("cpu"))

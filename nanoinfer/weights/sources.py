@@ -16,8 +16,9 @@ from torch import Tensor
 
 from nanoinfer.checks import short
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
+from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import Roll
-from nanoinfer.weights.shards import Table
+from nanoinfer.weights.shards import Table, device_of
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
@@ -82,13 +83,15 @@ class FileSource:
         roll.check(whole=True)
 
     def copy(self, table: Table) -> list[str]:
-        """Copy tensors, which fit, straight from the mapped files into their targets; returns the tensors' names."""
+        """Copy tensors, which fit, from the mapped files into their targets; returns the tensors' names."""
         copied = []
+        uploads = Uploads(device_of(table))
         for name, tensor, _ in self._tensors():
             if name in table:
                 for shard in table[name]:
-                    shard.target.copy_(tensor[...] if shard.takes_all else tensor[shard.index])
+                    uploads.add(shard.target, tensor[...] if shard.takes_all else tensor[shard.index])
                 copied.append(name)
+        uploads.finish()
         return copied
 
     def has_own_head(self, head: str, embedding: str) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.interrupts import interrupts_blocked
-from nanoinfer.own_gpu import started_for
+from nanoinfer.first_launch import started_for
 from nanoinfer.parallel.channel import BEAT_SECONDS, Sender
 from nanoinfer.parallel.patience import patience
 from nanoinfer.runner.worker import run_worker

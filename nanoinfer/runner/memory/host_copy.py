@@ -1,13 +1,9 @@
-"""HostCopy: what device memory held, in host memory.
-
-Pinning takes half a second for each GiB. So only small buffers are pinned, and threads copy between them and the rest.
-"""
+"""HostCopy: what device memory held, in host memory."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 
@@ -15,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BUFFER_BYTES = 16 << 20
-NUM_THREADS = 16  # each with a pinned buffer: while some wait for the device, others copy
+from nanoinfer.weights.pinned import BUFFER_BYTES, copy_parts
 
 
 class HostCopy:
@@ -37,33 +32,23 @@ class HostCopy:
         """Copy from the device, [bytes] uint8."""
 
         def save_part(part: slice, buffer: Tensor) -> None:
-            buffer.copy_(content[part], non_blocking=True)
+            staged = buffer[: part.stop - part.start]
+            staged.copy_(content[part], non_blocking=True)
             torch.cuda.current_stream().synchronize()
-            np.copyto(self._bytes[part], buffer.numpy())
+            np.copyto(self._bytes[part], staged.numpy())
 
-        self._for_all_parts(save_part)
+        self._copy_parts(save_part)
 
     def restore(self, content: Tensor) -> None:
         """Copy to the device what `save` has copied."""
 
         def restore_part(part: slice, buffer: Tensor) -> None:
-            np.copyto(buffer.numpy(), self._bytes[part])
-            content[part].copy_(buffer, non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+            staged = buffer[: part.stop - part.start]
+            np.copyto(staged.numpy(), self._bytes[part])
+            content[part].copy_(staged, non_blocking=True)
 
-        self._for_all_parts(restore_part)
+        self._copy_parts(restore_part)
 
-    def _for_all_parts(self, copy: Callable[[slice, Tensor], None]) -> None:
-        """Call `copy` with each part of the bytes and a pinned buffer of its size, on several threads."""
+    def _copy_parts(self, copy: Callable[[slice, Tensor], None]) -> None:
         edges = [*range(0, len(self._bytes), BUFFER_BYTES), len(self._bytes)]
-        parts = [slice(start, end) for start, end in pairwise(edges)]
-        torch.cuda.current_stream(self._device).synchronize()  # the threads have streams of their own
-
-        def work(thread: int) -> None:
-            with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
-                buffer = torch.empty(min(BUFFER_BYTES, len(self._bytes)), dtype=torch.uint8, pin_memory=True)
-                for part in parts[thread::NUM_THREADS]:
-                    copy(part, buffer[: part.stop - part.start])
-
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            list(pool.map(work, range(min(NUM_THREADS, len(parts)))))
+        copy_parts([slice(*ends) for ends in pairwise(edges)], copy, len(self._bytes), self._device)

@@ -1,4 +1,4 @@
-"""Imports in less time."""
+"""The garbage collector pauses where it would only look."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Enclose imports. They make many objects and hardly any garbage, for which Python would look all the time."""
+    """Enclose what makes many objects and hardly any garbage, such as imports."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

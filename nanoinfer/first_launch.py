@@ -1,0 +1,85 @@
+"""What a process's first launch of a kernel waits for. Threads begin it early, while the process imports and reads."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from nanoinfer.driver import call
+
+if TYPE_CHECKING:  # its import takes long, and here comes before
+    import torch
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+OWN_GPU = "NANOINFER_OWN_GPU"  # its number, among those that are visible
+
+
+@functools.cache
+def read_triton() -> threading.Thread:
+    """Let a thread hash Triton's own files, half a gigabyte, and return the thread. A process has one.
+
+    Triton names compiled kernels by this hash, and keeps it. Without it, all threads that launch would compute it.
+    """
+    from triton.runtime import cache  # here, for processes on the CPU need no Triton before torch
+
+    return _start(getattr(cache, "triton_key", lambda: None))  # other versions of Triton may have no such function
+
+
+def make_context(device: int) -> threading.Thread:
+    """Let a thread make the CUDA context that PyTorch will use, and return the thread.
+
+    PyTorch's own first call makes it, too, but holds the GIL meanwhile, and it tells of errors.
+
+    device: its number
+    """
+
+    def make() -> None:
+        with suppress(OSError, RuntimeError):
+            call("cuInit", 0)
+            call("cuDevicePrimaryCtxRetain", ctypes.byref(ctypes.c_void_p()), device)
+
+    return _start(make)
+
+
+def begin(device: int) -> None:
+    """Begin both, for one GPU."""
+    make_context(device)
+    read_triton()
+
+
+@contextmanager
+def started_for(device: torch.device, visible: str | None = None) -> Iterator[None]:
+    """Start processes in the block for a device. If it is a GPU, they begin both while they import the rest.
+
+    visible: the GPUs that they see, already when they import the main module, as CUDA_VISIBLE_DEVICES names them;
+        None: those that this process sees
+    """
+    before = {name: os.environ.get(name) for name in (VISIBLE, OWN_GPU)}
+    if visible is not None:
+        os.environ[VISIBLE] = visible
+    if device.type == "cuda":
+        os.environ[OWN_GPU] = str(device.index)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def begin_own() -> None:
+    """Begin both if this process was started for a GPU."""
+    if (gpu := os.environ.pop(OWN_GPU, None)) is not None:
+        begin(int(gpu))
+
+
+def _start(target: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=target, name="nanoinfer-first-launch", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,105 @@
+"""Copies between the host's memory and a GPU's, by threads with pinned buffers.
+
+A GPU copies pinned memory several times as fast as other memory. But pinning takes half a second for each GiB. So only
+small buffers are pinned, and threads copy between them and the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoinfer.weights.shards import Target, Written
+
+BUFFER_BYTES = 16 << 20
+NUM_THREADS = 16  # each with a buffer: while some wait for the device, others copy
+BYTES_AT_ONCE = 512 << 20  # of tensors that wait for each other
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16
+
+Part = TypeVar("Part")
+
+
+def copy_parts(
+    parts: Sequence[Part], copy: Callable[[Part, Tensor], object], num_bytes: int, device: torch.device
+) -> None:
+    """Call `copy` with each part and a pinned buffer, [at most BUFFER_BYTES] uint8, on several threads.
+
+    Each thread has a stream of its own. It uses its buffer again once the device has done what `copy` launched.
+
+    num_bytes: of all parts together
+    """
+    torch.cuda.current_stream(device).synchronize()  # the threads' streams do not wait for it
+    left = iter(parts)  # the threads share it
+
+    def work(_: int) -> None:
+        with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
+            buffer = torch.empty(min(BUFFER_BYTES, num_bytes), dtype=torch.uint8, pin_memory=True)
+            for part in left:
+                copy(part, buffer)
+                torch.cuda.current_stream().synchronize()
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        list(pool.map(work, range(min(NUM_THREADS, len(parts)))))
+
+
+class Uploads:
+    """Copies from the host to where a model's weights are. On a GPU, tensors wait until they are many."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._parts: list[tuple[Tensor, Tensor]] = []  # of what is copied, and where to
+        self._num_bytes = 0
+        self._written: list[tuple[Written, Tensor]] = []  # targets that are no tensors, and what fills them
+
+    def add(self, target: Target, source: Tensor) -> None:
+        """Copy a tensor of the target's shape, at once or later. Nobody may change it before `finish`."""
+        if self._device.type == "cpu":
+            target.copy_(source)
+            return
+        if not isinstance(target, Tensor):
+            staged = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+            self._written.append((target, staged))
+            target = staged
+        self._parts += _parts_of(target, source)
+        self._num_bytes += source.nbytes
+        if self._num_bytes >= BYTES_AT_ONCE:
+            self.finish()
+
+    def finish(self) -> None:
+        """Copy what waits."""
+        parts, num_bytes, written = self._parts, self._num_bytes, self._written
+        self._parts, self._num_bytes, self._written = [], 0, []
+        if parts:
+            copy_parts(parts, _upload, num_bytes, self._device)
+        for target, staged in written:
+            target.copy_(staged)
+
+
+def _parts_of(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows of both tensors that fit a buffer. A row that does not fit is cut, too."""
+    if source.nbytes <= BUFFER_BYTES:
+        yield target, source
+        return
+    rows = BUFFER_BYTES // source[0].nbytes
+    if rows == 0:
+        for pair in zip(target, source, strict=True):
+            yield from _parts_of(*pair)
+    else:
+        yield from zip(target.split(rows), source.split(rows), strict=True)
+
+
+def _upload(part: tuple[Tensor, Tensor], buffer: Tensor) -> None:
+    target, source = part
+    staged = buffer[: source.nbytes].view(source.dtype).view(source.shape)
+    np.copyto(_as_array(staged), _as_array(source))
+    target.copy_(staged, non_blocking=True)
+
+
+def _as_array(numbers: Tensor) -> np.ndarray:
+    array: np.ndarray = numbers.view(INTEGERS[numbers.itemsize]).numpy()
+    return array
