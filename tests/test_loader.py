@@ -278,6 +278,7 @@ class TestUploads:
         """Of other dtypes, slices of columns, larger than a buffer, for what is no tensor; many."""
         monkeypatch.setattr(pinned, "BUFFER_BYTES", 1 << 12)
         monkeypatch.setattr(pinned, "BYTES_AT_ONCE", at_once)
+        monkeypatch.setattr(pinned, "STAGED_AT_ONCE", at_once)
         sources = [
             torch.randn(300, 200).bfloat16(),
             torch.randn(3000),

@@ -12,7 +12,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
@@ -119,12 +118,8 @@ class Replica:
     """One engine and its requests, which are tasks of the LLM's process."""
 
     def __init__(self, config: Config, pipe: Connection, outbox: Outbox, life: Life) -> None:
-        with ThreadPoolExecutor(1, "nanoinfer-tokenizer") as pool:
-            loading = pool.submit(load_tokenizer, config)
-            if config.device == "cpu":  # where an engine's start times steps
-                loading.result()
-            self.engine = LLMEngine(config)
-        tokenizer = loading.result()
+        self.engine = LLMEngine(config)
+        tokenizer = load_tokenizer(config)
         self._requests = Requests(self.engine, tokenizer)
         self._inputs = Inputs(config, tokenizer)
         self._pipe, self._outbox, self._life = pipe, outbox, life

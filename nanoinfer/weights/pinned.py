@@ -18,7 +18,8 @@ from nanoinfer.weights.shards import Target, Written
 
 BUFFER_BYTES = 16 << 20
 NUM_THREADS = 16  # each with a buffer: while some wait for the device, others copy
-BYTES_AT_ONCE = 512 << 20  # of tensors that wait for each other
+BYTES_AT_ONCE = 4 << 30  # of tensors that wait for each other: they are in files, which are mapped
+STAGED_AT_ONCE = 512 << 20  # bytes of those among them that take the GPU's memory twice
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16
 
 Part = TypeVar("Part")
@@ -53,7 +54,7 @@ class Uploads:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._parts: list[tuple[Tensor, Tensor]] = []  # of what is copied, and where to
-        self._num_bytes = 0
+        self._num_bytes = self._num_staged = 0
         self._written: list[tuple[Written, Tensor]] = []  # targets that are no tensors, and what fills them
 
     def add(self, target: Target, source: Tensor) -> None:
@@ -64,16 +65,17 @@ class Uploads:
         if not isinstance(target, Tensor):
             staged = torch.empty(source.shape, dtype=source.dtype, device=self._device)
             self._written.append((target, staged))
+            self._num_staged += staged.nbytes
             target = staged
         self._parts += _parts_of(target, source)
         self._num_bytes += source.nbytes
-        if self._num_bytes >= BYTES_AT_ONCE:
+        if self._num_bytes >= BYTES_AT_ONCE or self._num_staged >= STAGED_AT_ONCE:
             self.finish()
 
     def finish(self) -> None:
         """Copy what waits."""
         parts, num_bytes, written = self._parts, self._num_bytes, self._written
-        self._parts, self._num_bytes, self._written = [], 0, []
+        self._parts, self._num_bytes, self._num_staged, self._written = [], 0, 0, []
         if parts:
             copy_parts(parts, _upload, num_bytes, self._device)
         for target, staged in written:
