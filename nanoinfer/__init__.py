@@ -6,7 +6,7 @@ from pathlib import Path
 from nanoinfer.collector import no_collection
 from nanoinfer.first_launch import begin_own
 
-begin_own()
+begin_own()  # before the imports that take long
 with no_collection():
     from nanoinfer.engine.ranks.workers import WorkerError
     from nanoinfer.llm import LLM

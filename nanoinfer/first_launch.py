@@ -47,14 +47,14 @@ def make_context(device: int) -> threading.Thread:
 
 
 def begin(device: int) -> None:
-    """Begin both, for one GPU."""
+    """Make the context of a GPU, and read Triton."""
     make_context(device)
     read_triton()
 
 
 @contextmanager
 def started_for(device: torch.device, visible: str | None = None) -> Iterator[None]:
-    """Start processes in the block for a device. If it is a GPU, they begin both while they import the rest.
+    """Start processes in the block for a device. If it is a GPU, they call `begin` before they import the rest.
 
     visible: the GPUs that they see, already when they import the main module, as CUDA_VISIBLE_DEVICES names them;
         None: those that this process sees
@@ -74,7 +74,7 @@ def started_for(device: torch.device, visible: str | None = None) -> Iterator[No
 
 
 def begin_own() -> None:
-    """Begin both if this process was started for a GPU."""
+    """Call `begin` if this process was started for a GPU."""
     if (gpu := os.environ.pop(OWN_GPU, None)) is not None:
         begin(int(gpu))
 
