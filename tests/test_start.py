@@ -47,6 +47,15 @@ if __name__ == "__main__":
     Checkpoint.open = hold
     LLM(BUNDLED_MODEL, device="cpu", **{sys.argv[1]: 2})
 """
+SILENT = """
+import sys
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+
+if __name__ == "__main__":
+    with LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=8, **{sys.argv[1]: 2}) as llm:
+        llm.generate(["To be"], SamplingParams(max_tokens=4), use_tqdm=False)
+    print("done")
+"""
 
 
 @pytest.fixture(params=KINDS)
@@ -162,6 +171,15 @@ def test_they_end_when_their_parent_is_killed(option: str, tmp_path: Path) -> No
         parent.kill()
     assert wait_until(lambda: not any(map(alive, pids)), 20)
     assert wait_until(lambda: not any(map(Path.exists, segments)), 20)
+
+
+@pytest.mark.parametrize("option", [option for kind in KINDS.values() for option in kind])
+def test_they_end_without_a_word(option: str, tmp_path: Path) -> None:
+    """Some versions of Triton tell of what is left when a process ends."""
+    script = tmp_path / "script.py"
+    script.write_text(SILENT)
+    done = subprocess.run([sys.executable, script, option], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == "done\n"
 
 
 class TestGPU:

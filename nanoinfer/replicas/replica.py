@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import multiprocessing as mp
 import os
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from nanoinfer.collector import frozen
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
@@ -36,11 +36,11 @@ from nanoinfer.weights.sources import FileSource, TensorSource
 QUIET_SECONDS = 0.1  # without a report, while requests run
 
 
+@frozen()  # what is imported stays
 def run_replica(pipe: Connection, beats: Connection) -> None:
     """Live as one replica: start an engine for the Config that arrives, then do what arrives until "close"."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the LLM's process gets the Ctrl-C, and drops the requests
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now, see interrupts_blocked
-    gc.freeze()  # what is imported stays, so the collector need not look through it
     try:
         config: Config = pipe.recv()
     except (EOFError, OSError):  # the LLM's process is gone

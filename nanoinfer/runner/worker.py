@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing as mp
 import os
 import signal
@@ -13,12 +12,14 @@ from multiprocessing.synchronize import Semaphore
 
 import torch.distributed as dist
 
+from nanoinfer.collector import frozen
 from nanoinfer.config import Config
 from nanoinfer.parallel.channel import BEAT_SECONDS, Receiver
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.model_runner import ModelRunner
 
 
+@frozen()  # what is imported stays
 def run_worker(rank: int, port: int, segment: str, semaphores: list[Semaphore], errors: Connection) -> None:
     """Live as one rank: build a ModelRunner together with rank 0, then call the methods that arrive until "close".
 
@@ -26,7 +27,6 @@ def run_worker(rank: int, port: int, segment: str, semaphores: list[Semaphore], 
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets the Ctrl-C and ends the others
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until now, see interrupts_blocked
-    gc.freeze()  # what is imported stays, so the collector need not look through it
     try:
         receiver = Receiver(segment, semaphores, rank - 1)
         threading.Thread(target=_live_with_parent, args=(receiver,), daemon=True).start()
