@@ -4,9 +4,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from nanoinfer.collector import no_collection
-from nanoinfer.first_launch import begin_own
+from nanoinfer.first_launch import prepare_own
 
-begin_own()  # before the imports that take long
+prepare_own()  # before the imports that take long
 with no_collection():
     from nanoinfer.engine.ranks.workers import WorkerError
     from nanoinfer.llm import LLM

@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # its import takes long, and here comes before
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OWN_GPU = "NANOINFER_OWN_GPU"  # its number, among those that are visible
 
+_environment = threading.Lock()  # held while processes start in another environment than this process's own
+
 
 @functools.cache
 def read_triton() -> threading.Thread:
@@ -46,7 +48,7 @@ def make_context(device: int) -> threading.Thread:
     return _start(make)
 
 
-def begin(device: int) -> None:
+def prepare(device: int) -> None:
     """Make the context of a GPU, and read Triton."""
     make_context(device)
     read_triton()
@@ -54,29 +56,31 @@ def begin(device: int) -> None:
 
 @contextmanager
 def started_for(device: torch.device, visible: str | None = None) -> Iterator[None]:
-    """Start processes in the block for a device. If it is a GPU, they call `begin` before they import the rest.
+    """Start processes in the block for a device. If it is a GPU, they call `prepare` before they import the rest.
 
     visible: the GPUs that they see, already when they import the main module, as CUDA_VISIBLE_DEVICES names them;
         None: those that this process sees
     """
-    before = {name: os.environ.get(name) for name in (VISIBLE, OWN_GPU)}
+    theirs = {OWN_GPU: str(device.index)} if device.type == "cuda" else {}
     if visible is not None:
-        os.environ[VISIBLE] = visible
-    if device.type == "cuda":
-        os.environ[OWN_GPU] = str(device.index)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        theirs[VISIBLE] = visible
+    with _environment:
+        ours = {name: os.environ.get(name) for name in theirs}
+        os.environ.update(theirs)
+        try:
+            yield
+        finally:
+            for name, value in ours.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
-def begin_own() -> None:
-    """Call `begin` if this process was started for a GPU."""
+def prepare_own() -> None:
+    """Call `prepare` if this process was started for a GPU."""
     if (gpu := os.environ.pop(OWN_GPU, None)) is not None:
-        begin(int(gpu))
+        prepare(int(gpu))
 
 
 def _start(target: Callable[[], object]) -> threading.Thread:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,11 +306,80 @@ class TestUploads:
         assert torch.equal(own.numbers.cpu(), 2 * sources[0].float())
 
     @pytest.mark.gpu
+    def test_the_later_of_two_tensors_for_one_target_counts(self) -> None:
+        target = torch.zeros(4000, 5000, device="cuda")
+        uploads = pinned.Uploads(torch.device("cuda", 0))
+        for number in range(4):
+            uploads.add(target, torch.full((4000, 5000), float(number)))
+        uploads.finish()
+        assert (target == 3).all()
+
+    @pytest.mark.gpu
     def test_an_error_is_raised(self) -> None:
         uploads = pinned.Uploads(torch.device("cuda", 0))
         uploads.add(torch.zeros(3, device="cuda"), torch.zeros(4))
         with pytest.raises(RuntimeError, match="size"):
             uploads.finish()
+
+
+class TestThreads:
+    """Several copy parts at once."""
+
+    @pytest.fixture(autouse=True)
+    def no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Instead of a GPU."""
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **how: empty(*shape, **how))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(synchronize=lambda: None))
+        for name in ("Stream", "stream", "device"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+
+    def copy(self, parts: int, act: Callable[[int], object]) -> list[int]:
+        """The parts that are copied until `copy_parts` returns or raises; a part takes a while."""
+        self.copied: list[int] = []
+
+        def copy(part: int, buffer: Tensor) -> None:
+            assert buffer.shape == (50,)
+            act(part)
+            time.sleep(0.005)
+            self.copied.append(part)
+
+        pinned.copy_parts(range(parts), copy, 50, torch.device("cpu"))
+        return self.copied
+
+    @pytest.mark.parametrize("parts", [1, 3, 100])
+    def test_each_part_is_copied_once(self, parts: int) -> None:
+        assert sorted(self.copy(parts, lambda _: None)) == list(range(parts))
+
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+    def test_an_error_stops_all_of_them(self, error: type[BaseException]) -> None:
+        def fail(part: int) -> None:
+            if part == 30:
+                if error is ValueError:
+                    raise ValueError
+                os.kill(os.getpid(), signal.SIGINT)  # the main thread gets it, which waits
+
+        with pytest.raises(error):
+            self.copy(10_000, fail)
+        copied = len(self.copied)
+        assert copied < 1000
+        time.sleep(0.05)
+        assert len(self.copied) == copied
+
+    def test_further_interrupts_wait_for_them(self) -> None:
+        """The memory that they write goes away when an interrupt comes through."""
+        has_written = False
+
+        def interrupt(part: int) -> None:
+            nonlocal has_written
+            for _ in range(3 * (part == 5)):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+            has_written |= part == 5
+
+        with pytest.raises(KeyboardInterrupt):
+            self.copy(1000, interrupt)
+        assert has_written
 
 
 class Quantized:

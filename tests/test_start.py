@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -20,13 +21,14 @@ import torch
 from conftest import HAS_CUDA, alive, greedy, wait_until
 from triton.runtime import cache
 
-from nanoinfer import BUNDLED_MODEL, LLM, WorkerError, first_launch
+from nanoinfer import BUNDLED_MODEL, LLM, WorkerError, first_launch, llm
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.first_launch import OWN_GPU, VISIBLE, make_context, read_triton, started_for
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.start import Start
+from nanoinfer.requests.inputs import load_tokenizer
 from nanoinfer.runner import model_runner
 
 KINDS = {"replicas": {"data_parallel_size": 2}, "ranks": {"tensor_parallel_size": 2}}
@@ -121,6 +123,15 @@ def test_a_fault_that_is_found_later_ends_them(options: dict[str, object], other
     others.check_gone()
 
 
+def test_replicas_load_while_this_process_reads_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    begin = Replicas.begin
+    monkeypatch.setattr(Replicas, "begin", lambda *how: (order.append("begin"), begin(*how)))
+    monkeypatch.setattr(llm, "load_tokenizer", lambda config: (order.append("read"), load_tokenizer(config))[1])
+    LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=8, data_parallel_size=2).close()
+    assert order == ["begin", "read"]
+
+
 def test_a_tokenizer_that_cannot_be_read_ends_them(options: dict[str, object], others: Others, tmp_path: Path) -> None:
     model = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
     (model / "tokenizer.json").write_text("{")
@@ -192,6 +203,12 @@ class TestGPU:
         yield
         read_triton.cache_clear()
 
+    @pytest.fixture
+    def four_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As far as Config can see."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
     def test_triton_is_read_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         reads: list[threading.Thread] = []
         monkeypatch.setattr(cache, "triton_key", lambda: reads.append(threading.current_thread()))
@@ -220,6 +237,46 @@ class TestGPU:
             stop()
         assert (os.environ.get(VISIBLE), os.environ.get(OWN_GPU)) == (before, None)
 
+    def test_threads_start_processes_one_after_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each finds its own GPUs, and in the end the environment is what it was."""
+        monkeypatch.setenv(VISIBLE, "2,3")
+        together = threading.Barrier(2)
+
+        def start(visible: str) -> None:
+            together.wait(10)
+            for _ in range(300):
+                with started_for(torch.device("cuda", 0), visible):
+                    assert os.environ[VISIBLE] == visible
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(start, ["2", "3"]))
+        assert (os.environ[VISIBLE], os.environ.get(OWN_GPU)) == ("2,3", None)
+
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({"data_parallel_size": 2}, [("0", "0")]),
+            ({"data_parallel_size": 2, "tensor_parallel_size": 2}, [("0,1", "0")]),
+            ({"tensor_parallel_size": 2}, [(None, "1")]),
+        ],
+    )
+    def test_ranks_and_replicas_are_started_for_theirs(
+        self,
+        options: dict[str, object],
+        expected: list[tuple[str | None, str]],
+        four_gpus: None,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        seen: list[tuple[str | None, str]] = []
+        monkeypatch.delenv(VISIBLE, raising=False)
+        monkeypatch.setattr(first_launch, "prepare", lambda _: None)
+        monkeypatch.setattr(
+            SpawnProcess, "start", lambda _: (seen.append((os.environ.get(VISIBLE), os.environ[OWN_GPU])), stop())
+        )
+        with pytest.raises(RuntimeError, match="stop"):
+            Config(BUNDLED_MODEL, device="cuda", **options, when_checked=Start().spawn)
+        assert seen == expected
+
     @pytest.mark.parametrize(("gpu", "expected"), [({OWN_GPU: "0"}, ["make", "triton_key"]), ({}, [])])
     def test_such_a_process_begins_while_it_imports_torch(self, gpu: dict[str, str], expected: list[str]) -> None:
         script = """
@@ -247,21 +304,19 @@ assert "NANOINFER_OWN_GPU" not in os.environ  # or processes that it starts woul
 
     @pytest.mark.parametrize("options", [{}, *KINDS.values()])
     def test_it_begins_where_this_process_computes(
-        self, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+        self, options: dict[str, object], four_gpus: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun: list[object] = []
-        monkeypatch.setattr(first_launch, "begin", begun.append)
+        monkeypatch.setattr(first_launch, "prepare", begun.append)
         monkeypatch.setattr(Replicas, "__init__", lambda *_: None)
         monkeypatch.setattr(Workers, "__init__", lambda *_: None)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         with suppress(RuntimeError):
             Config(BUNDLED_MODEL, device="cuda", **options, when_checked=lambda config: (Start().spawn(config), stop()))
         assert begun == ([] if "data_parallel_size" in options else [0])
 
     def test_on_the_cpu_it_is_not_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(model_runner, "read_triton", stop)
-        monkeypatch.setattr(first_launch, "begin", stop)
+        monkeypatch.setattr(first_launch, "prepare", stop)
         LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=8).close()
 
     @pytest.mark.gpu

@@ -33,13 +33,14 @@ class Start:
 
     def spawn(self, config: Config) -> None:
         """Start the processes that the options ask for. Let this process's GPU begin, if it computes."""
-        if config.device == "cuda" and config.data_parallel_size == 1 and config.starts_ranks:
-            first_launch.begin(config.device_of(0).index)
         with delayed_interrupt():
             if config.data_parallel_size > 1:
                 self._others = Replicas(config)
             elif config.tensor_parallel_size > 1 and config.starts_ranks:
                 self._others = Workers(config)
+        if config.device == "cuda" and config.data_parallel_size == 1 and config.starts_ranks:
+            # Now, for the driver reads the environment, in which the other processes start.
+            first_launch.prepare(config.device_of(0).index)
 
     def begin(self, config: Config) -> None:
         """Let replicas start their engines, which takes them longer than this process needs for the tokenizer."""

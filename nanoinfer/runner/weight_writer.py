@@ -117,6 +117,8 @@ class WeightWriter:
     def read(self, source: FileSource) -> None:
         """Write the tensors of files that fit the table."""
         self._written.update(dict.fromkeys(source.copy(self.table)))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # of what the copying threads needed to convert numbers
 
     def end(self) -> str | None:
         """Say what is wrong with the numbers that the ranks have written since `begin`; None: nothing.

@@ -6,8 +6,9 @@ small buffers are pinned, and threads copy between them and the rest.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from typing import TypeVar
 
 import numpy as np
@@ -30,22 +31,49 @@ def copy_parts(
 ) -> None:
     """Call `copy` with each part and a pinned buffer, [at most BUFFER_BYTES] uint8, on several threads.
 
-    Each thread has a stream of its own. It uses its buffer again once the device has done what `copy` launched.
+    Each thread has a stream of its own. It uses its buffer again once the device has done what `copy` launched. PyTorch
+    keeps the buffers for the next call. An error of one thread, or an interrupt, stops all behind their present parts.
 
     num_bytes: of all parts together
     """
     torch.cuda.current_stream(device).synchronize()  # the threads' streams do not wait for it
-    left = iter(parts)  # the threads share it
+    left, stopped = iter(parts), threading.Event()  # the threads share both
 
-    def work(_: int) -> None:
+    def work() -> None:
         with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
             buffer = torch.empty(min(BUFFER_BYTES, num_bytes), dtype=torch.uint8, pin_memory=True)
             for part in left:
+                if stopped.is_set():
+                    break
                 copy(part, buffer)
                 torch.cuda.current_stream().synchronize()
 
+    copies: list[Future[None]] = []
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        list(pool.map(work, range(min(NUM_THREADS, len(parts)))))
+        try:
+            for _ in range(min(NUM_THREADS, len(parts))):
+                copies.append(pool.submit(work))
+            for copied in as_completed(copies):
+                copied.result()
+        finally:
+            stopped.set()
+            _wait_for(copies)
+
+
+def _wait_for(copies: list[Future[None]]) -> None:
+    """Wait for the threads in spite of interrupts: the memory in which they write may be about to go.
+
+    To join them would not do: in Python 3.11, a join that is interrupted takes the thread for ended.
+    """
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            wait(copies)
+            break
+        except KeyboardInterrupt as another:
+            interrupt = another
+    if interrupt is not None:
+        raise interrupt
 
 
 class Uploads:
@@ -56,29 +84,39 @@ class Uploads:
         self._parts: list[tuple[Tensor, Tensor]] = []  # of what is copied, and where to
         self._num_bytes = self._num_staged = 0
         self._written: list[tuple[Written, Tensor]] = []  # targets that are no tensors, and what fills them
+        self._filled: set[int] = set()  # the targets' ids
 
     def add(self, target: Target, source: Tensor) -> None:
         """Copy a tensor of the target's shape, at once or later. Nobody may change it before `finish`."""
         if self._device.type == "cpu":
             target.copy_(source)
             return
+        if id(target) in self._filled:  # a checkpoint may hold a tensor under two names: the later one counts
+            self.finish()
+        self._filled.add(id(target))
         if not isinstance(target, Tensor):
+            if self._num_staged + source.nbytes > STAGED_AT_ONCE:
+                self.finish()
             staged = torch.empty(source.shape, dtype=source.dtype, device=self._device)
             self._written.append((target, staged))
             self._num_staged += staged.nbytes
             target = staged
         self._parts += _parts_of(target, source)
         self._num_bytes += source.nbytes
-        if self._num_bytes >= BYTES_AT_ONCE or self._num_staged >= STAGED_AT_ONCE:
+        if self._num_bytes >= BYTES_AT_ONCE:
             self.finish()
 
     def finish(self) -> None:
         """Copy what waits."""
-        parts, num_bytes, written = self._parts, self._num_bytes, self._written
-        self._parts, self._num_bytes, self._num_staged, self._written = [], 0, 0, []
-        if parts:
-            copy_parts(parts, _upload, num_bytes, self._device)
-        for target, staged in written:
+        if not self._parts:
+            return
+        parts, num_bytes, self._parts = self._parts, self._num_bytes, []
+        self._num_bytes = self._num_staged = 0
+        self._filled.clear()
+        copy_parts(parts, _upload, num_bytes, self._device)
+        parts.clear()
+        while self._written:
+            target, staged = self._written.pop(0)
             target.copy_(staged)
 
 

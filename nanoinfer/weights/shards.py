@@ -148,7 +148,7 @@ def table_of(model: nn.Module) -> Table:
     return table
 
 
-def device_of(table: Table) -> torch.device:
+def device_of_table(table: Table) -> torch.device:
     """Return where the model's weights are."""
     targets = (shard.target for shards in table.values() for shard in shards)
     return next((target.device for target in targets if isinstance(target, Tensor)), torch.device("cpu"))

@@ -18,7 +18,7 @@ from nanoinfer.checks import short
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import Roll
-from nanoinfer.weights.shards import Table, device_of
+from nanoinfer.weights.shards import Table, device_of_table
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
@@ -85,7 +85,7 @@ class FileSource:
     def copy(self, table: Table) -> list[str]:
         """Copy tensors, which fit, from the mapped files into their targets; returns the tensors' names."""
         copied = []
-        uploads = Uploads(device_of(table))
+        uploads = Uploads(device_of_table(table))
         for name, tensor, _ in self._tensors():
             if name in table:
                 for shard in table[name]:
