@@ -78,9 +78,12 @@ def started_for(device: torch.device, visible: str | None = None) -> Iterator[No
 
 
 def prepare_own() -> None:
-    """Call `prepare` if this process was started for a GPU."""
+    """If this process was started for a GPU, call `prepare`, and share kernels with the processes started beside it."""
     if (gpu := os.environ.pop(OWN_GPU, None)) is not None:
         prepare(int(gpu))
+        from nanoinfer.kernels.compile_once import compile_once  # here, as above
+
+        compile_once()
 
 
 def _start(target: Callable[[], object]) -> threading.Thread:

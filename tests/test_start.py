@@ -289,8 +289,11 @@ class Noting(threading.Thread):
         super().__init__(target=target, **how)
 
 threading.Thread = Noting
+own = "NANOINFER_OWN_GPU" in os.environ
 import nanoinfer
 assert "NANOINFER_OWN_GPU" not in os.environ  # or processes that it starts would have it
+from triton import knobs
+assert (knobs.cache.manager_class is not None) == own
 """
         done = subprocess.run(
             [sys.executable, "-c", script], env=os.environ | gpu, check=True, stdout=subprocess.PIPE, text=True
