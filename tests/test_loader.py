@@ -306,15 +306,6 @@ class TestUploads:
         assert torch.equal(own.numbers.cpu(), 2 * sources[0].float())
 
     @pytest.mark.gpu
-    def test_the_later_of_two_tensors_for_one_target_counts(self) -> None:
-        target = torch.zeros(4000, 5000, device="cuda")
-        uploads = pinned.Uploads(torch.device("cuda", 0))
-        for number in range(4):
-            uploads.add(target, torch.full((4000, 5000), float(number)))
-        uploads.finish()
-        assert (target == 3).all()
-
-    @pytest.mark.gpu
     def test_an_error_is_raised(self) -> None:
         uploads = pinned.Uploads(torch.device("cuda", 0))
         uploads.add(torch.zeros(3, device="cuda"), torch.zeros(4))
@@ -329,7 +320,7 @@ class TestThreads:
     def no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Instead of a GPU."""
         empty = torch.empty
-        monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **how: empty(*shape, **how))
+        monkeypatch.setattr(torch, "empty", lambda *shape, dtype, **_: empty(*shape, dtype=dtype))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(synchronize=lambda: None))
         for name in ("Stream", "stream", "device"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
@@ -380,6 +371,36 @@ class TestThreads:
         with pytest.raises(KeyboardInterrupt):
             self.copy(1000, interrupt)
         assert has_written
+
+    def test_the_later_of_two_tensors_for_one_target_counts(self) -> None:
+        """A checkpoint may hold a router under two names."""
+        target = torch.zeros(4000, 5000)
+        uploads = pinned.Uploads(torch.device("cuda", 0))
+        for number in range(4):
+            uploads.add(target, torch.full((4000, 5000), float(number)))
+        uploads.finish()
+        assert (target == 3).all()
+
+    def test_what_is_staged_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It takes the GPU's memory twice until it is written."""
+        monkeypatch.setattr(pinned, "STAGED_AT_ONCE", 1000)
+        uploads, staged, most = pinned.Uploads(torch.device("cuda", 0)), 0, 0
+
+        class Target:
+            def copy_(self, values: Tensor) -> None:
+                nonlocal staged
+                staged -= values.nbytes
+                self.values = values.clone()
+
+        targets = [Target() for _ in range(20)]
+        for number, target in enumerate(targets):
+            source = torch.full((100,), float(number))
+            staged += source.nbytes
+            uploads.add(target, source)
+            most = max(most, staged)
+        uploads.finish()
+        assert [target.values[99] for target in targets] == list(range(20))
+        assert most == 800
 
 
 class Quantized:

@@ -84,17 +84,18 @@ class Uploads:
         self._parts: list[tuple[Tensor, Tensor]] = []  # of what is copied, and where to
         self._num_bytes = self._num_staged = 0
         self._written: list[tuple[Written, Tensor]] = []  # targets that are no tensors, and what fills them
-        self._filled: set[int] = set()  # the targets' ids
+        self._filled: set[int] = set()  # the ids of targets that are tensors
 
     def add(self, target: Target, source: Tensor) -> None:
         """Copy a tensor of the target's shape, at once or later. Nobody may change it before `finish`."""
         if self._device.type == "cpu":
             target.copy_(source)
             return
-        if id(target) in self._filled:  # a checkpoint may hold a tensor under two names: the later one counts
-            self.finish()
-        self._filled.add(id(target))
-        if not isinstance(target, Tensor):
+        if isinstance(target, Tensor):
+            if id(target) in self._filled:  # a checkpoint may hold a tensor under two names: the later one counts
+                self.finish()
+            self._filled.add(id(target))
+        else:
             if self._num_staged + source.nbytes > STAGED_AT_ONCE:
                 self.finish()
             staged = torch.empty(source.shape, dtype=source.dtype, device=self._device)
