@@ -37,6 +37,63 @@ from nanoinfer.replicas.replica import Life
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 400}
 LONG = greedy(300, ignore_eos=True)
+FAULT = """
+import json
+import logging
+import multiprocessing
+import os
+import sys
+
+import torch
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.runner.model_runner import ModelRunner
+
+fault, options = sys.argv[1], json.loads(sys.argv[2])
+device = options["device"]
+healthy, calls = ModelRunner.run, []
+
+
+class Pinned:  # host memory, which PyTorch cannot free behind a CUDA error
+    def __del__(self):
+        os.abort()
+
+
+def fail():
+    if fault == "memory":
+        torch.empty(1 << 50, dtype=torch.uint8, device=device)
+    elif fault == "error":
+        torch.zeros(1, device=device)[torch.tensor([1], device=device)]
+        torch.cuda.synchronize()
+    elif fault == "abort":
+        os.abort()
+    elif fault == "hang":
+        torch.cuda._sleep(1 << 60)
+
+
+def run(self, message):
+    calls.append(message)
+    if len(calls) == 20:
+        fail()
+    tokens = healthy(self, message)
+    if (device, fault, len(calls)) == ("cpu", "error", 19):
+        tokens.pinned = Pinned()
+    return tokens
+
+
+if multiprocessing.current_process().name == "nanoinfer-replica-0":
+    ModelRunner.run = run
+
+if __name__ == "__main__":
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    prompts = [[30 + i] for i in range(40)]
+    params = SamplingParams(max_tokens=60, seed=5, ignore_eos=True)
+    with LLM(BUNDLED_MODEL, **options) as one:
+        expected = one.generate(prompts, params, use_tqdm=False)
+    with LLM(BUNDLED_MODEL, data_parallel_size=2, max_num_seqs=16, worker_timeout=5.0, **options) as two:
+        outputs = two.generate(prompts, params, use_tqdm=False)
+        print([output.token_ids for output in outputs] == [output.token_ids for output in expected], two.engine.ready)
+"""
 
 
 def make(**options: object) -> LLM:
@@ -374,6 +431,35 @@ class TestDeaths:
         theirs.close()
         assert process.receive() is None
         process.pipe.close()
+
+
+FAULTS = {
+    "memory": "replica 0 died: .*(can't allocate memory|CUDA out of memory)",
+    "error": "replica 0 died: .*(out of bounds|CUDA error: device-side assert triggered)",
+    "abort": "replica 0 died: it ended with exit code -6 and left no error; .*see its last words on stderr",
+    "hang": r"replica 0 died: a step was not done after 5 s \(worker_timeout\)",
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "fault"),
+    [
+        ("cpu", "memory"),
+        ("cpu", "error"),
+        ("cpu", "abort"),
+        *(pytest.param("cuda", fault, marks=pytest.mark.multi_gpu) for fault in FAULTS),
+    ],
+)
+def test_one_whose_device_fails(tmp_path: Path, device: str, fault: str) -> None:
+    """Its requests go to the other, and the warning says what failed."""
+    script = tmp_path / "fault.py"
+    script.write_text(FAULT)
+    command = [sys.executable, str(script), fault, json.dumps({**OPTIONS, "device": device})]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    *_, warning, verdict = done.stdout.splitlines()  # CUDA may print, too
+    assert re.search(FAULTS[fault], warning)
+    assert verdict == "True [1]"
 
 
 def test_a_step_that_hangs_is_found_and_a_pause_of_the_process_is_not() -> None:

@@ -143,8 +143,9 @@ class Replica:
                     return
                 getattr(self, method)(*args)
             self._life.step = step
-            with self._requests:
-                self._requests.step()
+            # Not in `with self._requests`, which would drop the requests before anybody learns of an error. Behind an
+            # error of CUDA, PyTorch aborts the process when it frees their pinned memory.
+            self._requests.step()
             self._life.step = None
             self._report()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -242,7 +243,9 @@ def check_spawning(option: str, who: str) -> None:
 
 
 def hint_of(process: Any) -> str:
-    """Say what may be wrong with a script whose process has ended without a word."""
-    if process.exitcode != 1:
-        return ""
-    return '; a script that makes an LLM of several processes must do so under `if __name__ == "__main__":`'
+    """Say what may be wrong when a process has ended without a word."""
+    if process.exitcode == 1:
+        return '; a script that makes an LLM of several processes must do so under `if __name__ == "__main__":`'
+    if process.exitcode == -signal.SIGABRT:
+        return "; it aborted, as after some errors of CUDA: see its last words on stderr"
+    return ""
