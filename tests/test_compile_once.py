@@ -79,7 +79,8 @@ def manager_class() -> Iterator[Any]:
 
 def start(script: str, folder: Path) -> subprocess.Popen[str]:
     file = folder / "script.py"  # Triton reads the source of kernels
-    file.write_text(script)
+    if not file.exists():  # a process that was started before may be reading it
+        file.write_text(script)
     return subprocess.Popen([sys.executable, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
