@@ -115,7 +115,11 @@ class Life:
 
 
 class Replica:
-    """One engine and its requests, which are tasks of the LLM's process."""
+    """One engine and its requests, which are tasks of the LLM's process.
+
+    It changes requests outside `with requests`: no interrupt reaches it, and an error ends it. The error must be told
+    before requests are dropped, because behind a CUDA error PyTorch may abort the process when it frees their memory.
+    """
 
     def __init__(self, config: Config, pipe: Connection, outbox: Outbox, life: Life) -> None:
         self.engine = LLMEngine(config)
@@ -143,8 +147,6 @@ class Replica:
                     return
                 getattr(self, method)(*args)
             self._life.step = step
-            # Not in `with self._requests`, which would drop the requests before anybody learns of an error. Behind an
-            # error of CUDA, PyTorch aborts the process when it frees their pinned memory.
             self._requests.step()
             self._life.step = None
             self._report()
@@ -190,14 +192,13 @@ class Replica:
     def take(self, round: int, tasks: list[Task]) -> None:
         """Queue tasks of a round."""
         self._round = round
-        with self._requests:
-            for task in tasks:
-                samples = range(task.first, task.first + task.num_samples)
-                grammar = self._inputs.compile("sampling_params", task.params)
-                prompt = Prepared(task.token_ids, None, task.params, grammar, task.seed, samples)
-                request = self._requests.add(prompt, task.streams)
-                self._numbers[request.id] = task.number
-                self._unbegun += [sample.seq for sample in request.samples]
+        for task in tasks:
+            samples = range(task.first, task.first + task.num_samples)
+            grammar = self._inputs.compile("sampling_params", task.params)
+            prompt = Prepared(task.token_ids, None, task.params, grammar, task.seed, samples)
+            request = self._requests.add(prompt, task.streams)
+            self._numbers[request.id] = task.number
+            self._unbegun += [sample.seq for sample in request.samples]
 
     def abort(self, number: int) -> None:
         """End the tasks of a request."""

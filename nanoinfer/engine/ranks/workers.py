@@ -247,5 +247,5 @@ def hint_of(process: Any) -> str:
     if process.exitcode == 1:
         return '; a script that makes an LLM of several processes must do so under `if __name__ == "__main__":`'
     if process.exitcode == -signal.SIGABRT:
-        return "; it aborted, as after some errors of CUDA: see its last words on stderr"
+        return "; it aborted, as after some CUDA errors: see its last words on stderr"
     return ""
