@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+import torch
 from conftest import Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
@@ -24,6 +25,52 @@ from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks import interrupts
 from nanoinfer.engine.ranks.interrupts import delayed_interrupt
 from nanoinfer.requests.progress import Rates
+from nanoinfer.runner.memory.holdings import Holdings
+from nanoinfer.runner.steps.pending_tokens import PendingTokens
+
+CUDA_ERROR = """
+import gc
+import sys
+
+import torch
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.runner.model_runner import ModelRunner
+
+when, ranks, failing = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+healthy, calls = ModelRunner.run, []
+
+
+def run(self, message):
+    calls.append(message)
+    if self.tp.rank == failing and len(calls) == 20:
+        torch.zeros(1, device=self.device)[torch.tensor([1], device=self.device)]
+        if when == "before":
+            torch.cuda.synchronize()
+    return healthy(self, message)
+
+
+ModelRunner.run = run
+
+
+def attempt(what, *args, **kwargs):
+    try:
+        what(*args, **kwargs)
+    except Exception as error:
+        print(type(error).__name__, str(error).partition("\\n")[0])
+    gc.collect()
+
+
+if __name__ == "__main__":
+    llm = LLM(BUNDLED_MODEL, device="cuda", tensor_parallel_size=ranks)
+    params = SamplingParams(max_tokens=60, logprobs=2, ignore_eos=True)
+    attempt(llm.generate, [[30 + i] for i in range(40)], params, use_tqdm=False)
+    attempt(llm.generate, [[30]], params, use_tqdm=False)
+    attempt(llm.close)
+    del llm
+    gc.collect()
+    print("goes on")
+"""
 
 
 def resident_bytes() -> int:
@@ -75,6 +122,58 @@ def test_deletion_frees_the_cache_and_the_weights() -> None:
     del llm
     gc.collect()
     assert [ref() for ref in held] == [None, None]
+
+
+def test_behind_a_cuda_error_pinned_memory_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PyTorch aborts the process when it frees some."""
+
+    def fail(_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: something\nSearch for more")
+
+    llm = LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=16)
+    llm.generate([[30]], greedy(2), use_tqdm=False)
+    monkeypatch.setattr(PendingTokens, "is_done", property(fail))
+    monkeypatch.setattr(Holdings, "close", fail)
+    pinned = [weakref.ref(tokens._host) for tokens in llm.engine.ranks.runner._sent]
+    with pytest.raises(torch.AcceleratorError, match="CUDA error: something"):
+        llm.generate([[30]], greedy(2), use_tqdm=False)
+    llm.close()
+    del llm
+    gc.collect()
+    assert [ref() is None for ref in pinned] == [False]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning == "the memory of cpu comes back when this process ends, because of CUDA error: something"
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize(
+    ("ranks", "failing"),
+    [
+        pytest.param(1, 0, marks=pytest.mark.gpu),
+        pytest.param(2, 0, marks=pytest.mark.multi_gpu),
+        pytest.param(2, 1, marks=pytest.mark.multi_gpu),
+    ],
+)
+def test_a_cuda_error_reaches_the_script_and_the_script_goes_on(
+    tmp_path: Path, when: str, ranks: int, failing: int
+) -> None:
+    """when: whether a step's launch meets the error, or the error comes while the host goes on"""
+    script = tmp_path / "cuda_error.py"
+    script.write_text(CUDA_ERROR)
+    command = [sys.executable, str(script), when, str(ranks), str(failing)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    error = "CUDA error: device-side assert triggered"
+    *_, first, second, last = done.stdout.splitlines()  # CUDA may print, too
+    if failing == 0:
+        assert first == f"AcceleratorError {error}"
+    else:
+        assert first.startswith("WorkerError tensor-parallel rank 1 died: ")
+    assert second.startswith("AcceleratorError" if ranks == 1 else "WorkerError this LLM is closed, make another: ")
+    assert last == "goes on"
+    assert error in done.stderr
 
 
 def test_a_forked_child_leaves_its_parents_engine_alone(make_llm: Callable[..., LLM]) -> None:

@@ -56,8 +56,9 @@ def run_replica(pipe: Connection, beats: Connection) -> None:
     except BaseException as error:
         users = error if isinstance(error, ValueError) and not life.is_running else None
         if users is None:
-            traceback.print_exc()  # the LLM's process shows the last line alone
-        outbox.send(Failed(users, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__))
+            traceback.print_exc()  # the LLM's process shows one line alone
+        told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        outbox.send(Failed(users, told.partition("\n")[0]))
         raise SystemExit(1) from None
 
 

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from array import array
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -34,6 +35,7 @@ from nanoinfer.runner.steps.one_by_one import OneByOne
 from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
+from nanoinfer.runner.transfer import keep_for_ever
 
 log = logging.getLogger("nanoinfer")
 
@@ -69,6 +71,7 @@ class ModelRunner:
         self.has_host = tp.rank == 0 or not config.starts_ranks  # which wants this rank's results
         self.graphs = None
         self._launched: Launched | None = None  # a step with guided rows, until `finish`
+        self._sent: deque[PendingTokens] = deque()  # until the device has done their steps, without an error
         self.threads = Threads()
         processes = tp.size * config.data_parallel_size
         if config.device == "cpu" and processes > 1 and config.starts_ranks:
@@ -288,7 +291,12 @@ class ModelRunner:
 
     def _pending(self, launched: Launched, masks: MaskMessage | None = None) -> PendingTokens | None:
         token_ids = self.steps.redraw(launched, masks)
-        return PendingTokens(token_ids, launched.extras) if self.has_host else None
+        if not self.has_host:
+            return None
+        while self._sent and self._sent[0].is_done:
+            self._sent.popleft()
+        self._sent.append(PendingTokens(token_ids, launched.extras))
+        return self._sent[-1]
 
     def _decode(self, message: DecodeMessage) -> Launched:
         num_rows, graphs = message.num_rows, self.graphs
@@ -299,21 +307,33 @@ class ModelRunner:
         return Launched(0, self.logits[:num_rows], self.steps.extras(num_rows))
 
     def close(self, failed: bool = False) -> None:
-        """Give back the device memory and leave the group, without waiting for the other ranks if one has failed."""
-        with self._current_device():
-            if not failed:
-                self._drop_graphs()
-            self.tp.close(failed)
-            self._launched = None
-            if (holdings := self.__dict__.pop("holdings", None)) is not None:
-                holdings.close()
-            for name in ("graphs", "steps", "logits", "backend"):
-                self.__dict__.pop(name, None)
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-                torch._C._cuda_clearCublasWorkspaces()
-                torch.cuda.empty_cache()
+        """Give back the device memory and leave the group, without waiting for the other ranks if one has failed.
+
+        Behind a CUDA error this process can use the device no more, and gives its memory back as it ends.
+        """
+        try:
+            with self._current_device():
+                self._give_back(failed)
+        except torch.AcceleratorError as error:
+            keep_for_ever(self._sent)
+            reason = str(error).partition("\n")[0]
+            log.warning("the memory of %s comes back when this process ends, because of %s", self.device, reason)
+
+    def _give_back(self, failed: bool) -> None:
+        if not failed:
+            self._drop_graphs()
+        self.tp.close(failed)
+        self._launched = None
+        if (holdings := self.__dict__.pop("holdings", None)) is not None:
+            holdings.close()
+        for name in ("graphs", "steps", "logits", "backend"):
+            self.__dict__.pop(name, None)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+        self._sent.clear()
 
     def _drop_graphs(self) -> None:
         """Drop the CUDA graphs: NCCL does not end a communicator that a graph holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 
 import numpy as np
@@ -40,3 +41,8 @@ def to_host(x: Tensor) -> Tensor:
         return x.clone()
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return host.copy_(x, non_blocking=True)
+
+
+def keep_for_ever(owner: object) -> None:
+    """Let an object live as long as the process: behind a CUDA error PyTorch aborts when it frees pinned memory."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))

@@ -41,13 +41,18 @@ class PendingTokens:
             self._event.record()
         self.ready_at = time.perf_counter()  # when the step was done; on CUDA known only after `wait`
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has done the step; raises torch.AcceleratorError behind a CUDA error."""
+        return self._event is None or self._event.query()
+
     def wait(self, check: Callable[[], None] | None = None) -> list[int]:
         """Wait for the step, and return its tokens in the order of its rows.
 
         check: called repeatedly meanwhile; it raises when the step can no longer complete
         """
         if self._event is not None:
-            while check is not None and not self._event.query():
+            while check is not None and not self.is_done:
                 check()
                 time.sleep(POLL_SECONDS)
             self._event.synchronize()
