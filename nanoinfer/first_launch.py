@@ -6,19 +6,18 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING
 
 from nanoinfer.driver import call
+from nanoinfer.environment import changed_environment
 
 if TYPE_CHECKING:  # its import takes long, and here comes before
     import torch
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OWN_GPU = "NANOINFER_OWN_GPU"  # its number, among those that are visible
-
-_environment = threading.Lock()  # held while processes start in another environment than this process's own
 
 
 @functools.cache
@@ -54,9 +53,8 @@ def prepare(device: int) -> None:
     read_triton()
 
 
-@contextmanager
-def started_for(device: torch.device, visible: str | None = None) -> Iterator[None]:
-    """Start processes in the block for a device. If it is a GPU, they call `prepare` before they import the rest.
+def started_for(device: torch.device, visible: str | None = None) -> AbstractContextManager[None]:
+    """Return a context in which processes start for a device: if it is a GPU, they call `prepare` while they import.
 
     visible: the GPUs that they see, already when they import the main module, as CUDA_VISIBLE_DEVICES names them;
         None: those that this process sees
@@ -64,17 +62,7 @@ def started_for(device: torch.device, visible: str | None = None) -> Iterator[No
     theirs = {OWN_GPU: str(device.index)} if device.type == "cuda" else {}
     if visible is not None:
         theirs[VISIBLE] = visible
-    with _environment:
-        ours = {name: os.environ.get(name) for name in theirs}
-        os.environ.update(theirs)
-        try:
-            yield
-        finally:
-            for name, value in ours.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+    return changed_environment(theirs)
 
 
 def prepare_own() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, _get_process_group_store
 
+from nanoinfer.environment import changed_environment
 from nanoinfer.parallel.inbox import Inbox
 from nanoinfer.parallel.peer_memory import can_reach_peers, uuid_of
 
@@ -222,4 +223,6 @@ def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
 def _nccl_group(store: dist.Store, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    # Behind a CUDA error the group's own thread would end this process before anyone has told of the error.
+    with changed_environment({"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}):
+        return dist.ProcessGroupNCCL(store, rank, size, options)
