@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+NEVER = 2**31 - 1  # a threshold of the collector
+
 
 @contextmanager
 def no_collection() -> Iterator[None]:
@@ -17,6 +19,21 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def no_full_collection() -> Iterator[None]:
+    """Enclose what makes many objects that stay: the collector looks at young ones alone, not at all again and again.
+
+    Blocks of several threads may overlap: the first one sets the threshold, and sets it back.
+    """
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(*before[:2], NEVER)
+        yield
+    finally:
+        if before[2] != NEVER:
+            gc.set_threshold(*before)
 
 
 @contextmanager

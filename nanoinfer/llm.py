@@ -10,6 +10,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from nanoinfer.checks import check_flag, check_int, check_none, check_subset
+from nanoinfer.collector import no_full_collection
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.sleeper import TAGS
 from nanoinfer.hints import hints_for
@@ -384,7 +385,7 @@ class LLM:
         return self._busy
 
     def _generate(self, prompts: list[Prepared], use_tqdm: bool) -> list[RequestOutput]:
-        with self._turn(alone=True), self._requests:
+        with self._turn(alone=True), no_full_collection(), self._requests:
             requests = self._requests.add_all(prompts)
             run_all(self._requests, len(requests), use_tqdm)
             self._requests.take_finished()

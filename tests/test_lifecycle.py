@@ -21,6 +21,7 @@ import torch
 from conftest import Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.collector import NEVER, no_full_collection
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks import interrupts
 from nanoinfer.engine.ranks.interrupts import delayed_interrupt
@@ -174,6 +175,29 @@ def test_a_cuda_error_reaches_the_script_and_the_script_goes_on(
     assert second.startswith("AcceleratorError" if ranks == 1 else "WorkerError this LLM is closed, make another: ")
     assert last == "goes on"
     assert error in done.stderr
+
+
+def test_generate_makes_no_full_collections(make_llm: Callable[..., LLM]) -> None:
+    """Of a hundred thousand outputs each would take half a second, and find nothing."""
+    llm, before, during = make_llm(), gc.get_threshold(), []
+    llm.engine.on_step = lambda _: during.append(gc.get_threshold())
+    llm.generate([[30]], greedy(2), use_tqdm=False)
+    assert set(during) == {(*before[:2], NEVER)}
+    assert gc.get_threshold() == before
+    llm.engine.on_step = lambda _: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([[30]], greedy(2), use_tqdm=False)
+    assert gc.get_threshold() == before
+
+
+def test_blocks_without_full_collections_may_overlap() -> None:
+    before, first, second = gc.get_threshold(), no_full_collection(), no_full_collection()
+    first.__enter__()
+    second.__enter__()
+    assert gc.get_threshold()[2] == NEVER
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == before
 
 
 def test_a_forked_child_leaves_its_parents_engine_alone(make_llm: Callable[..., LLM]) -> None:
