@@ -404,6 +404,16 @@ class TestFailures:
             llm.generate([[30]], greedy(50), use_tqdm=False)
         remains.check_gone()
 
+    def test_a_kernel_fails_while_the_worker_waits(self, make_two: Callable[..., LLM]) -> None:
+        """It looks after its device, as rank 0 does when it waits for tokens."""
+        llm = make_two()
+        remains = Remains.of(llm)
+        llm.engine.ranks.workers.send("__dict__.update", ({"check_device": partial(int, "a kernel that failed")},))
+        wait_until(lambda: not any(alive(pid) for pid in remains.pids))
+        with pytest.raises(WorkerError, match=r"(?s)rank 1 died: Traceback.*a kernel that failed"):
+            llm.generate([[30]], greedy(1), use_tqdm=False)
+        remains.check_gone()
+
     def test_a_worker_is_stopped_while_starting(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workers, "START_SECONDS", 3)
         start = mp.context.SpawnProcess.start

@@ -103,12 +103,13 @@ class Receiver:
         self._counts_at = HEADER.size + 2 * COUNT.size * worker
         self._beats = 0
 
-    def receive(self) -> Any:
-        """Wait for the next message, and return it."""
+    def receive(self, check: Callable[[], None] = lambda: None) -> Any:
+        """Wait for the next message, and return it. check: called again and again meanwhile; it may raise"""
         data = bytearray()
         goes_on = True
         while goes_on:
-            self.semaphore.acquire()
+            while not self.semaphore.acquire(timeout=BEAT_SECONDS):
+                check()
             written, length, goes_on = HEADER.unpack_from(self._bytes)
             data += self._bytes[self._data_at : self._data_at + length]
             COUNT.pack_into(self._bytes, self._counts_at, written)

@@ -306,6 +306,11 @@ class ModelRunner:
             graphs.replay(num_rows, message.shares)
         return Launched(0, self.logits[:num_rows], self.steps.extras(num_rows))
 
+    def check_device(self) -> None:
+        """Raise torch.AcceleratorError if a kernel has failed: a rank that waits for no results would not notice."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).query()
+
     def close(self, failed: bool = False) -> None:
         """Give back the device memory and leave the group, without waiting for the other ranks if one has failed.
 

@@ -38,7 +38,7 @@ def run_worker(rank: int, port: int, segment: str, semaphores: list[Semaphore], 
         runner = ModelRunner(config, tp)
         method = ""
         while method != "close":
-            method, args = receiver.receive()
+            method, args = receiver.receive(runner.check_device)
             runner.call(method, *args)
     except BaseException:
         traceback.print_exc()  # rank 0 may be unable to show it
