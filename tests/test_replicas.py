@@ -67,22 +67,29 @@ def fail():
         torch.cuda.synchronize()
     elif fault == "abort":
         os.abort()
+    elif fault == "rank":
+        raise RuntimeError("rank 1 has a problem")
     elif fault == "hang":
         torch.cuda._sleep(1 << 60)
 
 
 def run(self, message):
     calls.append(message)
-    if len(calls) == 20:
+    if len(calls) == 20 and must_fail():
         fail()
     tokens = healthy(self, message)
-    if (device, fault, len(calls)) == ("cpu", "error", 19):
+    if (device, fault, len(calls)) == ("cpu", "error", 19) and must_fail():
         tokens.pinned = Pinned()
     return tokens
 
 
-if multiprocessing.current_process().name == "nanoinfer-replica-0":
-    ModelRunner.run = run
+def must_fail():
+    processes = multiprocessing.parent_process(), multiprocessing.current_process()
+    names = [process.name for process in processes if process]
+    return "nanoinfer-replica-0" in names and ("nanoinfer-rank-1" in names) == (fault == "rank")
+
+
+ModelRunner.run = run
 
 if __name__ == "__main__":
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
@@ -437,6 +444,7 @@ FAULTS = {
     "memory": "replica 0 died: .*(can't allocate memory|CUDA out of memory)",
     "error": "replica 0 died: .*(out of bounds|CUDA error: device-side assert triggered)",
     "abort": "replica 0 died: it ended with exit code -6 and left no error; .*see its last words on stderr",
+    "rank": "replica 0 died: WorkerError: tensor-parallel rank 1 died: Traceback.*rank 1 has a problem",
     "hang": r"replica 0 died: a step was not done after 5 s \(worker_timeout\)",
 }
 
@@ -447,19 +455,20 @@ FAULTS = {
         ("cpu", "memory"),
         ("cpu", "error"),
         ("cpu", "abort"),
-        *(pytest.param("cuda", fault, marks=pytest.mark.multi_gpu) for fault in FAULTS),
+        ("cpu", "rank"),
+        *(pytest.param("cuda", fault, marks=pytest.mark.multi_gpu) for fault in FAULTS if fault != "rank"),
     ],
 )
 def test_one_whose_device_fails(tmp_path: Path, device: str, fault: str) -> None:
     """Its requests go to the other, and the warning says what failed."""
     script = tmp_path / "fault.py"
     script.write_text(FAULT)
-    command = [sys.executable, str(script), fault, json.dumps({**OPTIONS, "device": device})]
+    options = {**OPTIONS, "device": device, "tensor_parallel_size": 2 if fault == "rank" else 1}
+    command = [sys.executable, str(script), fault, json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    *_, warning, verdict = done.stdout.splitlines()  # CUDA may print, too
-    assert re.search(FAULTS[fault], warning)
-    assert verdict == "True [1]"
+    assert re.search(f"(?s){FAULTS[fault]}", done.stdout)
+    assert done.stdout.splitlines()[-1] == "True [1]"
 
 
 def test_a_step_that_hangs_is_found_and_a_pause_of_the_process_is_not() -> None:

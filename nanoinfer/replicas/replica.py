@@ -56,9 +56,11 @@ def run_replica(pipe: Connection, beats: Connection) -> None:
     except BaseException as error:
         users = error if isinstance(error, ValueError) and not life.is_running else None
         if users is None:
-            traceback.print_exc()  # the LLM's process shows one line alone
+            traceback.print_exc()  # the LLM's process shows the last line alone
         told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        outbox.send(Failed(users, told.partition("\n")[0]))
+        if isinstance(error, torch.AcceleratorError):
+            told = told.partition("\n")[0]  # advice on debugging follows
+        outbox.send(Failed(users, told))
         raise SystemExit(1) from None
 
 
