@@ -3,8 +3,8 @@
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from nanoinfer.collector import no_collection
-from nanoinfer.first_launch import prepare_own
+from nanoinfer.process.collector import no_collection
+from nanoinfer.process.first_launch import prepare_own
 
 prepare_own()  # before the imports that take long
 with no_collection():

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int
-from nanoinfer.collector import no_collection
 from nanoinfer.hints import ELSEWHERE
 from nanoinfer.models import check_architectures
+from nanoinfer.process.collector import no_collection
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

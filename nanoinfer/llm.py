@@ -10,11 +10,11 @@ from typing import Any, overload
 from torch import Tensor
 
 from nanoinfer.checks import check_flag, check_int, check_none, check_subset
-from nanoinfer.collector import no_full_collection
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.sleeper import TAGS
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
+from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start
 from nanoinfer.requests.inputs import Chats, Inputs, Prepared, Prompt, Tokens, load_tokenizer
 from nanoinfer.requests.interface import Fate

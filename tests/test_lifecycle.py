@@ -21,10 +21,10 @@ import torch
 from conftest import Oracle, greedy
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.collector import NEVER, no_full_collection
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.ranks import interrupts
-from nanoinfer.engine.ranks.interrupts import delayed_interrupt
+from nanoinfer.process import interrupts
+from nanoinfer.process.collector import NEVER, no_full_collection
+from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.requests.progress import Rates
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.steps.pending_tokens import PendingTokens

@@ -29,8 +29,8 @@ from nanoinfer.batch.job import Summary
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
 from nanoinfer.engine.step_result import StepResult
-from nanoinfer.first_launch import VISIBLE
 from nanoinfer.parallel.channel import BEAT_SECONDS
+from nanoinfer.process.first_launch import VISIBLE
 from nanoinfer.replicas import freight
 from nanoinfer.replicas.process import ReplicaProcess, gpus_of
 from nanoinfer.replicas.replica import Life

@@ -21,11 +21,12 @@ import torch
 from conftest import HAS_CUDA, alive, greedy, wait_until
 from triton.runtime import cache
 
-from nanoinfer import BUNDLED_MODEL, LLM, WorkerError, first_launch, llm
+from nanoinfer import BUNDLED_MODEL, LLM, WorkerError, llm
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.workers import Workers
-from nanoinfer.first_launch import OWN_GPU, VISIBLE, make_context, read_triton, started_for
+from nanoinfer.process import first_launch
+from nanoinfer.process.first_launch import OWN_GPU, VISIBLE, make_context, read_triton, started_for
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.start import Start
 from nanoinfer.requests.inputs import load_tokenizer
@@ -327,7 +328,7 @@ assert (knobs.cache.manager_class is not None) == own
         """And the LLM's kernels find Triton read."""
         script = """
 from nanoinfer import BUNDLED_MODEL, LLM
-from nanoinfer.first_launch import make_context
+from nanoinfer.process.first_launch import make_context
 import torch
 from triton.runtime.cache import triton_key
 

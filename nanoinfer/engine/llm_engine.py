@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.matchers import Matchers
-from nanoinfer.engine.ranks.interrupts import delayed_interrupt
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
 from nanoinfer.engine.ranks.updater import Updater
@@ -24,6 +23,7 @@ from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.engine.step_result import InFlight, StepResult
 from nanoinfer.grammar import Grammar
 from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
+from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.sampling_params import SamplingParams
 

@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from nanoinfer.driver import call
 from nanoinfer.parallel.peer_memory import allocate, close_handle, free, handle_of, open_handle
+from nanoinfer.process.driver import call
 
 SUM_LANES = 3  # two for the layers' sums or gatherings, one for the embedding's sum
 VECTOR_LANES = 4  # three would do in a step; a step's last one must also differ from the next step's first

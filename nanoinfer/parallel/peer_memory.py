@@ -12,7 +12,7 @@ import uuid
 import torch
 from torch import Tensor
 
-from nanoinfer.driver import call
+from nanoinfer.process.driver import call
 
 GRANULARITY = 2 << 20  # CUDA shares whole pages, and ours must hold nobody else's memory
 LAZY_ENABLE_PEER_ACCESS = 1

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, _get_process_group_store
 
-from nanoinfer.environment import changed_environment
 from nanoinfer.parallel.inbox import Inbox
 from nanoinfer.parallel.peer_memory import can_reach_peers, uuid_of
+from nanoinfer.process.environment import changed_environment
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(minutes=30)

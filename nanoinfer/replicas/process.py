@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from nanoinfer.config import Config
-from nanoinfer.engine.ranks.interrupts import delayed_interrupt, interrupts_blocked
 from nanoinfer.engine.ranks.workers import START_SECONDS, hint_of
-from nanoinfer.first_launch import VISIBLE, started_for
 from nanoinfer.parallel.channel import BEAT_SECONDS
+from nanoinfer.process.first_launch import VISIBLE, started_for
+from nanoinfer.process.interrupts import delayed_interrupt, interrupts_blocked
 from nanoinfer.replicas.messages import Failed, Message
 from nanoinfer.replicas.replica import run_replica
 

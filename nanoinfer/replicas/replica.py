@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from nanoinfer.collector import frozen
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
@@ -26,6 +25,7 @@ from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.parallel.channel import BEAT_SECONDS
+from nanoinfer.process.collector import frozen
 from nanoinfer.replicas.freight import Crate, Shape, unload
 from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures, Task
 from nanoinfer.requests.inputs import Inputs, Prepared, load_tokenizer

@@ -14,11 +14,11 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from nanoinfer.config import Config
-from nanoinfer.engine.ranks.interrupts import delayed_interrupt
 from nanoinfer.engine.ranks.sleeper import TAGS, check_awake
 from nanoinfer.engine.ranks.updater import check_whole
 from nanoinfer.engine.ranks.workers import CLOSE_SECONDS, WorkerError, check_spawning
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.freight import Shape, load, shared_memory
 from nanoinfer.replicas.messages import Failed, Ready, Reply, Report
 from nanoinfer.replicas.process import ReplicaProcess

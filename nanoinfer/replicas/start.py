@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from nanoinfer import first_launch
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.ranks.interrupts import delayed_interrupt
 from nanoinfer.engine.ranks.workers import Workers
+from nanoinfer.process import first_launch
+from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.requests import ReplicaRequests
 from nanoinfer.requests.interface import AnyEngine, SomeRequests

@@ -8,10 +8,10 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import as_int, as_list, short
-from nanoinfer.collector import no_collection
 from nanoinfer.config import Config
 from nanoinfer.grammar import Grammar, Grammars
 from nanoinfer.hub import has_tokenizer
+from nanoinfer.process.collector import no_collection
 from nanoinfer.requests.detokenizer import decoder
 from nanoinfer.sampling_params import SamplingParams
 

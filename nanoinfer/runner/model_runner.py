@@ -18,13 +18,13 @@ from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend, make_backend
 from nanoinfer.attention.in_order_backend import InOrderBackend
-from nanoinfer.collector import no_collection
 from nanoinfer.config import Config
-from nanoinfer.first_launch import read_triton
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.kernels.launch import recording
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.process.collector import no_collection
+from nanoinfer.process.first_launch import read_triton
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes, sharing_batch_sizes
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE

@@ -12,10 +12,10 @@ from multiprocessing.synchronize import Semaphore
 
 import torch.distributed as dist
 
-from nanoinfer.collector import frozen
 from nanoinfer.config import Config
 from nanoinfer.parallel.channel import BEAT_SECONDS, Receiver
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.process.collector import frozen
 from nanoinfer.runner.model_runner import ModelRunner
 
 

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from nanoinfer.config import Config
-from nanoinfer.engine.ranks.interrupts import delayed_interrupt
 from nanoinfer.engine.ranks.peers import Peers
 from nanoinfer.engine.ranks.workers import WorkerError, Workers
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch.distributed as dist
 
 from nanoinfer.config import Config
-from nanoinfer.engine.ranks.interrupts import interrupts_blocked
-from nanoinfer.first_launch import started_for
 from nanoinfer.parallel.channel import BEAT_SECONDS, Sender
 from nanoinfer.parallel.patience import patience
+from nanoinfer.process.first_launch import started_for
+from nanoinfer.process.interrupts import interrupts_blocked
 from nanoinfer.runner.worker import run_worker
 
 VERDICT_SECONDS = 4 * BEAT_SECONDS  # a step is waited for this much longer: the watcher's error says more

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nanoinfer.driver import call
+from nanoinfer.process.driver import call
 
 ALIGNMENT = 256  # bytes; a tensor begins at a multiple of it, as torch's own do
 STEP = 64 << 20  # bytes by which a region grows

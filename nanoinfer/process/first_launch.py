@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING
 
-from nanoinfer.driver import call
-from nanoinfer.environment import changed_environment
+from nanoinfer.process.driver import call
+from nanoinfer.process.environment import changed_environment
 
 if TYPE_CHECKING:  # its import takes long, and here comes before
     import torch

@@ -1,0 +1,1 @@
+"""This process: its environment, its interrupts, its garbage, and how it comes to its GPU."""
