@@ -372,6 +372,16 @@ class TestThreads:
             self.copy(1000, interrupt)
         assert has_written
 
+    def test_a_handler_that_raises_nothing_lets_them_copy_all(self) -> None:
+        seen: list[int] = []
+        before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+        try:
+            copied = self.copy(200, lambda part: os.kill(os.getpid(), signal.SIGINT) if part == 5 else None)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert seen == [signal.SIGINT]
+        assert sorted(copied) == list(range(200))
+
     def test_the_later_of_two_tensors_for_one_target_counts(self) -> None:
         """A checkpoint may hold a router under two names."""
         target = torch.zeros(4000, 5000)

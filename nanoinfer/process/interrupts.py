@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -13,14 +13,15 @@ AGAIN_SECONDS = 1.0  # a SIGINT that comes sooner is the same key press: some la
 
 
 @contextmanager
-def delayed_interrupt() -> Iterator[None]:
+def delayed_interrupt() -> Iterator[Collection[object]]:
     """Let a SIGINT that comes inside the block take effect at the block's end; a second one takes effect at once.
 
     The process's own handler gets the signal. Python calls it on the main thread: on others this block does nothing.
+    Yields what is empty until a SIGINT has come.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
+        yield ()
         return
     delayed: list[tuple[float, FrameType | None]] = []  # at most one: its time, and the frame that it interrupted
 
@@ -34,7 +35,7 @@ def delayed_interrupt() -> Iterator[None]:
 
     signal.signal(signal.SIGINT, delay)
     try:
-        yield
+        yield delayed
     finally:
         signal.signal(signal.SIGINT, handler)
         if delayed:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.weights.shards import Target, Written
 
 BUFFER_BYTES = 16 << 20
@@ -22,6 +23,7 @@ NUM_THREADS = 16  # each with a buffer: while some wait for the device, others c
 BYTES_AT_ONCE = 4 << 30  # of tensors that wait for each other: they are in files, which are mapped
 STAGED_AT_ONCE = 512 << 20  # bytes of those among them that take the GPU's memory twice
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16
+POLL_SECONDS = 0.05  # until an interrupt is seen
 
 Part = TypeVar("Part")
 
@@ -33,6 +35,7 @@ def copy_parts(
 
     Each thread has a stream of its own. It uses its buffer again once the device has done what `copy` launched. PyTorch
     keeps the buffers for the next call. An error of one thread, or an interrupt, stops all behind their present parts.
+    It comes through when they have stopped, because the memory in which they write may go then.
 
     num_bytes: of all parts together
     """
@@ -40,40 +43,27 @@ def copy_parts(
     left, stopped = iter(parts), threading.Event()  # the threads share both
 
     def work() -> None:
-        with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
-            buffer = torch.empty(min(BUFFER_BYTES, num_bytes), dtype=torch.uint8, pin_memory=True)
-            for part in left:
-                if stopped.is_set():
-                    break
-                copy(part, buffer)
-                torch.cuda.current_stream().synchronize()
-
-    copies: list[Future[None]] = []
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
         try:
-            for _ in range(min(NUM_THREADS, len(parts))):
-                copies.append(pool.submit(work))
-            for copied in as_completed(copies):
-                copied.result()
-        finally:
+            with torch.inference_mode(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
+                buffer = torch.empty(min(BUFFER_BYTES, num_bytes), dtype=torch.uint8, pin_memory=True)
+                while not stopped.is_set() and (part := next(left, None)) is not None:
+                    copy(part, buffer)
+                    torch.cuda.current_stream().synchronize()
+        except BaseException:
             stopped.set()
-            _wait_for(copies)
+            raise
 
-
-def _wait_for(copies: list[Future[None]]) -> None:
-    """Wait for the threads in spite of interrupts: the memory in which they write may be about to go.
-
-    To join them would not do: in Python 3.11, a join that is interrupted takes the thread for ended.
-    """
-    interrupt: KeyboardInterrupt | None = None
-    while True:
-        try:
-            wait(copies)
-            break
-        except KeyboardInterrupt as another:
-            interrupt = another
-    if interrupt is not None:
-        raise interrupt
+    is_whole = False
+    while not is_whole:  # the handler of an interrupt may raise nothing: then the rest is copied
+        stopped.clear()
+        with delayed_interrupt() as delayed, ThreadPoolExecutor(NUM_THREADS) as pool:
+            copies = [pool.submit(work) for _ in range(min(NUM_THREADS, len(parts)))]
+            while wait(copies, timeout=POLL_SECONDS).not_done:
+                if delayed:
+                    stopped.set()
+        for copied in copies:
+            copied.result()
+        is_whole = not stopped.is_set()
 
 
 class Uploads:

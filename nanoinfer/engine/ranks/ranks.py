@@ -72,7 +72,7 @@ class Ranks:
         with self._one_fate():
             return tokens.wait(None if self._others is None else self._others.patience())
 
-    def undivided(self) -> AbstractContextManager[None]:
+    def undivided(self) -> AbstractContextManager[object]:
         """Return a context in which a Ctrl-C waits until several ranks are done together; a second one ends them.
 
         Peers may get it in different steps. So there it does not wait, and ends them.
