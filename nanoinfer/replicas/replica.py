@@ -120,8 +120,8 @@ class Life:
 class Replica:
     """One engine and its requests, which are tasks of the LLM's process.
 
-    It changes requests outside `with requests`: no interrupt reaches it, and an error ends it. The error must be told
-    before requests are dropped, because behind a CUDA error PyTorch may abort the process when it frees their memory.
+    It changes requests outside `with requests`: no interrupt reaches it, and an error ends it. So the error is told
+    before anything is freed, which ends the process if PyTorch aborts.
     """
 
     def __init__(self, config: Config, pipe: Connection, outbox: Outbox, life: Life) -> None:
