@@ -73,6 +73,31 @@ if __name__ == "__main__":
     print("goes on")
 """
 
+LISTENS = """
+import os
+import sys
+from pathlib import Path
+
+from nanoinfer import BUNDLED_MODEL, LLM
+
+LISTENING, STATE, INODE = "0A", 3, 9  # a state, and two columns, of /proc/net/tcp
+
+
+def is_listening():
+    lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).read_text().splitlines()]
+    table = [line.split() for line in lines]
+    listening = {f"socket:[{row[INODE]}]" for row in table if row[STATE] == LISTENING}
+    return any(os.path.realpath(file).rpartition("/")[2] in listening for file in Path("/proc/self/fd").iterdir())
+
+
+if __name__ == "__main__":
+    with LLM(BUNDLED_MODEL, device=sys.argv[1], tensor_parallel_size=2, num_kvcache_blocks=16) as llm:
+        llm.generate([[30]], use_tqdm=False)
+        print(is_listening())
+    del llm
+    print(is_listening())
+"""
+
 
 def resident_bytes() -> int:
     gc.collect()
@@ -123,6 +148,15 @@ def test_deletion_frees_the_cache_and_the_weights() -> None:
     del llm
     gc.collect()
     assert [ref() for ref in held] == [None, None]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+def test_behind_close_of_two_ranks_no_socket_listens(device: str, tmp_path: Path) -> None:
+    """The ranks' own rendezvous listens before, so that the script is known to see what listens."""
+    script = tmp_path / "script.py"
+    script.write_text(LISTENS)
+    done = subprocess.run([sys.executable, str(script), device], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 def test_behind_a_cuda_error_pinned_memory_stays(

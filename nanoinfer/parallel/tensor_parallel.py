@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
@@ -94,16 +95,19 @@ class TensorParallel:
             return
         assert self._store is not None
         (self._meet or self._wait_for_all)()
-        if self._device.type == "cuda":
-            group = _nccl_group(self._store, self.rank, self.size)
-        else:
-            group = _gloo_group(self._store, self.rank, self.size, self._timeout)
+        if self._device.type != "cuda":
+            self._hold(_gloo_group(self._store, self.rank, self.size, self._timeout))
+            return
+        with changed_environment(_nccl_variables()):
+            self._hold(_nccl_group(self._store, self.rank, self.size))
+            # NCCL connects with the first collective, and until then cannot be aborted.
+            self.all_reduce(torch.zeros(1, device=self._device))
+
+    def _hold(self, group: Any) -> None:
         with self._lock:
             self._group = group
         if self._aborted:  # a rank died while there was no group to abort
             self._check()
-        if self._device.type == "cuda":  # NCCL connects with the first collective, and until then cannot be aborted
-            self.all_reduce(torch.zeros(1, device=self._device))
 
     def _wait_for_all(self) -> None:
         """Wait until every rank has come this far. If one has failed before, `check` finds it."""
@@ -220,9 +224,17 @@ def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
     return group
 
 
+def _nccl_variables() -> dict[str, str]:
+    """Return what keeps NCCL to its collectives: this package itself watches the ranks."""
+    return {
+        # Behind a CUDA error the group's own thread would end this process before anyone has told of the error.
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        # NCCL's health service would listen on a port, and call the ranks of a closed group once a second.
+        "NCCL_RAS_ENABLE": os.environ.get("NCCL_RAS_ENABLE", "0"),
+    }
+
+
 def _nccl_group(store: dist.Store, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TIMEOUT
-    # Behind a CUDA error the group's own thread would end this process before anyone has told of the error.
-    with changed_environment({"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}):
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupNCCL(store, rank, size, options)
