@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dis
 import gc
 import linecache
 import os
-import re
 import signal
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -21,7 +17,7 @@ import pytest
 import torch
 from conftest import BESIDE_OTHERS, HAS_CUDA
 from test_models import CASES, build
-from test_weights import GPU_OPTIONS, INCOMPLETE, OPTIONS, PROMPTS, results, weights_of
+from test_weights import GPU_OPTIONS, INCOMPLETE, OPTIONS, PROMPTS, held_by, results, weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.runner.memory import holdings, host_copy
@@ -271,25 +267,8 @@ def test_an_interrupt_at_any_line_can_be_mended(level: int, make_llm: Callable[.
         assert results(llm) == before
 
 
-def threads_and_files_of(pid: int) -> Counter[str]:
-    """How many threads a process runs, and how often it holds each file open: names say what a failure left."""
-    held = Counter(threads=len(os.listdir(f"/proc/{pid}/task")))
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor that lists them
-            held[re.sub(r"\[\d+]", "", os.readlink(descriptor))] += 1  # a socket's name has a number
-    return held
-
-
 def test_a_hundred_sleeps_do_not_grow(llm: LLM) -> None:
-    processes = llm.engine.ranks.workers.processes if llm.engine.ranks.workers else []
-    pids = [os.getpid(), *(process.pid for process in processes)]
     tensors = weights_of(BUNDLED_MODEL)
-
-    def held() -> tuple[list[int], list[Counter[str]]]:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # or the heap would count with what it holds free
-        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
-        return pages, [threads_and_files_of(pid) for pid in pids]
 
     def nap(number: int) -> None:
         llm.sleep(1 + number % 2)
@@ -300,12 +279,12 @@ def test_a_hundred_sleeps_do_not_grow(llm: LLM) -> None:
     before = results(llm)
     for number in range(10):
         nap(number)
-    pages, others = held()
+    pages, others = held_by(llm)
     is_alone = llm.config.device == "cuda" and not BESIDE_OTHERS
     free = torch.cuda.mem_get_info()[0] if is_alone else 0
     for number in range(100):
         nap(number)
-    pages_after, others_after = held()
+    pages_after, others_after = held_by(llm)
     for after, old in zip(others_after, others, strict=True):
         assert after == old
     grown = max(after - old for after, old in zip(pages_after, pages, strict=True)) * os.sysconf("SC_PAGE_SIZE")
