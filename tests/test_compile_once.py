@@ -17,8 +17,8 @@ import pytest
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from nanoinfer.kernels import compile_once
-from nanoinfer.kernels.compile_once import OneCompiles
+from nanoinfer.process import compile_once
+from nanoinfer.process.compile_once import OneCompiles
 
 COMPILE = """
 import json
@@ -30,7 +30,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanoinfer.kernels.compile_once import compile_once
+from nanoinfer.process.compile_once import compile_once
 
 
 @triton.jit
@@ -52,7 +52,7 @@ print(json.dumps(found))
 """
 HOLD = """
 import time
-from nanoinfer.kernels.compile_once import OneCompiles
+from nanoinfer.process.compile_once import OneCompiles
 
 manager = OneCompiles("kernel")
 assert manager.get_group("it.json") is None

@@ -18,8 +18,8 @@ import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanoinfer import LLM
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.llm import LLM
 
 MOST_ON_DISK = 32 << 30  # bytes; larger checkpoints take minutes to write
 PAUSE_SECONDS = 1.0  # of sleep, in which a GPU's driver clears the memory; nobody gets it sooner

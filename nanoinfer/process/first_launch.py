@@ -69,7 +69,7 @@ def prepare_own() -> None:
     """If this process was started for a GPU, call `prepare`, and share kernels with the processes started beside it."""
     if (gpu := os.environ.pop(OWN_GPU, None)) is not None:
         prepare(int(gpu))
-        from nanoinfer.kernels.compile_once import compile_once  # here, as above
+        from nanoinfer.process.compile_once import compile_once  # here, as above
 
         compile_once()
 
