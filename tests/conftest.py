@@ -24,8 +24,12 @@ from nanoinfer.engine.block_manager import BlockManager, Content
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
 from nanoinfer.kernels.launch import launch_in_between
 
+from forking import fork_what_spawns
+
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take memory of the same GPU
+if not HAS_CUDA:  # a fork cannot use a device that its server has seen
+    fork_what_spawns()
 torch.set_num_threads(2)  # the models are tiny: more threads wait for each other
 torch.zeros(1).cos()  # the oracle computes cosines, too, and layers/rotary.py says why one number comes first
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore Ctrl-C

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import FrameType
 
 AGAIN_SECONDS = 1.0  # a SIGINT that comes sooner is the same key press: some launchers repeat the terminal's
@@ -45,6 +46,7 @@ def delayed_interrupt() -> Iterator[Collection[object]]:
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
     """Let a process that starts in the block get no Ctrl-C before it can ignore it."""
+    resource_tracker.ensure_running()  # before: when it starts its own process, it lets all interrupts through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
