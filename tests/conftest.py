@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -30,12 +31,26 @@ DEVICE = "cuda" if HAS_CUDA else "cpu"
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take memory of the same GPU
 if not HAS_CUDA:  # a fork cannot use a device that its server has seen
     fork_what_spawns()
-torch.set_num_threads(2)  # the models are tiny: more threads wait for each other
+torch.set_num_threads(1 if BESIDE_OTHERS else 2)  # the models are tiny: more threads wait for each other
 torch.zeros(1).cos()  # the oracle computes cosines, too, and layers/rotary.py says why one number comes first
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore Ctrl-C
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="run every combination, not one of each kind")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return how many processes run the tests: on a GPU, and for tests that are named, this one alone."""
+    is_named = config.args != config.getini("testpaths") or config.option.keyword
+    return 0 if HAS_CUDA or is_named else 2
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("whole"):
+        left_out = [item for item in items if "whole" in item.keywords]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if "whole" not in item.keywords]
     gpus = torch.cuda.device_count()
     for item in items:
         if "gpu" in item.keywords and gpus < 1:
@@ -44,6 +59,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             (needed,) = mark.args or (2,)
             if gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {gpus}"))
+
+
+def whole(cases: Iterable[Any]) -> list[Any]:
+    """Mark cases of a parametrized test that run with --whole alone."""
+    return [
+        pytest.param(*case.values, marks=[*case.marks, pytest.mark.whole], id=case.id)
+        if isinstance(case, ParameterSet)
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.whole)
+        for case in cases
+    ]
 
 
 @pytest.fixture(autouse=True)
