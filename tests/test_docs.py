@@ -91,6 +91,23 @@ def test_the_tour_names_functions() -> None:
     assert sum(": " in text for text, _ in links(DOCS / "tour.md")) > 30
 
 
+def test_the_tour_says_for_every_file_which_tests_to_run() -> None:
+    section = (DOCS / "tour.md").read_text().split("## Which tests to run")[1].split("\n## ")[0]
+    rows = [row.split(" | ") for row in re.findall(r"^\| (`.*|an .*) \|$", section, flags=re.MULTILINE)]
+    paths = [path for changed, _ in rows for path in re.findall(r"`([^`]+)`", changed)]
+    named = {test for _, tests in rows for test in re.findall(r"`([^`]+)`", tests)}
+    package = ROOT / "nanoinfer"
+    files = {
+        file.relative_to(package).as_posix()
+        for file in package.rglob("*.py")
+        if file.parent.name != "shakespeare-qwen3"
+    }
+    assert len(paths) == len(set(paths))
+    assert [file for file in files if not any(file.startswith(path) for path in paths)] == []
+    assert [path for path in paths if not any(file.startswith(path) for file in files)] == []
+    assert named == {file.name for file in (ROOT / "tests").glob("test_*.py")}
+
+
 def count_lines(files: Iterable[Path]) -> int:
     return sum(len(file.read_text().splitlines()) for file in files)
 
