@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def whole(cases: Iterable[Any]) -> list[Any]:
-    """Mark cases of a parametrized test that run with --whole alone."""
+    """Mark cases of a parametrized test that run with --whole alone. A tuple has a value for each argument."""
     return [
         pytest.param(*case.values, marks=[*case.marks, pytest.mark.whole], id=case.id)
         if isinstance(case, ParameterSet)
