@@ -17,6 +17,7 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # set before the first kernel is defined: without a GPU Triton interprets them
 
+from forking import fork_what_spawns
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
@@ -24,8 +25,6 @@ from nanoinfer.benchmark.workloads import write_config
 from nanoinfer.engine.block_manager import BlockManager, Content
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
 from nanoinfer.kernels.launch import launch_in_between
-
-from forking import fork_what_spawns
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
 BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take memory of the same GPU

@@ -17,7 +17,9 @@ IMPORTED = ["transformers", "nanoinfer.runner.worker", "nanoinfer.replicas.repli
 class Server(ForkServerContext):
     """A context of multiprocessing whose processes have this one's environment, not the server's."""
 
-    def Process(self, target: Callable[..., None], args: tuple[Any, ...], **options: Any) -> ForkServerProcess:
+    def Process(  # noqa: N802 the name is multiprocessing's
+        self, target: Callable[..., None], args: tuple[Any, ...], **options: Any
+    ) -> ForkServerProcess:
         return ForkServerProcess(target=_run, args=(dict(os.environ), target, args), **options)
 
 
