@@ -24,6 +24,7 @@ from nanoinfer.engine.step_result import InFlight, StepResult
 from nanoinfer.grammar import Grammar
 from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
 from nanoinfer.process.interrupts import delayed_interrupt
+from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.sampling_params import SamplingParams
 
@@ -177,7 +178,9 @@ class LLMEngine:
 
     def _read_back(self, done: InFlight) -> StepResult:
         assert done.tokens is not None
-        token_ids = self.ranks.wait(done.tokens)
+        with fresh_torch_state():
+            token_ids = self.ranks.wait(done.tokens)
+            record_extras(done.step, done.seqs, done.tokens.extras)
         result = StepResult(
             finished=[],
             ready_at=done.tokens.ready_at,
@@ -185,7 +188,6 @@ class LLMEngine:
             blocks_used=self.scheduler.block_manager.share_used,
             advanced=done.seqs,
         )
-        record_extras(done.step, done.seqs, done.tokens.extras)
         if isinstance(done.step, PrefillStep):
             for seq in done.seqs:
                 if not seq.is_finished:
