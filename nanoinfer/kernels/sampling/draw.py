@@ -220,14 +220,7 @@ def _draw_slice_kernel(
 
 @triton.jit
 def _best_slice_kernel(
-    best_ptr,
-    ids_ptr,
-    row_best_ptr,
-    row_ids_ptr,
-    slices,
-    BLOCK: tl.constexpr,
-    MARKS: tl.constexpr,
-    EARLY: tl.constexpr,
+    best_ptr, ids_ptr, row_best_ptr, row_ids_ptr, slices, BLOCK: tl.constexpr, MARKS: tl.constexpr, EARLY: tl.constexpr
 ):
     wait_for_predecessor(EARLY)
     row = tl.program_id(0)

@@ -134,10 +134,7 @@ class Steps:
         batch.advance(self._sample(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], positions))
 
     def redraw(self, launched: Launched, masks: MaskMessage | None = None) -> Tensor:
-        """Draw again for the rows that want more than a temperature; returns the step's tokens, [rows] int32.
-
-        A row without finite logits has NO_TOKEN (kernels.sampling.draw).
-        """
+        """Draw again for the rows that want more than a temperature; returns the step's InputBatch.drawn, [rows]."""
         first_row, logits, batch = launched.first_row, launched.logits, self.batch
         rows = slice(first_row, first_row + len(logits))
         drawn, token_ids = batch.drawn[rows], batch.last_tokens[rows]
