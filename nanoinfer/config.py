@@ -18,6 +18,7 @@ from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models import describe
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.sources import FileSource
 
@@ -174,7 +175,8 @@ class Config:
         checkpoint = Checkpoint.open(self.model)
         self.eos_token_ids = checkpoint.eos_token_ids
         self.generation_defaults = checkpoint.generation_defaults
-        self.description = self._describe(checkpoint.hf_config)
+        with fresh_torch_state():
+            self.description = self._describe(checkpoint.hf_config)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.max_model_len = min(self.max_model_len, self.description.max_position)

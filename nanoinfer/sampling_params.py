@@ -171,24 +171,13 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a penalty makes the next token depend on the tokens so far."""
+        """Whether the sampler makes tokens that occurred before less likely, or more likely."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the sampler always takes the most likely token."""
         return self.temperature < MIN_TEMPERATURE
-
-    @property
-    def has_filters(self) -> bool:
-        """Whether the sampler leaves unlikely tokens out of the draw."""
-        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a draw needs only logits, temperature and seed, once min_tokens have been generated."""
-        wants_more = self.has_penalties or self.has_filters or self.logit_bias or self.is_guided
-        return not (wants_more or self.kept_tokens) and self.logprobs is None
 
     @property
     def is_guided(self) -> bool:

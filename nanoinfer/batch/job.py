@@ -137,7 +137,7 @@ def _open_output(
         return
     same = {name: value for name, value in options.items() if name not in HOW_FAST}
     name = source if source == STANDARD else os.path.abspath(source)
-    settings = json.dumps({"model": model, "input": name, **same, **defaults}, default=str)
+    settings = json.dumps({"model": model, "input": name, **same, **defaults}, default=str, allow_nan=False)
     with closing(Ledger(target, json.loads(settings))) as ledger:
         yield ledger.writer, ledger.done
 

@@ -8,24 +8,25 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from itertools import accumulate
+from math import isnan
 from typing import Any
 
 from nanoinfer.batch.lines import Job, Line, LineError, digest
 from nanoinfer.logprob import LogProb
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput
 
-LEAST = -9999.0  # stands for a log-probability of -inf, for which JSON has no word
+LEAST = -9999.0  # stands for a log-probability of -inf, for which JSON has no word; null stands for NaN
 
 Entry = Mapping[int, LogProb]  # of one place: token id -> log-probability
 Place = tuple[int, Entry]  # a generated token, and what could have stood in its place
 
 
 def encode(row: Mapping[str, Any]) -> bytes:
-    """Return a row as a line of JSON in UTF-8."""
+    """Return a row, whose numbers are finite, as a line of JSON in UTF-8."""
     try:
-        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except UnicodeEncodeError:  # an id has half a surrogate pair, which UTF-8 cannot hold
-        return json.dumps(row).encode() + b"\n"
+        return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
 def error_row(error: LineError) -> dict[str, Any]:
@@ -47,7 +48,8 @@ def result_row(job: Job, output: RequestOutput, model: str) -> dict[str, Any]:
             raise LineError(line, str(sample.stop_reason))
     if line.kind == "plain":
         return {"id": line.id, **_plain(output)}
-    body = _completion(job, output, line.body.get("model") or model)
+    named = line.body.get("model")
+    body = _completion(job, output, named if named and isinstance(named, str) else model)
     response = {"status_code": 200, "request_id": _name("req", line), "body": body}
     return {**_envelope(line), "response": response, "error": None}
 
@@ -67,7 +69,7 @@ def _plain_sample(sample: SampleOutput) -> dict[str, Any]:
     if sample.logprobs is not None:
         row["logprobs"] = [_plain_entry(entry) for entry in sample.logprobs]
     if sample.kept_tokens is not None:
-        row["kept_tokens"] = sample.kept_tokens
+        row["kept_tokens"] = [(count, _finite(log_mass)) for count, log_mass in sample.kept_tokens]
     if sample.routed_experts is not None:
         row["routed_experts"] = sample.routed_experts.tolist()
     return row
@@ -151,5 +153,5 @@ def _text(token_id: int, value: LogProb) -> str:
     return f"token_id:{token_id}" if value.decoded_token is None else value.decoded_token
 
 
-def _finite(value: float) -> float:
-    return max(float(value), LEAST)
+def _finite(value: float) -> float | None:
+    return None if isnan(value) else max(float(value), LEAST)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.faults import not_finite, without_token
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
@@ -24,6 +25,7 @@ from nanoinfer.engine.step_result import InFlight, StepResult
 from nanoinfer.grammar import Grammar
 from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
 from nanoinfer.process.interrupts import delayed_interrupt
+from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.sampling_params import SamplingParams
 
@@ -177,23 +179,23 @@ class LLMEngine:
 
     def _read_back(self, done: InFlight) -> StepResult:
         assert done.tokens is not None
-        token_ids = self.ranks.wait(done.tokens)
-        result = StepResult(
-            finished=[],
-            ready_at=done.tokens.ready_at,
-            num_running=len(self.scheduler.running),
-            blocks_used=self.scheduler.block_manager.share_used,
-            advanced=done.seqs,
-        )
-        record_extras(done.step, done.seqs, done.tokens.extras)
+        num_running, blocks_used = len(self.scheduler.running), self.scheduler.block_manager.share_used
+        with fresh_torch_state():
+            token_ids = self.ranks.wait(done.tokens)
+            failed = without_token(done.seqs, token_ids)
+            for seq in failed:
+                self.finish(seq, "error", not_finite(self.config.dtype))
+            record_extras(done.step, done.seqs, done.tokens.extras)
+        ready_at = done.tokens.ready_at
+        result = StepResult(failed, done.seqs, ready_at=ready_at, num_running=num_running, blocks_used=blocks_used)
         if isinstance(done.step, PrefillStep):
             for seq in done.seqs:
                 if not seq.is_finished:
-                    seq.first_token_at = seq.first_token_at or done.tokens.ready_at
-        result.finished, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
-        result.finished += self._advance_matchers(done.guided)
+                    seq.first_token_at = seq.first_token_at or ready_at
+        ended, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
+        result.finished += ended + self._advance_matchers(done.guided)
         for seq in result.finished:
-            seq.finished_at = done.tokens.ready_at
+            seq.finished_at = ready_at
         if isinstance(done.step, PrefillStep):
             result.num_prefill_tokens = done.step.num_tokens
         else:

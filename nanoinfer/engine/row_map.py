@@ -7,6 +7,7 @@ from array import array
 from nanoinfer.engine.scheduler import Chunk, DecodeStep, PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.shared_prefixes import PrefixFinder
+from nanoinfer.runner.logits.settings import is_plain, needs_tokens
 from nanoinfer.runner.message import (
     ChunkMessage,
     DecodeMessage,
@@ -114,7 +115,7 @@ def _describe_joins(step: PrefillStep) -> dict[Sequence, JoinMessage]:
 
 def _describe_join(seq: Sequence, chunk: int) -> JoinMessage:
     message = JoinMessage(chunk, seq.block_table, seq.temperature, seq.seed)
-    if not seq.params.is_plain or seq.num_output_tokens < seq.params.min_tokens:
+    if not is_plain(seq.params) or seq.num_output_tokens < seq.params.min_tokens:
         message.logits = describe_logits(seq)
     return message
 
@@ -126,7 +127,7 @@ def describe_logits(seq: Sequence) -> LogitsMessage:
     num_suppressed = 0 if params.is_guided else max(0, params.min_tokens - seq.num_output_tokens)
     return LogitsMessage(
         params,
-        token_ids=seq.token_ids if params.has_penalties else array("i"),
+        token_ids=seq.token_ids if needs_tokens(params) else array("i"),
         num_prompt_tokens=seq.num_prompt_tokens,
         suppressed=tuple(sorted(seq.stop_ids)) if num_suppressed else (),
         num_suppressed=num_suppressed,

@@ -69,31 +69,43 @@ def _locate_rows_kernel(
     tl.store(context_lens_ptr + row, position + 1, mask=row < rows)
 
 
-def advance_rows(last_tokens: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-    """Give each row its sampled token and move it one position on; empty rows stay empty. All [rows] int32."""
+def advance_rows(last_tokens: Tensor, positions: Tensor, token_ids: Tensor, drawn: Tensor | None = None) -> None:
+    """Give each row its sampled token and move it one position on; empty rows stay empty. All [rows] int32.
+
+    A row whose token is negative (see kernels.sampling.draw) goes on with token 0. drawn: gets the tokens as they are
+    """
     function = advance_rows_triton if positions.is_cuda else advance_rows_reference
-    function(last_tokens, positions, token_ids)
+    function(last_tokens, positions, token_ids, drawn)
 
 
-def advance_rows_reference(last_tokens: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+def advance_rows_reference(
+    last_tokens: Tensor, positions: Tensor, token_ids: Tensor, drawn: Tensor | None = None
+) -> None:
     """advance_rows in torch."""
-    last_tokens.copy_(token_ids)
+    torch.clamp(token_ids, min=0, out=last_tokens)
     positions += positions >= 0
+    if drawn is not None:
+        drawn.copy_(token_ids)
 
 
-def advance_rows_triton(last_tokens: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+def advance_rows_triton(last_tokens: Tensor, positions: Tensor, token_ids: Tensor, drawn: Tensor | None = None) -> None:
     """advance_rows as one launch."""
     rows = len(positions)
     _advance_rows_kernel[(triton.cdiv(rows, BLOCK),)](
-        last_tokens, positions, token_ids, rows, BLOCK=BLOCK, **early_launch(positions)
+        last_tokens, positions, token_ids, drawn, rows, BLOCK=BLOCK, **early_launch(positions)
     )
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _advance_rows_kernel(last_tokens_ptr, positions_ptr, token_ids_ptr, rows, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _advance_rows_kernel(
+    last_tokens_ptr, positions_ptr, token_ids_ptr, drawn_ptr, rows, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     wait_for_predecessor(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < rows
-    tl.store(last_tokens_ptr + row, tl.load(token_ids_ptr + row, mask=mask), mask=mask)
+    token_id = tl.load(token_ids_ptr + row, mask=mask)
+    tl.store(last_tokens_ptr + row, tl.maximum(token_id, 0), mask=mask)
+    if drawn_ptr is not None:
+        tl.store(drawn_ptr + row, token_id, mask=mask)
     position = tl.load(positions_ptr + row, mask=mask)
     tl.store(positions_ptr + row, tl.where(position >= 0, position + 1, position), mask=mask)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.ranks.best_of_ranks import best_of_ranks
-from nanoinfer.kernels.sampling.draw import draw
+from nanoinfer.kernels.sampling.draw import NO_TOKEN, draw
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 
@@ -22,15 +22,17 @@ class Sampler(nn.Module):
         """Draw one token for each row.
 
         logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], as in kernels.sampling.draw
-        Returns [rows] int32, equal on every rank.
+        Returns [rows] int32, equal on every rank: NO_TOKEN where a logit is NaN, or the best one infinite.
         """
-        best, ids = draw(logits, temperatures, seeds, positions, self.first_id)
-        if self.tp.size == 1:
+        is_alone = self.tp.size == 1
+        best, ids = draw(logits, temperatures, seeds, positions, self.first_id, marks=is_alone)
+        if is_alone:
             return ids
         inbox = self.tp.inbox
         if inbox is not None and len(ids) <= inbox.max_rows:
             return best_of_ranks(best, ids, inbox.candidates_lane, inbox.rank, inbox.stop)
         # float64 holds both a token id and a float32 score exactly.
         candidates = self.tp.all_gather(torch.stack([best.double(), ids.double()], dim=-1))
-        winner = candidates[..., 0].argmax(dim=0, keepdim=True)
-        return candidates[..., 1].gather(0, winner).squeeze(0).int()
+        winner = candidates[..., :1].argmax(dim=0, keepdim=True)
+        best, ids = candidates.take_along_dim(winner, dim=0)[0].unbind(dim=1)
+        return ids.int().where(best.isfinite(), NO_TOKEN)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.parallel.channel import explained, make_segment
+from nanoinfer.process.torch_state import fresh_torch_state
 
 SEGMENT_BYTES = 64 << 20
 LEAST_BYTES = 1 << 16
@@ -51,15 +52,19 @@ def shared_memory() -> Iterator[SharedSegment]:
 
 def load(tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> Iterator[list[Crate]]:
     """Write tensors into a segment; yields what is there, whenever it is full. The caller then lets it be unloaded."""
-    with segment.map(torch.device("cpu")) as memory:
+    with fresh_torch_state():
+        mapped = segment.map(torch.device("cpu"))
+    with mapped as memory:
         crates: list[Crate] = []
         used = 0
         for name, tensor in tensors:
-            data, shape = _bytes_of(tensor), Shape(name, tuple(tensor.shape), tensor.dtype)
+            with fresh_torch_state():
+                data, shape = _bytes_of(tensor), Shape(name, tuple(tensor.shape), tensor.dtype)
             first = 0
             while first < len(data):
                 count = min(len(data) - first, len(memory) - used)
-                memory[used : used + count].copy_(data[first : first + count])
+                with fresh_torch_state():
+                    memory[used : used + count].copy_(data[first : first + count])
                 crates.append(Crate(shape, first, used, count))
                 first, used = first + count, used + count
                 if used == len(memory):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, wraps
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,8 +81,8 @@ class SampleOutput(Output):
         detokenize=False
     token_ids: all generated tokens; the last may be an end-of-sequence token or a stop token
     finish_reason: "stop" for a stop string, a stop token or an end of sequence; "length" at max_tokens or
-        max_model_len; "abort" after llm.abort; "error" when the text could not be made or its grammar grew too
-        complex, which ends this sample alone
+        max_model_len; "abort" after llm.abort; "error" when the text could not be made, its grammar grew too complex,
+        or the model's logits were not finite, which ends this sample alone
     stop_reason: the stop string or stop token that ended the sample, or the error's message; otherwise None
     weights_versions: pairs (first, version): from token_ids[first] on, llm.weights_version was `version`; there are
         several pairs if llm.update_weights or llm.load_weights came in between
@@ -210,8 +211,8 @@ class StreamOutput(Output):
 class Score(Output):
     """A continuation's log-probability behind its prompt, a dictionary whose keys are attributes too.
 
-    logprob: the sum of its tokens' log-probabilities
-    is_greedy: whether no other token is likelier than the continuation's, in any place
+    logprob: the sum of its tokens' log-probabilities; NaN if the model's logits are not finite
+    is_greedy: whether no other token is likelier than the continuation's, in any place; False if some are NaN
     token_ids: its tokens
     logprobs: each token's log-probability, which knows the token's rank and text
     """
@@ -235,5 +236,5 @@ def score_of(output: RequestOutput) -> Score:
     places = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
     scored = [(token_id, entry[token_id]) for token_id, entry in places if entry is not None]
     token_ids, logprobs = [token_id for token_id, _ in scored], [logprob for _, logprob in scored]
-    is_greedy = all(logprob.rank == 1 for logprob in logprobs)
+    is_greedy = all(logprob.rank == 1 and not isnan(logprob) for logprob in logprobs)
     return Score(logprob=sum(logprobs), is_greedy=is_greedy, token_ids=token_ids, logprobs=logprobs)

@@ -36,16 +36,10 @@ class LogitsMessage:
     """The settings of a row whose request asks for more than a temperature."""
 
     params: SamplingParams
-    token_ids: array[int]  # all tokens so far if the row has penalties, else none
+    token_ids: array[int]  # all tokens so far if a penalty needs them, else none
     num_prompt_tokens: int
     suppressed: tuple[int, ...]  # tokens that would end the sequence too early
     num_suppressed: int  # for this many steps
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether the row's token is drawn from other logits than the model's."""
-        params = self.params
-        return bool(params.has_penalties or params.logit_bias or self.suppressed or params.is_guided)
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from nanoinfer.kernels.launch import recording
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.collector import no_collection
 from nanoinfer.process.first_launch import read_triton
+from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes, sharing_batch_sizes
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
@@ -79,7 +80,7 @@ class ModelRunner:
         if config.device == "cuda":
             read_triton()
         try:
-            with self._current_device(), named_memory_errors(config, self.device):
+            with fresh_torch_state(), self._current_device(), named_memory_errors(config, self.device):
                 self._load()
                 self._connect()
                 with torch.inference_mode():
@@ -259,10 +260,13 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated() - before
 
     def call(self, method: str, *args: Any) -> Any:
-        """Run a method on every rank, such as "run" or "holdings.lend"; returns this rank's result."""
+        """Run a method on every rank, such as "run" or "holdings.lend"; returns this rank's result.
+
+        What the caller has set for torch, such as autocast, does not reach it.
+        """
         if self.send is not None:
             self.send(method, args)
-        with self._current_device():
+        with fresh_torch_state(), self._current_device():
             return attrgetter(method)(self)(*args)
 
     @torch.inference_mode()
@@ -317,7 +321,7 @@ class ModelRunner:
         Behind a CUDA error this process can use the device no more, and gives its memory back as it ends.
         """
         try:
-            with self._current_device():
+            with fresh_torch_state(), self._current_device():
                 self._give_back(failed)
         except torch.AcceleratorError as error:
             keep_for_ever(self._sent)

@@ -14,6 +14,7 @@ from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
 from nanoinfer.layers.rotary import Rope, RotaryEmbedding
 from nanoinfer.models.description import EMBEDDING, HEAD, Description, Names
+from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.trainer import functions
 from nanoinfer.trainer.functions import Heads, Packing
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
@@ -57,7 +58,7 @@ def reference(
     description = config.description
     if description.tied and _has_own_head(source):
         description = replace(description, tied=False)
-    with torch.inference_mode(False):
+    with fresh_torch_state():
         with torch.device("meta"):  # so that nothing is drawn
             made = Reference(description, config.max_model_len, config.torch_dtype)
         made.to_empty(device=torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else "cpu")
@@ -152,8 +153,10 @@ class Reference(nn.Module):
         device = self.lm_head.weight.device
         on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with on_device, torch.autocast(device.type, enabled=False):  # which would change the bits
-            token_ids = torch.tensor([token for row in rows for token in row], device=device)
-            hidden = self.model(token_ids, Packing.of(lengths, device))
+            with fresh_torch_state():  # nothing here has gradients
+                token_ids = torch.tensor([token for row in rows for token in row], device=device)
+                packing = Packing.of(lengths, device)
+            hidden = self.model(token_ids, packing)
             # A token's log-probability comes from the token before it. That of a sequence's last one is not used.
             logprobs = functions.token_logprobs_of(hidden, self.lm_head.weight, token_ids.roll(-1))
         return [some[:-1] for some in logprobs.split(lengths)]
@@ -208,7 +211,7 @@ class Backbone(nn.Module):
     def _tables_on(self, device: torch.device) -> dict[Rope, Tensor]:
         """Return the cosines and sines of each rotation, computed on the device. No buffers: these may be rounded."""
         if device not in self._tables:
-            with device, torch.inference_mode(False):
+            with fresh_torch_state(), device:
                 self._tables[device] = {
                     rope: RotaryEmbedding(rope, self.max_model_len).cos_sin for rope in self.ropes if rope is not None
                 }

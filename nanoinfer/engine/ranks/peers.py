@@ -18,6 +18,7 @@ from nanoinfer.engine.ranks.workers import WorkerError
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.parallel.patience import patience
 from nanoinfer.parallel.tensor_parallel import CPU, TIMEOUT, TensorParallel
+from nanoinfer.process.torch_state import fresh_torch_state
 
 STEPS = 100  # from one comparison to the next, at most
 MOST_SHOWN = 600  # characters of a line in an error message
@@ -75,6 +76,10 @@ class Peers:
 
     def compare(self) -> None:
         """Wait for the other ranks to come to the same call; raise WorkerError if their notes are others."""
+        with fresh_torch_state():
+            self._compare()
+
+    def _compare(self) -> None:
         notes, self._notes = "\n".join(self._notes), []
         hashes = self._hosts.all_gather(torch.tensor([_hash(notes)]))
         if (hashes == hashes[0]).all():

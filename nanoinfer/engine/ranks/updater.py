@@ -10,6 +10,7 @@ from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.models.description import EMBEDDING, HEAD
 from nanoinfer.parallel.buckets import Bucket, Buckets, DeviceBuckets, SharedBuckets
+from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 
@@ -36,7 +37,8 @@ class Updater:
         in_flight: as for LLM.update_weights; begin: called before the first write, does what it says
         """
         ranks = self._ranks
-        table = ranks.runner.holdings.weights.table
+        with fresh_torch_state():
+            table = ranks.runner.holdings.weights.table
         buckets = self._make_buckets()
         is_begun = False
         ranks.compare("update_weights", in_flight, source.is_partial)
@@ -54,7 +56,7 @@ class Updater:
                     del tensor  # so that it can go before the next one comes
             ranks.check_open()
             if buckets is not None:
-                with ranks.undivided():
+                with ranks.undivided(), fresh_torch_state():
                     buckets.flush()
         finally:
             fault = self._end(buckets) if is_begun else None
@@ -63,7 +65,7 @@ class Updater:
     def load(self, source: FileSource, in_flight: str, begin: Callable[[], None]) -> int:
         """Write the tensors of files into the weights; returns the new version. in_flight, begin: as for update"""
         ranks = self._ranks
-        with ranks.alike():
+        with ranks.alike(), fresh_torch_state():
             source.check(ranks.runner.holdings.weights.table)
             if self._is_tied and source.has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight"):
                 raise ValueError(
@@ -81,17 +83,19 @@ class Updater:
         self._scheduler.reset_prefix_cache()
         with self._ranks.undivided():
             if buckets is not None:
-                buckets.open()
+                with fresh_torch_state():
+                    buckets.open()
             self._ranks.call("holdings.weights.begin")
         self.is_whole = False
 
     def _write(self, name: str, tensor: Tensor, stays: bool, buckets: Buckets | None) -> None:
         writer = self._ranks.runner.holdings.weights
         self._ranks.note("tensor", name)
-        writer.write(name, tensor, stays)
-        if buckets is not None:
-            with self._ranks.undivided():
-                buckets.put(name, tensor, is_stack=writer.table[name][0].entry is not None)
+        with fresh_torch_state():
+            writer.write(name, tensor, stays)
+            if buckets is not None:
+                with self._ranks.undivided():
+                    buckets.put(name, tensor, is_stack=writer.table[name][0].entry is not None)
 
     def _make_buckets(self) -> Buckets | None:
         """Return the way to the ranks that hear of tensors from this one alone; None: there are none."""

@@ -14,6 +14,8 @@ from nanoinfer.kernels.ranks.send_receive import inbox_of, receive, send_to_all
 def best_of_ranks(scores: Tensor, ids: Tensor, inboxes: Tensor, rank: int, stop: Tensor) -> Tensor:
     """Return each row's id with the highest score over all ranks, [rows] int32; among equals, the lowest rank's.
 
+    It is -1 where that score is not finite: see kernels.sampling.draw.
+
     scores, ids: [rows] float32 and int32, this rank's; ids must be below 2^24, so that float32 holds them exactly
     inboxes: [ranks] int64, each the address of room for [ranks, 2, rows] float32, all negative zeros
     stop: as in kernels.ranks.all_reduce_norm
@@ -67,4 +69,5 @@ def _best_of_ranks_kernel(
         else:
             winner = tl.where(score > best, id, winner)
             best = tl.maximum(score, best)
+    winner = tl.where(tl.abs(best) < float("inf"), winner, -1.0)
     tl.store(out_ptr + row, winner.to(tl.int32), mask=mask)

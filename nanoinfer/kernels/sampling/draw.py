@@ -16,6 +16,7 @@ from nanoinfer.kernels.sampling.cutoff import Cutoff
 UInts = npt.NDArray[np.uint32]  # NumPy's unsigned integers wrap around; torch cannot multiply its own
 
 BLOCK = 4096  # tokens in a slice of the vocabulary
+NO_TOKEN = -1  # in place of a token id, where logits are not finite
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -26,6 +27,7 @@ def draw(
     positions: Tensor,
     first_id: int = 0,
     cutoff: Cutoff | None = None,
+    marks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row by the Gumbel-max trick (Gumbel, 1954); temperature 0 takes the largest logit.
 
@@ -34,11 +36,12 @@ def draw(
     seeds: [rows] int64, not negative
     positions: [rows] int32, the position in its sequence of the token that is drawn
     cutoff: no token below it is drawn, see kernels.sampling.cutoff
+    marks: a row whose best is not finite has NO_TOKEN for its id
     Returns each row's largest logit / T + noise, [rows] float32, and its token id, [rows] int32. Among equals the
-    smallest id wins; NaN counts as -inf.
+    smallest id wins. NaN wins over no other logit, but makes the row's best infinite.
     """
     function = draw_triton if logits.is_cuda else draw_reference
-    return function(logits, temperatures, seeds, positions, first_id, cutoff)
+    return function(logits, temperatures, seeds, positions, first_id, cutoff, marks)
 
 
 def draw_reference(
@@ -48,6 +51,7 @@ def draw_reference(
     positions: Tensor,
     first_id: int = 0,
     cutoff: Cutoff | None = None,
+    marks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """draw in torch."""
     scores = logits.float().nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
@@ -61,7 +65,9 @@ def draw_reference(
         noise = gumbel_noise(seeds[rows, None], positions[rows, None], ids)
         scores[rows] = noise.add_(scores[rows] * (1 / temperatures[rows, None]))
     best, index = scores.max(dim=1)
-    return best, (index + first_id).int()
+    best = best.masked_fill(logits.amax(dim=1).isnan(), float("inf"))  # amax of NaN and others is NaN
+    ids = (index + first_id).int()
+    return best, ids.where(best.isfinite(), NO_TOKEN) if marks else ids
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
@@ -106,6 +112,7 @@ def draw_triton(
     positions: Tensor,
     first_id: int = 0,
     cutoff: Cutoff | None = None,
+    marks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """draw as two launches: one finds the best token of each slice of the vocabulary, the next the best slice."""
     rows, vocabulary = logits.shape
@@ -133,7 +140,7 @@ def draw_triton(
     row_best = torch.empty(rows, dtype=torch.float32, device=logits.device)
     row_ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
     _best_slice_kernel[(rows,)](
-        best, ids, row_best, row_ids, slices, BLOCK=triton.next_power_of_2(slices), **early_launch(logits)
+        best, ids, row_best, row_ids, slices, BLOCK=triton.next_power_of_2(slices), MARKS=marks, **early_launch(logits)
     )
     return row_best, row_ids
 
@@ -190,7 +197,8 @@ def _draw_slice_kernel(
     mask = column < vocabulary
     source = logits_ptr + row.to(tl.int64) * row_stride + column
     scores = tl.load(source, mask=mask, other=float("-inf")).to(tl.float32)
-    scores = tl.where(scores == scores, scores, float("-inf"))
+    is_nan = scores != scores
+    scores = tl.where(is_nan, float("-inf"), scores)
     if HAS_CUTOFF:
         lowest, first = tl.load(lowest_ptr + row), tl.load(first_ids_ptr + row)
         keep = (scores > lowest) | ((scores == lowest) & (first_id + column >= first))
@@ -200,18 +208,30 @@ def _draw_slice_kernel(
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
         scores = scores * (1 / temperature) + _gumbel_noise_triton(seed, position, first_id + column, COMPILED)
     best = tl.max(scores, axis=0)
-    # Two plain reductions cost less than one over pairs of score and column.
-    index = tl.min(tl.where(scores == best, column, vocabulary - 1), axis=0)
+    # Two plain reductions cost less than one over pairs of score and column. A NaN shows as a column of -1.
+    index = tl.min(tl.where(is_nan, -1, tl.where(scores == best, column, vocabulary - 1)), axis=0)
+    if index < 0:
+        index = -1 - first_id - tl.min(tl.where(scores == best, column, vocabulary - 1), axis=0)
+    else:
+        index = first_id + index
     tl.store(best_ptr + row * slices + slice_id, best)
-    tl.store(ids_ptr + row * slices + slice_id, first_id + index)
+    tl.store(ids_ptr + row * slices + slice_id, index)  # -1 - id, if there is a NaN in the slice
 
 
 @triton.jit
-def _best_slice_kernel(best_ptr, ids_ptr, row_best_ptr, row_ids_ptr, slices, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _best_slice_kernel(
+    best_ptr, ids_ptr, row_best_ptr, row_ids_ptr, slices, BLOCK: tl.constexpr, MARKS: tl.constexpr, EARLY: tl.constexpr
+):
     wait_for_predecessor(EARLY)
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     best = tl.load(best_ptr + row * slices + i, mask=i < slices, other=float("-inf"))
     top, index = tl.max(best, axis=0, return_indices=True)
+    ids = tl.load(ids_ptr + row * slices + i, mask=i < slices, other=0)
+    top = tl.where(tl.min(ids, axis=0) < 0, float("inf"), top)
+    id = tl.load(ids_ptr + row * slices + index)
+    id = tl.where(id < 0, -1 - id, id)
+    if MARKS:
+        id = tl.where(tl.abs(top) < float("inf"), id, -1)
     tl.store(row_best_ptr + row, top)
-    tl.store(row_ids_ptr + row, tl.load(ids_ptr + row * slices + index))
+    tl.store(row_ids_ptr + row, id)

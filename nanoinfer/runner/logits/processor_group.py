@@ -10,9 +10,9 @@ from torch import Tensor
 
 from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff
 from nanoinfer.kernels.sampling.masks import apply_masks
-from nanoinfer.kernels.sampling.penalties import penalize
 from nanoinfer.runner.logits.kept_tokens import KeptTokens
 from nanoinfer.runner.logits.logprobs import LogProbs
+from nanoinfer.runner.logits.settings import FILTERS, PENALTIES, Keep, changes_logits, filters_of, needs_tokens
 from nanoinfer.runner.message import LogitsMessage
 from nanoinfer.runner.transfer import upload
 from nanoinfer.sampling_params import SamplingParams
@@ -29,6 +29,7 @@ class LogitsProcessorGroup:
     row_numbers: [rows] int64, these rows in the batch
     is_shaped: whether these rows, all of them, need their logits in float32, to change them or to tell of changed ones
     is_drawn: whether any of these rows draws another token than a temperature alone gives
+    needs_tokens: whether penalties of any of these rows need the tokens so far
     is_guided: whether these rows, all of them, have masks
     asks, asks_kept: whether any of these rows asks for log-probabilities, or for kept_tokens
     """
@@ -38,10 +39,12 @@ class LogitsProcessorGroup:
         self._params = [message.params for message in self._messages]
         self.row_numbers = self._ints(self._numbers).long()
         self.is_shaped = is_shaped
-        self.is_drawn = any(message.changes_logits or message.params.has_filters for message in self._messages)
+        self.is_drawn = any(changes_logits(message) or filters_of(message.params) for message in self._messages)
         self.is_guided = self._params[0].is_guided
-        self.has_penalties = any(params.has_penalties for params in self._params)
-        self._bias = self._find_bias()
+        self.needs_tokens = any(map(needs_tokens, self._params))
+        self._changes = [
+            penalty.make(self._messages, device) for penalty in PENALTIES if any(map(penalty.is_set, self._params))
+        ]
         self._suppressed = self._find_suppressed()
         self._asked = [i for i, params in enumerate(self._params) if params.logprobs is not None]
         self.asks = bool(self._asked)
@@ -49,8 +52,8 @@ class LogitsProcessorGroup:
         self._kept = [i for i, params in enumerate(self._params) if params.kept_tokens]
         self.asks_kept = bool(self._kept)
         self._kept_rows = self._ints(self._kept)
-        self._penalties = self._find_penalties() if self.has_penalties else None
-        self._filters = self._find_filters() if any(params.has_filters for params in self._params) else None
+        self._masks = self._find_masks()
+        self._cutoff_settings = self._find_cutoff_settings()
 
     def select(self, x: Tensor, first_row: int) -> Tensor:
         """Return the group's rows of x, which begins with row first_row; a view if these rows follow each other."""
@@ -60,20 +63,17 @@ class LogitsProcessorGroup:
         return x[self.row_numbers - first_row]
 
     def shape(self, logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
-        """Return the logits biased and penalized.
+        """Return the logits as penalties change them.
 
         logits: [rows, vocabulary] float32, like the result; positions: [rows], of the tokens to be drawn
-        tokens: [rows, max_model_len] int32, the tokens so far; None if no row has penalties
+        tokens: [rows, max_model_len] int32, the tokens so far; None if no penalty needs them
         """
-        if self._bias is not None:
-            rows, ids, values = self._bias
-            logits = logits.index_put((rows, ids), values, accumulate=True)
-        if self._penalties is not None and tokens is not None:
-            logits = penalize(logits, tokens.long(), positions, *self._penalties)
+        for change in self._changes:
+            logits = change(logits, positions, tokens)
         return logits
 
     def forbid(self, logits: Tensor, masks: Tensor | None = None) -> Tensor:
-        """Return the logits with -inf for the tokens that may not be drawn.
+        """Return the logits with -inf for the tokens that min_tokens or a form forbids.
 
         masks: as for kernels.sampling.masks; None if the rows are not guided
         """
@@ -83,11 +83,18 @@ class LogitsProcessorGroup:
             logits = apply_masks(logits, masks)
         return logits
 
+    def filter(self, logits: Tensor, temperatures: Tensor) -> Tensor:
+        """Return the logits with -inf for the tokens that filters leave out, but for those of the cutoff."""
+        for keep, values, is_wanted in self._masks:
+            kept = keep(logits, temperatures.where(temperatures > 0, 1), values)
+            logits = logits.masked_fill(is_wanted & ~kept, MINUS_INFINITY)
+        return logits
+
     def find_cutoff(self, logits: Tensor, temperatures: Tensor) -> Cutoff | None:
-        """Return the Cutoff (kernels.sampling), None if all tokens may be drawn. temperatures: [rows], 0 for greedy."""
-        if self._filters is None:
+        """Return the Cutoff (kernels.sampling); None if it leaves out no token. temperatures: [rows], 0 for greedy."""
+        if self._cutoff_settings is None:
             return None
-        return find_cutoff(logits, temperatures.where(temperatures > 0, 1), *self._filters)
+        return find_cutoff(logits, temperatures.where(temperatures > 0, 1), *self._cutoff_settings)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, first_row: int) -> list[LogProbs]:
         """Return the log-probabilities asked for, by row from first_row on; logits: [rows, vocabulary]."""
@@ -106,15 +113,6 @@ class LogitsProcessorGroup:
         keys = [self._numbers[i] - first_row for i in self._kept]
         return [KeptTokens.of(shaped, kept, temperatures, self._kept_rows, keys)]
 
-    def _find_bias(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        entries = [
-            (row, *entry) for row, params in enumerate(self._params) for entry in (params.logit_bias or {}).items()
-        ]
-        if not entries:
-            return None
-        rows, ids, values = zip(*entries, strict=True)
-        return self._ints(rows).long(), self._ints(ids).long(), self._floats(values)
-
     def _find_suppressed(self) -> tuple[Tensor, Tensor] | None:
         """Return the rows and the token ids that must not be drawn in them; None if there are none."""
         entries = [(row, token_id) for row, message in enumerate(self._messages) for token_id in message.suppressed]
@@ -123,16 +121,23 @@ class LogitsProcessorGroup:
         rows, ids = zip(*entries, strict=True)
         return self._ints(rows).long(), self._ints(ids).long()
 
-    def _find_penalties(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return (
-            self._ints([message.num_prompt_tokens for message in self._messages]),
-            self._floats([params.repetition_penalty for params in self._params]),
-            self._floats([params.presence_penalty for params in self._params]),
-            self._floats([params.frequency_penalty for params in self._params]),
-        )
+    def _find_masks(self) -> list[tuple[Keep, Tensor, Tensor]]:
+        """Return what each filter that rows want by a mask keeps, its values, and which rows want it, [rows, 1]."""
+        masks = []
+        for own in FILTERS:
+            wanted = [own.is_wanted(params) for params in self._params]
+            if own.keep is not None and any(wanted):
+                rows = zip(self._params, wanted, strict=True)
+                values = [float(getattr(params, own.name)) if is_wanted else 0.0 for params, is_wanted in rows]
+                masks.append((own.keep, self._floats(values), self._ints(wanted).bool()[:, None]))
+        return masks
 
-    def _find_filters(self) -> tuple[Tensor, Tensor, Tensor]:
-        params = [entry if entry.has_filters else NO_FILTERS for entry in self._params]
+    def _find_cutoff_settings(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return top_k, top_p and min_p of the rows; None if none of them wants one."""
+        wants = [any(own.keep is None for own in filters_of(params)) for params in self._params]
+        if not any(wants):
+            return None
+        params = [entry if is_wanted else NO_FILTERS for entry, is_wanted in zip(self._params, wants, strict=True)]
         return (
             self._ints([min(entry.top_k, ALL) if entry.top_k > 0 else ALL for entry in params]),
             self._floats([max(entry.top_p, LEAST) for entry in params]),

@@ -1,4 +1,4 @@
-"""LogitsProcessors: top-k, top-p, min-p, penalties, biases, log-probabilities, masks: all that needs the logits.
+"""LogitsProcessors: filters, penalties, log-probabilities, masks: all that needs the logits.
 
 The captured step draws for every row by its temperature alone. A row that wants more is drawn again behind that step,
 from logits that are changed as its request wants. The other rows do not notice.
@@ -17,6 +17,7 @@ from nanoinfer.kernels.sampling.draw import draw
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
+from nanoinfer.runner.logits.settings import changes_logits, is_plain, needs_tokens
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, LogitsMessage, MaskMessage, PrefillMessage
 from nanoinfer.runner.transfer import upload
 
@@ -25,7 +26,7 @@ COPIES = 8  # of these logits and of their rows' tokens, while penalties are com
 
 
 class LogitsProcessors:
-    """The rows that want more than a temperature, and the tokens so far of those that have penalties.
+    """The rows that want more than a temperature, and the tokens so far of those whose penalties need them.
 
     wanted: row -> its request's settings; `update` applies the same moves as RowMap and InputBatch, in the same order
     """
@@ -89,7 +90,7 @@ class LogitsProcessors:
         """Add a row that wants more than a temperature."""
         self._groups = []
         self.wanted[row] = message
-        if message.params.has_penalties:
+        if needs_tokens(message.params):
             if self._history is None:
                 self._history = torch.zeros(self._history_shape, dtype=torch.int32, device=self.device)
             self._history[row, : len(message.token_ids)] = upload(message.token_ids, self.device)
@@ -124,18 +125,17 @@ class LogitsProcessors:
             shaped = allowed = some
             if group.is_shaped:
                 some = some.float()
-                history = (
-                    self._history[group.row_numbers] if group.has_penalties and self._history is not None else None
-                )
+                history = self._history[group.row_numbers] if group.needs_tokens and self._history is not None else None
                 shaped = group.shape(some, group_positions, history)
                 allowed = group.forbid(shaped, next(groups_masks) if group.is_guided else None)
+                allowed = group.filter(allowed, group_temperatures)
             cutoff = group.find_cutoff(allowed, group_temperatures)
             if group.is_drawn:
                 drawn = draw(allowed, group_temperatures, seeds[at], group_positions, cutoff=cutoff)[1]
                 token_ids[at] = drawn
             else:
                 drawn = token_ids[at]
-            if group.has_penalties and self._history is not None:
+            if group.needs_tokens and self._history is not None:
                 self._history[group.row_numbers, group_positions.long()] = drawn
             if group.asks_kept or (group.asks and self.is_processed):
                 kept = distribution(allowed, group_temperatures, drawn, cutoff)
@@ -158,7 +158,7 @@ class LogitsProcessors:
             if message.num_suppressed == 0:
                 self._groups = []
                 message.suppressed = ()
-                if message.params.is_plain:
+                if is_plain(message.params):
                     del self.wanted[row]
 
     def gather(self, logits: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class LogitsProcessors:
     def _is_shaped(self, message: LogitsMessage) -> bool:
         """Whether the row needs its logits in float32, to change them or to tell of changed ones."""
         params = message.params
-        return message.changes_logits or params.kept_tokens or (self.is_processed and params.logprobs is not None)
+        return changes_logits(message) or params.kept_tokens or (self.is_processed and params.logprobs is not None)
 
 
 def _split(rows: list[int], alone: set[int], most: int) -> list[list[int]]:

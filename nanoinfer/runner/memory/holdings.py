@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from nanoinfer.config import Config
 from nanoinfer.kernels.fp8 import as_bytes
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.lender import Lender, Tag
 from nanoinfer.runner.routing import Routing
@@ -61,8 +61,7 @@ class Holdings:
         """Build the model, whose weights hold any numbers; returns what writes into them."""
         config, description = self._config, self._config.description
         memory = nullcontext() if self._lender is None else self._lender.for_weights()
-        # Parameters that inference mode makes could be written in inference mode alone.
-        with torch.inference_mode(False), self._device, _default_dtype(config.torch_dtype), memory:
+        with self._device, default_dtype(config.torch_dtype), memory:
             self.model = Decoder(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
         if config.is_one_by_one:
             self.model.fix_parts()
@@ -144,13 +143,3 @@ class Holdings:
             self.__dict__.pop(name, None)
         if self._lender is not None:
             self._lender.close()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -20,6 +20,7 @@ class InputBatch:
 
     last_tokens: [rows] int32, the token whose keys and values the next decode step computes
     positions: [rows] int32, that token's position in its sequence; -1 in an empty row
+    drawn: [rows] int32, the tokens of the last draw; NO_TOKEN where the logits were not finite
     block_tables: [rows, max blocks] int32
     temperatures: [rows] float32; seeds: [rows] int64
     prefixes: those that rows share, if decode attention reads them once
@@ -39,6 +40,7 @@ class InputBatch:
         self.num_rows = 0
         self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self.positions = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
+        self.drawn = torch.zeros_like(self.last_tokens)
         self.block_tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
         self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -73,7 +75,7 @@ class InputBatch:
         """Append a row for each prompt that a prefill step completes, with the token sampled for it."""
         joining = slice(self.num_rows, self.num_rows + len(token_ids))
         self.num_rows = joining.stop  # first: an interrupt from here on must not leave an uncounted row
-        self.last_tokens[joining] = token_ids
+        self.last_tokens[joining], self.drawn[joining] = token_ids.clamp(min=0), token_ids
         self.positions[joining] = prompts.sample_positions
         self.block_tables[joining] = prompts.join_tables
         self.temperatures[joining] = prompts.temperatures
@@ -93,7 +95,7 @@ class InputBatch:
     def advance(self, token_ids: Tensor) -> None:
         """Give the first rows their sampled tokens; empty rows stay empty."""
         num_rows = len(token_ids)
-        advance_rows(self.last_tokens[:num_rows], self.positions[:num_rows], token_ids)
+        advance_rows(self.last_tokens[:num_rows], self.positions[:num_rows], token_ids, self.drawn[:num_rows])
 
 
 class PrefillInputs:

@@ -134,14 +134,16 @@ class Steps:
         batch.advance(self._sample(logits, batch.temperatures[:num_rows], batch.seeds[:num_rows], positions))
 
     def redraw(self, launched: Launched, masks: MaskMessage | None = None) -> Tensor:
-        """Draw again for the rows that want more than a temperature; returns the step's tokens, [rows] int32."""
+        """Draw again for the rows that want more than a temperature; returns the step's InputBatch.drawn, [rows]."""
         first_row, logits, batch = launched.first_row, launched.logits, self.batch
         rows = slice(first_row, first_row + len(logits))
-        token_ids = batch.last_tokens[rows]
-        if self.logits_processors.wanted:  # the rows have advanced: batch.positions are the drawn tokens'
-            how = batch.temperatures[rows], batch.seeds[rows], batch.positions[rows]
-            self.logits_processors.redraw(first_row, logits, token_ids, *how, launched.extras, masks)
-        return token_ids
+        drawn, token_ids = batch.drawn[rows], batch.last_tokens[rows]
+        if not self.logits_processors.wanted:
+            return drawn
+        # The rows have advanced: batch.positions are the drawn tokens'.
+        how = batch.temperatures[rows], batch.seeds[rows], batch.positions[rows]
+        self.logits_processors.redraw(first_row, logits, token_ids, *how, launched.extras, masks)
+        return drawn.where(drawn < 0, token_ids)
 
     def extras(self, num_tokens: int) -> Extras:
         """Return the Extras of a step whose model has run."""

@@ -1,0 +1,115 @@
+"""Settings that need logits, each declared once: penalties change logits, filters leave tokens out of the draw.
+
+Whatever stands in PENALTIES or FILTERS is by that alone in the second draw, in kept_tokens, and in log-probabilities of
+the distributions that tokens are drawn from.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.kernels.sampling.penalties import penalize
+from nanoinfer.runner.message import LogitsMessage
+from nanoinfer.runner.transfer import upload
+from nanoinfer.sampling_params import SamplingParams
+
+Change = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Keep = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """Settings that make tokens less likely, or more likely.
+
+    is_set: whether a request asks for it
+    make: takes the messages of some rows, and their device; returns the function that changes these rows' logits. That
+        takes the logits, [rows, vocabulary] float32, the positions of the tokens to be drawn, [rows] int32, and the
+        tokens so far, [rows, max_model_len] int32, or None. It returns new logits; rows that do not ask keep theirs
+    needs_tokens: it depends on the tokens so far
+    """
+
+    is_set: Callable[[SamplingParams], bool]
+    make: Callable[[list[LogitsMessage], torch.device], Change]
+    needs_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A setting that leaves unlikely tokens out of the draw. At temperature 0 none is needed.
+
+    name: the setting's
+    is_set: whether the setting, with this value, leaves out any token
+    keep: takes penalized logits, [rows, vocabulary] float32, in which -inf stands for tokens that are left out already;
+        temperatures and the setting's values, both [rows] float32. It returns which tokens stay, [rows, vocabulary]
+        bool, of each row at least the likeliest. None: kernels.sampling.cutoff knows the setting
+    """
+
+    name: str
+    is_set: Callable[[Any], bool]
+    keep: Keep | None = None
+
+    def is_wanted(self, params: SamplingParams) -> bool:
+        """Whether a request asks for it."""
+        return not params.is_greedy and self.is_set(getattr(params, self.name))
+
+
+def _make_bias(messages: list[LogitsMessage], device: torch.device) -> Change:
+    entries = [
+        (row, *entry) for row, message in enumerate(messages) for entry in (message.params.logit_bias or {}).items()
+    ]
+    rows, ids, values = zip(*entries, strict=True)
+    where = upload(array("i", rows), device).long(), upload(array("i", ids), device).long()
+    biases = upload(array("f", values), device)
+    return lambda logits, positions, tokens: logits.index_put(where, biases, accumulate=True)
+
+
+def _make_repetition(messages: list[LogitsMessage], device: torch.device) -> Change:
+    names = "repetition_penalty", "presence_penalty", "frequency_penalty"
+    lengths = upload(array("i", [message.num_prompt_tokens for message in messages]), device)
+    penalties = [upload(array("f", [getattr(message.params, name) for message in messages]), device) for name in names]
+
+    def change(logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
+        assert tokens is not None
+        return penalize(logits, tokens.long(), positions, lengths, *penalties)
+
+    return change
+
+
+PENALTIES = [
+    Penalty(lambda params: bool(params.logit_bias), _make_bias),
+    Penalty(lambda params: params.has_penalties, _make_repetition, needs_tokens=True),
+]
+FILTERS = [
+    Filter("top_k", lambda top_k: top_k > 0),
+    Filter("top_p", lambda top_p: top_p < 1),
+    Filter("min_p", lambda min_p: min_p > 0),
+]
+
+
+def filters_of(params: SamplingParams) -> list[Filter]:
+    """Return the filters that a request asks for."""
+    return [own for own in FILTERS if own.is_wanted(params)]
+
+
+def needs_tokens(params: SamplingParams) -> bool:
+    """Whether a penalty makes the next token depend on the tokens so far."""
+    return any(own.needs_tokens and own.is_set(params) for own in PENALTIES)
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether a draw needs only logits, temperature and seed, once min_tokens have been generated."""
+    wants_more = any(own.is_set(params) for own in PENALTIES) or filters_of(params) or params.is_guided
+    return not (wants_more or params.kept_tokens) and params.logprobs is None
+
+
+def changes_logits(message: LogitsMessage) -> bool:
+    """Whether a row's token is drawn from other logits than the model's; the filters of a cutoff need no others."""
+    params = message.params
+    masks = any(own.keep is not None for own in filters_of(params))
+    return masks or bool(message.suppressed) or params.is_guided or any(own.is_set(params) for own in PENALTIES)
