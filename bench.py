@@ -16,7 +16,9 @@ import argparse
 import errno
 import json
 import os
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -74,6 +76,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
     floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, layer_flops)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
     return {
+        "command": args.command,
         "config": args.config or args.model,
         "workload": f"{args.workload} {recipe}",
         "device": torch.cuda.get_device_name() if config.device == "cuda" else "cpu",
@@ -338,6 +341,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", metavar="FILE", help="draw the last repeat there; needs matplotlib")
     args = parser.parse_args(argv)
+    args.command = shlex.join(sys.argv[1:] if argv is None else argv)
     if args.routing == "skewed" and not (args.config and has_experts(args.config)):
         parser.error("--routing skewed: needs a --config with experts")
     if args.weights and (args.compare or args.plot):
