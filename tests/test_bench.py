@@ -402,7 +402,8 @@ def test_random_weights_and_json(tmp_path: Path) -> None:
     )  # fmt: skip
     figures = json.loads(file.read_text())
     assert {
-        "command", "config", "workload", "device", "kv_cache_tokens", "num_seqs", "tokens_in", "tokens_out", "startup_seconds", "repeats", "seconds",
+        "command", "kv_cache_tokens",
+        "config", "workload", "device", "num_seqs", "tokens_in", "tokens_out", "startup_seconds", "repeats", "seconds",
         "tokens_per_second", "floor_seconds", "fraction_of_floor", "versions",
     } <= set(figures)  # fmt: skip
     assert figures["command"].startswith("--config tiny --num-seqs 8 ")
