@@ -16,7 +16,9 @@ import argparse
 import errno
 import json
 import os
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +31,7 @@ import torch
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
+from nanoinfer.benchmark.least_steps import Limits
 from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, has_experts, write_config
 from nanoinfer.config import Config
@@ -68,10 +71,12 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         layer_flops = measure_flops("cuda", FP8) if multiplies_fp8(config) else flops
     in_fp8 = FP8.itemsize if config.description.fp8 else None
     itemsizes = config.torch_dtype.itemsize, config.torch_cache_dtype.itemsize, in_fp8
-    floor = Floor.of(work, config.description, config.max_num_seqs, *itemsizes)
+    limits = limits_of(config)
+    floor = Floor.of(work, config.description, limits, *itemsizes)
     floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, layer_flops)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
     return {
+        "command": args.command,
         "config": args.config or args.model,
         "workload": f"{args.workload} {recipe}",
         "device": torch.cuda.get_device_name() if config.device == "cuda" else "cpu",
@@ -86,6 +91,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         "dtype": config.dtype,
         "quantization": args.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "kv_cache_tokens": limits.blocks * limits.block_size,
         "num_seqs": recipe.num_seqs,
         "tokens_in": work.tokens_in,
         "tokens_out": work.tokens_out,
@@ -107,6 +113,17 @@ def multiplies_fp8(config: Config) -> bool:
     if config.description.fp8 is None or config.device == "cpu":
         return False
     return torch.cuda.get_device_capability() >= HAS_FP8
+
+
+def limits_of(config: Config) -> Limits:
+    """Return what one engine holds and does at once; config: of an LLM, which knows the size of its KV cache."""
+    assert config.num_kvcache_blocks is not None
+    return Limits(
+        rows=config.max_num_seqs,
+        tokens=config.max_num_batched_tokens,
+        blocks=config.num_kvcache_blocks,
+        block_size=config.kvcache_block_size,
+    )
 
 
 def make_llm(args: argparse.Namespace, folder: str) -> LLM:
@@ -324,6 +341,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", metavar="FILE", help="draw the last repeat there; needs matplotlib")
     args = parser.parse_args(argv)
+    args.command = shlex.join(sys.argv[1:] if argv is None else argv)
     if args.routing == "skewed" and not (args.config and has_experts(args.config)):
         parser.error("--routing skewed: needs a --config with experts")
     if args.weights and (args.compare or args.plot):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import resource
 import shutil
 import subprocess
@@ -20,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 import bench
 from example import QUESTIONS
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.benchmark.least_steps import Steps, decode_steps
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.models import describe
 from nanoinfer.models.description import Experts
@@ -118,41 +121,205 @@ def test_the_engine_tells_its_observer_what_each_step_found(tiny: LLM) -> None:
 class Shape:
     hidden_size, intermediate_size, num_layers, vocab_size = 8, 16, 2, 100
     num_heads, num_kv_heads, head_dim, windows, experts = 4, 2, 4, (None, None), None
+    window = None
 
 
 LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
+HEAD = 100 * 8
+MATRICES = 2 * LAYER + HEAD
+KV_BYTES = 2 * 2 * 8 * 2  # of a token: two layers, keys and values, two heads of four numbers, in two bytes
+AMPLE = bench.Limits(rows=8, tokens=1000, blocks=1000, block_size=4)
+
+
+class Sparse(Shape):
+    """One of two layers has 4 experts of 6, of which a token uses 1, and a shared one of 5."""
+
+    experts = Experts((True, False), count=4, used=1, size=6, normalised=True, shared_size=5)
+
+
+EXPERT, ROUTER = 3 * 6 * 8, 4 * 8
+EVERY = 2 * (LAYER - 3 * 8 * 16) + 3 * 8 * 16 + 3 * 5 * 8  # attention, the MLP, the shared expert
+
+
+def floor_of(work: bench.Workload, limits: bench.Limits = AMPLE, model: type = Shape, **sizes: int) -> bench.Floor:
+    return bench.Floor.of(work, model, limits, itemsize=2, **sizes)
+
+
+def bytes_of(floor: bench.Floor) -> float:
+    """All bytes that are read: the seconds of a device that computes in no time."""
+    return floor.seconds(1, math.inf, 1)
+
+
+def operations_of(floor: bench.Floor) -> float:
+    """All operations: the seconds of a device that reads in no time."""
+    return floor.seconds(math.inf, 1, 1)
 
 
 def test_the_floor_counts_what_must_be_read_and_computed() -> None:
     """A prompt of 3 tokens gets 3 output tokens: there are two decode steps, over contexts of 4 and 5 tokens."""
-    floor = bench.Floor.of(bench.Workload([[1, 2, 3]], [3]), Shape, max_num_seqs=8, itemsize=2)
-    assert floor.decode_bytes == 2 * (2 * LAYER + 800) * 2 + (4 + 5) * (2 * 2 * 8 * 2)
-    assert floor.prefill_flops == 2 * 2 * LAYER * 3 + 2 * 800 + 2 * 2 * 16 * 9
-    assert floor.seconds(1e6, 2e6, 4) == pytest.approx((floor.decode_bytes / 1e6 + floor.prefill_flops / 2e6) / 4)
-    others = floor.prefill_flops - floor.matrix_flops
-    in_fp8 = (floor.decode_bytes / 1e6 + others / 2e6 + floor.matrix_flops / 3e6) / 4
-    assert floor.seconds(1e6, 2e6, 4, matrix_rate=3e6) == pytest.approx(in_fp8)
-    assert floor.matrix_flops == 2 * 2 * LAYER * 3
+    floor = floor_of(bench.Workload([[1, 2, 3]], [3]))
+    assert bytes_of(floor) == (1 + 2) * MATRICES * 2 + (4 + 5) * KV_BYTES
+    prompt = 2 * 2 * LAYER * 3 + 2 * HEAD + 2 * 2 * 16 * 9
+    assert operations_of(floor) == prompt + 2 * 2 * MATRICES
+    assert floor.seconds(1e6, math.inf, 4) == pytest.approx(bytes_of(floor) / 1e6 / 4)
+    in_layers = 2 * 2 * LAYER * (3 + 2)
+    in_fp8 = (operations_of(floor) - in_layers) / 2e6 + in_layers / 3e6
+    assert floor.seconds(math.inf, 2e6, 1, matrix_rate=3e6) == pytest.approx(in_fp8)
 
 
-def test_the_floor_counts_the_bytes_of_a_smaller_cache() -> None:
-    floor = bench.Floor.of(bench.Workload([[1, 2, 3]], [3]), Shape, max_num_seqs=8, itemsize=2, cache_itemsize=1)
-    small = bench.Floor.of(bench.Workload([[1, 2, 3]], [3]), Shape, 8, itemsize=2, matrix_itemsize=1)
-    assert small.decode_bytes == 2 * (2 * LAYER + 800 * 2) + (4 + 5) * (2 * 2 * 8 * 2)
-    assert floor.decode_bytes == 2 * (2 * LAYER + 800) * 2 + (4 + 5) * (2 * 2 * 8)
+def test_the_floor_counts_the_bytes_of_a_smaller_cache_and_of_smaller_matrices() -> None:
+    work = bench.Workload([[1, 2, 3]], [3])
+    assert bytes_of(floor_of(work, cache_itemsize=1)) == 3 * MATRICES * 2 + (4 + 5) * KV_BYTES / 2
+    assert bytes_of(floor_of(work, matrix_itemsize=1)) == 3 * (2 * LAYER + 2 * HEAD) + (4 + 5) * KV_BYTES
+    sparse = floor_of(work, model=Sparse, matrix_itemsize=1)  # a router is no smaller than the head
+    reads = 4 * EXPERT * ((1 - 0.75**3) + 2 * (1 - 0.75))
+    assert bytes_of(sparse) == pytest.approx(3 * (EVERY + 2 * ROUTER + 2 * HEAD) + reads + (4 + 5) * KV_BYTES)
+
+
+# The device of these tests reads 1,000 bytes a second. At 4,000 operations a second, a matrix of two bytes a number
+# takes as long to read as to multiply with 4 rows. The prompts have one token each, which attends to itself.
+PROMPT_ATTENTION = 2 * 2 * 16 / 4000
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8])
+def test_a_step_takes_the_longer_of_reading_and_multiplying(rows: int) -> None:
+    """The prompts take a prefill step, and one decode step follows, in which each row reads two tokens."""
+    floor = floor_of(bench.Workload([[1]] * rows, [2] * rows))
+    step = MATRICES * 2 / 1000 if rows <= 4 else 2 * MATRICES * rows / 4000
+    assert floor.seconds(1000, 4000, 1) == pytest.approx(2 * step + rows * (2 * KV_BYTES / 1000 + PROMPT_ATTENTION))
+
+
+def test_each_steps_own_rows_decide_whether_it_reads_or_multiplies_longer() -> None:
+    """8 rows, then 2: the longer of both sums would be less."""
+    floor = floor_of(bench.Workload([[1]] * 8, [2] * 6 + [3] * 2))
+    steps = 2 * (2 * MATRICES * 8 / 4000) + MATRICES * 2 / 1000
+    keys = (8 * 2 + 2 * 3) * KV_BYTES / 1000
+    assert floor.seconds(1000, 4000, 1) == pytest.approx(steps + keys + 8 * PROMPT_ATTENTION)
+
+
+def test_matrices_in_fp8_are_read_in_one_byte_and_multiplied_at_their_own_rate() -> None:
+    """At 6,000 operations a second, a matrix in one byte takes as long for 3 rows; the head, in two bytes, for 4."""
+    floor = floor_of(bench.Workload([[1]] * 4, [2] * 4), matrix_itemsize=1)
+    step = 2 * 2 * LAYER * 4 / 6000 + HEAD * 2 / 1000
+    expected = 2 * step + 4 * (2 * KV_BYTES / 1000 + PROMPT_ATTENTION)
+    assert floor.seconds(1000, 4000, 1, matrix_rate=6000) == pytest.approx(expected)
+
+
+def test_experts_are_read_by_all_rows_and_multiplied_by_some() -> None:
+    """With 8 rows the other matrices are bound by arithmetic, and the experts, of which a row uses a quarter, are not.
+
+    They would be with 16 rows.
+    """
+    for rows in (8, 16):
+        floor = floor_of(bench.Workload([[1]] * rows, [2] * rows), replace(AMPLE, rows=16), Sparse)
+        experts = 4 * EXPERT * (1 - 0.75**8) * 2 / 1000 if rows == 8 else 2 * EXPERT * 16 / 4000
+        step = 2 * (EVERY + ROUTER + HEAD) * rows / 4000 + experts
+        expected = 2 * step + rows * (2 * KV_BYTES / 1000 + PROMPT_ATTENTION)
+        assert floor.seconds(1000, 4000, 1) == pytest.approx(expected)
+
+
+def test_long_prompts_read_the_weights_as_often_as_they_need_steps() -> None:
+    """Prompts of 7 and 8 tokens in steps of 4 need four, of which the last may be the only one that needs logits."""
+    floor = floor_of(bench.Workload([[1] * 7, [2] * 8], [1, 1]), replace(AMPLE, tokens=4))
+    assert bytes_of(floor) == (4 * 2 * LAYER + HEAD) * 2
+    assert operations_of(floor) == 2 * 2 * LAYER * 15 + 2 * HEAD * 2 + 2 * 2 * 16 * (7 * 7 + 8 * 8)
+    sparse = floor_of(bench.Workload([[1] * 7], [1]), replace(AMPLE, tokens=4), Sparse)
+    reads = 4 * EXPERT * ((1 - 0.75**4) + (1 - 0.75**3))
+    assert bytes_of(sparse) == pytest.approx((2 * (EVERY + ROUTER) + HEAD + reads) * 2)
 
 
 def test_too_few_rows_cost_more_steps() -> None:
     work = bench.Workload([[1]] * 8, [11] * 8)
-    few, many = (bench.Floor.of(work, Shape, rows, itemsize=2).decode_bytes for rows in (2, 8))
-    assert few - many == (40 - 10) * (2 * LAYER + 800) * 2
+    few, many = (bytes_of(floor_of(work, replace(AMPLE, rows=rows))) for rows in (2, 8))
+    assert few - many == (40 - 10) * MATRICES * 2
+
+
+def test_too_few_blocks_cost_more_steps() -> None:
+    """Two requests each hold one block of 4 tokens for 3 steps, and two for 4: 22 in sum. 4 blocks hold all at once."""
+    work = bench.Workload([[1], [2]], [8, 8])
+    weights = [bytes_of(floor_of(work, replace(AMPLE, blocks=blocks))) for blocks in (4, 3, 2)]
+    steps = [(total - 2 * sum(range(2, 9)) * KV_BYTES) / (MATRICES * 2) - 1 for total in weights]
+    assert steps == [7, -(-22 // 3), 11]
+
+
+def test_what_requests_share_takes_blocks_once() -> None:
+    """Six sequences share 2 blocks of 4 tokens, and hold 1 more each for 3 steps."""
+    prefix = bench.Workload([[1] * 9] * 6, [4] * 6, prefix_len=8)
+    samples = bench.Workload([[1] * 9], [4], samples=6)
+    for work in (prefix, samples):
+        few, many = (decode_steps(work, None, replace(AMPLE, blocks=blocks), 0) for blocks in (4, 8))
+        assert many == [Steps(3, 18, 0)]
+        assert few[0].rows == 18
+    # The prefix takes its blocks in every step, the samples' prompt only while they run.
+    assert decode_steps(prefix, None, replace(AMPLE, blocks=4), 0)[0].count == 18 / 2
+    assert decode_steps(samples, None, replace(AMPLE, blocks=4), 0)[0].count == (18 + 2 * 3) / 4
+
+
+def test_a_window_of_all_layers_bounds_the_blocks() -> None:
+    """At lengths of 10 to 15 a query sees 4 tokens, in the two or one blocks of 4 tokens that the sequence holds."""
+    work = bench.Workload([[1] * 9] * 4, [7] * 4)
+    held = [2, 2, 1, 2, 2, 2]
+    (steps,) = decode_steps(work, 4, replace(AMPLE, blocks=3), 0)
+    assert (steps.count, steps.rows) == (-(-4 * sum(held) // 3), 24)
+    assert decode_steps(work, 4, replace(AMPLE, blocks=8), 0) == [Steps(6, 24, 0)]
+
+
+def test_experts_are_read_by_the_fewest_rows_that_fill_a_short_cache() -> None:
+    """A row holds up to 3 blocks of 4 tokens, so that at least 2 rows hold 6."""
+    work = bench.Workload([[1] * 8] * 8, [5] * 8)
+    (steps,) = decode_steps(work, None, replace(AMPLE, blocks=6), used=0.25)
+    assert steps == Steps(-(-3 * 32 // 6), 32, 16 * (1 - 0.75**2))
+
+
+def test_the_steps_of_a_short_cache_by_nano_vllms_workload() -> None:
+    """Its sequences hold 539,232 blocks in sum: 674 while prefill gives the first tokens, and the others in decode.
+
+    A cache for 110,000 tokens has 430 blocks of 256. So they need 1,253 decode steps; the longest output needs 1,023.
+    """
+    work = bench.WORKLOADS["nano"].draw(vocab_size=151936)
+    first = sum(-(-len(prompt) // 256) for prompt in work.prompts)
+    assert first + 538_558 == 539_232
+    ample, short = (bench.Limits(512, 16384, blocks, 256) for blocks in (791, 430))
+    (steps,) = decode_steps(work, None, short, 0)
+    assert (steps.count, steps.rows) == (-(-538_558 // 430), 133_966 - 256)
+    assert steps.count == 1253
+    together = decode_steps(work, None, ample, 0)
+    assert sum(steps.count for steps in together) == 1023
+    assert sum(steps.rows for steps in together) == 133_966 - 256
+    assert len(decode_steps(work, None, replace(ample, blocks=790), 0)) == 1  # one block less: not all at once
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_order_of_the_requests_takes_less_than_the_least_steps(seed: int) -> None:
+    """Begin requests in random order, each as soon as its row and all its blocks are free."""
+    rand = random.Random(seed)
+    prefix, used = rand.choice([0, 9]), 0.3
+    lens = [(prefix + rand.randint(1, 20), rand.randint(1, 20)) for _ in range(rand.randint(5, 30))]
+    work = bench.Workload([[1] * prompt for prompt, _ in lens], [out for _, out in lens], prefix)
+    limits = bench.Limits(rows=rand.randint(1, 12), tokens=100, blocks=rand.randint(16, 40), block_size=4)
+    waiting = [(out - 1, -(-(prompt + out) // 4) - prefix // 4) for prompt, out in lens if out > 1]
+    rand.shuffle(waiting)
+    running: list[tuple[int, int]] = []
+    rows = []
+    while waiting or running:
+        free = limits.blocks - prefix // 4 - sum(blocks for _, blocks in running)
+        while waiting and len(running) < limits.rows and waiting[-1][1] <= free:
+            running.append(waiting.pop())
+            free -= running[-1][1]
+        rows.append(len(running))
+        running = [(left - 1, blocks) for left, blocks in running if left > 1]
+    least = decode_steps(work, None, limits, used)
+    assert sum(steps.count for steps in least) <= len(rows)
+    assert sum(steps.rows for steps in least) == sum(rows)
+    reads = sum(1 - (1 - used) ** count for count in rows)
+    assert sum(steps.expert_reads for steps in least) <= reads * (1 + 1e-9)
 
 
 def test_a_prompt_of_several_samples_is_read_once_a_step_and_computed_once() -> None:
     """A prompt of 3 tokens has 4 samples of 3 tokens: in two decode steps, each reads its own first and second."""
-    floor = bench.Floor.of(bench.Workload([[1, 2, 3]], [3], samples=4), Shape, max_num_seqs=8, itemsize=2)
-    assert floor.decode_bytes == 2 * (2 * LAYER + 800) * 2 + (2 * 3 + 4 * (1 + 2)) * (2 * 2 * 8 * 2)
-    assert floor.prefill_flops == 2 * 2 * LAYER * 3 + 2 * 800 + 2 * 2 * 16 * 9
+    floor = floor_of(bench.Workload([[1, 2, 3]], [3], samples=4))
+    assert bytes_of(floor) == 3 * MATRICES * 2 + (2 * 3 + 4 * (1 + 2)) * KV_BYTES
+    assert operations_of(floor) == 2 * 2 * LAYER * 3 + 2 * HEAD + 2 * 2 * 16 * 9 + 2 * MATRICES * 8
 
 
 def test_a_shared_prefix_is_read_once_a_step_and_computed_once() -> None:
@@ -161,18 +328,18 @@ def test_a_shared_prefix_is_read_once_a_step_and_computed_once() -> None:
     So decode reads 2 and then 3 tokens that the first alone has, and 3 that the second alone has.
     """
     work = bench.Workload([[1, 2, 3], [1, 2, 4, 5]], [3, 2], prefix_len=2)
-    weights, kv_token = (2 * LAYER + 800) * 2, 2 * 2 * 8 * 2
-    floor = bench.Floor.of(work, Shape, max_num_seqs=8, itemsize=2)
-    assert floor.decode_bytes == 2 * weights + (2 * 2 + 2 + 3 + 3) * kv_token
+    floor = floor_of(work)
+    assert bytes_of(floor) == (1 + 2) * MATRICES * 2 + (2 * 2 + 2 + 3 + 3) * KV_BYTES
     # A suffix attends to the prefix and, causally, to itself.
-    assert floor.prefill_flops == 2 * 2 * LAYER * (2 + 1 + 2) + 2 * 800 * 2 + 2 * 2 * 16 * (4 + (4 + 1) + (8 + 4))
-    one_row = bench.Floor.of(work, Shape, max_num_seqs=1, itemsize=2)
-    assert one_row.decode_bytes == floor.decode_bytes + weights + 2 * kv_token
+    prompts = 2 * 2 * LAYER * (2 + 1 + 2) + 2 * HEAD * 2 + 2 * 2 * 16 * (4 + (4 + 1) + (8 + 4))
+    assert operations_of(floor) == prompts + 2 * MATRICES * 3
+    one_row = floor_of(work, replace(AMPLE, rows=1))
+    assert bytes_of(one_row) == bytes_of(floor) + MATRICES * 2 + 2 * KV_BYTES
 
 
 def test_a_prefix_that_nobody_shares_saves_nothing() -> None:
     whole, split = (bench.Workload([[1, 2, 3, 4, 5]], [4], prefix_len) for prefix_len in (0, 3))
-    assert bench.Floor.of(whole, Shape, 8, 2) == bench.Floor.of(split, Shape, 8, 2)
+    assert floor_of(whole) == floor_of(split)
 
 
 def test_a_window_bounds_what_a_layer_reads_and_computes() -> None:
@@ -181,28 +348,24 @@ def test_a_window_bounds_what_a_layer_reads_and_computes() -> None:
     class Windowed(Shape):
         windows = (None, 3)
 
-    floor = bench.Floor.of(bench.Workload([[1, 2, 3, 4]], [3]), Windowed, max_num_seqs=8, itemsize=2)
-    assert floor.decode_bytes == 2 * (2 * LAYER + 800) * 2 + (5 + 6 + 3 + 3) * (2 * 8 * 2)
+    floor = floor_of(bench.Workload([[1, 2, 3, 4]], [3]), model=Windowed)
+    assert bytes_of(floor) == 3 * MATRICES * 2 + (5 + 6 + 3 + 3) * KV_BYTES / 2
     # Within the window, the first 3 queries see a triangle of keys, and the fourth sees 3.
-    assert floor.prefill_flops == 2 * 2 * LAYER * 4 + 2 * 800 + 4 * 16 * (4 * 4 / 2 + 3 * 3 / 2 + 3)
+    attention = 4 * 16 * (4 * 4 / 2 + 3 * 3 / 2 + 3)
+    assert operations_of(floor) == 2 * 2 * LAYER * 4 + 2 * HEAD + attention + 2 * 2 * MATRICES
 
 
 def test_the_floor_counts_the_experts_that_the_rows_of_a_step_use() -> None:
-    """One of two layers has 4 experts of 6, of which a token uses 1, and a shared one of 5."""
-
-    class Sparse(Shape):
-        experts = Experts((True, False), count=4, used=1, size=6, normalised=True, shared_size=5)
-
-    expert = 3 * 6 * 8
-    every = 2 * (LAYER - 3 * 8 * 16) + 3 * 8 * 16 + 4 * 8 + 3 * 5 * 8  # attention, the MLP, the router, the shared one
     work = bench.Workload([[1, 2, 3], [4]], [3, 2])  # a step of two rows, and one of one
-    floor = bench.Floor.of(work, Sparse, max_num_seqs=8, itemsize=2)
-    keys = (4 + 5) + 2
-    read = 4 * expert * ((1 - 0.75**2) + (1 - 0.75))
-    assert floor.decode_bytes == (2 * (every + 800) + read) * 2 + keys * (2 * 2 * 8 * 2)
-    assert floor.prefill_flops == 2 * (every + expert) * 4 + 2 * 800 * 2 + 2 * 2 * 16 * (9 + 1)
-    waiting = bench.Floor.of(bench.Workload([[1]] * 3, [3] * 3), Sparse, max_num_seqs=2, itemsize=2)
-    assert waiting.decode_bytes == (3 * (every + 800) + 4 * expert * (1 - 0.75**2) * 3) * 2 + 15 * (2 * 2 * 8 * 2)
+    floor = floor_of(work, model=Sparse)
+    every = EVERY + ROUTER + HEAD
+    read = 4 * EXPERT * ((1 - 0.75**4) + (1 - 0.75**2) + (1 - 0.75))
+    assert bytes_of(floor) == pytest.approx((3 * every + read) * 2 + (4 + 5 + 2) * KV_BYTES)
+    prompts = 2 * (EVERY + ROUTER + EXPERT) * 4 + 2 * HEAD * 2 + 2 * 2 * 16 * (9 + 1)
+    assert operations_of(floor) == prompts + 2 * (every + EXPERT) * 3
+    waiting = floor_of(bench.Workload([[1]] * 3, [3] * 3), replace(AMPLE, rows=2), Sparse)
+    read = 4 * EXPERT * ((1 - 0.75**3) + 3 * (1 - 0.75**2))
+    assert bytes_of(waiting) == pytest.approx((4 * every + read) * 2 + 15 * KV_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -239,9 +402,11 @@ def test_random_weights_and_json(tmp_path: Path) -> None:
     )  # fmt: skip
     figures = json.loads(file.read_text())
     assert {
+        "command", "kv_cache_tokens",
         "config", "workload", "device", "num_seqs", "tokens_in", "tokens_out", "startup_seconds", "repeats", "seconds",
         "tokens_per_second", "floor_seconds", "fraction_of_floor", "versions",
     } <= set(figures)  # fmt: skip
+    assert figures["command"].startswith("--config tiny --num-seqs 8 ")
     assert figures["workload"] == "nano 4-12 in, 4-12 out"
     assert len(figures["repeats"]) == 3
     assert figures["seconds"] == sorted(figures["repeats"])[1]

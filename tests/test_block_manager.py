@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections import Counter
 
 import pytest
+import xxhash
 from conftest import CollidingBlockManager
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -115,6 +118,37 @@ def test_a_block_is_known_by_the_block_before_it_whatever_the_hashes(kind: type[
     for block in range(10, 13):  # more contents than hashes
         fill(manager, sequence([block] * 5))
     assert manager.allocate(sequence([*second, *tail, 0])) == 8
+
+
+def test_contents_of_one_hash_are_all_found_and_forgotten() -> None:
+    class OneHash(BlockManager):
+        _hash = staticmethod(lambda content: 7)
+
+    manager = OneHash(6, BLOCK)
+    seqs = [sequence([token] * 4) for token in range(4)]
+    again = [sequence([token] * 5) for token in range(4)]
+    for seq in seqs:
+        fill(manager, seq)
+    assert [manager._cached_prefix(seq) for seq in again] == [seq.block_table for seq in seqs]
+    manager.free(seqs[0])
+    big = sequence([50] * 12)
+    fill(manager, big)  # takes all blocks that are free, the first content's among them
+    assert [manager._cached_prefix(seq) for seq in again] == [[], *(seq.block_table for seq in seqs[1:])]
+    for seq in [*seqs[1:], big]:
+        manager.free(seq)
+    fill(manager, sequence(list(range(100, 124))))  # takes all blocks
+    assert [manager._cached_prefix(seq) for seq in again] == [[]] * 4
+    assert len(manager.cached_blocks) + len(manager._collided) == 6
+
+
+def test_a_block_is_named_by_xxh64_of_the_serial_before_and_its_tokens() -> None:
+    manager = BlockManager(4, BLOCK)
+    seq = sequence(list(range(8)))
+    fill(manager, seq)
+    first, second = (manager.blocks[block] for block in seq.block_table)
+    tokens = array("i", [4, 5, 6, 7]).tobytes()
+    assert second.content == first.serial.to_bytes(8, sys.byteorder) + tokens
+    assert manager.cached_blocks[xxhash.xxh64(second.content).intdigest()] == seq.block_table[1]
 
 
 def test_what_follows_either_of_two_copies_is_found() -> None:
@@ -288,6 +322,7 @@ class RandomOperations(RuleBasedStateMachine):
     def forget_all(self) -> None:
         self.manager.forget_all(self.live)
         assert not self.manager.cached_blocks
+        assert not self.manager._collided
         self.old_seqs.update(self.live)
         self.old_blocks.update(range(len(self.manager.blocks)))
 
@@ -309,8 +344,12 @@ class RandomOperations(RuleBasedStateMachine):
 
     @invariant()
     def what_is_cached_is_where_it_is_said_to_be(self) -> None:
-        for content, block_id in self.manager.cached_blocks.items():
+        for name, block_id in self.manager.cached_blocks.items():
+            block = self.manager.blocks[block_id]
+            assert block.digest == name == self.manager._hash(block.content)
+        for content, block_id in self.manager._collided.items():
             assert self.manager.blocks[block_id].content == content
+            assert block_id not in self.manager.cached_blocks.values()
 
     @invariant()
     def a_serial_stands_for_one_prefix(self) -> None:

@@ -2,109 +2,132 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from nanoinfer.benchmark.least_steps import Limits, Steps, decode_steps, prefill_steps
 from nanoinfer.benchmark.workloads import Workload
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models.description import Description
 
 
-@dataclass
-class Floor:
-    """The least time a workload can take: bytes that must be read, operations that must be done.
+@dataclass(frozen=True)
+class Load:
+    """What a device reads and computes at the same time: some steps' products with one kind of matrix, or attention.
 
-    matrix_flops: those of prefill_flops that are the products with the layers' matrices
+    num_bytes: that it reads; operations: that it does
+    in_layers: a layer's matrix, which may have a format of its own with a rate of its own
     """
 
-    decode_bytes: float
-    prefill_flops: float
-    matrix_flops: float
+    num_bytes: float
+    operations: float
+    in_layers: bool = False
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time a workload can take: for each load the longer of reading and computing."""
+
+    loads: list[Load]
 
     @classmethod
     def of(
         cls,
         work: Workload,
         model: Description,
-        max_num_seqs: int,
+        limits: Limits,
         itemsize: int,
         cache_itemsize: int | None = None,
         matrix_itemsize: int | None = None,
     ) -> Floor:
-        """Count each decode step's weights, keys and values, and the prompts' matrix products.
+        """Count each step's products, the keys and values that decode reads, and the prompts' attention.
 
         itemsize: bytes of a weight; matrix_itemsize: of one in a layer's matrices, None: as many
         cache_itemsize: bytes of a number in the KV cache, None: as many as of a weight
 
-        Of each layer's E experts, r rows that use k each, by even routing, read the share 1 - (1 - k / E)^r.
+        All matrices of one format take as many bytes and operations for a weight, so that their loads add up.
         A shared prefix counts once a step, for however many rows, and is computed once. So does a prompt of several
         samples. The count leaves out reads of both by layers with a window.
         """
+        experts = model.experts
+        used = 0.0 if experts is None else experts.used / experts.count
+        decode, prefill = decode_steps(work, model.window, limits, used), prefill_steps(work, limits, used)
+        last = Steps(1, len(work.prompts), 0)  # prompts may come to their ends, and need logits, in one step
+        head, in_layers = model.vocab_size * model.hidden_size, matrix_itemsize or itemsize
+        dense, routers, expert = _layer_weights(model), _router_weights(model), _expert_weights(model)
         q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        head = model.vocab_size * model.hidden_size
-        layers, experts = _layer_weights(model), _expert_weights(model)
-        prefix = work.prefix_len
-        own = [len(prompt) - prefix for prompt in work.prompts]
-        firsts = own if work.samples == 1 else [0] * len(own)  # keys that a row shares with none, when it begins
-        shared = [0] * len(own) if work.samples == 1 else own
-        decoded = [out - 1 for out in work.output_lens] * work.samples  # prefill samples each sequence's first token
-        steps = max(max(decoded), math.ceil(sum(decoded) / max_num_seqs))
-        keys, pairs = 0, 0.0  # keys that decode reads; pairs of a prompt's token and one that it sees
-        for window in model.windows:
-            keys += sum(_seen(n + 1, out, window) for n, out in zip(firsts * work.samples, decoded, strict=True))
-            if not window:
-                keys += steps * prefix + sum(n * out for n, out in zip(shared, decoded, strict=False))
-            pairs += _area(prefix, window) * (1 - len(own)) + sum(_area(prefix + n, window) for n in own)
-        used = 0.0 if model.experts is None else model.experts.used / model.experts.count
-        matrices = 2 * (layers + used * experts) * (prefix + sum(own))
-        read = experts * sum(1 - (1 - used) ** rows for rows in _rows_of_steps(decoded, max_num_seqs))
-        weight_bytes = (steps * layers + read) * (matrix_itemsize or itemsize) + steps * head * itemsize
-        return cls(
-            decode_bytes=weight_bytes + 2 * keys * kv_size * (cache_itemsize or itemsize),
-            prefill_flops=matrices + 2 * head * len(own) + 4 * q_size * pairs,
-            matrix_flops=matrices,
-        )
+        keys = _keys_read(work, model, sum(steps.count for steps in decode))
+        loads = [
+            Load(2 * keys * kv_size * (cache_itemsize or itemsize), 0),
+            Load(0, 4 * q_size * _pairs(work, model)),
+        ]
+        for steps in (*decode, prefill):
+            loads += [
+                Load(steps.count * dense * in_layers, 2 * steps.rows * dense, in_layers=True),
+                Load(steps.expert_reads * expert * in_layers, 2 * steps.rows * used * expert, in_layers=True),
+                Load(steps.count * routers * itemsize, 2 * steps.rows * routers),
+            ]
+        loads += [Load(steps.count * head * itemsize, 2 * steps.rows * head) for steps in (*decode, last)]
+        return cls(loads)
 
     def seconds(self, bandwidth: float, rate: float, devices: int, matrix_rate: float | None = None) -> float:
         """Return the least time on `devices` of this bandwidth, in bytes a second, and rate, in operations a second.
 
         matrix_rate: that of the products with the layers' matrices; None: the same
         """
-        matrices = self.matrix_flops / (matrix_rate or rate)
-        return (self.decode_bytes / bandwidth + (self.prefill_flops - self.matrix_flops) / rate + matrices) / devices
+        rates = {False: rate, True: matrix_rate or rate}
+        times = (max(load.num_bytes / bandwidth, load.operations / rates[load.in_layers]) for load in self.loads)
+        return sum(times) / devices
+
+
+def _keys_read(work: Workload, model: Description, num_steps: int) -> int:
+    """Count the keys that so many decode steps read, over all layers: with each, they read a value."""
+    own = [len(prompt) - work.prefix_len for prompt in work.prompts]
+    firsts = own if work.samples == 1 else [0] * len(own)  # keys that a row shares with none, when it begins
+    shared = [0] * len(own) if work.samples == 1 else own
+    decoded = [out - 1 for out in work.output_lens]
+    keys = 0
+    for window in model.windows:
+        keys += work.samples * sum(_seen(n + 1, out, window) for n, out in zip(firsts, decoded, strict=True))
+        if not window:
+            keys += num_steps * work.prefix_len + sum(n * out for n, out in zip(shared, decoded, strict=True))
+    return keys
+
+
+def _pairs(work: Workload, model: Description) -> float:
+    """Count the pairs of a prompt's token and one that it sees, over all layers."""
+    areas = (
+        _area(work.prefix_len, window) * (1 - len(work.prompts))
+        + sum(_area(len(prompt), window) for prompt in work.prompts)
+        for window in model.windows
+    )
+    return sum(areas)
 
 
 def _layer_weights(model: Description) -> int:
-    """Count the numbers in the weights that every token of a layer uses, over all layers."""
+    """Count the numbers in the matrices that every token uses, over all layers, but for routers."""
     q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.num_layers * (2 * q_size + 2 * kv_size)
     if (experts := model.experts) is None:
         return model.hidden_size * (attention + model.num_layers * 3 * model.intermediate_size)
     sparse = sum(experts.layers)
-    shared = 3 * experts.shared_size if experts.shared_size is not None else 0
+    shared = 3 * sparse * (experts.shared_size or 0)
     dense = 3 * (model.num_layers - sparse) * model.intermediate_size
-    return model.hidden_size * (attention + dense + sparse * (experts.count + shared))
+    return model.hidden_size * (attention + dense + shared)
+
+
+def _router_weights(model: Description) -> int:
+    """Count the numbers in all routers, which keep the model's dtype whatever the format of the other matrices."""
+    return 0 if model.experts is None else sum(model.experts.layers) * model.experts.count * model.hidden_size
 
 
 def _expert_weights(model: Description) -> int:
     """Count the numbers in the weights of all experts of all layers."""
-    if (experts := model.experts) is None:
-        return 0
-    return sum(experts.layers) * experts.count * 3 * experts.size * model.hidden_size
-
-
-def _rows_of_steps(decoded: list[int], max_num_seqs: int) -> Iterator[int]:
-    """Yield the rows of each decode step: of sequences that all run at once; else full steps, which read the least."""
-    if len(decoded) <= max_num_seqs:
-        yield from (sum(tokens > step for tokens in decoded) for step in range(max(decoded)))
-    else:
-        full, rest = divmod(sum(decoded), max_num_seqs)
-        yield from [max_num_seqs] * full + [rest]
+    return 0 if model.experts is None else _router_weights(model) * 3 * model.experts.size
 
 
 def _seen(first: int, count: int, window: int | None) -> int:

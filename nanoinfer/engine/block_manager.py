@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import count
+from sys import byteorder
+
+from xxhash import xxh64_intdigest
 
 from nanoinfer.engine.sequence import Sequence
-
-Content = tuple[int, bytes]  # the serial of the block before, and the block's own tokens
 
 
 class Block:
     """One block of the KV cache.
 
     ref_count: this many sequences hold the block
-    content: the block's name, by which BlockManager finds it; None: it has none yet
+    content: the block's name, the bytes of the serial of the block before and of its own tokens; None: it has none yet
+    digest: the content's hash
     serial: in a named block, it stands for all tokens up to the end of this block, and never for any others
     """
 
-    __slots__ = ("content", "ref_count", "serial")
+    __slots__ = ("content", "digest", "ref_count", "serial")
 
     def __init__(self) -> None:
         self.ref_count = 0
-        self.content: Content | None = None
+        self.content: bytes | None = None
+        self.digest = 0
         self.serial = 0
 
 
@@ -32,13 +35,17 @@ class BlockManager:
 
     A full block that no sequence holds any more is free, but keeps its content until it is handed out again. A later
     sequence with the same prefix can take it back. The least recently freed block is handed out first.
+    A content's hash finds the block, and never decides: the block counts only if its content is equal.
     """
+
+    _hash = staticmethod(xxh64_intdigest)
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.cached_blocks: dict[Content, int] = {}  # content -> the block that holds it; an equal hash is not enough
+        self.cached_blocks: dict[int, int] = {}  # hash of a content -> the block that holds it
+        self._collided: dict[bytes, int] = {}  # content whose hash leads to another one's block -> its own
         self._serials = count(2)  # 0 and 1 stand before the first block of short and long sequences
         self._planned: list[int] = []  # blocks that got their names from the newest prefill step
 
@@ -123,8 +130,7 @@ class BlockManager:
             block_id = seq.block_table[index]
             block = self.blocks[block_id]
             if block.content is None:  # otherwise another sequence that shares the block has named it
-                block.content = self._content(seq, index, seq.last_serial)
-                block.serial = self.blocks[self.cached_blocks.setdefault(block.content, block_id)].serial
+                self._name(block_id, self._content(seq, index, seq.last_serial))
             seq.num_named, seq.last_serial = index + 1, block.serial
 
     def release(self, seq: Sequence, num_tokens: int) -> None:
@@ -152,9 +158,9 @@ class BlockManager:
             self._forget(block_id)
         for block in self.blocks:
             block.ref_count = 0
-        named = set(self.cached_blocks.values())
         held = [block_id for block_id in range(len(self.blocks)) if block_id not in self.free_blocks]
-        self.free_blocks = OrderedDict.fromkeys(sorted([*self.free_blocks, *held], key=named.__contains__))
+        free = sorted([*self.free_blocks, *held], key=lambda block_id: self.blocks[block_id].content is not None)
+        self.free_blocks = OrderedDict.fromkeys(free)
 
     def forget_all(self, seqs: Iterable[Sequence]) -> None:
         """Take the names of all blocks, so that no later sequence shares one.
@@ -163,6 +169,7 @@ class BlockManager:
         other sequence finds them
         """
         self.cached_blocks.clear()
+        self._collided.clear()
         for block in self.blocks:
             block.content = None
         for seq in seqs:
@@ -172,16 +179,35 @@ class BlockManager:
         found: list[int] = []
         serial = int(seq.is_long)
         for index in range(seq.num_reusable // self.block_size):
-            block_id = self.cached_blocks.get(self._content(seq, index, serial))
+            content = self._content(seq, index, serial)
+            block_id = self._find(content, self._hash(content))
             if block_id is None:
                 break
             found.append(block_id)
             serial = self.blocks[block_id].serial
         return found
 
-    def _content(self, seq: Sequence, index: int, serial: int) -> Content:
+    def _content(self, seq: Sequence, index: int, serial: int) -> bytes:
         """Return the content of block `index` of a sequence; serial: that of the block before."""
-        return serial, seq.token_ids[index * self.block_size : (index + 1) * self.block_size].tobytes()
+        tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+        return serial.to_bytes(8, byteorder) + tokens
+
+    def _find(self, content: bytes, digest: int) -> int | None:
+        """Return the block by which a content with this hash is found; None: there is none."""
+        block_id = self.cached_blocks.get(digest)
+        if block_id is not None and self.blocks[block_id].content == content:
+            return block_id
+        return self._collided.get(content) if self._collided else None
+
+    def _name(self, block_id: int, content: bytes) -> None:
+        """Give a block its name, and the serial of the block by which the content is found: itself if there is none."""
+        block = self.blocks[block_id]
+        block.content, block.digest = content, self._hash(content)
+        found = self._find(content, block.digest)
+        if found is not None:
+            block.serial = self.blocks[found].serial
+        elif self.cached_blocks.setdefault(block.digest, block_id) != block_id:
+            self._collided[content] = block_id
 
     def _take_back(self, block_ids: list[int]) -> None:
         """Take back blocks of one sequence, the last first, so that a cached prefix outlives the blocks behind it."""
@@ -208,6 +234,10 @@ class BlockManager:
     def _forget(self, block_id: int) -> None:
         """Take the name of a block."""
         block = self.blocks[block_id]
-        if block.content is not None and self.cached_blocks.get(block.content) == block_id:
-            del self.cached_blocks[block.content]
+        if block.content is None:
+            return
+        if self.cached_blocks.get(block.digest) == block_id:
+            del self.cached_blocks[block.digest]
+        elif self._collided.get(block.content) == block_id:
+            del self._collided[block.content]
         block.content = None
