@@ -108,7 +108,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the next message of a chat, or of each chat in a list, by the tokenizer's chat template.
 
-        messages: one chat, a list of mappings with "role" and "content"; or a list of chats
+        messages: one chat, a list of mappings with "role" and "content", a string or a list of texts' parts as OpenAI has
+            them; or a list of chats. The template gets content, and arguments of tool calls, in the form that it takes
         sampling_params: one for all chats, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode
         lora_request: None, as for generate
