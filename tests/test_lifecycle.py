@@ -19,6 +19,7 @@ from types import FrameType
 import pytest
 import torch
 from conftest import Oracle, greedy
+from safetensors.torch import load_file
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -27,6 +28,7 @@ from nanoinfer.process.collector import NEVER, no_full_collection
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.requests.progress import Rates
 from nanoinfer.runner.memory.holdings import Holdings
+from nanoinfer.runner.memory.plan import CPU_BUDGET
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
 CUDA_ERROR = """
@@ -137,8 +139,23 @@ def test_the_memory_plan_is_told_and_logged_once(caplog: pytest.LogCaptureFixtur
         plan = llm.memory
         assert llm.config.num_kvcache_blocks == plan.blocks == 16
         assert plan.block_bytes * plan.blocks == llm.engine.ranks.runner.steps.kv_cache.nbytes
+        limits = plan.max_model_len, plan.max_position
+        assert limits == (llm.config.max_model_len, llm.config.description.max_position) == (2048, 2048)
     assert [record.getMessage() for record in caplog.records] == [str(plan)]
     assert "16 blocks" in str(plan)
+    assert "max_model_len=2048 of the model's 2048" in str(plan)
+
+
+def test_on_the_cpu_what_is_used_is_the_model() -> None:
+    """Its parameters, of which it packs some, and its table of cosines. Beside these, the cache may have 4 GiB."""
+    with LLM(BUNDLED_MODEL, device="cpu") as llm:
+        plan = llm.memory
+        table = llm.config.max_model_len * llm.config.description.head_dim * 4
+    stored = sum(tensor.numel() for tensor in load_file(f"{BUNDLED_MODEL}/model.safetensors").values())
+    assert plan.used == 4 * stored + table < plan.total
+    assert plan.limit - plan.used == CPU_BUDGET
+    assert plan.blocks == CPU_BUDGET // plan.block_bytes
+    assert "used 0.011," in str(plan)
 
 
 def test_deletion_frees_the_cache_and_the_weights() -> None:

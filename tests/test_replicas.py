@@ -152,6 +152,10 @@ class TestSameAsOne:
         params = different_settings(len(mixed_prompts))
         assert_equal(two.generate(mixed_prompts, params, use_tqdm=False), one.generate(mixed_prompts, params, False))
 
+    def test_the_memory_of_one_of_them(self, one: LLM, two: LLM, device: str) -> None:
+        if device == "cpu":  # on a GPU, other processes count
+            assert two.memory.used == one.memory.used > 0
+
     def test_samples_of_one_prompt_whose_seeds_come_from_the_requests_number(self, two: LLM, device: str) -> None:
         params = SamplingParams(n=24, max_tokens=8)
         prompts = ["ROMEO:\n", "JULIET:\nAh me! what light through yonder window breaks? It is the east."]

@@ -86,6 +86,7 @@ class TestTwoRanks:
     ) -> None:
         options = {"device": "cpu", "tensor_parallel_size": 2, "kvcache_block_size": 16}
         llm = make_llm(**options)
+        assert 2.7e6 * 4 / 2 < llm.memory.used < 2.8e6 * 4 / 2 + (1 << 20)  # its share of the parameters, and a table
         assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
         assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
         llm.close()
