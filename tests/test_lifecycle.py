@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing as mp
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ import pytest
 import torch
 from conftest import Oracle, greedy
 from safetensors.torch import load_file
+from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -144,6 +147,22 @@ def test_the_memory_plan_is_told_and_logged_once(caplog: pytest.LogCaptureFixtur
     assert [record.getMessage() for record in caplog.records] == [str(plan)]
     assert "16 blocks" in str(plan)
     assert "max_model_len=2048 of the model's 2048" in str(plan)
+
+
+@pytest.mark.parametrize("use_tqdm", [True, False])
+def test_a_call_leaves_it_open_how_processes_start(use_tqdm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a bar of ours give the user's own bars a lock. Other tests start processes, and so settle it here."""
+    monkeypatch.delattr(tqdm, "_lock", raising=False)
+    monkeypatch.delattr(TqdmDefaultWriteLock, "mp_lock", raising=False)
+    before = mp.get_start_method(allow_none=True)
+    mp.set_start_method(None, force=True)
+    try:
+        with LLM(BUNDLED_MODEL, num_kvcache_blocks=16) as llm:
+            llm.generate([[30]], greedy(2), use_tqdm=use_tqdm)
+        assert mp.get_start_method(allow_none=True) is None
+    finally:
+        mp.set_start_method(before, force=True)
+    assert not hasattr(tqdm, "_lock")
 
 
 def test_on_the_cpu_what_is_used_is_the_model() -> None:

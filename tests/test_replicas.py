@@ -513,12 +513,13 @@ class TestEnds:
     def test_a_killed_parent_leaves_nothing(self, tmp_path: Path) -> None:
         script = tmp_path / "killed.py"
         script.write_text(
-            "import os, re, signal\n"
+            "import multiprocessing, os, re, signal\n"
             "from nanoinfer import LLM, BUNDLED_MODEL, SamplingParams\n"
             "if __name__ == '__main__':\n"
             "    options = dict(data_parallel_size=2, tensor_parallel_size=2, num_kvcache_blocks=8)\n"
             "    llm = LLM(BUNDLED_MODEL, device='cpu', **options)\n"
             "    output = llm.generate([[30]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]\n"
+            "    multiprocessing.set_start_method('spawn')\n"  # the replicas' start has not settled it
             "    print(*output.token_ids, flush=True)\n"
             "    for pid in llm.engine.pids.values():\n"
             "        rank = open(f'/proc/{pid}/task/{pid}/children').read().strip()\n"

@@ -66,11 +66,13 @@ class Remains:
 
 
 MAKE_TWO = """
+import multiprocessing
 from nanoinfer import LLM, BUNDLED_MODEL, SamplingParams
 
 if __name__ == "__main__":
     with LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2, num_kvcache_blocks=16) as llm:
-        outputs = llm.generate([[30]], SamplingParams(max_tokens=3), use_tqdm=False)
+        outputs = llm.generate([[30]], SamplingParams(max_tokens=3))
+        multiprocessing.set_start_method("forkserver")  # which nothing has settled, not even the bar
         print([[len(output["token_ids"])] for output in outputs])
 """
 
