@@ -34,7 +34,7 @@ from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
 from nanoinfer.benchmark.least_steps import Limits
 from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, has_experts, write_config
-from nanoinfer.config import Config
+from nanoinfer.config import DEFAULT_MAX_MODEL_LEN, Config
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.linear.fp8_linear import HAS_FP8
@@ -128,6 +128,7 @@ def limits_of(config: Config) -> Limits:
 
 def make_llm(args: argparse.Namespace, folder: str) -> LLM:
     """Make the LLM that the command line asks for; exit with the error's message if that cannot be."""
+    is_chosen = args.max_model_len is not None or args.recipe.max_model_len != DEFAULT_MAX_MODEL_LEN
     try:
         return LLM(
             folder,
@@ -136,7 +137,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             attention_backend=args.backend,
             enforce_eager=args.enforce_eager,
             max_num_seqs=args.recipe.max_num_seqs,
-            max_model_len=args.recipe.max_model_len,
+            max_model_len=args.recipe.max_model_len if is_chosen else None,  # a model's own limit may be lower
             dtype=args.dtype,
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,

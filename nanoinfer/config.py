@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
-HAVE_DEFAULTS = ("max_num_seqs", "max_model_len")  # if they are None
+DEFAULT_MAX_MODEL_LEN = 4096  # or the model's own limit, if that is lower
 MAX_RANKS = 8
 MAX_REPLICAS = 64
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
@@ -42,8 +42,9 @@ class Config:
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
     max_num_seqs: at most this many sequences run at once; None: the default. Their rows (logits, block tables, tokens
         so far) may take at most half of the memory that may be in use
-    max_model_len: a sequence has at most this many tokens, prompt and output; None: the default; the model's own limit
-        is kept where it is lower
+    max_model_len: a sequence has at most this many tokens, prompt and output. It may not exceed the model's own limit:
+        max_position_embeddings, or with YaRN its original length times its factor, if that is more. None: 4,096, or the
+        limit if that is lower; print(llm.memory) shows both
     gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
         memory counts too
     tensor_parallel_size: this many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
@@ -98,7 +99,7 @@ class Config:
     model: str
     max_num_batched_tokens: int = 16384
     max_num_seqs: int = 512
-    max_model_len: int = 4096
+    max_model_len: int = cast(int, None)  # until the model's limit is known
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
@@ -179,7 +180,7 @@ class Config:
             self.description = self._describe(checkpoint.hf_config)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
-        self.max_model_len = min(self.max_model_len, self.description.max_position)
+        self._check_max_model_len()
         self.description = self.description.within(self.max_model_len)
         self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
         self.attention_backend = choose_backend(
@@ -259,25 +260,33 @@ class Config:
 
     def _check_numbers(self) -> None:
         """Check the numbers that do not depend on the model, and convert them to Python's own types."""
-        for name in HAVE_DEFAULTS:
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(Config, name))
+        if cast("int | None", self.max_num_seqs) is None:
+            self.max_num_seqs = Config.max_num_seqs
         for name, low, high in (
             ("max_num_batched_tokens", 1, None),
             ("max_num_seqs", 1, None),
-            ("max_model_len", 2, None),  # a prompt token and a generated one
             ("tensor_parallel_size", 1, MAX_RANKS),
             ("data_parallel_size", 1, MAX_REPLICAS),
             ("seed", 0, 2**63 - 1),
             ("kvcache_block_size", 16, MAX_SLOTS),
         ):
             setattr(self, name, check_int(name, getattr(self, name), low, high))
+        if cast("int | None", self.max_model_len) is not None:
+            self.max_model_len = check_int("max_model_len", self.max_model_len, 2)  # a prompt token and a generated one
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size={self.kvcache_block_size}: must be a multiple of 16")
         self.gpu_memory_utilization = check_number(
             "gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0), 1, "above 0, at most 1"
         )
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, 1, math.inf, "of seconds, at least 1")
+
+    def _check_max_model_len(self) -> None:
+        limit = self.description.max_position
+        if cast("int | None", self.max_model_len) is None:
+            self.max_model_len = min(DEFAULT_MAX_MODEL_LEN, limit)
+        if self.max_model_len > limit:
+            length = short(self.max_model_len)
+            raise ValueError(f"max_model_len={length}: must be at most {limit}, the longest sequence of this model")
 
     def _check_deterministic(self) -> None:
         if not self.deterministic:

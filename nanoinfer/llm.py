@@ -34,7 +34,7 @@ class LLM:
 
     An LLM has these attributes:
 
-    config: the options after the checks; max_model_len may have been lowered to the model's own limit
+    config: the options after the checks, with numbers in place of the None of max_model_len and num_kvcache_blocks
     memory: a MemoryPlan, which says how the device's memory is divided: print(llm.memory). The logger "nanoinfer"
         reports it once, at level INFO. With several replicas it is that of the one with the fewest blocks
     tokenizer: the checkpoint's own tokenizer, or that of the option; None if there is none: then prompts are token ids,
@@ -108,7 +108,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the next message of a chat, or of each chat in a list, by the tokenizer's chat template.
 
-        messages: one chat, a list of mappings with "role" and "content"; or a list of chats
+        messages: one chat, a list of mappings with "role" and "content", which is a string or a list of text parts; or
+            a list of chats. The template gets content, and arguments of tool calls, in the form that it takes
         sampling_params: one for all chats, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode
         lora_request: None, as for generate

@@ -499,7 +499,7 @@ class TestConfig:
         config = Config(BUNDLED_MODEL, kvcache_block_size=16)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("nanoinfer.runner.memory.plan.CPU_BUDGET", 1 << 40)
-            plan = plan_memory(config, spec, torch.device("cpu"), TensorParallel(), steps=0, graphs=0)
+            plan = plan_memory(config, spec, torch.device("cpu"), TensorParallel(), held=0, steps=0, graphs=0)
         assert plan.blocks == 2**27 < plan.limit // spec.block_bytes
 
     def test_a_backend_that_cannot_run_says_why(self) -> None:

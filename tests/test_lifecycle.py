@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing as mp
 import os
 import re
 import signal
@@ -19,6 +20,9 @@ from types import FrameType
 import pytest
 import torch
 from conftest import Oracle, greedy
+from safetensors.torch import load_file
+from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -27,6 +31,7 @@ from nanoinfer.process.collector import NEVER, no_full_collection
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.requests.progress import Rates
 from nanoinfer.runner.memory.holdings import Holdings
+from nanoinfer.runner.memory.plan import CPU_BUDGET
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
 CUDA_ERROR = """
@@ -137,8 +142,39 @@ def test_the_memory_plan_is_told_and_logged_once(caplog: pytest.LogCaptureFixtur
         plan = llm.memory
         assert llm.config.num_kvcache_blocks == plan.blocks == 16
         assert plan.block_bytes * plan.blocks == llm.engine.ranks.runner.steps.kv_cache.nbytes
+        limits = plan.max_model_len, plan.max_position
+        assert limits == (llm.config.max_model_len, llm.config.description.max_position) == (2048, 2048)
     assert [record.getMessage() for record in caplog.records] == [str(plan)]
     assert "16 blocks" in str(plan)
+    assert "max_model_len=2048 of the model's 2048" in str(plan)
+
+
+@pytest.mark.parametrize("use_tqdm", [True, False])
+def test_a_call_leaves_it_open_how_processes_start(use_tqdm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a bar of ours give the user's own bars a lock. Other tests start processes, and so settle it here."""
+    monkeypatch.delattr(tqdm, "_lock", raising=False)
+    monkeypatch.delattr(TqdmDefaultWriteLock, "mp_lock", raising=False)
+    before = mp.get_start_method(allow_none=True)
+    mp.set_start_method(None, force=True)
+    try:
+        with LLM(BUNDLED_MODEL, num_kvcache_blocks=16) as llm:
+            llm.generate([[30]], greedy(2), use_tqdm=use_tqdm)
+        assert mp.get_start_method(allow_none=True) is None
+    finally:
+        mp.set_start_method(before, force=True)
+    assert not hasattr(tqdm, "_lock")
+
+
+def test_on_the_cpu_what_is_used_is_the_model() -> None:
+    """Its parameters, of which it packs some, and its table of cosines. Beside these, the cache may have 4 GiB."""
+    with LLM(BUNDLED_MODEL, device="cpu") as llm:
+        plan = llm.memory
+        table = llm.config.max_model_len * llm.config.description.head_dim * 4
+    stored = sum(tensor.numel() for tensor in load_file(f"{BUNDLED_MODEL}/model.safetensors").values())
+    assert plan.used == 4 * stored + table < plan.total
+    assert plan.limit - plan.used == CPU_BUDGET
+    assert plan.blocks == CPU_BUDGET // plan.block_bytes
+    assert "used 0.011," in str(plan)
 
 
 def test_deletion_frees_the_cache_and_the_weights() -> None:

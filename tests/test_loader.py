@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nanoinfer import LLM
-from nanoinfer.config import Config
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -215,12 +214,6 @@ def test_rope_theta_is_found_wherever_a_transformers_version_wrote_it(
     file.write_text(json.dumps(config))
     (output,) = make_llm(folder).generate([[5, 6, 7] * 10], greedy(16), use_tqdm=False)
     assert output["token_ids"] == expected
-
-
-def test_the_models_own_length_caps_max_model_len(make_qwen3: Callable[..., str]) -> None:
-    folder = make_qwen3(max_position_embeddings=100)
-    assert Config(folder).max_model_len == 100
-    assert Config(folder, max_model_len=50).max_model_len == 50
 
 
 def test_a_hub_id_is_resolved_by_snapshot_download(

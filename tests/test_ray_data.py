@@ -92,6 +92,13 @@ class TestRows:
             ]  # fmt: skip
         assert [row["prompt_token_ids"] for row in made] == [None, [30, 31], None]
 
+    def test_a_message_may_have_parts(self, generator: Generator) -> None:
+        """A table gives every part all keys that some part has."""
+        parts = [[{"type": "text", "text": "Good"}, {"text": "morrow", "image_url": None}], [{"text": "Good\nmorrow"}]]
+        rows = [{"messages": [{"role": "user", "content": content}], "seed": 3} for content in parts]
+        two, one = once(generator, table_of(rows)).to_pylist()
+        assert (two["error"], two["token_ids"]) == (None, one["token_ids"])
+
     def test_every_batch_format_gives_the_same(self, generator: Generator) -> None:
         """NumPy and pandas know no missing integers: they make them, and the others, floats."""
         table = pa.table(

@@ -152,6 +152,10 @@ class TestSameAsOne:
         params = different_settings(len(mixed_prompts))
         assert_equal(two.generate(mixed_prompts, params, use_tqdm=False), one.generate(mixed_prompts, params, False))
 
+    def test_the_memory_of_one_of_them(self, one: LLM, two: LLM, device: str) -> None:
+        if device == "cpu":  # on a GPU, other processes count
+            assert two.memory.used == one.memory.used > 0
+
     def test_samples_of_one_prompt_whose_seeds_come_from_the_requests_number(self, two: LLM, device: str) -> None:
         params = SamplingParams(n=24, max_tokens=8)
         prompts = ["ROMEO:\n", "JULIET:\nAh me! what light through yonder window breaks? It is the east."]
@@ -509,12 +513,13 @@ class TestEnds:
     def test_a_killed_parent_leaves_nothing(self, tmp_path: Path) -> None:
         script = tmp_path / "killed.py"
         script.write_text(
-            "import os, re, signal\n"
+            "import multiprocessing, os, re, signal\n"
             "from nanoinfer import LLM, BUNDLED_MODEL, SamplingParams\n"
             "if __name__ == '__main__':\n"
             "    options = dict(data_parallel_size=2, tensor_parallel_size=2, num_kvcache_blocks=8)\n"
             "    llm = LLM(BUNDLED_MODEL, device='cpu', **options)\n"
             "    output = llm.generate([[30]], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]\n"
+            "    multiprocessing.set_start_method('spawn')\n"  # the replicas' start has not settled it
             "    print(*output.token_ids, flush=True)\n"
             "    for pid in llm.engine.pids.values():\n"
             "        rank = open(f'/proc/{pid}/task/{pid}/children').read().strip()\n"

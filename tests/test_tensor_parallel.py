@@ -66,11 +66,13 @@ class Remains:
 
 
 MAKE_TWO = """
+import multiprocessing
 from nanoinfer import LLM, BUNDLED_MODEL, SamplingParams
 
 if __name__ == "__main__":
     with LLM(BUNDLED_MODEL, device="cpu", tensor_parallel_size=2, num_kvcache_blocks=16) as llm:
-        outputs = llm.generate([[30]], SamplingParams(max_tokens=3), use_tqdm=False)
+        outputs = llm.generate([[30]], SamplingParams(max_tokens=3))
+        multiprocessing.set_start_method("forkserver")  # which nothing has settled, not even the bar
         print([[len(output["token_ids"])] for output in outputs])
 """
 
@@ -86,6 +88,7 @@ class TestTwoRanks:
     ) -> None:
         options = {"device": "cpu", "tensor_parallel_size": 2, "kvcache_block_size": 16}
         llm = make_llm(**options)
+        assert 2.7e6 * 4 / 2 < llm.memory.used < 2.8e6 * 4 / 2 + (1 << 20)  # its share of the parameters, and a table
         assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
         assert token_ids(llm, mixed_prompts, greedy()) == mixed_expected
         llm.close()

@@ -19,6 +19,7 @@ from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanoinfer.llm import LLM
+from nanoinfer.requests.chat import ChatRenderer
 from nanoinfer.requests.outputs import score_of
 from nanoinfer.sampling_params import SamplingParams
 
@@ -55,6 +56,7 @@ class NanoInfer(TemplateLM):
         if self.llm.tokenizer is None:
             raise ValueError(f"model={model!r}: it has no tokenizer, which lm-eval needs; pass one as tokenizer=...")
         self.tokenizer = self.llm.tokenizer
+        self._chats = ChatRenderer(self.tokenizer)
         self.max_gen_toks = max_gen_toks
         self._template = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
 
@@ -87,13 +89,8 @@ class NanoInfer(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return a chat as its template writes it."""
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-            **self._template,
-        )
+        form = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return self._chats.render("chat_history", chat_history, {**form, **self._template})
 
     def _loglikelihood_tokens(
         self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.models.description import Description
 from nanoinfer.models.quantization import read_fp8
-from nanoinfer.models.rope import read_rope
+from nanoinfer.models.rope import read_max_position, read_rope
 from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none, refuse
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def describe_common(config: PretrainedConfig, activation_field: str = "hidden_ac
         "num_heads": config.num_attention_heads,
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         "head_dim": head_dim,
-        "max_position": config.max_position_embeddings,
+        "max_position": read_max_position(config),
         "norm_eps": config.rms_norm_eps,
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
         "activation": ACTIVATION_NAMES[activation],

@@ -97,6 +97,22 @@ def read_original_length(config: PretrainedConfig, parameters: Parameters) -> in
     return int(above_one(name, outside or parameters.get(name)))
 
 
+def read_max_position(config: PretrainedConfig) -> int:
+    """Return the most tokens that a sequence may have: max_position_embeddings, or more where YaRN stretches further.
+
+    Configs of the other types that stretch the rotation have the stretched length as max_position_embeddings. Those of
+    YaRN often keep the original one, or a number of their own. No layer's stretch makes the limit smaller.
+    """
+    outer: Parameters = config.rope_parameters
+    stretched = [
+        int(original * _stretch(config, parameters, original))
+        for parameters in (outer, *outer.values())  # all layers may share their settings, or the kinds have their own
+        if isinstance(parameters, Mapping) and parameters.get("rope_type") == "yarn"
+        for original in [read_original_length(config, parameters)]
+    ]
+    return max([config.max_position_embeddings, *stretched])
+
+
 def _number(parameters: Parameters, name: str, default: float | None = None) -> float:
     return positive(name, parameters.get(name, default))
 

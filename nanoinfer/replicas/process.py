@@ -16,6 +16,7 @@ from nanoinfer.engine.ranks.workers import START_SECONDS, hint_of
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.first_launch import VISIBLE, started_for
 from nanoinfer.process.interrupts import delayed_interrupt, interrupts_blocked
+from nanoinfer.process.start_method import start_method_open
 from nanoinfer.replicas.messages import Failed, Message
 from nanoinfer.replicas.replica import run_replica
 
@@ -40,7 +41,7 @@ class ReplicaProcess:
         self._process: Any = context.Process(
             target=run_replica, args=(theirs, beats), name=f"nanoinfer-replica-{index}"
         )
-        with started_for(config.device_of(0), gpus_of(config, index)), interrupts_blocked():
+        with started_for(config.device_of(0), gpus_of(config, index)), start_method_open(), interrupts_blocked():
             self._process.start()
         mp.process._children.discard(self._process)  # type: ignore[attr-defined]  # or exit would wait for it
         theirs.close()

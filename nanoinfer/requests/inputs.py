@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,14 +12,13 @@ from nanoinfer.config import Config
 from nanoinfer.grammar import Grammar, Grammars
 from nanoinfer.hub import has_tokenizer
 from nanoinfer.process.collector import no_collection
+from nanoinfer.requests.chat import ChatRenderer, other_medium
 from nanoinfer.requests.detokenizer import decoder
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# In the keys of messages and prompts, such as image_url and images:
-MEDIA = ("image", "video", "audio", "multi_modal", "mm_processor")
 TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a mapping, as vLLM names them
 MESSAGES, TEMPLATE = "messages", "chat_template_kwargs"  # the keys of a prompt that is a chat
 A_PROMPT = "a string or a list of token ids"
@@ -61,6 +60,7 @@ class Inputs:
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self._chats = None if tokenizer is None else ChatRenderer(tokenizer)
         self._folder = config.tokenizer or config.model  # the tokenizer's
         self._grammars: Grammars | None = None  # made for the first request that needs it
 
@@ -135,26 +135,10 @@ class Inputs:
             raise ValueError(f"{self._folder!r} has no chat template: use generate with prompts of your own")
 
     def _prepare_chat(self, name: str, chat: Any, template: Mapping[str, Any], settings: Settings) -> Prepared:
-        text = self._render(name, chat, template)
+        assert self._chats is not None
+        text = self._chats.render(name, _list(name, chat, "a list of messages"), template)
         token_ids = self._tokenize(name, text, add_special_tokens=False)  # the template has written them
         return Prepared(self._check_token_ids(name, token_ids, settings.params), text, *settings)
-
-    def _render(self, name: str, chat: Any, template: Mapping[str, Any]) -> str:
-        """Return a chat's text, by the tokenizer's own template."""
-        assert self.tokenizer is not None
-        entries = _list(name, chat, "a list of messages")
-        for entry in entries:
-            if kind := _other_content(entry):
-                raise ValueError(f"{name} has content of type {kind!r}: this model is run as text only")
-            if not _is_message(entry):
-                raise ValueError(f"{name} has {short(entry, MOST_SHOWN)}: must be mappings with a role and content")
-        continues = template.get("continue_final_message", False)
-        try:
-            return self.tokenizer.apply_chat_template(
-                entries, tokenize=False, **{"add_generation_prompt": not continues, **template}
-            )
-        except Exception as error:
-            raise ValueError(f"{name}: the chat template does not take it: {error}") from error
 
     def tokenize(self, texts: str | ListLike[str]) -> list[int] | list[list[int]]:
         """Return the tokens of a text, or of each text in a list."""
@@ -309,7 +293,7 @@ def _template_of(name: str, prompt: Mapping[Any, Any]) -> Mapping[str, Any]:
 
 def _unwrap(name: str, prompt: Mapping[Any, Any]) -> tuple[str, str | ListLike[int]]:
     """Return the text or the token ids that a mapping holds, with their name."""
-    if medium := _other_medium(prompt):
+    if medium := other_medium(prompt):
         raise ValueError(f"{name} has {medium!r}: this model is run as text only; pass {A_MAPPING}")
     if len(prompt) != 1 or not (TEXT in prompt or TOKEN_IDS in prompt):
         raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: must be text, a list of token ids, or {A_MAPPING}")
@@ -338,35 +322,6 @@ def _token_ids(name: str, prompt: Any, what: str = A_PROMPT) -> list[int]:
 def _copy(params: SamplingParams) -> SamplingParams:
     """Copy the fields into a plain SamplingParams: users may change theirs, and ranks may not know its subclass."""
     return SamplingParams(**{field.name: getattr(params, field.name) for field in fields(SamplingParams)})
-
-
-def _is_message(entry: Any) -> bool:
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
-        return False
-    return isinstance(entry.get("content"), (str, list)) or bool(entry.get("tool_calls"))
-
-
-def _other_content(message: Any) -> str | None:
-    """Return the type of a message's content that is no text, or the key that names it; None if all is text."""
-    if not isinstance(message, Mapping):
-        return None
-    content = message.get("content")
-    entries = [content] if isinstance(content, Mapping) else content if isinstance(content, (list, tuple)) else []
-    for entry in entries:
-        if isinstance(entry, Mapping) and entry.get("type") not in (None, "text"):
-            return str(entry["type"])
-    given = [key for item in (message, *entries) if isinstance(item, Mapping) for key in item if _is_given(item[key])]
-    return _other_medium(given)
-
-
-def _other_medium(keys: Iterable[Any]) -> str | None:
-    """Return the first key that names something other than text; None if there is none."""
-    return next((key for key in keys if isinstance(key, str) and any(medium in key for medium in MEDIA)), None)
-
-
-def _is_given(value: Any) -> bool:
-    """Whether a value is neither None, False nor empty; the truth of an array would raise an error."""
-    return value is not None and value is not False and not (isinstance(value, (str, list, tuple)) and not value)
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:

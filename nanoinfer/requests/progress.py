@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 
@@ -67,9 +68,16 @@ class Rates:
         return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
 
 
+class Bar(tqdm):
+    """A bar whose lock is for threads. tqdm's own is for processes too, and who makes it settles how they start."""
+
+
+Bar.set_lock(threading.RLock())
+
+
 def run_all(requests: SomeRequests, count: int, use_tqdm: bool) -> None:
     """Step until all of `count` requests have ended, and show how far they are if use_tqdm says so."""
-    with tqdm(total=count, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
+    with Bar(total=count, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
         rates, num_finished = Rates(), 0
         while requests.num_running:
             results = requests.step()

@@ -202,7 +202,8 @@ class ModelRunner:
     def _size(self, step_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
         graph_bytes = (len(self._graph_sizes) + len(self._sharing_sizes)) * BYTES_PER_GRAPH
-        self.memory = plan_memory(self.config, self.holdings.cache_spec, self.device, self.tp, step_bytes, graph_bytes)
+        spec, held = self.holdings.cache_spec, self.holdings.model_bytes
+        self.memory = plan_memory(self.config, spec, self.device, self.tp, held, step_bytes, graph_bytes)
         self._make_cache(self.memory.blocks)
 
     def _capture(self) -> None:

@@ -28,7 +28,7 @@ def reference(
     *,
     dtype: str = "auto",
     device: str = "auto",
-    max_model_len: int = Config.max_model_len,
+    max_model_len: int | None = None,
 ) -> Reference:
     """Make a model whose log-probabilities have gradients, and on a GPU the bits of LLM(model, deterministic=True).
 
@@ -40,7 +40,7 @@ def reference(
     checkpoint: the weights: a folder of safetensors files, or tensors by their names; None: the model's own
     dtype: as for LLM
     device: as for LLM; "cuda" is the process's current device
-    max_model_len: the most tokens of a sequence
+    max_model_len: the most tokens of a sequence; None: as for LLM
 
     Raises ValueError if the model is built otherwise, or if the weights do not fit it.
     """
@@ -48,7 +48,7 @@ def reference(
         model,
         dtype=dtype,
         device=device,
-        max_model_len=max_model_len,
+        max_model_len=max_model_len,  # type: ignore[arg-type]  # None is the option's default
         load_format="dummy",  # leaves the files to FileSource
         deterministic=True,
     )

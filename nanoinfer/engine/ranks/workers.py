@@ -19,6 +19,7 @@ from nanoinfer.parallel.channel import BEAT_SECONDS, Sender
 from nanoinfer.parallel.patience import patience
 from nanoinfer.process.first_launch import started_for
 from nanoinfer.process.interrupts import interrupts_blocked
+from nanoinfer.process.start_method import start_method_open
 from nanoinfer.runner.worker import run_worker
 
 VERDICT_SECONDS = 4 * BEAT_SECONDS  # a step is waited for this much longer: the watcher's error says more
@@ -64,7 +65,7 @@ class Workers:
                     name=f"nanoinfer-rank-{rank}",
                     daemon=True,
                 )
-                with started_for(config.device_of(rank)), interrupts_blocked():
+                with started_for(config.device_of(rank)), start_method_open(), interrupts_blocked():
                     process.start()
                 mp.process._children.discard(process)  # type: ignore[attr-defined]  # or a fork would end it at exit
                 writing.close()
@@ -234,7 +235,8 @@ def check_spawning(option: str, who: str) -> None:
             f"{option}: this process is daemonic, as those of multiprocessing.Pool are, and may not start others; those"
             " of concurrent.futures.ProcessPoolExecutor may"
         )
-    main = get_preparation_data("").get("init_main_from_path")
+    with start_method_open():
+        main = get_preparation_data("").get("init_main_from_path")
     if main is not None and not os.path.isfile(main):
         raise ValueError(
             f"{option}: every {who} imports the main module, and {main} is no file; save the script as a file, and run"

@@ -23,6 +23,7 @@ class Holdings:
     """On a GPU, memory that comes back has its old addresses. On the CPU, a model that was dropped is built anew.
 
     model: built, and not filled
+    model_bytes: its parameters and tables take this much, packed ones too
     weights: writes into the model
     routing: where there is a host, if outputs are to have the experts
     cache_spec: the shape of the KV cache
@@ -30,6 +31,7 @@ class Holdings:
     """
 
     model: Decoder
+    model_bytes: int
     weights: WeightWriter
     kv_cache: Tensor
 
@@ -63,6 +65,7 @@ class Holdings:
         memory = nullcontext() if self._lender is None else self._lender.for_weights()
         with self._device, default_dtype(config.torch_dtype), memory:
             self.model = Decoder(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
+        self.model_bytes = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
         if config.is_one_by_one:
             self.model.fix_parts()
         if config.routed_experts and self._has_host:

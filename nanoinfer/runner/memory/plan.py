@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,13 +29,15 @@ class MemoryPlan:
     blocks = (limit - used - steps - graphs) / block_bytes, unless num_kvcache_blocks is set. The rank with the least
     left decides for all, and the KV cache has at most 2^31 tokens.
 
-    total: the device's memory; on the CPU, the most that the KV cache may take
-    limit: at most this much may be in use once the engine is up
-    used: this much was in use before there was a KV cache, by every process together
-    steps: the largest step takes this much while it runs
+    total: the device's memory; on the CPU, the machine's
+    limit: at most this much may be in use once the engine is up; on the CPU, 4 GiB and what is used
+    used: this much was in use before there was a KV cache, by every process together; on the CPU, by this rank's model
+    steps: the largest step takes this much while it runs; on the CPU 0, as nobody measures it
     graphs: the CUDA graphs keep about this much
     block_bytes: one block of the KV cache takes this much
     blocks: the KV cache has this many blocks
+    max_model_len: a sequence has at most this many tokens
+    max_position: the model's own limit, which max_model_len may not exceed
     """
 
     total: int
@@ -44,6 +47,8 @@ class MemoryPlan:
     graphs: int
     block_bytes: int
     blocks: int
+    max_model_len: int
+    max_position: int
 
     def __str__(self) -> str:
         sizes = {
@@ -54,8 +59,17 @@ class MemoryPlan:
             "graphs": self.graphs,
             "KV cache": self.blocks * self.block_bytes,
         }
-        told = ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in sizes.items())
-        return f"memory in GiB: {told} ({self.blocks:,} blocks of {self.block_bytes / 2**20:,.2f} MiB)"
+        told = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
+        return (
+            f"memory in GiB: {told} ({self.blocks:,} blocks of {self.block_bytes / 2**20:,.2f} MiB);"
+            f" max_model_len={self.max_model_len} of the model's {self.max_position}"
+        )
+
+
+def _gib(size: int) -> str:
+    """Show bytes in GiB: two decimals, or two digits of what is less than these show."""
+    gib = size / 2**30
+    return f"{gib:,.2f}" if gib >= 0.1 or not size else f"{gib:.2g}"
 
 
 @contextmanager
@@ -64,7 +78,7 @@ def named_memory_errors(config: Config, device: torch.device) -> Iterator[None]:
 
     Raises a ValueError that names the options to change, if the device's memory does not hold it.
     """
-    _check_rows(config, _limit(device, config.gpu_memory_utilization)[1])
+    _check_rows(config, _limit(config, device, held=0))
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -87,30 +101,34 @@ def _check_rows(config: Config, limit: int) -> None:
         )
 
 
-def _limit(device: torch.device, share: float) -> tuple[int, int]:
-    """Return the device's memory, and how much of it may be in use, in bytes."""
+def _limit(config: Config, device: torch.device, held: int) -> int:
+    """Return how many bytes may be in use; held: of these, the model's."""
+    return held + CPU_BUDGET if device.type == "cpu" else int(_total(device) * config.gpu_memory_utilization)
+
+
+def _total(device: torch.device) -> int:
     if device.type == "cpu":
-        return CPU_BUDGET, CPU_BUDGET
-    total = torch.cuda.mem_get_info(device)[1]
-    return total, int(total * share)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.cuda.mem_get_info(device)[1]
 
 
 def plan_memory(
-    config: Config, spec: KVCacheSpec, device: torch.device, tp: TensorParallel, steps: int, graphs: int
+    config: Config, spec: KVCacheSpec, device: torch.device, tp: TensorParallel, held: int, steps: int, graphs: int
 ) -> MemoryPlan:
     """Divide the device's memory: blocks = (total * gpu_memory_utilization - used - steps - graphs) / block_bytes.
 
-    `used` counts the memory of every process. The rank with the least left decides for all.
+    held: the bytes of the model; on a GPU, `used` counts these and all else, of every process
+    The rank with the least left decides for all.
     Raises ValueError, on every rank, when not even one sequence of max_model_len fits.
     """
-    total, limit = _limit(device, config.gpu_memory_utilization)
-    used = 0
+    total, limit, used = _total(device), _limit(config, device, held), held
     if device.type == "cuda":
         torch.cuda.empty_cache()
         used = total - torch.cuda.mem_get_info(device)[0]
     budget = tp.min(limit - used - steps - graphs, device)
     blocks = config.num_kvcache_blocks or _blocks_that_fit(config, spec, budget)
-    plan = MemoryPlan(total, limit, used, steps, graphs, spec.block_bytes, blocks)
+    longest = config.max_model_len, config.description.max_position
+    plan = MemoryPlan(total, limit, used, steps, graphs, spec.block_bytes, blocks, *longest)
     if tp.rank == 0:
         log.info("%s", plan)
     return plan
