@@ -35,7 +35,7 @@ class Figures:
     @classmethod
     def read(cls) -> Figures:
         """The content of docs/figures.json."""
-        return cls(json.loads((DOCS / "figures.json").read_text()))
+        return cls(json.loads((DOCS / "figures.json").read_text("utf-8")))
 
     def setup(self, entry: dict[str, Any]) -> dict[str, str]:
         """Return the system, commit, date, machine and versions of a run or another figure."""
@@ -134,7 +134,7 @@ def main() -> None:
     """Write docs/speed.md and docs/speed.svg."""
     figures = Figures.read()
     page = DOCS / "speed.md"
-    page.write_text(fill(page.read_text(), figures.tables()))
+    page.write_text(fill(page.read_text("utf-8"), figures.tables()), "utf-8")
     figures.draw(DOCS / "speed.svg")
 
 

@@ -12,7 +12,7 @@ from nanoinfer.config import Config
 from nanoinfer.grammar import Grammar, Grammars
 from nanoinfer.hub import has_tokenizer
 from nanoinfer.process.collector import no_collection
-from nanoinfer.requests.detokenizer import decoder
+from nanoinfer.requests.spelling import whole_decoder
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Inputs:
 
     def detokenize(self, ids: ListLike[int] | ListLike[ListLike[int]]) -> str | list[str]:
         """Return the text of a list of tokens, or of each list in a list."""
-        decode = decoder(self._known_tokenizer("detokenize"), skip_special_tokens=True)
+        decode = whole_decoder(self._known_tokenizer("detokenize"), skip_special_tokens=True)
         entries = _list("ids", ids, "a list of token ids, or a list of such lists")
         if not entries or as_int(entries[0]) is not None:
             return decode(self._check_ids("ids", entries))
