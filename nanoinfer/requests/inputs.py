@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
 from nanoinfer.grammar import Grammar, Grammars
-from nanoinfer.hub import has_tokenizer
-from nanoinfer.process.collector import no_collection
 from nanoinfer.requests.spelling import whole_decoder
 from nanoinfer.sampling_params import SamplingParams
 
@@ -367,17 +365,3 @@ def _other_medium(keys: Iterable[Any]) -> str | None:
 def _is_given(value: Any) -> bool:
     """Whether a value is neither None, False nor empty; the truth of an array would raise an error."""
     return value is not None and value is not False and not (isinstance(value, (str, list, tuple)) and not value)
-
-
-def load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer that the options ask for, or the checkpoint's own; None if there is none."""
-    option, folder = ("model", config.model) if config.tokenizer is None else ("tokenizer", config.tokenizer)
-    if not has_tokenizer(folder):
-        return None
-    with no_collection():
-        from transformers import AutoTokenizer  # here, for ranks need not import it
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        raise ValueError(f"{option}={folder!r}: cannot load its tokenizer: {error}") from error
