@@ -293,7 +293,7 @@ def write_outputs(args: argparse.Namespace, result: dict[str, Any], last: Repeat
     if args.json:
         figures = json.dumps(result, indent=2) + "\n"
         try:
-            Path(args.json).write_text(figures)
+            Path(args.json).write_text(figures, "utf-8")
         except OSError as error:
             print(figures, end="")
             errors.append(f"--json {args.json}: {error.strerror}: the figures were printed instead")

@@ -228,4 +228,4 @@ def _in_package(path: str) -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(render())
+    FILE.write_text(render(), "utf-8")

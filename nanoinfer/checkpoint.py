@@ -46,7 +46,7 @@ def _read_config(folder: str) -> PretrainedConfig:
     if not file.is_file():
         raise ValueError(f"model={folder!r}: the folder has no config.json, so it is no Hugging Face model")
     try:
-        architectures = json.loads(file.read_text()).get("architectures") or []
+        architectures = json.loads(file.read_text("utf-8")).get("architectures") or []
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot read its config.json: {error}") from error
     check_architectures(architectures)  # first: transformers may not know it, and cannot say what we support
@@ -65,7 +65,7 @@ def _read_generation_config(folder: str) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return dict(json.loads(file.read_text()))
+        return dict(json.loads(file.read_text("utf-8")))
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot read its generation_config.json: {error}") from error
 

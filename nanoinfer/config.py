@@ -127,7 +127,7 @@ class Config:
     when_checked: InitVar[Callable[[Config], object] | None] = field(default=None, kw_only=True)
 
     description: Description = field(init=False, repr=False)  # the model's structure
-    eos_token_ids: frozenset[int] = field(init=False, repr=False)
+    eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
     generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
 
     def __post_init__(self, when_checked: Callable[[Config], object] | None) -> None:
@@ -193,6 +193,11 @@ class Config:
         )
         self._check_num_blocks()
         self._check_deterministic()
+
+    def add_end(self, token_id: int) -> None:
+        """Count the tokenizer's end of sequence as one, too; an id that the model lacks ends nothing."""
+        if token_id < self.description.vocab_size:
+            self.eos_token_ids |= {token_id}
 
     @property
     def torch_dtype(self) -> torch.dtype:

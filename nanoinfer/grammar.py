@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -113,4 +114,19 @@ def _convert(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids:
         raise ValueError("needs the llguidance package: pip install 'nanoinfer[structured]'") from error
     known = 1 + max(tokenizer.get_vocab().values())
     # A model may have more tokens than its tokenizer, or fewer.
-    return from_tokenizer(tokenizer, max(known, vocab_size), sorted(eos_token_ids) or None, SLICES)
+    return from_tokenizer(_readable(tokenizer), max(known, vocab_size), sorted(eos_token_ids) or None, SLICES)
+
+
+def _readable(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with a decoder that llguidance knows: it takes Metaspace's spaces for a letter."""
+    from tokenizers import decoders
+
+    backend = tokenizer.backend_tokenizer
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+    for step in decoder.get("decoders", [decoder]):
+        if step.get("type") == "Metaspace":
+            spaces = decoders.Replace(step["replacement"], " ")
+            tokenizer = copy(tokenizer)
+            tokenizer._tokenizer = copy(backend)
+            tokenizer._tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer

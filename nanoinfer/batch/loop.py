@@ -111,7 +111,7 @@ class Loop:
         for output in self._llm.step():
             turn, job = self._running.pop(output.request_id)
             try:
-                row = result_row(job, output, self._model)
+                row = result_row(job, output, self._model, self._llm)
             except LineError as error:
                 self._fail(turn, error)
             else:

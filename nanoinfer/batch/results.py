@@ -5,15 +5,18 @@ A result has no time and nothing by chance, so that a job that was broken off gi
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping
-from itertools import accumulate
 from math import isnan
 from typing import Any
 
 from nanoinfer.batch.lines import Job, Line, LineError, digest
+from nanoinfer.llm import LLM
 from nanoinfer.logprob import LogProb
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput
+from nanoinfer.requests.spelling import token_bytes
+from nanoinfer.sampling_params import SamplingParams
 
 LEAST = -9999.0  # stands for a log-probability of -inf, for which JSON has no word; null stands for NaN
 
@@ -37,10 +40,11 @@ def error_row(error: LineError) -> dict[str, Any]:
     return {**_envelope(line), "response": None, "error": {"code": "failed", **shown}}
 
 
-def result_row(job: Job, output: RequestOutput, model: str) -> dict[str, Any]:
+def result_row(job: Job, output: RequestOutput, model: str, llm: LLM) -> dict[str, Any]:
     """Return the row of a line whose request has ended. Raises LineError if a sample has ended with an error.
 
     model: the name that results in OpenAI's format have, if the line names none
+    llm: the one that the request ran in
     """
     line = job.line
     for sample in output.samples:
@@ -49,7 +53,7 @@ def result_row(job: Job, output: RequestOutput, model: str) -> dict[str, Any]:
     if line.kind == "plain":
         return {"id": line.id, **_plain(output)}
     named = line.body.get("model")
-    body = _completion(job, output, named if named and isinstance(named, str) else model)
+    body = _completion(job, output, named if named and isinstance(named, str) else model, llm)
     response = {"status_code": 200, "request_id": _name("req", line), "body": body}
     return {**_envelope(line), "response": response, "error": None}
 
@@ -92,22 +96,22 @@ def _name(prefix: str, line: Line) -> str:
     return f"{prefix}_{digest(line.id).hex()}"
 
 
-def _completion(job: Job, output: RequestOutput, model: str) -> dict[str, Any]:
+def _completion(job: Job, output: RequestOutput, model: str, llm: LLM) -> dict[str, Any]:
     """Return the body of OpenAI's response."""
-    line, is_chat, top = job.line, job.line.kind == "chat", job.params.logprobs or 0
+    line, is_chat = job.line, job.line.kind == "chat"
     used, made = len(output.prompt_token_ids), sum(len(sample.token_ids) for sample in output.samples)
     return {
         "id": _name("chatcmpl" if is_chat else "cmpl", line),
         "object": "chat.completion" if is_chat else "text_completion",
         "created": 0,
         "model": model,
-        "choices": [_choice(sample, is_chat, top) for sample in output.samples],
+        "choices": [_choice(sample, is_chat, job.params, llm) for sample in output.samples],
         "usage": {"prompt_tokens": used, "completion_tokens": made, "total_tokens": used + made},
     }
 
 
-def _choice(sample: SampleOutput, is_chat: bool, top: int) -> dict[str, Any]:
-    """Return OpenAI's entry for a sample; top: so many likely tokens stand beside each token of a chat."""
+def _choice(sample: SampleOutput, is_chat: bool, params: SamplingParams, llm: LLM) -> dict[str, Any]:
+    """Return OpenAI's entry for a sample."""
     text = (
         {"message": {"role": "assistant", "content": sample.text, "refusal": None}}
         if is_chat
@@ -115,37 +119,63 @@ def _choice(sample: SampleOutput, is_chat: bool, top: int) -> dict[str, Any]:
     )
     logprobs = None
     if sample.logprobs is not None:
-        places = list(zip(sample.token_ids, sample.logprobs, strict=True))
-        logprobs = _chat_logprobs(places, top) if is_chat else _completion_logprobs(places)
+        told = _LogProbs(params, llm)
+        logprobs = told.of_chat(sample) if is_chat else told.of_completion(sample)
     return {"index": sample.index, **text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
 
 
-def _chat_logprobs(places: list[Place], top: int) -> dict[str, Any]:
-    content = [
-        {**_chat_token(token_id, entry[token_id]), "top_logprobs": [_chat_token(*item) for item in _likely(entry, top)]}
-        for token_id, entry in places
-    ]
-    return {"content": content, "refusal": None}
+class _LogProbs:
+    """The log-probabilities of samples, as OpenAI's formats have them."""
+
+    def __init__(self, params: SamplingParams, llm: LLM) -> None:
+        self._params = params
+        self._tokenizer = llm.tokenizer
+
+    def of_chat(self, sample: SampleOutput) -> dict[str, Any]:
+        """Beside each token stand the likeliest in its place, among which it may not be."""
+        content = []
+        for token_id, entry in _places(sample):
+            likely = _likely(entry)[: self._params.logprobs]
+            content.append(
+                {
+                    **self._token(token_id, entry[token_id]),
+                    "top_logprobs": [self._token(*candidate) for candidate in likely],
+                }
+            )
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, value: LogProb) -> dict[str, Any]:
+        own = self._bytes(token_id, value, skip_special_tokens=False)
+        return {"token": _text(token_id, value), "logprob": _finite(value), "bytes": list(own)}
+
+    def of_completion(self, sample: SampleOutput) -> dict[str, Any]:
+        """text_offset: the place in the text of the first character that has bytes of the token."""
+        read, length, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+        places, skips = _places(sample), self._params.skip_special_tokens
+        for token_id, entry in places:
+            offsets.append(min(length, len(sample.text)))  # a stop string may have cut the text before
+            length += len(read.decode(self._bytes(token_id, entry[token_id], skips)))
+        return {
+            "tokens": [_text(token_id, entry[token_id]) for token_id, entry in places],
+            "token_logprobs": [_finite(entry[token_id]) for token_id, entry in places],
+            "top_logprobs": [{_text(*item): _finite(item[1]) for item in _likely(entry)} for _, entry in places],
+            "text_offset": offsets,
+        }
+
+    def _bytes(self, token_id: int, value: LogProb, skip_special_tokens: bool) -> bytes:
+        if value.decoded_token is None:
+            return _text(token_id, value).encode()
+        return token_bytes(self._tokenizer, token_id, skip_special_tokens)
 
 
-def _chat_token(token_id: int, value: LogProb) -> dict[str, Any]:
-    text = _text(token_id, value)
-    return {"token": text, "logprob": _finite(value), "bytes": list(text.encode())}
+def _places(sample: SampleOutput) -> list[Place]:
+    assert sample.logprobs is not None
+    return list(zip(sample.token_ids, sample.logprobs, strict=True))
 
 
-def _completion_logprobs(places: list[Place]) -> dict[str, Any]:
-    tokens = [_text(token_id, entry[token_id]) for token_id, entry in places]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [_finite(entry[token_id]) for token_id, entry in places],
-        "top_logprobs": [{_text(*item): _finite(item[1]) for item in _likely(entry)} for _, entry in places],
-        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
-    }
-
-
-def _likely(entry: Entry, top: int | None = None) -> list[tuple[int, LogProb]]:
-    """Return the tokens of a place, the most likely first; top: so many, among which the drawn one may not be."""
-    return sorted(entry.items(), key=lambda item: -item[1])[:top]
+def _likely(entry: Entry) -> list[tuple[int, LogProb]]:
+    """Return the tokens of a place, the most likely first."""
+    return sorted(entry.items(), key=lambda item: -item[1])
 
 
 def _text(token_id: int, value: LogProb) -> str:

@@ -44,7 +44,7 @@ class Figures:
     @classmethod
     def read(cls) -> Figures:
         """The content of docs/figures.json."""
-        return cls(json.loads((DOCS / "figures.json").read_text()))
+        return cls(json.loads((DOCS / "figures.json").read_text("utf-8")))
 
     def text(self) -> str:
         """Write the content of figures.json: a line for each entry."""
@@ -195,7 +195,7 @@ def main() -> None:
         figures.add(setup, json.loads(Path(file).read_text()))
     (DOCS / "figures.json").write_text(figures.text())
     page = DOCS / "speed.md"
-    page.write_text(fill(page.read_text(), figures.tables()))
+    page.write_text(fill(page.read_text("utf-8"), figures.tables()), "utf-8")
     figures.draw(DOCS / "speed.svg")
 
 

@@ -148,4 +148,4 @@ def write_config(name: str, folder: str) -> None:
         **family,
         **dict(zip(SHAPE_FIELDS, shape, strict=True)),
     }
-    (Path(folder) / "config.json").write_text(json.dumps(config))
+    (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")

@@ -63,7 +63,7 @@ class OneCompiles(FileCacheManager):
 def _lock(path: Path) -> IO[str] | None:
     """Return an open file, which nobody else has open as long; None: it cannot be had."""
     with suppress(OSError):  # not every file system has locks
-        file = path.open("w")
+        file = path.open("w", encoding="utf-8")
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
             try:

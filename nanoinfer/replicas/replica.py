@@ -28,9 +28,10 @@ from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.collector import frozen
 from nanoinfer.replicas.freight import Crate, Shape, unload
 from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures, Task
-from nanoinfer.requests.inputs import Inputs, Prepared, load_tokenizer
+from nanoinfer.requests.inputs import Inputs, Prepared
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.request import Request, Requests
+from nanoinfer.requests.tokenizer import load_tokenizer
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 QUIET_SECONDS = 0.1  # without a report, while requests run
@@ -126,7 +127,7 @@ class Replica:
 
     def __init__(self, config: Config, pipe: Connection, outbox: Outbox, life: Life) -> None:
         self.engine = LLMEngine(config)
-        tokenizer = load_tokenizer(config)
+        tokenizer = load_tokenizer(config, is_replica=True)
         self._requests = Requests(self.engine, tokenizer)
         self._inputs = Inputs(config, tokenizer)
         self._pipe, self._outbox, self._life = pipe, outbox, life

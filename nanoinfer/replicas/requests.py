@@ -17,11 +17,11 @@ from nanoinfer.logprob import CandidatesLog, Decode
 from nanoinfer.replicas.messages import Report, Task
 from nanoinfer.replicas.replicas import Change, Replicas, results_of
 from nanoinfer.replicas.sharing import Sharing, Unit
-from nanoinfer.requests.detokenizer import decoder
 from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.interface import AnyRequests, Fate
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
 from nanoinfer.requests.results import SampleResult, request_output
+from nanoinfer.requests.spelling import decoder
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.requests.spelling import REPLACEMENT, decoder, is_byte
 from nanoinfer.requests.stop_strings import stop_strings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REPLACEMENT = "\ufffd"  # a decoder writes this for bytes that are no character
 MAX_WINDOW = 8  # tokens: a longer window drops its older half if it can
 MAX_STRAYS = 3  # bytes at the window's beginning whose character began in a dropped token
 
@@ -37,7 +35,7 @@ class TokenWindow:
 
     def push(self, token_id: int) -> tuple[str, bool] | None:
         """Add a token; returns the whole characters behind the sure ones and whether they are sure; None: no news."""
-        if self._is_byte(token_id):
+        if is_byte(self._spell(token_id) or ""):  # an id without a token has no spelling
             return self._push_byte(token_id)
         text = self._decode([*self._tokens, token_id])
         if (self._num_bytes or len(text) == self._length) and self._is_silent(token_id):
@@ -63,13 +61,9 @@ class TokenWindow:
         self._tokens, self._num_sure = [], 0
         return rest
 
-    def _is_byte(self, token_id: int) -> bool:
-        token = self._spell(token_id) or ""  # an id without a token has no spelling
-        return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-
     def _is_silent(self, token_id: int) -> bool:
-        """Whether a token has no text, as a special one. A decoder may strip the first space: it gets four copies."""
-        return not self._decode([token_id] * 4)
+        """Whether a token has no text, as a special one."""
+        return not self._decode([token_id])
 
     def _measure(self, text: str) -> None:
         self._length = len(text)
@@ -91,7 +85,7 @@ class TokenWindow:
 class Detokenizer:
     """The text of one sequence, token by token. A token's cost does not grow with the text.
 
-    The whole text equals what the tokenizer makes of all tokens at once, up to the stop string. `take` holds back
+    The whole text equals what all tokens at once add to a text before, up to the stop string. `take` holds back
     characters that may become a stop string, until it is clear that they do not.
     """
 
@@ -171,13 +165,6 @@ def text_tokens(seq: Sequence, start: int = 0) -> list[int]:
     if seq.ended_by_token and not seq.params.include_stop_str_in_output:
         end -= 1
     return seq.token_ids[seq.num_prompt_tokens + start : end].tolist()
-
-
-def decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """Return the tokenizer's function from tokens to text, without its clean_up_tokenization_spaces."""
-    if tokenizer.is_fast:
-        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
-    return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, seq: Sequence) -> str:

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.config import Config
 from nanoinfer.grammar import Grammar, Grammars
-from nanoinfer.hub import has_tokenizer
-from nanoinfer.process.collector import no_collection
 from nanoinfer.requests.chat import ChatRenderer, other_medium
-from nanoinfer.requests.detokenizer import decoder
+from nanoinfer.requests.spelling import whole_decoder
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -153,7 +151,7 @@ class Inputs:
 
     def detokenize(self, ids: ListLike[int] | ListLike[ListLike[int]]) -> str | list[str]:
         """Return the text of a list of tokens, or of each list in a list."""
-        decode = decoder(self._known_tokenizer("detokenize"), skip_special_tokens=True)
+        decode = whole_decoder(self._known_tokenizer("detokenize"), skip_special_tokens=True)
         entries = _list("ids", ids, "a list of token ids, or a list of such lists")
         if not entries or as_int(entries[0]) is not None:
             return decode(self._check_ids("ids", entries))
@@ -322,17 +320,3 @@ def _token_ids(name: str, prompt: Any, what: str = A_PROMPT) -> list[int]:
 def _copy(params: SamplingParams) -> SamplingParams:
     """Copy the fields into a plain SamplingParams: users may change theirs, and ranks may not know its subclass."""
     return SamplingParams(**{field.name: getattr(params, field.name) for field in fields(SamplingParams)})
-
-
-def load_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer that the options ask for, or the checkpoint's own; None if there is none."""
-    option, folder = ("model", config.model) if config.tokenizer is None else ("tokenizer", config.tokenizer)
-    if not has_tokenizer(folder):
-        return None
-    with no_collection():
-        from transformers import AutoTokenizer  # here, for ranks need not import it
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:
-        raise ValueError(f"{option}={folder!r}: cannot load its tokenizer: {error}") from error

@@ -181,7 +181,7 @@ def _choose_files(folder: Path, what: str) -> list[Path]:
 def _read_index(index: Path) -> list[str]:
     """Return the files that an index names; raises ValueError for a path out of its folder."""
     try:
-        content = json.loads(index.read_text())
+        content = json.loads(index.read_text("utf-8"))
     except (ValueError, OSError) as error:
         raise ValueError(f"{index}: cannot be read: {error}") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None

@@ -1,0 +1,68 @@
+"""Spelling: what tokens stand for behind other text, as text and as bytes."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\ufffd"  # a decoder writes this for bytes that are no character
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # byte-level tokens write these bytes so
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]  # and these as the characters from 256 on
+BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(OTHERS)}
+
+_anchors: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[list[int], int]] = WeakKeyDictionary()
+
+
+def whole_decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """Return the tokenizer's function from all tokens of a text to it, without its clean_up_tokenization_spaces."""
+    if tokenizer.is_fast:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """Return a function from tokens to the text that they add to a text before them.
+
+    Many tokenizers drop the space at the beginning of a whole text. These tokens do not begin one: the space stays.
+    """
+    decode = whole_decoder(tokenizer, skip_special_tokens)
+    anchor, length = _anchor(tokenizer)
+    return lambda token_ids: decode(anchor + token_ids)[length:]
+
+
+def _anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """Return a token that stands for the text before, and the length of its own text; none if no token can."""
+    if tokenizer not in _anchors:
+        decode = whole_decoder(tokenizer, skip_special_tokens=True)
+        ids = ((tokenizer.convert_tokens_to_ids(letter), letter) for letter in string.ascii_letters + string.digits)
+        found = ([token_id] for token_id, letter in ids if token_id is not None and decode([token_id]) == letter)
+        anchor = next(found, [])
+        _anchors[tokenizer] = anchor, len(anchor)
+    return _anchors[tokenizer]
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, skip_special_tokens: bool) -> bytes:
+    """Return the bytes that a token adds to a text in UTF-8, which may be a part of a character alone.
+
+    skip_special_tokens: a special token adds none
+    """
+    text = decoder(tokenizer, skip_special_tokens)([token_id])
+    if REPLACEMENT not in text:
+        return text.encode()
+    spelled = str(tokenizer.convert_ids_to_tokens(token_id))
+    if is_byte(spelled):
+        return bytes([int(spelled[3:5], 16)])
+    if all(char in BYTE_OF for char in spelled):
+        return bytes(BYTE_OF[char] for char in spelled)
+    return text.encode()  # the character itself
+
+
+def is_byte(spelled: str) -> bool:
+    """Whether a token is one byte, such as <0xE2>, which a decoder with byte fallback joins with its neighbours."""
+    return len(spelled) == 6 and spelled.startswith("<0x") and spelled.endswith(">")
