@@ -193,9 +193,9 @@ class LLM:
 
     @hints_for("detokenize")
     def detokenize(self, ids: ListLike[int] | ListLike[ListLike[int]]) -> str | list[str]:
-        """Return the text of a list of tokens, or of each list in a list, without special tokens.
+        """Return the whole text of a list of tokens, or of each list in a list, without special tokens.
 
-        ids: a list of token ids, or a list of such lists
+        ids: a list of token ids, or a list of such lists; where `tokenize` has added a first space, it is dropped
 
         Raises ValueError for what is no token of the model's, and without a tokenizer.
         """

@@ -16,8 +16,8 @@ class LogProb(float):
 
     logprob: the log-probability itself
     rank: one more than the number of likelier tokens; equally likely tokens share a rank
-    decoded_token: the text of this token alone, special tokens included; None without a tokenizer, and with
-        detokenize=False
+    decoded_token: what this token adds to a text, spaces and special tokens included; None without a tokenizer, and
+        with detokenize=False
     """
 
     __slots__ = ("_decode", "_token", "rank")

@@ -28,7 +28,8 @@ class SamplingParams:
     temperature: the sampler divides the logits by this number before it draws; 0 always takes the most likely token
     max_tokens: a sample ends after this many generated tokens, or sooner where max_model_len is reached; 0: the engine
         computes prompt_logprobs alone, and the prompt may fill max_model_len; n must be 1 then
-    ignore_eos: True: a sample goes on after an end-of-sequence token, as benchmarks want
+    ignore_eos: True: a sample goes on after an end-of-sequence token, as benchmarks want; such are the tokens that
+        config.json, generation_config.json and the tokenizer name
     seed: a request with a seed draws with the same randomness each time, whatever runs beside it; None: the engine
         makes a seed from its own seed and the request's number, so that the same call twice on one LLM differs
     n: the engine generates this many samples of the prompt, which share the prompt's KV cache; each draws for itself

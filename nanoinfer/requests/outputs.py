@@ -76,7 +76,8 @@ class SampleOutput(Output):
     """One sample of a prompt, a dictionary whose keys are attributes too.
 
     index: the sample's number among its prompt's, from 0 to n - 1
-    text: the generated text, without special tokens and without a stop string, unless SamplingParams keeps them. A
+    text: the generated text, without special tokens and without a stop string, unless SamplingParams keeps them. It
+        begins where the prompt ends, so that a first space stays, which many tokenizers drop from a whole text. A
         checkpoint's clean_up_tokenization_spaces does not change it. It is empty without a tokenizer, and with
         detokenize=False
     token_ids: all generated tokens; the last may be an end-of-sequence token or a stop token
