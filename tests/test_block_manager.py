@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections import Counter
 
@@ -147,7 +146,7 @@ def test_a_block_is_named_by_xxh64_of_the_serial_before_and_its_tokens() -> None
     fill(manager, seq)
     first, second = (manager.blocks[block] for block in seq.block_table)
     tokens = array("i", [4, 5, 6, 7]).tobytes()
-    assert second.content == first.serial.to_bytes(8, sys.byteorder) + tokens
+    assert second.content == first.serial.to_bytes(8, "little") + tokens
     assert manager.cached_blocks[xxhash.xxh64(second.content).intdigest()] == seq.block_table[1]
 
 

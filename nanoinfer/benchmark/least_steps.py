@@ -43,10 +43,10 @@ def decode_steps(work: Workload, window: int | None, limits: Limits, used: float
     window: the largest, if all layers have windows, else None; used: the share of the experts that a row uses
 
     If there are rows and blocks for all sequences at once, they begin together, and each step's rows are known.
-    Else the steps are one sum, which no order of the sequences falls short of: neither in steps nor in reads. A row
-    costs the fewest reads in a full step. A row holds `most` blocks at most, so that some rows hold the blocks in use.
-    Reads grow ever slower with the rows. So a step that uses a share of the blocks has at least this share of the
-    reads of the fewest rows that hold all blocks.
+    Else the steps are one sum, which no order of the sequences falls short of. Of the reads there are two bounds. A row
+    costs the fewest in a full step. And a step with all blocks in use has at least as many rows as the longest
+    sequences would need to fill these. Reads grow ever slower with the rows. So a step with a share of the blocks in
+    use has at least this share of those rows' reads.
     """
     rows, held, most = _begun_together(work, window, limits.block_size)
     total, longest = int(rows.sum()), len(rows)

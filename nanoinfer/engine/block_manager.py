@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import count
-from sys import byteorder
 
 from xxhash import xxh64_intdigest
 
@@ -189,8 +188,8 @@ class BlockManager:
 
     def _content(self, seq: Sequence, index: int, serial: int) -> bytes:
         """Return the content of block `index` of a sequence; serial: that of the block before."""
-        tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
-        return serial.to_bytes(8, byteorder) + tokens
+        start = index * self.block_size
+        return serial.to_bytes(8, "little") + seq.token_ids[start : start + self.block_size]
 
     def _find(self, content: bytes, digest: int) -> int | None:
         """Return the block by which a content with this hash is found; None: there is none."""
