@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
 }
 SPREAD = {
     "one rank": {},
-    "two ranks": {"tensor_parallel_size": 2},
+    "two ranks": {"tensor_parallel_size": 2, "device": "cpu"},
     "one by one": {"deterministic": True},
     "short chunks": {"max_num_batched_tokens": 16},
 }

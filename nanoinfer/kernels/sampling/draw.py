@@ -38,7 +38,7 @@ def draw(
     cutoff: no token below it is drawn, see kernels.sampling.cutoff
     marks: a row whose best is not finite has NO_TOKEN for its id
     Returns each row's largest logit / T + noise, [rows] float32, and its token id, [rows] int32. Among equals the
-    smallest id wins. NaN wins over no other logit, but makes the row's best infinite.
+    smallest id wins. NaN wins over no other logit, but without a cutoff makes the row's best infinite.
     """
     function = draw_triton if logits.is_cuda else draw_reference
     return function(logits, temperatures, seeds, positions, first_id, cutoff, marks)
@@ -65,7 +65,8 @@ def draw_reference(
         noise = gumbel_noise(seeds[rows, None], positions[rows, None], ids)
         scores[rows] = noise.add_(scores[rows] * (1 / temperatures[rows, None]))
     best, index = scores.max(dim=1)
-    best = best.masked_fill(logits.amax(dim=1).isnan(), float("inf"))  # amax of NaN and others is NaN
+    if cutoff is None:
+        best = best.masked_fill(logits.amax(dim=1).isnan(), float("inf"))  # amax of NaN and others is NaN
     ids = (index + first_id).int()
     return best, ids.where(best.isfinite(), NO_TOKEN) if marks else ids
 
@@ -197,8 +198,6 @@ def _draw_slice_kernel(
     mask = column < vocabulary
     source = logits_ptr + row.to(tl.int64) * row_stride + column
     scores = tl.load(source, mask=mask, other=float("-inf")).to(tl.float32)
-    is_nan = scores != scores
-    scores = tl.where(is_nan, float("-inf"), scores)
     if HAS_CUTOFF:
         lowest, first = tl.load(lowest_ptr + row), tl.load(first_ids_ptr + row)
         keep = (scores > lowest) | ((scores == lowest) & (first_id + column >= first))
@@ -208,14 +207,12 @@ def _draw_slice_kernel(
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
         scores = scores * (1 / temperature) + _gumbel_noise_triton(seed, position, first_id + column, COMPILED)
     best = tl.max(scores, axis=0)
-    # Two plain reductions cost less than one over pairs of score and column. A NaN shows as a column of -1.
-    index = tl.min(tl.where(is_nan, -1, tl.where(scores == best, column, vocabulary - 1)), axis=0)
-    if index < 0:
-        index = -1 - first_id - tl.min(tl.where(scores == best, column, vocabulary - 1), axis=0)
-    else:
-        index = first_id + index
-    tl.store(best_ptr + row * slices + slice_id, best)
-    tl.store(ids_ptr + row * slices + slice_id, index)  # -1 - id, if there is a NaN in the slice
+    # Plain reductions cost less than one over pairs of score and column. `best` is NaN only if all scores are.
+    index = tl.min(tl.where(scores == best, column, vocabulary - 1), axis=0)
+    has_nan = tl.max((scores != scores).to(tl.int32), axis=0)
+    id = first_id + tl.where(best == best, index, slice_id * BLOCK)
+    tl.store(best_ptr + row * slices + slice_id, tl.where(best == best, best, float("-inf")))
+    tl.store(ids_ptr + row * slices + slice_id, tl.where(has_nan > 0, -1 - id, id))
 
 
 @triton.jit
