@@ -17,7 +17,7 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # set before the first kernel is defined: without a GPU Triton interprets them
 
-from forking import fork_what_spawns
+from forking import fork_what_spawns, spawning
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
@@ -82,6 +82,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def spawned() -> Iterator[None]:
+    """Ranks and replicas start as those of users do, and import for seconds."""
+    with spawning():
+        yield
 
 
 def alive(pid: int) -> bool:

@@ -1,36 +1,60 @@
 """Ranks and replicas of tests are forks of a server that has imported what they need: spawned ones import for seconds.
 
-Scripts that tests run in a process of their own spawn theirs, as users' scripts do.
+Scripts of tests spawn theirs in processes of their own, as users' scripts do, and so do tests of the start itself.
 """
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 IMPORTED = ["transformers", "nanoinfer.runner.worker", "nanoinfer.replicas.replica"]
+CONTEXTS: dict[str, Any] = mp.context._concrete_contexts  # type: ignore[attr-defined]
+
+
+class Forked(ForkServerProcess):
+    """A process with the environment and the blocked signals of the one that starts it, not the server's."""
+
+    def start(self) -> None:
+        resource_tracker.ensure_running()  # before: its own start lets all signals through
+        self.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until `run`, and in the server
+        self.environment = dict(os.environ)
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self.environment)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+        super().run()
 
 
 class Server(ForkServerContext):
-    """A context of multiprocessing whose processes have this one's environment, not the server's."""
+    """A context of multiprocessing whose processes are forks."""
 
-    def Process(  # noqa: N802 the name is multiprocessing's
-        self, target: Callable[..., None], args: tuple[Any, ...], **options: Any
-    ) -> ForkServerProcess:
-        return ForkServerProcess(target=_run, args=(dict(os.environ), target, args), **options)
+    Process = Forked
 
 
 def fork_what_spawns() -> None:
     """Let whoever asks for multiprocessing's "spawn" get forks of a server, which starts with the first of them."""
     server = Server()
     server.set_forkserver_preload(IMPORTED)
-    mp.context._concrete_contexts["spawn"] = server  # type: ignore[attr-defined]
+    CONTEXTS["spawn"] = server
 
 
-def _run(environment: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    target(*args)
+@contextmanager
+def spawning() -> Iterator[None]:
+    """Let processes be spawned inside the context after all."""
+    before, CONTEXTS["spawn"] = CONTEXTS["spawn"], mp.context.SpawnContext()
+    try:
+        yield
+    finally:
+        CONTEXTS["spawn"] = before

@@ -32,6 +32,7 @@ from nanoinfer.replicas.start import Start
 from nanoinfer.requests.tokenizer import load_tokenizer
 from nanoinfer.runner import model_runner
 
+pytestmark = pytest.mark.usefixtures("spawned")
 KINDS = {"replicas": {"data_parallel_size": 2}, "ranks": {"tensor_parallel_size": 2}}
 KILLED = """
 import sys, time

@@ -146,6 +146,7 @@ class TestTwoRanks:
         threading.Timer(1.5, os.kill, (process.pid, signal.SIGCONT)).start()
         assert token_ids(llm, [[30]], greedy(12)) == [oracle.greedy([30], 12)]
 
+    @pytest.mark.usefixtures("spawned")
     def test_a_worker_that_dies_while_starting_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         start = mp.context.SpawnProcess.start
 
@@ -417,6 +418,7 @@ class TestFailures:
             llm.generate([[30]], greedy(1), use_tqdm=False)
         remains.check_gone()
 
+    @pytest.mark.usefixtures("spawned")
     def test_a_worker_is_stopped_while_starting(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(workers, "START_SECONDS", 3)
         start = mp.context.SpawnProcess.start
@@ -472,6 +474,7 @@ class TestFailures:
         assert time.monotonic() - begin < 10
         remains.check_gone()
 
+    @pytest.mark.usefixtures("spawned")
     def test_interrupted_while_loading(self, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The signal comes while the worker imports its modules, which takes seconds."""
         started: list[Workers] = []

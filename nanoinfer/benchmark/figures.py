@@ -192,8 +192,8 @@ def main() -> None:
     figures = Figures.read()
     setup, *files = sys.argv[1:] or [""]
     for file in files:
-        figures.add(setup, json.loads(Path(file).read_text()))
-    (DOCS / "figures.json").write_text(figures.text())
+        figures.add(setup, json.loads(Path(file).read_text("utf-8")))
+    (DOCS / "figures.json").write_text(figures.text(), "utf-8")
     page = DOCS / "speed.md"
     page.write_text(fill(page.read_text("utf-8"), figures.tables()), "utf-8")
     figures.draw(DOCS / "speed.svg")
