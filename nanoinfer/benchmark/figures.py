@@ -88,12 +88,15 @@ class Figures:
     def tables(self) -> dict[str, str]:
         """Make every table of docs/speed.md, by the name that its markers have."""
         shown = {arguments: self.by_system(arguments) for arguments in self.shown}
-        compared = [arguments for arguments, runs in shown.items() if len(runs) > 1]
+        compared = {arguments: runs for arguments, runs in shown.items() if len(runs) > 1}
+        systems = [system for system in SYSTEMS if any(system in runs for runs in compared.values())]
         used = {entry["setup"] for entry in (*self.others, *(run for runs in shown.values() for run in runs.values()))}
         titles = "`python bench.py --config ...`", "tok/s", "seconds", "floor", "of the floor", "runs", "GPUs", "commit"
         return {
             "runs": _table(titles, (self._row(runs[OURS]) for runs in shown.values())),
-            "systems": _table(("tok/s", *SYSTEMS), map(self._comparison, compared)),
+            "systems": _table(
+                ("tok/s", *systems), ((_code(name), *_rates(runs, systems)) for name, runs in compared.items())
+            ),
             "others": _table(("measured", "figure", "command", "commit"), map(self._other, self.others)),
             "setups": _table(
                 ("system", "commit or release", "date", "machine", "versions"),
@@ -112,11 +115,6 @@ class Figures:
             self.setup(run)["machine"].split()[0],
             self.setup(run)["commit"],
         )
-
-    def _comparison(self, arguments: str) -> tuple[str, ...]:
-        runs = self.by_system(arguments)
-        rates = (f"{runs[system]['tokens_per_second']:,.0f}" if system in runs else "" for system in SYSTEMS)
-        return _code(arguments), *rates
 
     def _other(self, other: dict[str, Any]) -> tuple[str, ...]:
         return other["what"], other["figure"], _code(other["command"]), self.setup(other)["commit"]
@@ -172,6 +170,10 @@ def fill(page: str, tables: dict[str, str]) -> str:
         before, _, rest = page.partition(begin)
         page = f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
     return page
+
+
+def _rates(runs: dict[str, dict[str, Any]], systems: list[str]) -> Iterable[str]:
+    return (f"{runs[system]['tokens_per_second']:,.0f}" if system in runs else "" for system in systems)
 
 
 def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
