@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.benchmark.workloads import write_config
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.block_names import BlockNames
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
 from nanoinfer.kernels.launch import launch_in_between
 
@@ -205,12 +206,20 @@ def make_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return make
 
 
-class CollidingBlockManager(BlockManager):
-    """A BlockManager in which many blocks have the same hash: it is cut to two bits."""
+class CollidingNames(BlockNames):
+    """Names of which many have the same hash: it is cut to two bits."""
 
     @staticmethod
     def _hash(content: bytes) -> int:
-        return BlockManager._hash(content) & 3
+        return BlockNames._hash(content) & 3
+
+
+class CollidingBlockManager(BlockManager):
+    """A BlockManager whose blocks' names collide."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.names = CollidingNames(self.blocks)
 
 
 def write_random_checkpoint(name: str, folder: Path) -> None:

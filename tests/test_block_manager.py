@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nanoinfer import SamplingParams
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.block_names import BlockNames
 from nanoinfer.engine.sequence import Sequence
 
 BLOCK = 4
@@ -69,7 +70,7 @@ def test_a_freed_block_keeps_its_content_until_it_is_handed_out_least_recently_f
     assert manager.num_free == 4
     other = sequence(list(range(20, 29)))  # takes the two blocks that are not full, then `old`'s full one
     assert manager.allocate(other) == 0
-    assert len(manager.cached_blocks) == 1
+    assert len(manager.names.by_hash) == 1
     manager.free(other)
     assert manager.allocate(sequence([1, 2, 3, 4, 11])) == 0
     assert manager.allocate(sequence([6, 7, 8, 9, 11])) == 4
@@ -120,10 +121,11 @@ def test_a_block_is_known_by_the_block_before_it_whatever_the_hashes(kind: type[
 
 
 def test_contents_of_one_hash_are_all_found_and_forgotten() -> None:
-    class OneHash(BlockManager):
+    class OneHash(BlockNames):
         _hash = staticmethod(lambda content: 7)
 
-    manager = OneHash(6, BLOCK)
+    manager = BlockManager(6, BLOCK)
+    manager.names = OneHash(manager.blocks)
     seqs = [sequence([token] * 4) for token in range(4)]
     again = [sequence([token] * 5) for token in range(4)]
     for seq in seqs:
@@ -137,7 +139,7 @@ def test_contents_of_one_hash_are_all_found_and_forgotten() -> None:
         manager.free(seq)
     fill(manager, sequence(list(range(100, 124))))  # takes all blocks
     assert [manager._cached_prefix(seq) for seq in again] == [[]] * 4
-    assert len(manager.cached_blocks) + len(manager._collided) == 6
+    assert len(manager.names.by_hash) + len(manager.names.collided) == 6
 
 
 def test_a_block_is_named_by_xxh64_of_the_serial_before_and_its_tokens() -> None:
@@ -147,7 +149,7 @@ def test_a_block_is_named_by_xxh64_of_the_serial_before_and_its_tokens() -> None
     first, second = (manager.blocks[block] for block in seq.block_table)
     tokens = array("i", [4, 5, 6, 7]).tobytes()
     assert second.content == first.serial.to_bytes(8, "little") + tokens
-    assert manager.cached_blocks[xxhash.xxh64(second.content).intdigest()] == seq.block_table[1]
+    assert manager.names.by_hash[xxhash.xxh64(second.content).intdigest()] == seq.block_table[1]
 
 
 def test_what_follows_either_of_two_copies_is_found() -> None:
@@ -320,8 +322,8 @@ class RandomOperations(RuleBasedStateMachine):
     @rule()
     def forget_all(self) -> None:
         self.manager.forget_all(self.live)
-        assert not self.manager.cached_blocks
-        assert not self.manager._collided
+        assert not self.manager.names.by_hash
+        assert not self.manager.names.collided
         self.old_seqs.update(self.live)
         self.old_blocks.update(range(len(self.manager.blocks)))
 
@@ -343,12 +345,12 @@ class RandomOperations(RuleBasedStateMachine):
 
     @invariant()
     def what_is_cached_is_where_it_is_said_to_be(self) -> None:
-        for name, block_id in self.manager.cached_blocks.items():
+        for name, block_id in self.manager.names.by_hash.items():
             block = self.manager.blocks[block_id]
-            assert block.digest == name == self.manager._hash(block.content)
-        for content, block_id in self.manager._collided.items():
+            assert block.digest == name == self.manager.names._hash(block.content)
+        for content, block_id in self.manager.names.collided.items():
             assert self.manager.blocks[block_id].content == content
-            assert block_id not in self.manager.cached_blocks.values()
+            assert block_id not in self.manager.names.by_hash.values()
 
     @invariant()
     def a_serial_stands_for_one_prefix(self) -> None:

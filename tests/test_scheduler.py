@@ -495,7 +495,7 @@ def check_blocks(sched: Scheduler) -> None:
     for block_id, block in enumerate(manager.blocks):
         assert block.ref_count == used[block_id]
         assert (block_id in manager.free_blocks) == (block.ref_count == 0)
-    assert len(manager.cached_blocks) <= len(manager.blocks)
+    assert len(manager.names.by_hash) <= len(manager.blocks)
 
 
 def check_decoding(sched: Scheduler) -> None:

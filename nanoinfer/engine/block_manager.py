@@ -6,27 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import count
 
-from xxhash import xxh64_intdigest
-
+from nanoinfer.engine.block_names import Block, BlockNames
 from nanoinfer.engine.sequence import Sequence
-
-
-class Block:
-    """One block of the KV cache.
-
-    ref_count: this many sequences hold the block
-    content: the block's name, the bytes of the serial of the block before and of its own tokens; None: it has none yet
-    digest: the content's hash
-    serial: in a named block, it stands for all tokens up to the end of this block, and never for any others
-    """
-
-    __slots__ = ("content", "digest", "ref_count", "serial")
-
-    def __init__(self) -> None:
-        self.ref_count = 0
-        self.content: bytes | None = None
-        self.digest = 0
-        self.serial = 0
 
 
 class BlockManager:
@@ -34,17 +15,13 @@ class BlockManager:
 
     A full block that no sequence holds any more is free, but keeps its content until it is handed out again. A later
     sequence with the same prefix can take it back. The least recently freed block is handed out first.
-    A content's hash finds the block, and never decides: the block counts only if its content is equal.
     """
-
-    _hash = staticmethod(xxh64_intdigest)
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.cached_blocks: dict[int, int] = {}  # hash of a content -> the block that holds it
-        self._collided: dict[bytes, int] = {}  # content whose hash leads to another one's block -> its own
+        self.names = BlockNames(self.blocks)
         self._serials = count(2)  # 0 and 1 stand before the first block of short and long sequences
         self._planned: list[int] = []  # blocks that got their names from the newest prefill step
 
@@ -121,15 +98,12 @@ class BlockManager:
         self.record(seq, num_tokens)
 
     def record(self, seq: Sequence, num_tokens: int) -> None:
-        """Name the blocks that the first `num_tokens` tokens fill.
-
-        Blocks of equal content get one serial, so that a lookup finds the blocks that follow any of them.
-        """
+        """Name the blocks that the first `num_tokens` tokens fill."""
         for index in range(seq.num_named, num_tokens // self.block_size):
             block_id = seq.block_table[index]
             block = self.blocks[block_id]
             if block.content is None:  # otherwise another sequence that shares the block has named it
-                self._name(block_id, self._content(seq, index, seq.last_serial))
+                self.names.give(block_id, self._content(seq, index, seq.last_serial))
             seq.num_named, seq.last_serial = index + 1, block.serial
 
     def release(self, seq: Sequence, num_tokens: int) -> None:
@@ -154,7 +128,7 @@ class BlockManager:
         The newest prefill step may not have been launched: its blocks lose their names.
         """
         for block_id in self._planned:
-            self._forget(block_id)
+            self.names.take(block_id)
         for block in self.blocks:
             block.ref_count = 0
         held = [block_id for block_id in range(len(self.blocks)) if block_id not in self.free_blocks]
@@ -167,10 +141,7 @@ class BlockManager:
         seqs: all sequences that hold blocks. The blocks that they fill from now on follow blocks without a name, so no
         other sequence finds them
         """
-        self.cached_blocks.clear()
-        self._collided.clear()
-        for block in self.blocks:
-            block.content = None
+        self.names.clear()
         for seq in seqs:
             seq.last_serial = next(self._serials)
 
@@ -178,8 +149,7 @@ class BlockManager:
         found: list[int] = []
         serial = int(seq.is_long)
         for index in range(seq.num_reusable // self.block_size):
-            content = self._content(seq, index, serial)
-            block_id = self._find(content, self._hash(content))
+            block_id = self.names.find(self._content(seq, index, serial))
             if block_id is None:
                 break
             found.append(block_id)
@@ -190,23 +160,6 @@ class BlockManager:
         """Return the content of block `index` of a sequence; serial: that of the block before."""
         start = index * self.block_size
         return serial.to_bytes(8, "little") + seq.token_ids[start : start + self.block_size]
-
-    def _find(self, content: bytes, digest: int) -> int | None:
-        """Return the block by which a content with this hash is found; None: there is none."""
-        block_id = self.cached_blocks.get(digest)
-        if block_id is not None and self.blocks[block_id].content == content:
-            return block_id
-        return self._collided.get(content) if self._collided else None
-
-    def _name(self, block_id: int, content: bytes) -> None:
-        """Give a block its name, and the serial of the block by which the content is found: itself if there is none."""
-        block = self.blocks[block_id]
-        block.content, block.digest = content, self._hash(content)
-        found = self._find(content, block.digest)
-        if found is not None:
-            block.serial = self.blocks[found].serial
-        elif self.cached_blocks.setdefault(block.digest, block_id) != block_id:
-            self._collided[content] = block_id
 
     def _take_back(self, block_ids: list[int]) -> None:
         """Take back blocks of one sequence, the last first, so that a cached prefix outlives the blocks behind it."""
@@ -225,18 +178,7 @@ class BlockManager:
 
     def _extend(self, seq: Sequence) -> None:
         block_id, _ = self.free_blocks.popitem(last=False)
-        self._forget(block_id)
+        self.names.take(block_id)
         block = self.blocks[block_id]
         block.serial, block.ref_count = next(self._serials), 1
         seq.block_table.append(block_id)
-
-    def _forget(self, block_id: int) -> None:
-        """Take the name of a block."""
-        block = self.blocks[block_id]
-        if block.content is None:
-            return
-        if self.cached_blocks.get(block.digest) == block_id:
-            del self.cached_blocks[block.digest]
-        elif self._collided.get(block.content) == block_id:
-            del self._collided[block.content]
-        block.content = None
