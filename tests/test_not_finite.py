@@ -19,6 +19,7 @@ from nanoinfer.engine.faults import not_finite
 from nanoinfer.kernels.ranks.best_of_ranks import best_of_ranks
 from nanoinfer.kernels.rows import advance_rows_reference, advance_rows_triton
 from nanoinfer.kernels.sampling.draw import NO_TOKEN, draw_reference, draw_triton
+from nanoinfer.runner.threads import num_threads
 
 BAD = 7  # a token whose vector is so large that float16 overflows
 GOOD = [[20, 21, 22], [30] * 40, [41, 42]]
@@ -70,10 +71,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module", params=SPREAD)
 def llm(request: pytest.FixtureRequest, folder: str) -> Iterator[LLM]:
-    torch.set_num_threads(1)
-    with LLM(folder, **OPTIONS, **SPREAD[request.param]) as made:
+    with num_threads(1), LLM(folder, **OPTIONS, **SPREAD[request.param]) as made:
         yield made
-    torch.set_num_threads(2)
 
 
 def run(llm: LLM, prompts: list[list[int]], params: Any) -> list[RequestOutput]:

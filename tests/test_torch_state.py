@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, reference
 from nanoinfer.process.torch_state import fresh_torch_state
+from nanoinfer.runner.threads import num_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:Anomaly Detection")
 
@@ -98,11 +99,10 @@ def generate(llm: LLM) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def llms() -> Iterator[list[tuple[LLM, list[Any]]]]:
-    """One rank, and two, each with what it generates."""
-    torch.set_num_threads(1)
-    with LLM(BUNDLED_MODEL, **OPTIONS) as one, LLM(BUNDLED_MODEL, **OPTIONS, tensor_parallel_size=2) as two:
+    """One rank, and two, each with what it generates; two are on the CPU unless there are two GPUs."""
+    ranks = {**OPTIONS, "tensor_parallel_size": 2, "device": "auto" if torch.cuda.device_count() > 1 else "cpu"}
+    with num_threads(1), LLM(BUNDLED_MODEL, **OPTIONS) as one, LLM(BUNDLED_MODEL, **ranks) as two:
         yield [(llm, generate(llm)) for llm in (one, two)]
-    torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="module")
