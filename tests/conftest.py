@@ -71,6 +71,12 @@ def whole(cases: Iterable[Any]) -> list[Any]:
     ]
 
 
+@pytest.fixture(scope="session")
+def is_whole(pytestconfig: pytest.Config) -> bool:
+    """Whether --whole asks for all that a test can try."""
+    return bool(pytestconfig.getoption("whole"))
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)

@@ -115,6 +115,7 @@ class TestScripts:
             assert len(token_ids) == 8
             assert text == TOKENIZER.decode(token_ids)
 
+    @pytest.mark.whole
     def test_a_type_checker_knows_both_shapes(self, tmp_path: Path) -> None:
         pytest.importorskip("mypy", reason="types are checked by mypy")
         (tmp_path / "script.py").write_text(TYPED_SCRIPT)

@@ -226,6 +226,7 @@ def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "glorious summer" in capsys.readouterr().out
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("one_thread")
 def test_the_readmes_trainer_learns(capsys: pytest.CaptureFixture[str]) -> None:
     """The reward is a letter's share of the text: at first about 0.06, as in any English text."""
