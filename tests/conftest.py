@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return how many processes run the tests: on a GPU, and for tests that are named, this one alone."""
     is_named = config.args != config.getini("testpaths") or config.option.keyword
-    return 0 if HAS_CUDA or is_named else 2
+    return 0 if HAS_CUDA or is_named else min(len(os.sched_getaffinity(0)), 7) + 1  # some tests wait, others compute
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -61,14 +61,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {gpus}"))
 
 
-def whole(cases: Iterable[Any]) -> list[Any]:
+def whole_only(cases: Iterable[Any]) -> list[Any]:
     """Mark cases of a parametrized test that run with --whole alone. A tuple has a value for each argument."""
     return [
         pytest.param(*case.values, marks=[*case.marks, pytest.mark.whole], id=case.id)
         if isinstance(case, ParameterSet)
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.whole)
+        else pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.whole)
         for case in cases
     ]
+
+
+def of_each_kind(cases: Iterable[Any], *places: int) -> list[Any]:
+    """Mark all cases but those at these places, as `whole_only` does. zip(cases) gives cases of one argument each."""
+    cases = list(cases)
+    kept = [pytest.param(*case) if type(case) is tuple else case for case in cases]
+    return [kept[place] if place in places else case for place, case in enumerate(whole_only(cases))]
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import greedy, whole, write_random_checkpoint
+from conftest import greedy, whole_only, write_random_checkpoint
 from safetensors.torch import load_file
 from test_models import CASES, Case, build
 
@@ -73,7 +73,7 @@ def bits(llm: LLM, count: int = 6) -> list[Bits]:
 class TestInCompany:
     """Requests join at random times; chunks, blocks and rows are few or many."""
 
-    @pytest.mark.parametrize("family", [FAMILIES[0], *whole(FAMILIES[1:])])
+    @pytest.mark.parametrize("family", [FAMILIES[0], *whole_only(FAMILIES[1:])])
     def test_results_are_those_alone(self, family: str, tmp_path: Path) -> None:
         build(CASES[family], tmp_path)
         compared, difference = find_difference(maker(str(tmp_path)), SECONDS, FAMILIES.index(family), 10)
@@ -130,7 +130,7 @@ class TestInCompany:
         assert difference.alone != difference.in_company
         assert "the first result that differs is that of blocks.0." in str(difference)
 
-    @pytest.mark.parametrize("family", [*whole(["qwen3"]), "gemma2"])
+    @pytest.mark.parametrize("family", [*whole_only(["qwen3"]), "gemma2"])
     def test_the_first_result_that_differs_is_named(
         self, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -166,7 +166,7 @@ class TestInCompany:
         assert difference.cause.startswith("alone again, in an eager engine with tensor_parallel_size=1, ")
         assert difference.cause.endswith(f"is {difference.in_company}")
 
-    @pytest.mark.parametrize("formats", [*whole([[]]), ["--quantization", "fp8", "--kv-cache-dtype", "fp8"]])
+    @pytest.mark.parametrize("formats", [*whole_only([[]]), ["--quantization", "fp8", "--kv-cache-dtype", "fp8"]])
     def test_the_command(self, formats: list[str]) -> None:
         command = [sys.executable, "-m", "nanoinfer.benchmark.determinism", BUNDLED_MODEL]
         limits = ["--seconds", "0", "--requests", "4"]
@@ -256,18 +256,18 @@ class TestChanges:
 class TestRanks:
     """Ranks that share a model give the bits that one rank gives."""
 
-    @pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), *whole([(2, "bfloat16"), (4, "float32")])])
+    @pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), *whole_only([(2, "bfloat16"), (4, "float32")])])
     def test_on_the_cpu(self, ranks: int, dtype: str, make_llm: Callable[..., LLM]) -> None:
         one, several = (make_llm(**OPTIONS, dtype=dtype, tensor_parallel_size=count) for count in (1, ranks))
         assert bits(several, 2) == bits(one, 2)
 
-    @pytest.mark.parametrize("ranks", [2, *whole([4])])
+    @pytest.mark.parametrize("ranks", [2, *whole_only([4])])
     def test_weights_in_fp8_on_the_cpu(self, ranks: int, make_llm: Callable[..., LLM]) -> None:
         options = {**OPTIONS, "quantization": "fp8", "kv_cache_dtype": "fp8", "dtype": "bfloat16"}
         one, several = (make_llm(**options, tensor_parallel_size=count) for count in (1, ranks))
         assert bits(several, 2) == bits(one, 2)
 
-    @pytest.mark.parametrize("family", [*whole(["qwen3"]), "qwen2moe"])
+    @pytest.mark.parametrize("family", [*whole_only(["qwen3"]), "qwen2moe"])
     def test_weights_in_fp8_in_company(self, family: str, tmp_path: Path) -> None:
         """Also experts, and shares that cut blocks."""
         case = CASES[family]
@@ -289,7 +289,7 @@ class TestRanks:
         assert difference is None, str(difference)
         assert compared > 10
 
-    @pytest.mark.parametrize("family", ["olmo2 biases", *whole(["phi3 longrope", "qwen2moe", "olmoe"])])
+    @pytest.mark.parametrize("family", ["olmo2 biases", *whole_only(["phi3 longrope", "qwen2moe", "olmoe"])])
     def test_in_company(self, family: str, tmp_path: Path) -> None:
         """Of a model whose checkpoint fuses projections, one with a shared expert, and norms over all heads."""
         case = CASES[family]

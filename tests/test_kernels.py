@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from conftest import DEVICE, HAS_CUDA, plan_ahead, whole
+from conftest import DEVICE, HAS_CUDA, plan_ahead, whole_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -686,7 +686,7 @@ def test_paged_prefill(shape: tuple[int, int, int, int], dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("workers", [3, *whole([1, 8, None])])
+@pytest.mark.parametrize("workers", [3, *whole_only([1, 8, None])])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_paged_decode(shape: tuple[int, int, int, int], workers: int | None, dtype: torch.dtype) -> None:
     """Some rows have one worker, some several; some begin or end inside a worker's share; one has no context."""
@@ -766,7 +766,7 @@ WINDOWS_AND_SOFTCAPS = [(1, None), (16, 2.0), (50, None), (300, 0.5), (None, 2.0
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap"), WINDOWS_AND_SOFTCAPS)
-@pytest.mark.parametrize("shape", [SHAPES[1], *whole((shape,) for shape in SHAPES if shape is not SHAPES[1])])
+@pytest.mark.parametrize("shape", [SHAPES[1], *whole_only((shape,) for shape in SHAPES if shape is not SHAPES[1])])
 def test_paged_prefill_of_windows_and_soft_caps(
     shape: tuple[int, int, int, int],
     window: int | None,
@@ -803,7 +803,7 @@ def test_paged_prefill_of_windows_and_soft_caps(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap"), WINDOWS_AND_SOFTCAPS)
-@pytest.mark.parametrize("shape", [SHAPES[1], *whole((shape,) for shape in SHAPES if shape is not SHAPES[1])])
+@pytest.mark.parametrize("shape", [SHAPES[1], *whole_only((shape,) for shape in SHAPES if shape is not SHAPES[1])])
 def test_paged_decode_of_windows_and_soft_caps(
     shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
@@ -1016,7 +1016,7 @@ def test_gumbel_noise_has_the_gumbel_distribution_and_no_memory_of_its_neighbour
 
 
 @pytest.mark.parametrize("step", [1, 2**20, 2**43, 0x1E3779B97F4A7C15], ids=hex)
-@pytest.mark.parametrize("position", [1, *whole([0, 4095, 2**31 - 1])])
+@pytest.mark.parametrize("position", [1, *whole_only([0, 4095, 2**31 - 1])])
 def test_no_two_of_a_million_seeds_share_their_noise(position: int, step: int) -> None:
     """The seeds differ in their lowest bits, in their middle bits, in the highest of the 63, or in all."""
     seeds = torch.arange(1_000_000) * step & 2**63 - 1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import DEVICE, HAS_CUDA
+from conftest import DEVICE, HAS_CUDA, of_each_kind
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fp8 import quantized, scales
@@ -116,7 +116,7 @@ def unit(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
-@pytest.mark.parametrize("shape", [(4, 4, 64, 16), (8, 2, 128, 256), (4, 1, 128, 48)], ids=str)
+@pytest.mark.parametrize("shape", of_each_kind(zip([(4, 4, 64, 16), (8, 2, 128, 256), (4, 1, 128, 48)]), 1), ids=str)
 def test_attention_of_a_step(shape: tuple[int, int, int, int], in_fp8: bool, unit: int) -> None:
     """Prompts with and without stretches, with and without a cached context, that begin and end anywhere."""
     heads, _, head_dim, _ = shape

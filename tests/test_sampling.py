@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import DEVICE, Oracle, assert_equal, different_settings, greedy
+from conftest import DEVICE, Oracle, assert_equal, different_settings, greedy, of_each_kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -250,7 +250,9 @@ class TestAgainstTransformers:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kvcache_block_size": 16, "num_kvcache_blocks": 40, "max_model_len": 100}, {"tensor_parallel_size": 2}],
+    of_each_kind(
+        [{}, {"kvcache_block_size": 16, "num_kvcache_blocks": 40, "max_model_len": 100}, {"tensor_parallel_size": 2}], 1
+    ),
     ids=["roomy", "preempted", "two ranks"],
 )
 def test_64_requests_with_different_settings_are_what_each_is_alone(

@@ -25,10 +25,10 @@ from typing import Any, get_args
 import pytest
 import test_lifecycle
 import torch
-from conftest import assert_close, greedy
+from conftest import assert_close, greedy, whole_only
 from safetensors.torch import load_file, save_file
 from test_lifecycle import HOST_FILES, Interrupt
-from test_models import CASES, build
+from test_models import CASES, LAST_OF_CLASSES, OF_KINDS, build
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -127,7 +127,7 @@ def breaking_off(tensors: Tensors, count: int, error: BaseException) -> Iterator
 
 
 class TestAnUpdatedLLMEqualsAFreshOne:
-    @pytest.mark.parametrize("name", {case.architecture: name for name, case in CASES.items()}.values())
+    @pytest.mark.parametrize("name", [*OF_KINDS, *whole_only(name for name in LAST_OF_CLASSES if name not in OF_KINDS)])
     def test_of_every_class(
         self, name: str, family: Callable[[str], tuple[str, str, PreTrainedModel]], make_llm: Callable[..., LLM]
     ) -> None:
@@ -632,7 +632,7 @@ class TestRequestsThatRun:
             assert done + rest.token_ids == whole.token_ids
             assert rest.weights_versions == [(0, 1)]
 
-    @pytest.mark.parametrize("in_flight", ["recompute", "keep", "abort"])
+    @pytest.mark.parametrize("in_flight", ["recompute", *whole_only(["keep", "abort"])])
     def test_requests_in_every_state(self, in_flight: str, make_llm: Callable[..., LLM], bundled: Tensors) -> None:
         """Some wait, one is half prefilled, some decode, some stop. New weights that equal the old change nothing."""
         options = {**OPTIONS, "max_num_batched_tokens": 24, "max_num_seqs": 4}
@@ -686,7 +686,9 @@ class TestRequestsThatRun:
     @pytest.mark.parametrize(
         ("in_flight", "files", "stride"),
         [
-            *((fate, (*HOST_FILES, "updater.py", "sources.py", "roll.py", WRITER), 293) for fate in get_args(Fate)),
+            *whole_only(
+                (fate, (*HOST_FILES, "updater.py", "sources.py", "roll.py", WRITER), 293) for fate in get_args(Fate)
+            ),
             ("recompute", (WRITER,), 13),
         ],
     )
@@ -773,7 +775,7 @@ def threads_and_files_of(pid: int) -> Counter[str]:
     return held
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [*whole_only([1]), 2])
 def test_a_hundred_updates_do_not_grow(
     ranks: int, make_llm: Callable[..., LLM], bundled: Tensors, segments: list[Path]
 ) -> None:
