@@ -417,6 +417,7 @@ def test_random_weights_and_json(tmp_path: Path) -> None:
     assert "floor" in text
 
 
+@pytest.mark.whole
 def test_compare_with_transformers() -> None:
     text = run(
         "bench.py", "--num-seqs", "4", "--min-len", "4", "--max-len", "12", "--device", "cpu",
@@ -568,6 +569,7 @@ def test_the_example_recites() -> None:
     assert "of our discontent" in text
 
 
+@pytest.mark.whole
 def test_the_example_uses_another_models_chat_template(tmp_path: Path) -> None:
     shutil.copytree(BUNDLED_MODEL, tmp_path / "other")
     text = run("example.py", "--model", str(tmp_path / "other"), "--max-tokens", "12", "--temperature", "0")

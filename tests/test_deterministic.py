@@ -152,6 +152,7 @@ class TestInCompany:
         assert difference is not None
         assert "the first result that differs is that of blocks.1.mlp.down_proj, at position" in difference.cause
 
+    @pytest.mark.whole
     def test_a_first_engine_that_differs_is_told_from_company(self) -> None:
         engines = []
 
@@ -178,6 +179,7 @@ class TestInCompany:
 class TestChanges:
     """What happens to an engine leaves no trace in later results."""
 
+    @pytest.mark.whole
     @pytest.mark.parametrize("options", DEVICES)
     def test_sleep_and_updates(self, options: dict[str, object], make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(**options)
@@ -206,6 +208,7 @@ class TestChanges:
                 told += new
         assert streamed == expected
 
+    @pytest.mark.whole
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     def test_starts_of_a_program(self, device: str, tmp_path: Path) -> None:
         """On a GPU, kernels are compiled, found from before, and compiled once more."""
@@ -267,7 +270,8 @@ class TestRanks:
         one, several = (make_llm(**options, tensor_parallel_size=count) for count in (1, ranks))
         assert bits(several, 2) == bits(one, 2)
 
-    @pytest.mark.parametrize("family", [*whole_only(["qwen3"]), "qwen2moe"])
+    @pytest.mark.whole
+    @pytest.mark.parametrize("family", ["qwen3", "qwen2moe"])
     def test_weights_in_fp8_in_company(self, family: str, tmp_path: Path) -> None:
         """Also experts, and shares that cut blocks."""
         case = CASES[family]

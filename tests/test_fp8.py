@@ -90,7 +90,7 @@ MANY_ROWS_SHAPES = [
 
 class TestReading:
     @pytest.mark.parametrize("dtype", KINDS)
-    @pytest.mark.parametrize(("window", "softcap"), [(None, None), *WINDOWS_AND_SOFTCAPS[1:3]])
+    @pytest.mark.parametrize(("window", "softcap"), [(None, None), *of_each_kind(WINDOWS_AND_SOFTCAPS[1:3], 1)])
     @pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 0))
     def test_decode(
         self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
@@ -117,7 +117,7 @@ class TestReading:
             runs = plan_runs(tables, lens, block_size, window)
             assert_close(paged_decode_cpu(wide, k8, v8, runs, how.scale, softcap, scales()), expected)
 
-    @pytest.mark.parametrize("dtype", KINDS)
+    @pytest.mark.parametrize("dtype", of_each_kind(KINDS, 0))
     @pytest.mark.parametrize("shape", MANY_ROWS_SHAPES)
     def test_decode_of_many_rows(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         """Beyond FEW_ROWS the programs have other shapes."""
@@ -131,7 +131,7 @@ class TestReading:
         assert_close(out, expected)
 
     @pytest.mark.parametrize("dtype", KINDS)
-    @pytest.mark.parametrize(("window", "softcap"), [(None, None), *WINDOWS_AND_SOFTCAPS[1:3]])
+    @pytest.mark.parametrize(("window", "softcap"), [(None, None), *of_each_kind(WINDOWS_AND_SOFTCAPS[1:3], 1)])
     @pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 1))
     def test_prefill(
         self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
@@ -163,6 +163,7 @@ class TestReading:
         out = paged_decode_triton(q, k8, v8, tables, lens, 1 / largest, plan_ahead(lens, k8), None, scales())
         assert_close(out, expected)
 
+    @pytest.mark.whole
     def test_a_needle_among_30_000_keys(self) -> None:
         """All keys but one are alike to the query, and their values add up to nothing, if no sum drops small terms."""
         length, head_dim = 30_000, 64
@@ -254,8 +255,7 @@ def of_tokens(recited: list[RequestOutput], **options: Any) -> list[LogProb]:
 @pytest.mark.parametrize(
     ("options", "most"),
     [
-        ({"kv_cache_dtype": "fp8"}, 0.06),
-        ({"quantization": "fp8"}, 0.06),
+        *whole_only([({"kv_cache_dtype": "fp8"}, 0.06), ({"quantization": "fp8"}, 0.06)]),
         ({"kv_cache_dtype": "fp8", "quantization": "fp8"}, 0.15),
     ],
     ids=["KV cache", "weights", "both"],

@@ -133,6 +133,7 @@ def test_triton_kernels_end_to_end(make_llm: Callable[..., LLM], oracle: Oracle)
     ],
     ids=str,
 )
+@pytest.mark.whole
 def test_random_qwen3(shape: dict, make_llm: Callable[..., LLM], make_qwen3: Callable[..., str]) -> None:
     folder = make_qwen3(**shape)
     oracle = Oracle(folder)

@@ -207,7 +207,7 @@ def test_the_check_of_experts_compares_tiles_of_all_sizes(
 
 class TestAttention:
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize(("window", "softcap"), HOW)
+    @pytest.mark.parametrize(("window", "softcap"), of_each_kind(HOW, 2))
     @pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 1))
     def test_prefill_is_right(
         self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
@@ -224,7 +224,7 @@ class TestAttention:
         assert_close(prefill(q, forget(*pages, starts), query_lens, lens, how), expected)
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize(("window", "softcap"), HOW)
+    @pytest.mark.parametrize(("window", "softcap"), of_each_kind(HOW, 2))
     @pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 0))
     def test_decode_is_right(
         self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype

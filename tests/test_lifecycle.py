@@ -186,6 +186,7 @@ def test_deletion_frees_the_cache_and_the_weights() -> None:
     assert [ref() for ref in held] == [None, None]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
 def test_behind_close_of_two_ranks_no_socket_listens(device: str, tmp_path: Path) -> None:
     """The ranks' own rendezvous listens before, so that the script is known to see what listens."""
@@ -289,6 +290,7 @@ def test_two_engines_at_once_do_not_mix(make_llm: Callable[..., LLM], oracle: Or
     assert [seq.output_token_ids for seq in seqs] == expected * 2
 
 
+@pytest.mark.whole
 def test_ten_engines_one_after_another_do_not_grow() -> None:
     def serve() -> None:
         with LLM(BUNDLED_MODEL, device="cpu") as llm:

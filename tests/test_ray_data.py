@@ -245,6 +245,7 @@ class TestCluster:
         assert [row["token_ids"] for row in results] == expected_ids(rows)
         assert len({row["pid"] for row in results}) == 3
 
+    @pytest.mark.whole
     def test_batches_leave_no_gap_between_them(self) -> None:
         """The engine needs the steps of one generate over all rows, and a few to begin with."""
         rows = [{"prompt": "JULIET:", "seed": i, "max_tokens": 2 + 7 * i % 50} for i in range(120)]
@@ -263,6 +264,7 @@ class TestCluster:
         assert max(row["most"] for row in results) == 8
         assert max(row["steps"] for row in results) < 1.05 * len(steps)
 
+    @pytest.mark.whole
     @pytest.mark.skipif(HAS_CUDA, reason="the GPUs of this cluster are mere numbers")
     def test_build_gives_an_actor_a_gpu_for_each_rank(self) -> None:
         """There is room for one actor of two ranks. When the rows are done, it leaves no rank behind."""
@@ -283,6 +285,7 @@ class TestCluster:
             time.sleep(0.1)
         assert ranks() == []
 
+    @pytest.mark.whole
     def test_the_readmes_lines_run(self, tmp_path: Path) -> None:
         section = (ROOT / "README.md").read_text().split("## Past one machine")[1]
         block = section[section.index("    import ray") :].split("\n\nOther columns")[0]

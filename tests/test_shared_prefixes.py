@@ -153,9 +153,9 @@ DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32, torch.
 SHAPES = [(4, 4, 32, 16), (8, 4, 64, 256), (14, 2, 128, 48), (9, 3, 96, 32), (8, 2, 256, 16)]  # as in test_kernels.py
 
 
-@pytest.mark.parametrize(("in_fp8", "softcap"), [(False, None), (True, None), (True, 5.0)])
+@pytest.mark.parametrize(("in_fp8", "softcap"), [(False, None), *whole_only([(True, None)]), (True, 5.0)])
 @pytest.mark.parametrize("dtype", of_each_kind(DTYPES, 0), ids=str)
-@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 0, 2), ids=str)
+@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 3, 4), ids=str)
 class TestAttention:
     def test_it_equals_attention_of_rows_alone(
         self,
@@ -285,7 +285,7 @@ class TestGenerate:
     def test_graphs(self, make_llm: Callable[..., LLM]) -> None:
         assert outputs(make_llm(**OPTIONS), 20) == outputs(make_llm(**OPTIONS, enforce_eager=True), 20)
 
-    @pytest.mark.parametrize("step", [2, *whole_only([4])])
+    @pytest.mark.parametrize("step", [*whole_only([2]), 4])
     def test_an_interrupt_leaves_nothing_shared(self, step: int, make_llm: Callable[..., LLM]) -> None:
         """The rows of the run behind it are others; sharing goes on for these alone."""
         llm = make_llm(**OPTIONS, enforce_eager=True)

@@ -196,6 +196,7 @@ class TestTwoRanks:
         assert "<stdin> is no file; save the script as a file" in done.stderr
         assert done.stderr.count("Traceback") == 1  # no rank was started
 
+    @pytest.mark.whole
     def test_a_command_that_has_no_file_works(self) -> None:
         """An interpreter's prompt and a notebook have no file either."""
         done = subprocess.run(
