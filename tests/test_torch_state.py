@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import greedy
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,6 +64,8 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inference_mode": torch.inference_mode,
     "deterministic": lambda: set_until_the_end(torch.use_deterministic_algorithms, True, False),
     "anomaly": torch.autograd.detect_anomaly,
+    "one kernel of attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "no kernel of attention": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
     "function mode": NoFunction,
     "operation mode": NoOperation,
     "fake tensors": FakeTensorMode,
@@ -84,6 +87,9 @@ def state() -> list[Any]:
         torch.is_inference_mode_enabled(),
         torch.is_anomaly_enabled(),
         torch.get_deterministic_debug_mode(),
+        c._get_math_sdp_enabled(),
+        c._get_flash_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
     ]
 
 
