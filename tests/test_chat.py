@@ -174,6 +174,7 @@ class TestContent:
 
 CALLS = "{% for c in m.tool_calls or [] %}"
 ONE = '{"a": "b"}'
+ARGUMENTS = "{{ c.function.arguments | tojson }}{% endfor %}{% endif %}"
 
 
 class TestToolCalls:
@@ -204,6 +205,12 @@ class TestToolCalls:
                 given = copy.deepcopy(message)
                 assert render(template, user("Who?"), message) == f"<user>{asked}<assistant>{text}"
                 assert message == given
+
+    def test_a_template_may_show_calls_only_where_no_content_is(self, render: Any) -> None:
+        """Clients write none in several ways. transformers leaves None out."""
+        template = each(f"{{% if m.content is defined %}}{{{{ m.content }}}}{{% else %}}{CALLS}{ARGUMENTS}")
+        for content in ({}, {"content": None}, {"content": ""}, {"content": []}):
+            assert render(template, user("Who?"), call({"a": "b"}, **content)) == f"<user>Who?<assistant>{ONE}"
 
     def test_a_template_may_read_a_call_without_its_wrapper(self, render: Any) -> None:
         template = each(f"{CALLS}{{{{ c.arguments | tojson }}}}{{% endfor %}}")

@@ -102,7 +102,8 @@ def _form(name: str, message: Message, takes: Callable[[str], Takes]) -> Message
     """Return a message in forms that the template takes; takes: tells these for a role, or for CALL."""
     if calls := message.get("tool_calls"):
         forms = takes(CALL)
-        message = {"content": forms.empty, **message, "tool_calls": _form_calls(name, calls, forms)}
+        content = message.get("content") or forms.empty  # an empty one is none, for which a template may look
+        message = {**message, "content": content, "tool_calls": _form_calls(name, calls, forms)}
     content = message["content"]
     if content is None:
         return message
