@@ -19,6 +19,7 @@ from nanoinfer.engine.faults import not_finite
 from nanoinfer.kernels.ranks.best_of_ranks import best_of_ranks
 from nanoinfer.kernels.rows import advance_rows_reference, advance_rows_triton
 from nanoinfer.kernels.sampling.draw import NO_TOKEN, draw_reference, draw_triton
+from nanoinfer.requests.outputs import warn_of_errors
 
 BAD = 7  # a token whose vector is so large that float16 overflows
 GOOD = [[20, 21, 22], [30] * 40, [41, 42]]
@@ -166,6 +167,16 @@ def test_queued_requests(llm: LLM) -> None:
         outputs.update((output.request_id, output) for output in llm.step())
     assert_is_error(outputs[number])
     assert outputs[other].finish_reason == "length"
+
+
+def test_callers_that_look_at_tokens_alone_can_warn(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """lm-eval's and TRL's: an evaluation would count an answer as wrong, and a training go on."""
+    good, bad = run(llm, [GOOD[0], [BAD, 3]], [greedy(1), greedy(1, n=2)])
+    warn_of_errors([good])
+    assert not caplog.messages
+    warn_of_errors([good, bad])
+    (message,) = caplog.messages
+    assert message.startswith("2 of 3 samples have ended early, with an error: the model's logits are not finite")
 
 
 def test_only_float16_is_told_to_change() -> None:
