@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         vocab_size=2048,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -133,6 +133,18 @@ def test_the_last_token_may_fail(llm: LLM) -> None:
     assert_is_error(output)
     (output,) = run(llm, GOOD[:1], SamplingParams(**FORCED, max_tokens=1))
     assert (output.finish_reason, output.token_ids) == ("length", [BAD])
+
+
+def test_what_others_begin_with_is_computed_anew(llm: LLM) -> None:
+    """Attention gives a masked NaN the weight 0, which is NaN again: blocks before it in the prompt have it, too."""
+    begin = list(range(30, 50))
+    (expected,) = run(llm, [begin], greedy(4))
+    llm.reset_prefix_cache()
+    assert_is_error(run(llm, [[*begin, BAD, 5]], greedy(4))[0])
+    assert run(llm, [begin], greedy(4))[0].token_ids == expected.token_ids
+    llm.reset_prefix_cache()
+    assert math.isnan(llm.score(begin, [[BAD, 5, 6]])[0].logprob)
+    assert run(llm, [begin], greedy(4))[0].token_ids == expected.token_ids
 
 
 def test_a_stream_says_so(llm: LLM) -> None:
