@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 MINUS_INFINITY = float("-inf")
 
 Decode = Callable[[list[int]], str]
@@ -103,6 +105,11 @@ class CandidatesLog:
         """Forget all entries."""
         for column in (self._ids, self._values, self._ranks):
             del column[:]
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether some of the values are NaN."""
+        return bool(np.isnan(np.frombuffer(self._values, dtype=np.float32)).any())
 
     def __len__(self) -> int:
         return len(self._ranks)

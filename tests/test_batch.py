@@ -566,6 +566,12 @@ class TestReport:
         assert rates[:-1] == pytest.approx([5] * (count - 1), rel=0.02)  # the last stretch has not ended
         assert (set(rows), set(blocks)) == ({5.0}, {50.0})
 
+    def test_names_may_hold_bytes_that_are_no_text(self, tmp_path: Path) -> None:
+        """As each name that is not ASCII, where the locale is C."""
+        report = Report(str(tmp_path / "\udcff.html"))
+        report.write("in\udcc3\udca9.jsonl", "done")
+        assert r"<title>in\udcc3\udca9.jsonl</title>" in (tmp_path / "\udcff.html").read_text("utf-8")
+
     def test_a_page_that_cannot_be_written(self, tmp_path: Path, null: None) -> None:
         with pytest.raises(ValueError, match=r"report='.*/none/page.html': No such file"):
             run(write(tmp_path / "in", []), tmp_path / "out", "no model", report=tmp_path / "none" / "page.html")

@@ -238,6 +238,22 @@ def test_what_a_sequence_fills_after_all_names_were_taken_is_not_shared() -> Non
     assert manager.allocate(sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])) == 8
 
 
+def test_blocks_of_one_sequence_lose_their_names() -> None:
+    """Also those that others hold, and those that follow."""
+    manager = BlockManager(8, BLOCK)
+    seq, sharer = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9]), sequence([1, 2, 3, 4, 5])
+    manager.allocate(seq)
+    manager.record(seq, 9)
+    assert manager.allocate(sharer) == 4
+    manager.forget(seq)
+    manager.free(seq)
+    other = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert manager.allocate(other) == 0
+    manager.record(other, 9)
+    assert other.block_table[0] != sharer.block_table[0]
+    assert manager.allocate(sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])) == 8
+
+
 class RandomOperations(RuleBasedStateMachine):
     """Random sequences of two token ids, so that many prefixes are equal, in a cache that is always too small."""
 

@@ -31,6 +31,7 @@ TEMPLATES = {
     "added": each("{{ '' + m['content'] + '' }}"),
     "as JSON": each("{{ m.content | tojson }}"),
     "parts": PARTS,
+    "parts in capitals": each("{% for p in m.content %}{{ p.text | upper }}|{% endfor %}"),
     "parts by type": each("{% for p in m.content if p['type'] == 'text' %}{{ p.text }}|{% endfor %}"),
     "first part": each("{{ m.content[0]['text'] }}"),
     "either": EITHER,
@@ -42,6 +43,7 @@ SHOWN = {
     "added": ("<user>But", JOINED),
     "as JSON": ('<user>"But"', r'<user>"But,\nsoft!"'),
     "parts": ("<user>But|", IN_PARTS),
+    "parts in capitals": ("<user>BUT|", "<user>BUT,|SOFT!|"),
     "parts by type": ("<user>But|", IN_PARTS),
     "first part": ("<user>But", JOINED),
     "either": ("<user>But", IN_PARTS),
@@ -174,6 +176,7 @@ class TestContent:
 
 CALLS = "{% for c in m.tool_calls or [] %}"
 ONE = '{"a": "b"}'
+ARGUMENTS = "{{ c.function.arguments | tojson }}{% endfor %}{% endif %}"
 
 
 class TestToolCalls:
@@ -205,10 +208,31 @@ class TestToolCalls:
                 assert render(template, user("Who?"), message) == f"<user>{asked}<assistant>{text}"
                 assert message == given
 
+    def test_a_template_may_show_calls_only_where_no_content_is(self, render: Any) -> None:
+        """Clients write none in several ways. transformers leaves None out."""
+        template = each(f"{{% if m.content is defined %}}{{{{ m.content }}}}{{% else %}}{CALLS}{ARGUMENTS}")
+        for content in ({}, {"content": None}, {"content": ""}, {"content": []}):
+            assert render(template, user("Who?"), call({"a": "b"}, **content)) == f"<user>Who?<assistant>{ONE}"
+
     def test_a_template_may_read_a_call_without_its_wrapper(self, render: Any) -> None:
         template = each(f"{CALLS}{{{{ c.arguments | tojson }}}}{{% endfor %}}")
         message = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": ONE}]}
         assert render(template, user("Who?"), message) == f"<user><assistant>{ONE}"
+
+    @pytest.mark.parametrize(
+        "shows",
+        [
+            "{% if c.id[:5] != 'call_' %}{{ raise_exception('no id') }}{% endif %}{{ c.function.arguments | tojson }}",
+            "{% if c.function.name == 'f' %}{{ c.function.arguments | tojson }}{% endif %}",
+            '{"a": "{{ c.function.arguments[\'a\'] }}"}',
+        ],
+    )
+    def test_where_a_template_shows_no_other_call_arguments_are_a_mapping(self, shows: str, render: Any) -> None:
+        template = each(f"{CALLS}{shows}{{% endfor %}}")
+        for arguments in ({"a": "b"}, ONE):
+            message = call(arguments)
+            message["tool_calls"][0]["id"] = "call_1"
+            assert render(template, user("Who?"), message) == f"<user><assistant>{ONE}"
 
     def test_where_a_template_reads_entries_the_arguments_must_be_json(self, render: Any) -> None:
         read, printed = (each(f"{CALLS}{{{{ c.function.arguments{how} }}}}{{% endfor %}}") for how in (" | tojson", ""))

@@ -84,6 +84,7 @@ def start(script: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.whole
 def test_one_of_several_processes_compiles_each_kernel(folder: Path) -> None:
     processes = [start(COMPILE, folder) for _ in range(3)]
     for process in processes:

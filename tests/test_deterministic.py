@@ -73,7 +73,8 @@ def bits(llm: LLM, count: int = 6) -> list[Bits]:
 class TestInCompany:
     """Requests join at random times; chunks, blocks and rows are few or many."""
 
-    @pytest.mark.parametrize("family", [FAMILIES[0], *whole_only(FAMILIES[1:])])
+    @pytest.mark.whole
+    @pytest.mark.parametrize("family", FAMILIES)
     def test_results_are_those_alone(self, family: str, tmp_path: Path) -> None:
         build(CASES[family], tmp_path)
         compared, difference = find_difference(maker(str(tmp_path)), SECONDS, FAMILIES.index(family), 10)

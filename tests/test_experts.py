@@ -79,8 +79,7 @@ def test_a_token_whose_logits_are_no_numbers_has_experts_and_no_weights() -> Non
     ("tokens", "count"),
     [
         (1, 4),
-        *whole_only([(1, 60)]),
-        (16, 40),
+        *whole_only([(1, 60), (16, 40)]),
         (700, 7),
         (3000, 5),
         pytest.param(1, 512, marks=pytest.mark.gpu),

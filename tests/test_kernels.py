@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from conftest import DEVICE, HAS_CUDA, plan_ahead, whole_only
+from conftest import DEVICE, HAS_CUDA, of_each_kind, plan_ahead, whole_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -1015,7 +1015,7 @@ def test_gumbel_noise_has_the_gumbel_distribution_and_no_memory_of_its_neighbour
         assert abs(correlation) < 0.015
 
 
-@pytest.mark.parametrize("step", [1, 2**20, 2**43, 0x1E3779B97F4A7C15], ids=hex)
+@pytest.mark.parametrize("step", of_each_kind([1, 2**20, 2**43, 0x1E3779B97F4A7C15], 3), ids=hex)
 @pytest.mark.parametrize("position", [1, *whole_only([0, 4095, 2**31 - 1])])
 def test_no_two_of_a_million_seeds_share_their_noise(position: int, step: int) -> None:
     """The seeds differ in their lowest bits, in their middle bits, in the highest of the 63, or in all."""

@@ -19,6 +19,7 @@ from nanoinfer.engine.faults import not_finite
 from nanoinfer.kernels.ranks.best_of_ranks import best_of_ranks
 from nanoinfer.kernels.rows import advance_rows_reference, advance_rows_triton
 from nanoinfer.kernels.sampling.draw import NO_TOKEN, draw_reference, draw_triton
+from nanoinfer.requests.outputs import warn_of_errors
 from nanoinfer.runner.threads import num_threads
 
 BAD = 7  # a token whose vector is so large that float16 overflows
@@ -48,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         vocab_size=2048,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -133,6 +134,18 @@ def test_the_last_token_may_fail(llm: LLM) -> None:
     assert (output.finish_reason, output.token_ids) == ("length", [BAD])
 
 
+def test_what_others_begin_with_is_computed_anew(llm: LLM) -> None:
+    """Attention gives a masked NaN the weight 0, which is NaN again: blocks before it in the prompt have it, too."""
+    begin = list(range(30, 50))
+    (expected,) = run(llm, [begin], greedy(4))
+    llm.reset_prefix_cache()
+    assert_is_error(run(llm, [[*begin, BAD, 5]], greedy(4))[0])
+    assert run(llm, [begin], greedy(4))[0].token_ids == expected.token_ids
+    llm.reset_prefix_cache()
+    assert math.isnan(llm.score(begin, [[BAD, 5, 6]])[0].logprob)
+    assert run(llm, [begin], greedy(4))[0].token_ids == expected.token_ids
+
+
 def test_a_stream_says_so(llm: LLM) -> None:
     params = SamplingParams(**FORCED, max_tokens=9, stop=["never to be seen"])
     *parts, last = llm.stream([GOOD[0]], params)
@@ -165,6 +178,16 @@ def test_queued_requests(llm: LLM) -> None:
         outputs.update((output.request_id, output) for output in llm.step())
     assert_is_error(outputs[number])
     assert outputs[other].finish_reason == "length"
+
+
+def test_callers_that_look_at_tokens_alone_can_warn(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """lm-eval's and TRL's: an evaluation would count an answer as wrong, and a training go on."""
+    good, bad = run(llm, [GOOD[0], [BAD, 3]], [greedy(1), greedy(1, n=2)])
+    warn_of_errors([good])
+    assert not caplog.messages
+    warn_of_errors([good, bad])
+    (message,) = caplog.messages
+    assert message.startswith("2 of 3 samples have ended early, with an error: the model's logits are not finite")
 
 
 def test_only_float16_is_told_to_change() -> None:

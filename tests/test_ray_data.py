@@ -222,11 +222,11 @@ def ranks() -> list[int]:
 class TestCluster:
     """A real cluster of this machine."""
 
-    def test_an_actor_that_is_killed_loses_no_row(self, is_whole: bool) -> None:
+    @pytest.mark.whole
+    def test_an_actor_that_is_killed_loses_no_row(self) -> None:
         """Two actors share the rows; Ray starts the dead one again."""
         rows = [
-            {"id": i, "prompt": "ROMEO:\n", "seed": i, "max_tokens": 5 + i % 40, "x": {"y": [i]}}
-            for i in range(400 if is_whole else 120)
+            {"id": i, "prompt": "ROMEO:\n", "seed": i, "max_tokens": 5 + i % 40, "x": {"y": [i]}} for i in range(400)
         ]
         made = ray.data.from_items(rows, override_num_blocks=20).map_batches(
             Watched,

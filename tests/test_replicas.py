@@ -340,6 +340,7 @@ class TestChanges:
 class TestDeaths:
     """Replicas that die or hang, one after another, until none is left."""
 
+    @pytest.mark.whole
     def test_eight_replicas_keep_order_and_lose_nothing(self, many: LLM, one: LLM) -> None:
         prompts = [[30 + i % 100, 31 + i // 100] for i in range(500)]
         outputs = many.generate(prompts, greedy(3), use_tqdm=False)

@@ -77,6 +77,7 @@ def test_four_choices_prefill_their_context_once(
     assert sum(prefilled) == 80 + sum(1 + len(choice) for choice in choices)  # five blocks, then each one's own tokens
 
 
+@pytest.mark.whole
 def test_beside_requests_that_generate_and_are_preempted(
     make_llm: Callable[..., LLM], oracle: Oracle, mixed_prompts: Tokens, mixed_expected: Tokens
 ) -> None:

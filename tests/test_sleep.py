@@ -267,6 +267,7 @@ def test_an_interrupt_at_any_line_can_be_mended(level: int, make_llm: Callable[.
         assert results(llm) == before
 
 
+@pytest.mark.whole
 def test_a_hundred_sleeps_do_not_grow(llm: LLM) -> None:
     tensors = weights_of(BUNDLED_MODEL)
 

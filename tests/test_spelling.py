@@ -17,7 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from nanoinfer import LLM, RequestOutput
 from nanoinfer.batch.lines import read_job, read_line
 from nanoinfer.batch.results import result_row
-from nanoinfer.requests.spelling import token_bytes
+from nanoinfer.requests.spelling import decoder, is_byte, text_offsets, token_bytes
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 WORDS = ["▁yes", "▁no", "Answer", ":", "日本"]
@@ -135,6 +135,23 @@ class TestBytes:
     def test_special_tokens_are_spelled_where_they_are_not_left_out(self) -> None:
         for tokenizer in TOKENIZERS.values():
             assert [token_bytes(tokenizer, END, skipped) for skipped in (True, False)] == [b"", b"</s>"]
+
+    @pytest.mark.parametrize("name", TOKENIZERS)
+    @settings(max_examples=100, deadline=None)
+    @given(data=st.data())
+    def test_places_are_those_of_the_text(self, name: str, data: st.DataObject) -> None:
+        """Tokens in any order make broken characters, and one broken byte breaks those beside it."""
+        tokenizer = TOKENIZERS[name]
+        known = [END, *tokenizer.encode("yes aé日🤗\n", add_special_tokens=False)]
+        tokens = data.draw(st.lists(st.sampled_from(known), max_size=12))
+        text = decoder(tokenizer, True)(tokens)
+        for token, offset in zip(tokens, text_offsets(tokenizer, tokens, True), strict=True):
+            own = decoder(tokenizer, True)([token])
+            if "\ufffd" in own:
+                assert offset < len(text)
+            else:
+                broken = "\ufffd" if is_byte(tokenizer.convert_ids_to_tokens(token)) else own
+                assert text.startswith((own, broken), offset)
 
     def test_results_have_each_tokens_own(self, llm: LLM) -> None:
         """Tokens are parts of characters, and a place in the text is that of the character that a token adds to."""

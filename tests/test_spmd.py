@@ -465,6 +465,7 @@ def test_a_rank_that_hangs_or_dies_is_not_waited_for(
     trainer.end()
 
 
+@pytest.mark.whole
 def test_the_readmes_example_runs(tmp_path: Path) -> None:
     (example,) = re.findall(
         r"^    # torchrun.*\n(?:    .*\n|\n(?=    ))+", (ROOT / "README.md").read_text(), re.MULTILINE

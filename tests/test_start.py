@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from nanoinfer.replicas.start import Start
 from nanoinfer.requests.tokenizer import load_tokenizer
 from nanoinfer.runner import model_runner
 
-pytestmark = pytest.mark.usefixtures("spawned")
 KINDS = {"replicas": {"data_parallel_size": 2}, "ranks": {"tensor_parallel_size": 2}}
 KILLED = """
 import sys, time
@@ -75,7 +74,7 @@ class Others:
         self.act: Callable[[], object] = lambda: None  # just before the checkpoint is read
         self.running = 0  # then
         self.segments: set[Path] = set()
-        start, read, before = SpawnProcess.start, Checkpoint.open, shared_memory("self")
+        start, read, before = BaseProcess.start, Checkpoint.open, shared_memory("self")
 
         def note_and_read(folder: str) -> Checkpoint:
             self.running = sum(process.is_alive() for process in self.processes)
@@ -83,7 +82,7 @@ class Others:
             self.act()
             return read(folder)
 
-        monkeypatch.setattr(SpawnProcess, "start", lambda process: (self.processes.append(process), start(process))[1])
+        monkeypatch.setattr(BaseProcess, "start", lambda process: (self.processes.append(process), start(process))[1])
         monkeypatch.setattr(Checkpoint, "open", note_and_read)
 
     def check_gone(self) -> None:
@@ -195,6 +194,7 @@ def test_they_end_without_a_word(option: str, tmp_path: Path) -> None:
     assert done.stdout + done.stderr == "done\n"
 
 
+@pytest.mark.usefixtures("spawned")
 class TestGPU:
     """What the first launch waits for, threads do early."""
 
@@ -273,7 +273,7 @@ class TestGPU:
         monkeypatch.delenv(VISIBLE, raising=False)
         monkeypatch.setattr(first_launch, "prepare", lambda _: None)
         monkeypatch.setattr(
-            SpawnProcess, "start", lambda _: (seen.append((os.environ.get(VISIBLE), os.environ[OWN_GPU])), stop())
+            BaseProcess, "start", lambda _: (seen.append((os.environ.get(VISIBLE), os.environ[OWN_GPU])), stop())
         )
         with pytest.raises(RuntimeError, match="stop"):
             Config(BUNDLED_MODEL, device="cuda", **options, when_checked=Start().spawn)

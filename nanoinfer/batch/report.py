@@ -89,8 +89,8 @@ class Report:
     def write(self, title: str, summary: str) -> None:
         """Write the page. Raises OSError."""
         text = PAGE.format(title=html.escape(title), summary=html.escape(summary), body=self._body())
-        try:
-            with open(self._file, "w", encoding="utf-8") as page:
+        try:  # a file's name may hold bytes that its locale does not know, for which Python has half characters
+            with open(self._file, "w", encoding="utf-8", errors="backslashreplace") as page:
                 page.write(text)
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._file) from None

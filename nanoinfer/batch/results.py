@@ -5,7 +5,6 @@ A result has no time and nothing by chance, so that a job that was broken off gi
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Mapping
 from math import isnan
@@ -15,7 +14,7 @@ from nanoinfer.batch.lines import Job, Line, LineError, digest
 from nanoinfer.llm import LLM
 from nanoinfer.logprob import LogProb
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput
-from nanoinfer.requests.spelling import token_bytes
+from nanoinfer.requests.spelling import text_offsets, token_bytes
 from nanoinfer.sampling_params import SamplingParams
 
 LEAST = -9999.0  # stands for a log-probability of -inf, for which JSON has no word; null stands for NaN
@@ -145,27 +144,21 @@ class _LogProbs:
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, value: LogProb) -> dict[str, Any]:
-        own = self._bytes(token_id, value, skip_special_tokens=False)
-        return {"token": _text(token_id, value), "logprob": _finite(value), "bytes": list(own)}
+        text = _text(token_id, value)
+        own = text.encode() if value.decoded_token is None else token_bytes(self._tokenizer, token_id, False)
+        return {"token": text, "logprob": _finite(value), "bytes": list(own)}
 
     def of_completion(self, sample: SampleOutput) -> dict[str, Any]:
         """text_offset: the place in the text of the first character that has bytes of the token."""
-        read, length, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
-        places, skips = _places(sample), self._params.skip_special_tokens
-        for token_id, entry in places:
-            offsets.append(min(length, len(sample.text)))  # a stop string may have cut the text before
-            length += len(read.decode(self._bytes(token_id, entry[token_id], skips)))
+        places, offsets = _places(sample), [0] * len(sample.token_ids)
+        if self._tokenizer is not None:
+            offsets = text_offsets(self._tokenizer, sample.token_ids, self._params.skip_special_tokens)
         return {
             "tokens": [_text(token_id, entry[token_id]) for token_id, entry in places],
             "token_logprobs": [_finite(entry[token_id]) for token_id, entry in places],
             "top_logprobs": [{_text(*item): _finite(item[1]) for item in _likely(entry)} for _, entry in places],
-            "text_offset": offsets,
+            "text_offset": [min(offset, len(sample.text)) for offset in offsets],  # a stop string may have cut the text
         }
-
-    def _bytes(self, token_id: int, value: LogProb, skip_special_tokens: bool) -> bytes:
-        if value.decoded_token is None:
-            return _text(token_id, value).encode()
-        return token_bytes(self._tokenizer, token_id, skip_special_tokens)
 
 
 def _places(sample: SampleOutput) -> list[Place]:

@@ -145,6 +145,11 @@ class BlockManager:
         for seq in seqs:
             seq.last_serial = next(self._serials)
 
+    def forget(self, seq: Sequence) -> None:
+        """Take the names of a sequence's blocks, so that no later sequence shares one; whoever holds them goes on."""
+        for block_id in seq.block_table[seq.num_released :]:
+            self.names.take(block_id)
+
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         found: list[int] = []
         serial = int(seq.is_long)

@@ -184,6 +184,7 @@ class LLMEngine:
             token_ids = self.ranks.wait(done.tokens)
             failed = without_token(done.seqs, token_ids)
             for seq in failed:
+                self.scheduler.block_manager.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
                 self.finish(seq, "error", not_finite(self.config.dtype))
             record_extras(done.step, done.seqs, done.tokens.extras)
         ready_at = done.tokens.ready_at

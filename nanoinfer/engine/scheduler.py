@@ -299,6 +299,8 @@ class Scheduler:
         scored = step.scored if isinstance(step, PrefillStep) else []
         ended = [seq for seq in scored if not seq.is_finished]
         for seq in ended:
+            if seq.prompt_logprobs.has_nan:
+                self.block_manager.forget(seq)
             self.finish(seq, "length")
         return ended
 

@@ -20,7 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanoinfer.llm import LLM
 from nanoinfer.requests.chat import ChatRenderer
-from nanoinfer.requests.outputs import score_of
+from nanoinfer.requests.outputs import score_of, warn_of_errors
 from nanoinfer.sampling_params import SamplingParams
 
 Pair = tuple[Any, list[int], list[int]]  # a key for lm-eval's cache, and the tokens of a context and its continuation
@@ -129,7 +129,9 @@ class NanoInfer(TemplateLM):
             tokens = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(tokens[-(self.max_length - own.max_tokens) :])
             params.append(own)
-        texts = [output.text for output in self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)]
+        outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
+        warn_of_errors(outputs)
+        texts = [output.text for output in outputs]
         self._cache("generate_until", [request.args for request in requests], texts)
         return texts
 

@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 from nanoinfer.checks import short
 from nanoinfer.llm import LLM
-from nanoinfer.requests.outputs import SampleOutput
+from nanoinfer.requests.outputs import SampleOutput, warn_of_errors
 from nanoinfer.sampling_params import SamplingParams
 
 Rollout = Callable[[list[Any], GRPOTrainer], dict[str, list[Any]]]
@@ -52,6 +52,7 @@ def rollout_func(llm: LLM, params: SamplingParams | None = None) -> Rollout:
         own = [replace(shared, n=n, seed=seed, logprobs=0) for (_, n), seed in zip(groups, seeds, strict=True)]
         weights.follow(trainer)
         outputs = llm.generate([ids for ids, _ in groups], own, use_tqdm=False)
+        warn_of_errors(outputs)
         pairs = [(output.prompt_token_ids, sample) for output in outputs for sample in output.samples]
         return {
             "prompt_ids": [prompt for prompt, _ in pairs],

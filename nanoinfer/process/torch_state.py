@@ -1,8 +1,9 @@
 """torch's state on the caller's thread, which must not reach what is computed here.
 
 A caller may be inside autocast, `with torch.device("meta")`, torch.inference_mode() or another mode of torch, and may
-have set another default dtype or deterministic algorithms. Inside `fresh_torch_state` torch computes as in a process
-that has set nothing. The other ranks live in such processes. Anomaly mode needs no entry: it changes gradients alone.
+have set another default dtype, deterministic algorithms or the kernels of attention. Inside `fresh_torch_state` torch
+computes as in a process that has set nothing. The other ranks live in such processes. Anomaly mode needs no entry: it
+changes gradients alone.
 """
 
 from __future__ import annotations
@@ -11,9 +12,17 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 AUTOCAST_DEVICES = ("cpu", "cuda")
+ATTENTIONS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.OVERRIDEABLE,
+]
 
 
 def fresh_torch_state() -> AbstractContextManager[None]:
@@ -29,6 +38,11 @@ def fresh_torch_state() -> AbstractContextManager[None]:
         and not c._is_torch_function_all_disabled()
         and not c._is_any_autocast_enabled()
         and not c._get_deterministic_algorithms()
+        and c._get_cudnn_sdp_enabled()
+        and c._get_flash_sdp_enabled()
+        and c._get_mem_efficient_sdp_enabled()
+        and c._get_math_sdp_enabled()
+        and c._get_overrideable_sdp_enabled()
         and torch.get_default_dtype() is torch.float32
     )
     if not is_fresh:
@@ -58,6 +72,7 @@ def _cleared() -> Iterator[None]:
             _no_transforms(),
             _no_autocast(),
             _no_deterministic_algorithms(),
+            sdpa_kernel(ATTENTIONS),  # torch chooses among all
             default_dtype(torch.float32),
             torch.inference_mode(False),  # ends torch.no_grad(), too
         ):

@@ -102,7 +102,8 @@ def _form(name: str, message: Message, takes: Callable[[str], Takes]) -> Message
     """Return a message in forms that the template takes; takes: tells these for a role, or for CALL."""
     if calls := message.get("tool_calls"):
         forms = takes(CALL)
-        message = {"content": forms.empty, **message, "tool_calls": _form_calls(name, calls, forms)}
+        content = message.get("content") or forms.empty  # an empty one is none, for which a template may look
+        message = {**message, "content": content, "tool_calls": _form_calls(name, calls, forms)}
     content = message["content"]
     if content is None:
         return message
@@ -127,7 +128,7 @@ def _part(name: str, part: Any) -> dict[str, Any]:
 
 def _form_calls(name: str, calls: Any, forms: Takes) -> Any:
     """Return tool calls with their arguments in a form that a template takes; what is no call is the template's."""
-    if forms.plain == forms.structured or not isinstance(calls, list):
+    if not isinstance(calls, list):
         return calls
     return [_form_call(f"{name}.tool_calls[{index}]", call, forms) for index, call in enumerate(calls)]
 
@@ -137,8 +138,19 @@ def _form_call(name: str, call: Any, forms: Takes) -> Any:
         return call
     if isinstance(inner := call.get("function"), Mapping):  # as OpenAI and transformers nest it
         return {**call, "function": _form_call(f"{name}.function", {**inner}, forms)}
-    form = _parse if forms.structured else _write
-    return {**call, "arguments": form(f"{name}.arguments", call.get("arguments"))}
+    if "arguments" not in call and forms.plain == forms.structured:
+        return call
+    return {**call, "arguments": _form_arguments(f"{name}.arguments", call.get("arguments"), forms)}
+
+
+def _form_arguments(name: str, given: Any, forms: Takes) -> Any:
+    """Return a tool call's arguments; for a template of which nobody knows, as a mapping, as transformers has them."""
+    if forms.plain != forms.structured:
+        return _parse(name, given) if forms.structured else _write(name, given)
+    if not forms.plain and isinstance(given, str):
+        with suppress(ValueError):
+            return _parse(name, given)
+    return given
 
 
 def _parse(name: str, given: Any) -> Any:

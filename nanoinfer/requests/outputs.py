@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, wraps
 from math import isnan
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ import numpy.typing as npt
 
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.logprob import LogProb
+
+log = logging.getLogger("nanoinfer")
 
 
 class Later:
@@ -239,3 +242,11 @@ def score_of(output: RequestOutput) -> Score:
     token_ids, logprobs = [token_id for token_id, _ in scored], [logprob for _, logprob in scored]
     is_greedy = all(logprob.rank == 1 and not isnan(logprob) for logprob in logprobs)
     return Score(logprob=sum(logprobs), is_greedy=is_greedy, token_ids=token_ids, logprobs=logprobs)
+
+
+def warn_of_errors(outputs: Iterable[RequestOutput]) -> None:
+    """Log a warning if samples have ended with an error, for callers that look at texts or tokens alone."""
+    samples = [sample for output in outputs for sample in output.samples]
+    reasons = [sample.stop_reason for sample in samples if sample.finish_reason == "error"]
+    if reasons:
+        log.warning(f"{len(reasons):,} of {len(samples):,} samples have ended early, with an error: {reasons[0]}")

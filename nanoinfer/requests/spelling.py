@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -61,6 +63,33 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, skip_special_
     if all(char in BYTE_OF for char in spelled):
         return bytes(BYTE_OF[char] for char in spelled)
     return text.encode()  # the character itself
+
+
+def text_offsets(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], skip_special_tokens: bool) -> list[int]:
+    """Return for each token of a text the place of the first character that has bytes of it.
+
+    A decoder with byte fallback reads a run of byte tokens as one: if one is wrong, each is a replacement character.
+    """
+    pieces = [token_bytes(tokenizer, token_id, skip_special_tokens) for token_id in token_ids]
+    spelled = [str(token) for token in tokenizer.convert_ids_to_tokens(token_ids)]
+    shown = [index for index, piece in enumerate(pieces) if piece]  # special tokens may be left out
+    for are_bytes, indices in groupby(shown, lambda index: len(pieces[index]) == 1 and is_byte(spelled[index])):
+        run = list(indices)
+        if are_bytes and REPLACEMENT in b"".join(pieces[index] for index in run).decode(errors="replace"):
+            for index in run:
+                pieces[index] = REPLACEMENT.encode()
+    return list(_places(pieces))
+
+
+def _places(pieces: list[bytes]) -> Iterator[int]:
+    """Yield for each piece of a text's bytes the place of the character to which its first byte belongs."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    length = 0  # of the characters that have ended
+    for piece in pieces:
+        length += len(decoder.decode(piece[:1]))
+        unfinished, _ = decoder.getstate()
+        yield length if unfinished or not piece else length - 1
+        length += len(decoder.decode(piece[1:]))
 
 
 def is_byte(spelled: str) -> bool:

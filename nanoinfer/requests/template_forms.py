@@ -15,7 +15,7 @@ Surroundings = tuple[tuple[str, ...], tuple[str, ...]]  # the roles before and b
 
 CALL = "tool call"  # stands for the role of a message that calls a tool
 
-TEXTS = ("Rowan7", "Alder9")  # of a probe
+TEXTS = ("rowan7", "alder9")  # of a probe, also if a template writes them in capitals
 UNREAD = "cedar2"  # a key of its parts, which a template prints only if it prints them as they are
 ARGUMENTS = {"birch5": "Hazel3"}  # of its tool call
 CALL_ID = "willow123"  # some templates want nine letters and digits
@@ -113,7 +113,7 @@ class _Probe:
         content = form.write(list(TEXTS))
         if isinstance(content, list):
             content = [{**part, UNREAD: ""} for part in content]
-        text = self._text(before, _message(role, content), behind, form)
+        text = self._text(before, _message(role, content), behind, form).lower()
         first, second = map(text.find, TEXTS)
         return 0 <= first < second and UNREAD not in text
 
