@@ -90,7 +90,7 @@ MANY_ROWS_SHAPES = [
 
 class TestReading:
     @pytest.mark.parametrize("dtype", KINDS)
-    @pytest.mark.parametrize(("window", "softcap"), [(None, None), *of_each_kind(WINDOWS_AND_SOFTCAPS[1:3], 1)])
+    @pytest.mark.parametrize(("window", "softcap"), of_each_kind([(None, None), *WINDOWS_AND_SOFTCAPS[1:3]], 2))
     @pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 0))
     def test_decode(
         self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEVICE, Oracle, assert_close, greedy
+from conftest import DEVICE, Oracle, assert_close, greedy, whole_only
 
 from nanoinfer import BUNDLED_MODEL, LLM, LogProb, RequestOutput, SamplingParams, Score
 
@@ -63,7 +63,9 @@ def test_each_part_of_a_prompt_that_fills_the_model(
     assert llm.engine.scheduler.block_manager.share_used == 0
 
 
-@pytest.mark.parametrize("options", [*SPREAD, {"attention_backend": "triton", "device": DEVICE}], ids=str)
+@pytest.mark.parametrize(
+    "options", [*SPREAD, *whole_only([{"attention_backend": "triton", "device": DEVICE}])], ids=str
+)
 def test_four_choices_prefill_their_context_once(
     options: dict, make_llm: Callable[..., LLM], oracle: Oracle, text: list[int]
 ) -> None:

@@ -15,7 +15,7 @@ from types import FrameType
 
 import pytest
 import torch
-from conftest import BESIDE_OTHERS, HAS_CUDA, whole_only
+from conftest import BESIDE_OTHERS, HAS_CUDA
 from test_models import CASES, build
 from test_weights import GPU_OPTIONS, INCOMPLETE, OPTIONS, PROMPTS, held_by, results, weights_of
 
@@ -241,7 +241,8 @@ def leaves_with(frame: FrameType) -> bool:
     return is_with and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "LOAD_CONST"
 
 
-@pytest.mark.parametrize("level", [*whole_only([1]), 2])
+@pytest.mark.whole
+@pytest.mark.parametrize("level", [1, 2])
 def test_an_interrupt_at_any_line_can_be_mended(level: int, make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(**(GPU_OPTIONS if HAS_CUDA else OPTIONS))
     before = results(llm)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HAS_CUDA, alive, greedy, of_each_kind, wait_until
+from conftest import HAS_CUDA, alive, greedy, wait_until
 from triton.runtime import cache
 
 from nanoinfer import BUNDLED_MODEL, LLM, WorkerError, llm
@@ -185,7 +185,8 @@ def test_they_end_when_their_parent_is_killed(option: str, tmp_path: Path) -> No
     assert wait_until(lambda: not any(map(Path.exists, segments)), 20)
 
 
-@pytest.mark.parametrize("option", of_each_kind([option for kind in KINDS.values() for option in kind], 0))
+@pytest.mark.whole
+@pytest.mark.parametrize("option", [option for kind in KINDS.values() for option in kind])
 def test_they_end_without_a_word(option: str, tmp_path: Path) -> None:
     """Some versions of Triton tell of what is left when a process ends."""
     script = tmp_path / "script.py"

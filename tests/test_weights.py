@@ -689,7 +689,8 @@ class TestRequestsThatRun:
             *whole_only(
                 (fate, (*HOST_FILES, "updater.py", "sources.py", "roll.py", WRITER), 293) for fate in get_args(Fate)
             ),
-            ("recompute", (WRITER,), 13),
+            *whole_only([("recompute", (WRITER,), 13)]),
+            ("recompute", (WRITER,), 101),
         ],
     )
     def test_an_interrupt_at_any_line_leaves_no_mixture(
@@ -775,7 +776,8 @@ def threads_and_files_of(pid: int) -> Counter[str]:
     return held
 
 
-@pytest.mark.parametrize("ranks", [*whole_only([1]), 2])
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_hundred_updates_do_not_grow(
     ranks: int, make_llm: Callable[..., LLM], bundled: Tensors, segments: list[Path]
 ) -> None:
