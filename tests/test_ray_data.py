@@ -218,6 +218,7 @@ def ranks() -> list[int]:
     return found
 
 
+@pytest.mark.timeout(900)  # its processes import for long where other tests compute
 @pytest.mark.usefixtures("cluster")
 class TestCluster:
     """A real cluster of this machine."""
