@@ -578,6 +578,7 @@ class TestReport:
 
 
 class TestPipes:
+    @pytest.mark.whole
     def test_the_command_reads_standard_input_and_writes_standard_output(self) -> None:
         rows = [{"id": i, "prompt": "ROMEO:", "max_tokens": 2} for i in range(3)]
         options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]

@@ -81,7 +81,7 @@ def run_worker_with_file_inboxes(
 
 @pytest.mark.parametrize(
     ("one_owner_from", "with_lanes", "in_order"),
-    [(3, True, False), *whole_only([(1, False, False), (100, False, False), (100, False, True)])],
+    whole_only([(1, False, False), (3, True, False), (100, False, False), (100, False, True)]),
 )
 def test_tokens_are_those_of_one_rank(
     one_owner_from: int,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import DEVICE, Oracle, assert_equal, different_settings, greedy, of_each_kind
+from conftest import DEVICE, Oracle, assert_equal, different_settings, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -250,8 +250,8 @@ class TestAgainstTransformers:
 
 @pytest.mark.parametrize(
     "options",
-    of_each_kind(
-        [{}, {"kvcache_block_size": 16, "num_kvcache_blocks": 40, "max_model_len": 100}, {"tensor_parallel_size": 2}], 1
+    whole_only(
+        [{}, {"kvcache_block_size": 16, "num_kvcache_blocks": 40, "max_model_len": 100}, {"tensor_parallel_size": 2}]
     ),
     ids=["roomy", "preempted", "two ranks"],
 )

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HAS_CUDA, alive, greedy, wait_until
+from conftest import HAS_CUDA, alive, greedy, of_each_kind, wait_until
 from triton.runtime import cache
 
 from nanoinfer import BUNDLED_MODEL, LLM, WorkerError, llm
@@ -171,7 +171,7 @@ def test_one_that_dies_meanwhile_is_named(options: dict[str, object], others: Ot
     others.check_gone()
 
 
-@pytest.mark.parametrize("option", [option for kind in KINDS.values() for option in kind])
+@pytest.mark.parametrize("option", of_each_kind([option for kind in KINDS.values() for option in kind], 0))
 def test_they_end_when_their_parent_is_killed(option: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(KILLED)
