@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import DEVICE, Oracle, assert_equal, different_settings, greedy
+from conftest import DEVICE, Oracle, assert_equal, different_settings, greedy, whole_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
