@@ -36,7 +36,6 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.whole
 def test_weights_times_updates_and_sleep(tmp_path: Path) -> None:
     file = tmp_path / "weights.json"
     options = ["--config", "tiny", "--device", "cpu", "--weights", "--repeats", "2", "--json"]

@@ -169,8 +169,7 @@ class TestInCompany:
         assert difference.cause.startswith("alone again, in an eager engine with tensor_parallel_size=1, ")
         assert difference.cause.endswith(f"is {difference.in_company}")
 
-    @pytest.mark.whole
-    @pytest.mark.parametrize("formats", [[], ["--quantization", "fp8", "--kv-cache-dtype", "fp8"]])
+    @pytest.mark.parametrize("formats", [*whole_only([[]]), ["--quantization", "fp8", "--kv-cache-dtype", "fp8"]])
     def test_the_command(self, formats: list[str]) -> None:
         command = [sys.executable, "-m", "nanoinfer.benchmark.determinism", BUNDLED_MODEL]
         limits = ["--seconds", "0", "--requests", "4"]

@@ -457,7 +457,8 @@ FAULTS = {
 @pytest.mark.parametrize(
     ("device", "fault"),
     [
-        *whole_only([("cpu", "error"), ("cpu", "memory"), ("cpu", "abort"), ("cpu", "rank")]),
+        ("cpu", "error"),
+        *whole_only([("cpu", "memory"), ("cpu", "abort"), ("cpu", "rank")]),
         *(pytest.param("cuda", fault, marks=pytest.mark.multi_gpu) for fault in FAULTS if fault != "rank"),
     ],
 )
