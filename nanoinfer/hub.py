@@ -57,6 +57,11 @@ def has_tokenizer(folder: str) -> bool:
     return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
 
 
+def reason_of(error: Exception) -> str:
+    """Say why transformers cannot read a folder; where it advises to trust the folder's code, that is not run here."""
+    return "it needs code of its own, and no remote code runs here" if "trust_remote_code" in str(error) else str(error)
+
+
 def _download(option: str, hub_id: str, revision: str | None, files: list[str]) -> str:
     named = "" if revision is None else f", {REVISIONS[option]}={short(revision)}"
     if revision is not None and not (isinstance(revision, str) and revision):

@@ -110,7 +110,8 @@ class LLM:
         messages: one chat, a list of mappings with "role" and "content", which is a string or a list of text parts; or
             a list of chats. The template gets content, and arguments of tool calls, in the form that it takes
         sampling_params: one for all chats, or one for each; None: SamplingParams()
-        use_tqdm, lora_request: as for generate
+        use_tqdm: as for generate
+        lora_request: None, as for generate
         chat_template_kwargs: arguments of the template; a warning names those that it does not read
         template: the same, such as enable_thinking=False, tools=[...], continue_final_message=True; it must read them
 

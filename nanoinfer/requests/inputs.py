@@ -129,7 +129,8 @@ class Inputs:
         given, others: the template's arguments; it must read those of the first kind
         """
         check_none("lora_request", lora_request, NO_LORA)
-        template = {**_as_template(f"{TEMPLATE}=", others), **given}
+        template = dict(_as_template(f"{TEMPLATE}=", others))
+        template.update((key, value) for key, value in given.items() if value is not None or key not in template)
         self._check_template(template)
         if given and self._chats is not None:
             self._chats.check_arguments(given, template)

@@ -107,7 +107,7 @@ def _make_bar(count: int, use_tqdm: UseTqdm) -> Any:
     make = use_tqdm if callable(use_tqdm) else partial(Bar, disable=not use_tqdm)
     try:
         bar = make(total=count, desc="Generating", dynamic_ncols=True)
-        _ = bar.update, bar.close
+        _ = bar.update, bar.close  # what is called below
     except Exception as error:
         raise ValueError(f"use_tqdm={short(use_tqdm)}: must make a bar as tqdm does: {error!r}") from error
     return bar
