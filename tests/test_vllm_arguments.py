@@ -303,7 +303,7 @@ READS = [
     ("{% for m in messages %}{% generation %}{{ mark }}{% endgeneration %}{% break %}{% endfor %}", {"mark"}),
     ("{% set text %}{{ inner }}{% endset %}{{ text | upper }}", {"inner"}),
 ]
-GIVEN = {"chat_template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+GIVEN = {"chat_template", "add_generation_prompt", "continue_final_message"}
 
 
 class TestTemplates:
@@ -312,13 +312,13 @@ class TestTemplates:
         assert TemplateNames(template).known == names | GIVEN
 
     def test_nobody_knows_what_a_broken_template_reads(self) -> None:
-        assert TemplateNames("{% if %}").unknown(["loud"]) == []
+        assert TemplateNames("{% if %}").unknown({"loud": 1}) == []
 
     def test_what_the_template_does_not_read_is_refused(self, llm: LLM) -> None:
         template = "{{ messages[0].content }}{% if loud %}!{% endif %}"
         call = partial(llm.chat, CHAT, greedy(1), use_tqdm=False, chat_template=template)
-        assert call(loud=True)[0].prompt == "But, soft!!"
-        for wrong, hint in ({"lout": 1}, "did you mean 'loud'"), ({"xyz": 1}, "known: .*, loud, tools$"):
+        assert call(loud=True, tools=[], documents=None)[0].prompt == "But, soft!!"
+        for wrong, hint in ({"lout": 1}, "did you mean 'loud'"), ({"tools": [{}]}, "known: .*, loud$"):
             with pytest.raises(
                 ValueError, match=f"unknown argument '{next(iter(wrong))}': the chat template .*; {hint}"
             ):
@@ -342,7 +342,8 @@ class TestTemplates:
 
     def test_each_of_named_templates_has_names_of_its_own(self, llm: LLM) -> None:
         chats = ChatRenderer(llm.tokenizer)
-        own, llm.tokenizer.chat_template = llm.tokenizer.chat_template, {"default": "{{ a }}", "tool_use": "{{ b }}"}
+        named = {"default": "{{ a }}", "tool_use": "{{ b }}{{ tools }}"}
+        own, llm.tokenizer.chat_template = llm.tokenizer.chat_template, named
         try:
             chats.check_arguments({"a": 1}, {"a": 1})
             chats.check_arguments({"b": 1}, {"b": 1, "tools": [{}]})

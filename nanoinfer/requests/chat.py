@@ -70,7 +70,8 @@ class ChatRenderer:
             if name not in self._warned:
                 self._warned.add(name)
                 log.warning("chat_template_kwargs has %r, which the chat template does not read: it is left out", name)
-        return {key: value for key, value in arguments.items() if key not in unknown}
+        read = {key: value for key, value in arguments.items() if key not in unknown}
+        return {**read, "chat_template": template}  # itself: tools, left out, may have chosen it
 
     def _apply(self, arguments: Mapping[str, Any], messages: list[Message]) -> str:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 from nanoinfer.hints import nearest
 
-RENDERS = frozenset({"chat_template", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+RENDERS = frozenset({"chat_template", "add_generation_prompt", "continue_final_message"})
 """What transformers' apply_chat_template does something with, whatever the template reads."""
 
 GENERATION = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")  # a tag of transformers' own
@@ -21,13 +22,19 @@ class TemplateNames:
         read = _find(template)
         self.known = None if read is None else (read - NOT_GIVEN) | RENDERS
 
-    def unknown(self, names: Iterable[str]) -> list[str]:
-        """Return the names that do nothing."""
-        return [] if self.known is None else [name for name in names if name not in self.known]
+    def unknown(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return the names of arguments that do nothing, but for None and empty lists, which ask for nothing."""
+        if self.known is None:
+            return []
+        return [name for name, value in arguments.items() if name not in self.known and _asks(value)]
 
     def hint(self, name: str) -> str:
         """Say what may be meant by an unknown name."""
         return nearest(name, sorted(self.known or ()))
+
+
+def _asks(value: Any) -> bool:
+    return value is not None and not (isinstance(value, list) and not value)
 
 
 def _find(template: str) -> set[str] | None:
