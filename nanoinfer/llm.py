@@ -260,7 +260,7 @@ class LLM:
             Tensors may be on any device, and of 16, 32 or 64 bits. The LLM writes those of an iterator as they come,
             and keeps none. It checks all of a list or a dictionary before it writes the first
         partial: True: the other weights stay as they are; False: all tensors of the model must come. Incomplete weights
-            take parts, too: they are a new version when all tensors have come, over calls that all ended well
+            take parts, too. The version stays until all tensors have come, by calls that have all ended well
         in_flight: what becomes of the requests of add_request that have begun. "recompute": they keep their tokens,
             and the LLM computes prompts and tokens again. Later tokens and log-probabilities are then those of the new
             weights alone. "keep": they go on with the keys and values of the old weights. "abort": they end, and the
@@ -269,8 +269,8 @@ class LLM:
         Afterwards no request shares what the old weights have computed. If named_tensors raises an error, or Ctrl-C
         comes, the weights are incomplete: generate and the like raise RuntimeError until all tensors have come anew.
 
-        Raises ValueError for a tensor that does not fit, before it is written, and in the end for numbers that are not
-        finite, and missing tensors. The weights are then incomplete too, if the LLM has written any.
+        Raises ValueError for a tensor that does not fit, before the LLM writes it. Raises it in the end for missing
+        tensors, and for numbers that are not finite. The weights are then incomplete too, if the LLM has written any.
         """
         self.engine.check_writable()
         with self.engine.alike():
