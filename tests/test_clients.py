@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 import nanoinfer
 from nanoinfer import BUNDLED_MODEL, LLM
-from nanoinfer.config import DEFAULT_MAX_MODEL_LEN, Config
+from nanoinfer.config import Config
 
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 ROOT = Path(__file__).parent.parent
@@ -212,7 +212,7 @@ class TestOptions:
     def test_none_is_the_default(self) -> None:
         config, default = Config(BUNDLED_MODEL, max_model_len=None, max_num_seqs=None), Config(BUNDLED_MODEL)
         assert config == default
-        assert config.max_model_len == min(DEFAULT_MAX_MODEL_LEN, config.description.max_position)
+        assert config.max_model_len == config.description.max_position
         assert config.max_num_seqs == Config.max_num_seqs
 
     def test_no_remote_code_runs(self) -> None:

@@ -66,7 +66,7 @@ class LogitsProcessorGroup:
         """Return the logits as penalties change them.
 
         logits: [rows, vocabulary] float32, like the result; positions: [rows], of the tokens to be drawn
-        tokens: [rows, max_model_len] int32, the tokens so far; None if no penalty needs them
+        tokens: [rows, longest] int32, the tokens so far; None if no penalty needs them
         """
         for change in self._changes:
             logits = change(logits, positions, tokens)
