@@ -182,9 +182,6 @@ class Config:
             self.description = self._describe(checkpoint.hf_config)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
-        self._check_num_blocks()
-        self._check_max_model_len()
-        self.description = self.description.within(self.max_model_len)
         self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
         self.attention_backend = choose_backend(
             self.attention_backend,
@@ -194,6 +191,9 @@ class Config:
             self.description.head_dim,
             self.kv_cache_dtype == "fp8",
         )
+        self._check_num_blocks()
+        self._check_max_model_len()
+        self.description = self.description.within(self.max_model_len)
         self._check_deterministic()
 
     def add_end(self, token_id: int) -> None:
