@@ -40,8 +40,8 @@ class Config:
 
     model: a folder with config.json and *.safetensors, or a Hugging Face Hub id
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
-    max_num_seqs: at most this many sequences run at once; None: the default. Their rows (logits, block tables, tokens
-        so far) may take at most half of the memory that may be in use
+    max_num_seqs: at most this many sequences run at once; None: the default. Their rows (logits, block tables, up to
+        4,096 tokens so far) may take at most half of the memory that may be in use
     max_model_len: a sequence has at most this many tokens, prompt and output. It may not exceed the model's own limit:
         max_position_embeddings, or with YaRN its original length times its factor, if that is more. None: that limit,
         or the longest sequence that the KV cache holds, if that is shorter. The log says so then, and print(llm.memory)
