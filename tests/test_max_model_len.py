@@ -19,7 +19,7 @@ from nanoinfer.config import LONGEST_BY_TORCH, Config
 from nanoinfer.models import describe
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.replicas.process import ReplicaProcess
-from nanoinfer.runner.logits.token_history import PLANNED_TOKENS, TokenHistory
+from nanoinfer.runner.logits.token_history import COLUMNS, TokenHistory
 from nanoinfer.runner.memory import plan
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.plan import CPU_BUDGET, MemoryPlan, plan_memory
@@ -269,14 +269,14 @@ class TestTokenHistory:
         history, rows = TokenHistory(4, torch.device("cpu")), torch.tensor([0, 2])
         history.join(0, array("i", [7, 8]))
         history.join(2, array("i", [1, 2, 3, 4, 5]))
-        for step in range(40):
+        for step in range(1040):
             positions = torch.tensor([2 + step, 5 + step], dtype=torch.int32)
             history.write(rows, positions, torch.tensor([100 + step, 200 + step], dtype=torch.int32))
             history.step()
         first, second = history.of(rows).tolist()
-        assert first[:42] == [7, 8, *range(100, 140)]
-        assert second[:45] == [1, 2, 3, 4, 5, *range(200, 240)]
-        assert history._tokens.shape[1] < PLANNED_TOKENS
+        assert first[:1042] == [7, 8, *range(100, 1140)]
+        assert second[:1045] == [1, 2, 3, 4, 5, *range(200, 1240)]
+        assert history._tokens.shape == (4, 2 * COLUMNS)
 
     def test_rows_move_and_leave(self) -> None:
         history = TokenHistory(4, torch.device("cpu"))
@@ -291,7 +291,7 @@ class TestTokenHistory:
     def test_a_row_that_it_does_not_know_may_be_longer(self) -> None:
         history, rows = TokenHistory(2, torch.device("cpu")), torch.tensor([0, 1])
         history.join(1, array("i", [5]))
-        history.write(rows, torch.tensor([1000, 1]), torch.tensor([8, 6], dtype=torch.int32))
+        history.write(rows, torch.tensor([5000, 1]), torch.tensor([8, 6], dtype=torch.int32))
         assert history.of(rows)[1].tolist() == [5, 6]
 
 
