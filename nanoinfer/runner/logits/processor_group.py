@@ -74,7 +74,7 @@ class LogitsProcessorGroup:
         """Return the logits as penalties change them.
 
         logits: [rows, vocabulary] float32, like the result; positions: [rows], of the tokens to be drawn
-        tokens: [rows, max_model_len] int32, the tokens so far; None if not needs_tokens
+        tokens: [rows, longest] int32, the tokens so far; None if not needs_tokens
         """
         for change in self._changes:
             logits = change(logits, positions, tokens)
