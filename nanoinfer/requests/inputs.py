@@ -21,6 +21,7 @@ TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a
 MESSAGES, TEMPLATE = "messages", "chat_template_kwargs"  # the keys of a prompt that is a chat
 A_PROMPT = "a string or a list of token ids"
 A_MAPPING = f"a mapping with {TEXT!r} or with {TOKEN_IDS!r} alone"
+NO_LORA = "there is no LoRA here"
 MOST_SHOWN = 60  # characters of a prompt in an error message
 
 Tokens = str | ListLike[int]
