@@ -22,7 +22,7 @@ import torch
 from conftest import greedy
 from safetensors.torch import load_file, save_file
 
-from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config, _resolve_dtype
 from nanoinfer.hints import ELSEWHERE
@@ -376,7 +376,7 @@ class TestNames:
             ({"num_return_sequences": 2}, "did you mean 'n'"),
             ({"tempreature": 1}, "did you mean 'temperature'"),
             ({"max_length": 5}, r"SamplingParams\(max_tokens=..., min_tokens=...\) counts generated tokens alone"),
-            ({"num_beams": 4}, "there is no beam search"),
+            ({"num_beams": 4}, r"write BeamSearchParams\(beam_width=...\)"),
             ({"max_num_seqs": 4}, r"write LLM\(max_num_seqs=...\)"),
             ({"response_format": None}, "did you mean 'structured_outputs'"),
             ({"colour": 4}, "known: temperature, .*, structured_outputs$"),
@@ -419,7 +419,7 @@ class TestNames:
 
     def test_whatever_others_write_has_a_hint_and_is_no_name_of_ours(self) -> None:
         ours = {*inspect.signature(SamplingParams).parameters, *inspect.signature(Config).parameters}
-        for call in (LLM.generate, LLM.chat, LLM.stream, LLM.add_request, LLM.abort):
+        for call in (BeamSearchParams, LLM.generate, LLM.chat, LLM.stream, LLM.add_request, LLM.abort):
             ours |= inspect.signature(call).parameters.keys()
         assert not ours & ELSEWHERE.keys()
         for name, meant in ELSEWHERE.items():
