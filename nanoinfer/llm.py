@@ -17,7 +17,7 @@ from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start
 from nanoinfer.requests.beam_search import SearchesBeams
-from nanoinfer.requests.inputs import NO_LORA, Chats, Inputs, Prepared, Prompt, Tokens
+from nanoinfer.requests.inputs import Chats, Inputs, Prepared, Prompt, Tokens
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
