@@ -23,10 +23,11 @@ from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
 from nanoinfer.requests.tokenizer import load_tokenizer
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vllm_methods import VllmMethods
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 
-class LLM(SearchesBeams):
+class LLM(SearchesBeams, VllmMethods):
     """A Hugging Face language model, ready to generate.
 
     model: a folder with config.json and *.safetensors, or a Hub id
@@ -37,8 +38,7 @@ class LLM(SearchesBeams):
     config: the options after the checks, with numbers in place of the None of max_model_len and num_kvcache_blocks
     memory: a MemoryPlan, which says how the device's memory is divided: print(llm.memory). The logger "nanoinfer"
         reports it once, at level INFO. With several replicas it is that of the one with the fewest blocks
-    tokenizer: the checkpoint's own tokenizer, or that of the option; None if there is none: then prompts are token ids,
-        and texts are empty
+    tokenizer: the checkpoint's own, or that of the option; None if there is none: prompts are token ids, texts empty
     weights_version: how often update_weights and load_weights have changed the weights
     is_sleeping: whether weights or KV cache, or both, are given away, see `sleep`
 

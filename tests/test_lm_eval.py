@@ -75,7 +75,10 @@ NAMES = [task["task"] for task, _ in TASKS]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tasks and their documents."""
-    folder = tmp_path_factory.mktemp("tasks")
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+def write_tasks(folder: Path) -> Path:
     for task, documents in TASKS:
         data = folder / f"{task['task']}.jsonl"
         data.write_text("".join(json.dumps(document) + "\n" for document in documents))

@@ -1,0 +1,82 @@
+"""LLM with the arguments and defaults of vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import nanoinfer
+from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
+from nanoinfer.integrations.vllm_names.params import SamplingParams
+from nanoinfer.requests.inputs import TEXT, TOKEN_IDS
+
+if TYPE_CHECKING:
+    from nanoinfer.integrations.vllm_names.engine import EngineArgs
+
+
+class LLM(nanoinfer.LLM):
+    """nanoinfer's LLM. Requests without settings have those of the checkpoint's generation_config.json."""
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """Make an LLM with the options of an EngineArgs."""
+        return cls(**vars(engine_args))
+
+    def generate(  # type: ignore[override]  # the outputs are a list of a subclass
+        self,
+        prompts: Any = None,
+        sampling_params: Any = None,
+        use_tqdm: Any = True,
+        lora_request: Any = None,
+        prompt_token_ids: Any = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Generate, as nanoinfer.LLM does.
+
+        prompts, sampling_params, use_tqdm, lora_request, options: as for nanoinfer.LLM.generate; a mapping may hold a
+            prompt's text beside its tokens; sampling_params None: get_default_sampling_params()
+        prompt_token_ids: the prompts' tokens, which come before `prompts`, as in vLLM before 0.11
+        """
+        if prompt_token_ids is not None:
+            prompts = (
+                [prompt_token_ids] if prompt_token_ids and isinstance(prompt_token_ids[0], int) else prompt_token_ids
+            )
+        items = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        outputs = super().generate([without_text(item) for item in items], params, use_tqdm, lora_request, **options)
+        return [renamed(output, text_beside(item)) for output, item in zip(outputs, items, strict=True)]
+
+    def chat(  # type: ignore[override]  # as above
+        self, messages: Any, sampling_params: Any = None, *arguments: Any, **options: Any
+    ) -> list[RequestOutput]:
+        """Generate the next message of each chat, as nanoinfer.LLM does.
+
+        messages, arguments, options: as for nanoinfer.LLM.chat
+        sampling_params: as there; None: get_default_sampling_params()
+        """
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        return [renamed(output) for output in super().chat(messages, params, *arguments, **options)]
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the settings of the checkpoint's generation_config.json; max_tokens is 16 if it does not say.
+
+        Raises ValueError if that file has a setting out of SamplingParams' range.
+        """
+        super().default_sampling_params()
+        return SamplingParams(**self.config.generation_defaults)
+
+    def score(self, *texts: Any, **options: Any) -> Any:
+        """Raise ValueError: vLLM's score compares texts by a model for that; nanoinfer's is another function."""
+        raise ValueError("score: vLLM's compares texts by a pooling model, and a model here generates; use generate")
+
+
+def text_beside(item: Any) -> str | None:
+    """Return the text that stands beside a prompt's tokens."""
+    return item.get(TEXT) if isinstance(item, Mapping) and TOKEN_IDS in item else None
+
+
+def without_text(item: Any) -> Any:
+    """Return the prompt without a text beside its tokens."""
+    if not isinstance(item, Mapping) or TOKEN_IDS not in item:
+        return item
+    return {key: value for key, value in item.items() if key != TEXT}

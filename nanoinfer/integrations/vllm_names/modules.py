@@ -1,0 +1,109 @@
+"""The modules of vLLM's that programs import, and the names that they have here."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+from nanoinfer import LogProb
+from nanoinfer.integrations.vllm_names.engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs
+from nanoinfer.integrations.vllm_names.inputs import LoRARequest, PromptType, TextPrompt, TokensPrompt
+from nanoinfer.integrations.vllm_names.llm import LLM
+from nanoinfer.integrations.vllm_names.outputs import CompletionOutput, RequestOutput
+from nanoinfer.integrations.vllm_names.params import (
+    GuidedDecodingParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from nanoinfer.integrations.vllm_names.processes import (
+    Absent,
+    cleanup_dist_env_and_memory,
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    get_ip,
+    get_open_port,
+)
+from nanoinfer.integrations.vllm_names.tokenizers import get_tokenizer, resolve_chat_template
+
+Names = dict[str, Any]
+
+
+def _named(*objects: Any, **others: Any) -> Names:
+    """Map each object's own name to the object."""
+    return {**{own.__name__: own for own in objects}, **others}
+
+
+NO_SERVER = "there is no server here: let the trainer generate in its own process, as with vllm_mode='colocate'"
+SENDERS = ("NCCLTrainerSendWeightsArgs", "NCCLWeightTransferEngine", "trainer_init", "packed_nccl_broadcast_producer")
+SENDING: Names = {name: Absent(name, NO_SERVER) for name in SENDERS}
+ADDRESSES = _named(get_ip, get_open_port)
+ENGINE_ARGS = _named(AsyncEngineArgs, EngineArgs)
+GROUPS = _named(cleanup_dist_env_and_memory, destroy_distributed_environment, destroy_model_parallel)
+LOGPROBS = _named(Logprob=LogProb, PromptLogprobs=list, SampleLogprobs=list)
+OUTPUTS = _named(CompletionOutput, RequestOutput)
+PROMPTS = _named(TextPrompt, TokensPrompt, PromptType=PromptType)
+SETTINGS = _named(GuidedDecodingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams)
+TEMPLATES = _named(resolve_chat_template, resolve_hf_chat_template=resolve_chat_template)
+TOKENIZERS = _named(get_tokenizer)
+
+MODULES: dict[str, Names] = {
+    "": {
+        **_named(AsyncLLMEngine, LLM, SamplingParams, __version__=version("vllm")),
+        **PROMPTS,
+        **OUTPUTS,
+        **ENGINE_ARGS,
+    },
+    ".distributed": GROUPS,
+    ".distributed.parallel_state": GROUPS,
+    ".distributed.weight_transfer": {},
+    ".distributed.weight_transfer.nccl_common": SENDING,
+    ".distributed.weight_transfer.nccl_engine": SENDING,
+    ".distributed.weight_transfer.packed_tensor": SENDING,
+    ".engine": {},
+    ".engine.arg_utils": ENGINE_ARGS,
+    ".engine.async_llm_engine": _named(AsyncLLMEngine),
+    ".entrypoints": {},
+    ".entrypoints.chat_utils": TEMPLATES,
+    ".entrypoints.llm": _named(LLM),
+    ".inputs": PROMPTS,
+    ".inputs.data": PROMPTS,
+    ".logprobs": LOGPROBS,
+    ".lora": {},
+    ".lora.request": _named(LoRARequest),
+    ".outputs": OUTPUTS,
+    ".renderers": {},
+    ".renderers.hf": TEMPLATES,
+    ".sampling_params": SETTINGS,
+    ".sequence": LOGPROBS,
+    ".tokenizers": TOKENIZERS,
+    ".transformers_utils": {},
+    ".transformers_utils.tokenizer": TOKENIZERS,
+    ".utils": ADDRESSES,
+    ".utils.network_utils": ADDRESSES,
+    ".v1": {},
+    ".v1.engine": {},
+    ".v1.engine.async_llm": {"AsyncLLM": AsyncLLMEngine, **ENGINE_ARGS},
+}
+"""Maps each module, behind "vllm", to its names. A module stands behind those that hold it."""
+
+
+def fill(package: str) -> None:
+    """Give a package that is being imported its names, and its modules."""
+    for suffix, names in MODULES.items():
+        if suffix:
+            _add(package + suffix)
+        vars(sys.modules[package + suffix]).update(names)
+
+
+def _add(name: str) -> None:
+    """Make an empty module, which holds others, and let the one that holds it know it."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
+    sys.modules[name] = module
+    holder, _, own = name.rpartition(".")
+    setattr(sys.modules[holder], own, module)

@@ -1,0 +1,83 @@
+"""Settings with vLLM's defaults and under all of its names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+import nanoinfer
+
+MAX_TOKENS = 16  # vLLM's default
+
+
+class RequestOutputKind(Enum):
+    """What an output holds. LLM gives each request's whole output at its end, whichever is asked for; so does vLLM."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass
+class StructuredOutputsParams:
+    """The form that a text has: one of json, regex, choice, grammar and json_object; see nanoinfer.SamplingParams.
+
+    disable_fallback: not used: there is one backend
+    disable_any_whitespace, disable_additional_properties, whitespace_pattern, structural_tag: SamplingParams accepts
+        what our grammars can do, and refuses the rest
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+
+@dataclass
+class GuidedDecodingParams(StructuredOutputsParams):
+    """StructuredOutputsParams by the name of vLLM before 0.11.
+
+    backend: not used: there is one backend
+    """
+
+    backend: str | None = None
+
+    @classmethod
+    def from_optional(cls, **entries: Any) -> GuidedDecodingParams | None:
+        """Return these entries as an object; None if all are None."""
+        return cls(**entries) if any(entry is not None for entry in entries.values()) else None
+
+
+class SamplingParams(nanoinfer.SamplingParams):
+    """nanoinfer's SamplingParams, but max_tokens is 16 if it is left out.
+
+    n, max_tokens, settings: as in nanoinfer.SamplingParams
+    guided_decoding: structured_outputs by the name of vLLM before 0.11
+    output_kind: not used, see RequestOutputKind
+    """
+
+    __struct_fields__ = tuple(field.name for field in fields(nanoinfer.SamplingParams))
+
+    def __init__(
+        self,
+        n: int = 1,
+        *,
+        max_tokens: int | None = MAX_TOKENS,
+        guided_decoding: StructuredOutputsParams | Mapping[str, Any] | None = None,
+        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+        **settings: Any,
+    ) -> None:
+        if guided_decoding is not None:
+            settings["structured_outputs"] = guided_decoding
+        super().__init__(n=n, max_tokens=max_tokens, **settings)
+
+
+SamplingParams.__annotations__ = dict(nanoinfer.SamplingParams.__annotations__)  # programs look there for the names

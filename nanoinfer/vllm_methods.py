@@ -1,0 +1,160 @@
+"""VllmMethods: what an LLM answers by vLLM's names beside its own methods, for programs that were written for vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.config import Config
+from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+POOLING = "a model here generates; llm.score(prompt, continuations) gives log-probabilities"
+OUR_STEPS = "llm.add_request, llm.step and llm.has_unfinished_requests run requests step by step"
+OUR_WEIGHTS = "llm.update_weights(named_tensors) writes a trainer's tensors, llm.load_weights a checkpoint's"
+ABSENT = {
+    name: instead
+    for names, instead in (
+        ("embed encode classify reward", POOLING),
+        ("enqueue enqueue_chat wait_for_completion", OUR_STEPS),
+        ("collective_rpc apply_model", f"no code of yours runs in the ranks; {OUR_WEIGHTS}"),
+        ("init_weight_transfer_engine shutdown_weight_transfer_engine start_weight_update", OUR_WEIGHTS),
+        ("start_draft_weight_update finish_weight_update reload_weights", OUR_WEIGHTS),
+        ("get_weight_version update_weight_version", "llm.weights_version counts the changes of the weights"),
+        ("start_profile stop_profile", "run the script under torch.profiler.profile()"),
+        ("get_metrics", "each output has timings and num_cached_tokens; use_tqdm=True shows tokens per second"),
+        ("get_world_size", "llm.config has tensor_parallel_size and data_parallel_size"),
+        ("model_config", "llm.config has the options; llm.llm_engine.model_config answers by vLLM's names"),
+        ("set_tokenizer", "LLM(tokenizer=...) takes a folder or a Hub id"),
+        ("release_kv_cache_memory", "llm.sleep gives memory back, and llm.wake_up takes it again"),
+        ("reset_mm_cache", "leave it out: images are not cached"),
+        ("preprocess_chat", "llm.get_tokenizer().apply_chat_template makes a chat's text"),
+        ("supported_tasks", "leave it out: a model here generates"),
+    )
+    for name in names.split()
+}
+"""Maps a name of vLLM's LLM that ours lacks to a sentence that says what to do."""
+
+
+class Served(Protocol):
+    """What the names below read and call of an LLM."""
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase | None
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the checkpoint's own settings."""
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], partial: bool) -> int:
+        """Write tensors into the weights."""
+
+    def close(self) -> None:
+        """Give back memory and processes."""
+
+
+class VllmMethods:
+    """An LLM's names of vLLM's."""
+
+    def get_tokenizer(self: Served) -> PreTrainedTokenizerBase:
+        """Return llm.tokenizer, the tokenizer of transformers.
+
+        Raises ValueError if there is none.
+        """
+        if self.tokenizer is None:
+            raise ValueError(f"model={self.config.model!r} has no tokenizer: LLM(tokenizer=...) takes another's")
+        return self.tokenizer
+
+    def get_default_sampling_params(self: Served) -> SamplingParams:
+        """Return llm.default_sampling_params()."""
+        return self.default_sampling_params()
+
+    @property
+    def llm_engine(self: Served) -> EngineNames:
+        """What programs reach by vLLM's llm.llm_engine: the model's settings, the tokenizer, the model's weights."""
+        return EngineNames(self)
+
+    if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            what = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{what}: {ABSENT[name]}" if name in ABSENT else what)
+
+
+class EngineNames:
+    """An LLM by the names of vLLM's LLMEngine.
+
+    model_config: the model's settings, by vLLM's names
+    tokenizer: the LLM's; None if there is none
+    model_executor: has model_executor.driver_worker.model_runner.model.load_weights(named_tensors), which is
+        llm.update_weights(named_tensors, partial=True). To delete it closes the LLM
+    """
+
+    def __init__(self, llm: Served) -> None:
+        self._llm = llm
+        self.model_config = ModelConfig(llm.config)
+        self.tokenizer = llm.tokenizer
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer. Raises ValueError if there is none."""
+        return VllmMethods.get_tokenizer(self._llm)
+
+    def get_model_config(self) -> ModelConfig:
+        """Return model_config."""
+        return self.model_config
+
+    @property
+    def model_executor(self) -> SimpleNamespace:
+        """The way to the weights."""
+
+        def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+            self._llm.update_weights(weights, partial=True)
+
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(load_weights=load_weights)))
+        return SimpleNamespace(driver_worker=worker, shutdown=self._llm.close)
+
+    @model_executor.deleter
+    def model_executor(self) -> None:
+        self._llm.close()
+
+
+class ModelConfig:
+    """A model's settings by the names of vLLM's ModelConfig.
+
+    model, tokenizer: the folders that were read
+    dtype: the weights' torch.dtype
+    max_model_len: a sequence has at most this many tokens; max_seq_len_to_capture: the same, for graphs serve them all
+    seed, revision, tokenizer_revision, quantization, logprobs_mode, enforce_eager, trust_remote_code: LLM's options
+    """
+
+    tokenizer_mode, runner_type, is_encoder_decoder, is_multimodal_model = "auto", "generate", False, False
+
+    def __init__(self, config: Config) -> None:
+        self.model = self.served_model_name = config.model
+        self.tokenizer = config.tokenizer or config.model
+        self.dtype: torch.dtype = config.torch_dtype
+        self.max_model_len = self.max_seq_len_to_capture = config.max_model_len
+        self.seed, self.quantization, self.logprobs_mode = config.seed, config.quantization, config.logprobs_mode
+        self.revision, self.tokenizer_revision = config.revision, config.tokenizer_revision
+        self.enforce_eager, self.trust_remote_code = config.enforce_eager, config.trust_remote_code
+        self._vocab_size = config.description.vocab_size
+
+    @property
+    def hf_config(self) -> PretrainedConfig:
+        """The checkpoint's config.json, as transformers reads it."""
+        return Checkpoint.open(self.model).hf_config
+
+    @property
+    def hf_text_config(self) -> PretrainedConfig:
+        """The text model's part of it."""
+        return self.hf_config.get_text_config()
+
+    def get_vocab_size(self) -> int:
+        """Return how many tokens the model knows."""
+        return self._vocab_size
