@@ -21,12 +21,13 @@ from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
 from nanoinfer.logprob import LogProb
 from nanoinfer.process.collector import no_full_collection
-from nanoinfer.requests.inputs import NO_LORA, Inputs, Prepared, Prompt
+from nanoinfer.requests.inputs import Inputs, Prepared, Prompt
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import Bar
 from nanoinfer.requests.spelling import decoder, whole_decoder
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vllm_arguments import NO_LORA
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

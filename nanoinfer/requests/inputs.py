@@ -15,6 +15,7 @@ from nanoinfer.requests.bans import find_bans
 from nanoinfer.requests.chat import ChatRenderer, other_medium
 from nanoinfer.requests.spelling import whole_decoder
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vllm_arguments import NO_LORA
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +24,6 @@ TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a
 MESSAGES, TEMPLATE = "messages", "chat_template_kwargs"  # the keys of a prompt that is a chat
 A_PROMPT = "a string or a list of token ids"
 A_MAPPING = f"a mapping with {TEXT!r} or {TOKEN_IDS!r}, and nothing else"
-NO_LORA = "there is no LoRA here"
 ALL = -1  # log-probabilities
 MOST_SHOWN = 60  # characters of a prompt in an error message
 
