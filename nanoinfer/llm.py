@@ -305,6 +305,7 @@ class LLM(SearchesBeams, VllmMethods):
         """How often the weights have been changed."""
         return self.engine.updater.version
 
+    @hints_for("reset_prefix_cache")
     def reset_prefix_cache(self) -> bool:
         """Let no later request share what has been computed so far; returns True, also while the LLM sleeps."""
         self.engine.check_open()

@@ -304,6 +304,11 @@ FOR_CHAT: tuple[Line, ...] = (
     *FOR_CALLS,
     ("chat_template_content_format", _only("auto", "string", "openai"), "a template gets content in the form it takes"),
 )
+FOR_SLEEP: tuple[Line, ...] = (("mode", _only("abort", "wait", "keep"), "llm.sleep is refused while requests run"),)
+FOR_RESET: tuple[Line, ...] = (
+    ("reset_running_requests", FALSE, "requests that run keep what they have computed"),
+    ("reset_connector", FLAG, "no other engine keeps prompts"),
+)
 
 
 def _by_name(lines: tuple[Line, ...]) -> dict[str, Argument]:
@@ -315,6 +320,8 @@ ARGUMENTS = {
     "SamplingParams": _by_name(FOR_SAMPLING_PARAMS),
     "generate": _by_name(FOR_GENERATE),
     "chat": _by_name(FOR_CHAT),
+    "sleep": _by_name(FOR_SLEEP),
+    "reset_prefix_cache": _by_name(FOR_RESET),
 }
 """Who takes the argument -> its name -> what is known of it."""
 

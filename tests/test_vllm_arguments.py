@@ -30,6 +30,8 @@ OWN = {
     "SamplingParams": set(inspect.signature(SamplingParams).parameters),
     "generate": set(inspect.signature(LLM.generate).parameters),
     "chat": set(inspect.signature(LLM.chat).parameters),
+    "sleep": set(inspect.signature(LLM.sleep).parameters),
+    "reset_prefix_cache": set(inspect.signature(LLM.reset_prefix_cache).parameters),
 }
 CHAT = [{"role": "user", "content": "But, soft!"}]
 

@@ -6,11 +6,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from nanoinfer.beam_search_params import BeamSearchParams
-from nanoinfer.checks import check_flag, check_int, check_none, short
+from nanoinfer.checks import check_int, check_none, short
 from nanoinfer.config import Config
 from nanoinfer.engine.beams.hypotheses import Finished, Hypotheses
 from nanoinfer.engine.beams.rules import Rules, TransformersRules
@@ -24,7 +25,7 @@ from nanoinfer.process.collector import no_full_collection
 from nanoinfer.requests.inputs import Inputs, Prepared, Prompt
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.outputs import Later, Output
-from nanoinfer.requests.progress import Bar
+from nanoinfer.requests.progress import UseTqdm, check_use_tqdm, make_bar
 from nanoinfer.requests.spelling import decoder, whole_decoder
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vllm_arguments import NO_LORA
@@ -100,7 +101,7 @@ class SearchesBeams(ABC):
         prompts: Prompt | ListLike[Prompt],
         params: BeamSearchParams,
         lora_request: None = None,
-        use_tqdm: bool = False,
+        use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
         priority: None = None,
     ) -> list[BeamSearchOutput]:
@@ -111,7 +112,7 @@ class SearchesBeams(ABC):
         prompts: as for generate
         params: the settings, for all prompts
         lora_request: None, as for generate
-        use_tqdm: show a bar
+        use_tqdm: show a bar, or a function that makes one, as for generate
         concurrency_limit: at most so many prompts run at once; None: as many as the KV cache holds
         priority: None, which vLLM's callers may pass
 
@@ -122,7 +123,7 @@ class SearchesBeams(ABC):
         """
         self.engine.check_ready()
         with self.engine.alike():
-            use_tqdm = check_flag("use_tqdm", use_tqdm)
+            use_tqdm = check_use_tqdm(use_tqdm)
             check_none("lora_request", lora_request, NO_LORA)
             check_none("priority", priority, "prompts begin in their order")
             if concurrency_limit is not None:
@@ -177,7 +178,7 @@ class SearchesBeams(ABC):
             )
         return search
 
-    def _run_beams(self, rules: Rules, searches: list[BeamSearch], most_searches: int, use_tqdm: bool) -> None:
+    def _run_beams(self, rules: Rules, searches: list[BeamSearch], most_searches: int, use_tqdm: UseTqdm) -> None:
         """Run searches to their end. An error or Ctrl-C drops them, as it drops requests."""
         num_likeliest = rules.num_likeliest(len(self._stop_ids(rules.params)))
         num_likeliest = min(num_likeliest, self.config.description.vocab_size)
@@ -187,7 +188,7 @@ class SearchesBeams(ABC):
                 "beam_search", rules.params, most_searches, [search.seqs[0].token_ids for search in searches]
             )
             run = BeamSearches(engine, searches, num_likeliest, most_searches)
-            with Bar(total=len(searches), desc="Beam search", dynamic_ncols=True, disable=not use_tqdm) as bar:
+            with closing(make_bar(len(searches), use_tqdm, "Beam search")) as bar:
                 while not run.is_finished:
                     bar.update(run.step())
 

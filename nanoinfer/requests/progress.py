@@ -90,7 +90,7 @@ def check_use_tqdm(use_tqdm: UseTqdm) -> UseTqdm:
 
 def run_all(requests: SomeRequests, count: int, use_tqdm: UseTqdm) -> None:
     """Step until all of `count` requests have ended, and show how far they are if use_tqdm says so."""
-    with closing(_make_bar(count, use_tqdm)) as bar:
+    with closing(make_bar(count, use_tqdm, "Generating")) as bar:
         rates, num_finished = Rates(), 0
         while requests.num_running:
             results = requests.step()
@@ -102,11 +102,11 @@ def run_all(requests: SomeRequests, count: int, use_tqdm: UseTqdm) -> None:
                 bar.update(newly)
 
 
-def _make_bar(count: int, use_tqdm: UseTqdm) -> Any:
-    """Return a bar for `count` requests. Raises ValueError if the user's function makes none."""
+def make_bar(count: int, use_tqdm: UseTqdm, what: str) -> Any:
+    """Return a bar for `count` requests; what: begins it. Raises ValueError if the user's function makes none."""
     make = use_tqdm if callable(use_tqdm) else partial(Bar, disable=not use_tqdm)
     try:
-        bar = make(total=count, desc="Generating", dynamic_ncols=True)
+        bar = make(total=count, desc=what, dynamic_ncols=True)
         _ = bar.update, bar.close  # what is called below
     except Exception as error:
         raise ValueError(f"use_tqdm={short(use_tqdm)}: must make a bar as tqdm does: {error!r}") from error
