@@ -75,13 +75,14 @@ def hints_for(taker: str, its_own: Collection[str] | None = None) -> Callable[[T
         parameters = inspect.signature(function).parameters.values()
         own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]  # no user passes these
         known = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+        taken = {*own, *known}
         is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         for name in known if its_own is None else its_own:
             _takers.setdefault(name, []).append(taker)
 
         @functools.wraps(function)
         def checked(*args: Any, **named: Any) -> Any:
-            for name in [name for name in named if name not in known and name not in own]:
+            for name in [name for name in named if name not in taken]:
                 if name in others:
                     others[name].check(name, named[name], {**dict(zip(["self", *known], args, strict=False)), **named})
                     del named[name]

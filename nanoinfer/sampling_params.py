@@ -104,22 +104,25 @@ class SamplingParams:
     bans: ClassVar[Bans | None] = None  # of a request's own copy: allowed_token_ids and bad_words, resolved
 
     def __post_init__(self) -> None:
+        settings = self.__dict__
         for name in ("ignore_eos", "include_stop_str_in_output", "kept_tokens", "skip_special_tokens", "detokenize"):
-            self._set(name, check_flag(name, getattr(self, name)))
+            settings[name] = check_flag(name, settings[name])
         self._check_integers()
         self._check_prompt_logprobs()
         self._check_numbers()
         self._check_logit_bias()
         self._check_bans()
         self._check_stops()
-        self._set("structured_outputs", check_structured_outputs(self.structured_outputs))
+        settings["structured_outputs"] = check_structured_outputs(self.structured_outputs)
+        settings["is_checked"] = True  # what is assigned from here on comes from a user
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign a setting. Raises ValueError as the constructor does, and changes nothing then."""
-        if name in self.__dataclass_fields__ and name not in self.__dict__:  # the constructor sets it
-            self.__dict__[name] = value
+        settings = self.__dict__
+        if "is_checked" in settings:
+            settings.update(vars(replace(self, **{name: value})))
         else:
-            self.__dict__.update(vars(replace(self, **{name: value})))
+            settings[name] = value
 
     @classmethod
     def from_optional(cls, **settings: Any) -> SamplingParams:
@@ -143,11 +146,12 @@ class SamplingParams:
         self.__dict__[name] = value
 
     def _check_integers(self) -> None:
+        settings = self.__dict__
         if as_int(self.seed) == -1:
-            self._set("seed", None)
+            settings["seed"] = None
         for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is True:
-                self._set(name, 1)
+            if settings[name] is True:
+                settings[name] = 1
         for name, low, high, what in (
             ("max_tokens", 0, None, "None or an integer of at least 0"),
             ("min_tokens", 0, None, ""),
@@ -158,9 +162,8 @@ class SamplingParams:
             ("prompt_logprobs", -1, None, "None, an integer of at least 0, or -1 for all tokens"),
             ("prompt_logprobs_start", 0, None, ""),
         ):
-            value = getattr(self, name)
-            if value is not None or name not in OPTIONAL:
-                self._set(name, check_int(name, value, low, high, what))
+            if settings[name] is not None or name not in OPTIONAL:
+                settings[name] = check_int(name, settings[name], low, high, what)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             least, most = short(self.min_tokens), short(self.max_tokens)
             raise ValueError(f"min_tokens={least}: must be at most max_tokens={most}")
@@ -182,6 +185,7 @@ class SamplingParams:
             )
 
     def _check_numbers(self) -> None:
+        settings = self.__dict__
         for name, low, high, what in (
             ("temperature", 0, LARGEST, f"0 (greedy) or positive, at most {LARGEST:g}"),
             ("top_p", math.ulp(0), 1, "above 0, at most 1"),
@@ -190,7 +194,7 @@ class SamplingParams:
             ("presence_penalty", -2, 2, "from -2 to 2"),
             ("frequency_penalty", -2, 2, "from -2 to 2"),
         ):
-            self._set(name, check_number(name, getattr(self, name), low, high, what))
+            settings[name] = check_number(name, settings[name], low, high, what)
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
@@ -253,7 +257,9 @@ def _to_most_bias(value: Any) -> Any:
 
 def _check_entries(name: str, value: Any, kind: str, convert: Callable[[Any], Any]) -> list[Any]:
     """Convert a list's entries; None counts as empty. Raises ValueError for an entry that `convert` turns into None."""
-    entries = [] if value is None else as_list(value, ordered=False)
+    if value is None:
+        return []
+    entries = as_list(value, ordered=False)
     if entries is None:
         raise ValueError(f"{name}={short(value)}: must be a list of {kind}")
     converted = list(map(convert, entries))
