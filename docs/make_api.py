@@ -33,12 +33,20 @@ from nanoinfer.batch import run
 from nanoinfer.config import Config
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.inputs import Chats, Prompt, Tokens
+from nanoinfer.requests.progress import UseTqdm
 from nanoinfer.requests.request import Fate
 from nanoinfer.runner.memory.plan import MemoryPlan
 
 FILE = Path(__file__).with_name("api.md")
 ENTRY = re.compile(r"(\w+): (.*)")
-ALIASES = {"Tokens": Tokens, "Prompt": Prompt, "Chats": Chats, "FinishReason": FinishReason, "Fate": Fate}
+ALIASES = {
+    "Tokens": Tokens,
+    "Prompt": Prompt,
+    "Chats": Chats,
+    "UseTqdm": UseTqdm,
+    "FinishReason": FinishReason,
+    "Fate": Fate,
+}
 
 HEAD = """\
 # Options and results

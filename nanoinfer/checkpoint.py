@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int
 from nanoinfer.hints import ELSEWHERE
+from nanoinfer.hub import reason_of
 from nanoinfer.models import check_architectures
 from nanoinfer.process.collector import no_collection
 
@@ -56,7 +57,7 @@ def _read_config(folder: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        raise ValueError(f"model={folder!r}: cannot read its config.json: {error}") from error
+        raise ValueError(f"model={folder!r}: cannot read its config.json: {reason_of(error)}") from error
 
 
 def _read_generation_config(folder: str) -> dict[str, Any]:

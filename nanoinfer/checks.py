@@ -35,6 +35,16 @@ def as_number(value: Any) -> float | None:
         return None
 
 
+def as_flag(value: Any) -> bool | None:
+    """Convert any library's boolean to Python's. All else gives None."""
+    if isinstance(value, bool):
+        return value
+    if _is_boolean(value) and not _has_axes(value):
+        with suppress(Exception):  # its own conversion may raise anything
+            return bool(value)
+    return None
+
+
 def as_list(value: Any, ordered: bool = True) -> list[Any] | None:
     """List the entries of an iterable. Everything else gives None, also a string or a mapping.
 
@@ -72,14 +82,12 @@ def check_number(name: str, value: Any, low: float, high: float, what: str) -> f
     return number
 
 
-def check_flag(name: str, value: Any) -> bool:
-    """Convert any library's boolean to Python's. Raises ValueError for everything else."""
-    if isinstance(value, bool):
-        return value
-    if _is_boolean(value) and not _has_axes(value):
-        with suppress(Exception):  # its own conversion may raise anything
-            return bool(value)
-    raise ValueError(f"{name}={short(value)}: must be True or False")
+def check_flag(name: str, value: Any, what: str = "True or False") -> bool:
+    """Return the boolean. Raises ValueError for everything else; `what` may describe what else is allowed."""
+    flag = as_flag(value)
+    if flag is None:
+        raise ValueError(f"{name}={short(value)}: must be {what}")
+    return flag
 
 
 def check_none(name: str, value: Any, why: str) -> None:
@@ -88,10 +96,10 @@ def check_none(name: str, value: Any, why: str) -> None:
         raise ValueError(f"{name}={short(value)}: must be None: {why}")
 
 
-def check_choice(name: str, value: Any, allowed: list[str]) -> str:
-    """Return the string. Raises ValueError if it is none of the allowed ones."""
+def check_choice(name: str, value: Any, allowed: list[str], why: str = "") -> str:
+    """Return the string. Raises ValueError if it is none of the allowed ones; `why` says more about these."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={short(value)}: must be one of {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{name}={short(value)}: must be one of {', '.join(map(repr, allowed))}{why}")
     return str(value)
 
 

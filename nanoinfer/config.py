@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models import describe
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.process.torch_state import fresh_torch_state
+from nanoinfer.vllm_arguments import our_value
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.sources import FileSource
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+LOAD_FORMATS = ["safetensors", "dummy", "dummy_skewed"]
+SAVE_FIRST = "; transformers' save_pretrained writes *.safetensors"
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 DEFAULT_MAX_MODEL_LEN = 4096  # or the model's own limit, if that is lower
 MAX_RANKS = 8
@@ -40,8 +43,8 @@ class Config:
 
     model: a folder with config.json and *.safetensors, or a Hugging Face Hub id
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
-    max_num_seqs: at most this many sequences run at once; None: the default. Their rows (logits, block tables, tokens
-        so far) may take at most half of the memory that may be in use
+    max_num_seqs: at most this many sequences run at once. Their rows (logits, block tables, tokens so far) may take at
+        most half of the memory that may be in use
     max_model_len: a sequence has at most this many tokens, prompt and output. It may not exceed the model's own limit:
         max_position_embeddings, or with YaRN its original length times its factor, if that is more. None: 4,096, or the
         limit if that is lower; print(llm.memory) shows both
@@ -56,7 +59,8 @@ class Config:
     num_kvcache_blocks: the KV cache has this many blocks; None: as many as the memory holds; the cache has at most 2^31
         tokens
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
-    dtype: "float32", "float16" or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on the CPU
+    dtype: "float32", "float16" ("half") or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on
+        the CPU
     lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An
         embedding that is the same matrix keeps `dtype` beside it. "auto": all of this has `dtype`
     quantization: "fp8": a checkpoint of 16 or 32 bits is quantized to eight bits (e4m3) as it loads: its matrices, but
@@ -77,12 +81,12 @@ class Config:
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
         chooses the GPUs; with tensor_parallel_group, "cuda" is the process's current device
     seed: a request without a seed of its own gets one that is made from this number
-    load_format: "safetensors", or "dummy" for random weights of the config's shapes, whose numbers depend on seed and
-        the number of ranks. With "dummy_skewed", tokens also use some experts far more often than others
-    revision: the branch, tag or commit of a Hub id; None: its main branch
+    load_format: "safetensors" ("auto"), or "dummy" for random weights of the config's shapes, whose numbers depend on
+        seed and the number of ranks. With "dummy_skewed", tokens also use some experts far more often than others
+    revision: the branch, tag or commit of a Hub id; None: its main branch. A folder has none, or "main"
     tokenizer: a folder or a Hub id, of which the tokenizer alone is taken; None: the checkpoint's own
     tokenizer_revision: as revision, for the tokenizer's Hub id
-    trust_remote_code: False; True is refused, because no remote code runs
+    trust_remote_code: True or False: no remote code runs, whatever it says
     data_parallel_size: this many replicas of the model share the requests, 1 to 64. Each is a process with an engine of
         its own, and takes tensor_parallel_size GPUs. max_num_seqs and all other options are those of each replica
     restart_replicas: True: a replica that dies starts again, while the others go on. If it dies before it is ready, it
@@ -92,6 +96,7 @@ class Config:
         tensor_parallel_group it ends when a rank waits that long for another while requests run. Before they run, ranks
         wait for each other for half an hour. A replica ends likewise, and the others go on
 
+    None counts as an option's default. Options of vLLM's that are not here are left out at values that change nothing.
     Integers, numbers and booleans may come from any library; a boolean does not count as an integer.
     Raises a ValueError that names the option, its value and what would work.
     """
@@ -135,20 +140,28 @@ class Config:
 
         when_checked: called in between; the devices and the number of processes are known by then
         """
+        self._take_our_values()
         self._check_options()
         self._find_files()
         if when_checked is not None:
             when_checked(self)
         self._read_checkpoint()
 
+    def _take_our_values(self) -> None:
+        """Put the default for None, and our name for a value of vLLM's."""
+        for option in fields(self)[1:]:
+            if option.init:
+                value = our_value(option.name, getattr(self, option.name))
+                setattr(self, option.name, option.default if value is None else value)
+
     def _check_options(self) -> None:
         self._check_numbers()
         if self.tensor_parallel_group is not None:
             self.tensor_parallel_size = _size_of_group(self.tensor_parallel_group, self.tensor_parallel_size)
-        self.enforce_eager = check_flag("enforce_eager", self.enforce_eager)
-        self.load_format = check_choice("load_format", self.load_format, ["safetensors", "dummy", "dummy_skewed"])
+        for name in ("enforce_eager", "restart_replicas", "trust_remote_code", "routed_experts", "deterministic"):
+            setattr(self, name, check_flag(name, getattr(self, name)))
+        self.load_format = check_choice("load_format", self.load_format, LOAD_FORMATS, SAVE_FIRST)
         self.logprobs_mode = check_choice("logprobs_mode", self.logprobs_mode, [RAW, PROCESSED])
-        self.restart_replicas = check_flag("restart_replicas", self.restart_replicas)
         if self.data_parallel_size > 1 and not self.starts_ranks:
             raise ValueError(
                 f"data_parallel_size={self.data_parallel_size}: must be 1 with tensor_parallel_group: make an LLM in"
@@ -156,10 +169,6 @@ class Config:
             )
         ranks = self.tensor_parallel_size if self.starts_ranks else 1
         self.device = _resolve_device(self.device, ranks, self.data_parallel_size)
-        if check_flag("trust_remote_code", self.trust_remote_code):
-            raise ValueError("trust_remote_code=True: must be False: no remote code runs here")
-        self.routed_experts = check_flag("routed_experts", self.routed_experts)
-        self.deterministic = check_flag("deterministic", self.deterministic)
         if self.quantization is not None:
             self.quantization = check_choice("quantization", self.quantization, ["fp8"])
         self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
@@ -265,8 +274,6 @@ class Config:
 
     def _check_numbers(self) -> None:
         """Check the numbers that do not depend on the model, and convert them to Python's own types."""
-        if cast("int | None", self.max_num_seqs) is None:
-            self.max_num_seqs = Config.max_num_seqs
         for name, low, high in (
             ("max_num_batched_tokens", 1, None),
             ("max_num_seqs", 1, None),

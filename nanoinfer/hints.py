@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
+
+from nanoinfer.vllm_arguments import ARGUMENTS, reason_for
 
 ELSEWHERE = {
     name: ours
@@ -18,8 +20,7 @@ ELSEWHERE = {
         ("dp_size num_replicas", "data_parallel_size"),
         ("max_seq_len max_seq_length context_length", "max_model_len"),
         ("max_batch_size max_running_requests", "max_num_seqs"),
-        ("block_size page_size", "kvcache_block_size"),
-        ("num_gpu_blocks_override", "num_kvcache_blocks"),
+        ("page_size", "kvcache_block_size"),
         ("disable_cuda_graph", "enforce_eager"),
         ("inputs input_ids text_inputs prompt_token_ids", "prompts"),
         ("conversation", "messages"),
@@ -32,27 +33,20 @@ ELSEWHERE = {
         ("stop_strings stop_sequences stop_words", "stop"),
         ("eos_token_id", "stop_token_ids"),
         ("top_logprobs", "logprobs"),
-        ("enable_return_routed_experts return_routed_experts", "routed_experts"),
+        ("return_routed_experts", "routed_experts"),
         ("do_sample", "a temperature above 0 samples; SamplingParams(temperature=0) takes the most likely token"),
         ("max_length min_length", "SamplingParams(max_tokens=..., min_tokens=...) counts generated tokens alone"),
-        ("best_of", "SamplingParams(n=...) gives all samples: choose among them"),
         ("num_beams use_beam_search length_penalty early_stopping", "there is no beam search"),
         ("bad_words bad_words_ids suppress_tokens", "write SamplingParams(logit_bias={token id: -100})"),
-        ("guided_decoding response_format", "structured_outputs"),
-        ("logits_processor logits_processors stopping_criteria", "no code of yours runs between two tokens"),
+        ("response_format", "structured_outputs"),
+        ("logits_processor stopping_criteria", "no code of yours runs between two tokens"),
         ("streamer stream", "llm.stream(...) yields the text as it comes"),
         ("attention_mask padding pad_token_id", "leave it out: prompts are not padded"),
         ("return_tensors return_dict tokenize", "leave it out: outputs are a list of dictionaries"),
-        ("truncation truncate_prompt_tokens", "a prompt that is too long is refused: cut it before"),
-        ("chat_template_kwargs", "pass its entries to chat as arguments of their own"),
-        ("enable_lora", "there is no LoRA"),
-        ("quantization_config load_in_8bit load_in_4bit", "quantization"),
-        ("enable_prefix_caching enable_chunked_prefill use_cache", "leave it out: it is always so"),
-        ("tokenizer_mode skip_tokenizer_init", "leave it out: a tokenizer is used if there is one"),
-        ("cache_dir download_dir token hf_token", "download the checkpoint, and pass its folder as model"),
-        ("swap_space cpu_offload_gb", "leave it out: nothing is moved to the CPU"),
-        ("pipeline_parallel_size", "tensor_parallel_size and data_parallel_size alone divide the work"),
-        ("distributed_executor_backend disable_log_stats disable_custom_all_reduce", "leave it out"),
+        ("truncation", "a prompt that is too long is refused: cut it before"),
+        ("load_in_8bit load_in_4bit", "quantization"),
+        ("use_cache", "leave it out: it is always so"),
+        ("cache_dir token", "download the checkpoint, and pass its folder as model"),
     )
     for name in names.split()
 }
@@ -70,8 +64,10 @@ def hints_for(taker: str) -> Callable[[T], T]:
 
     taker: the name by which users call the function or the class
 
-    A function that passes other arguments on refuses only those that are clearly meant for us.
+    An argument of vLLM's that is at a value that changes nothing is left out. A function that passes other arguments on
+    refuses only those that are clearly meant for us.
     """
+    others = ARGUMENTS.get(taker, {})
 
     def decorate(call: T) -> T:
         function = cast(Any, call).__init__ if isinstance(call, type) else call
@@ -84,8 +80,11 @@ def hints_for(taker: str) -> Callable[[T], T]:
 
         @functools.wraps(function)
         def checked(*args: Any, **named: Any) -> Any:
-            for name in named:
-                if name not in known and name not in own and (hint := _hint(name, known, is_open)):
+            for name in [name for name in named if name not in known and name not in own]:
+                if name in others:
+                    others[name].check(name, named[name], {**dict(zip(["self", *known], args, strict=False)), **named})
+                    del named[name]
+                elif hint := _hint(name, known, is_open):
                     raise ValueError(f"unknown argument {name!r}: {hint}")
             return function(*args, **named)
 
@@ -99,6 +98,8 @@ def hints_for(taker: str) -> Callable[[T], T]:
 
 def _hint(name: str, known: list[str], is_open: bool) -> str | None:
     """Say what to write instead of an unknown argument; None if it may be one to pass on."""
+    if not is_open and name not in ELSEWHERE and (reason := reason_for(name)):
+        return reason
     ours = ELSEWHERE.get(name, name)
     if near := difflib.get_close_matches(ours, known, n=1, cutoff=SURE):
         return f"did you mean {near[0]!r}?"
@@ -108,5 +109,10 @@ def _hint(name: str, known: list[str], is_open: bool) -> str | None:
         return ours
     if is_open:
         return None
+    return nearest(name, known)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Say which known name may be meant by an unknown one, or which are known."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=LIKELY)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

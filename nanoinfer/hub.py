@@ -17,9 +17,9 @@ def find_folder(option: str, source: str | Path, revision: str | None, files: li
     """Return the path of a folder, or download a Hub id's files first.
 
     option: "model" or "tokenizer", which has the value `source`
-    revision: the Hub id's branch, tag or commit; None: its main branch
+    revision: the Hub id's branch, tag or commit; None: its main branch, as which a folder counts
 
-    Raises ValueError if there is no such folder, or a folder has a revision.
+    Raises ValueError if there is no such folder, or a folder has another revision.
     """
     if not isinstance(source, (str, Path)) or not str(source):
         raise ValueError(f"{option}={short(source)}: must be a folder's path or a Hugging Face Hub id")
@@ -29,10 +29,10 @@ def find_folder(option: str, source: str | Path, revision: str | None, files: li
     except (OSError, RuntimeError, ValueError):  # the path is too long, has a null character, or is another user's
         is_folder = is_file = False
     if is_folder:
-        if revision is not None:
+        if revision is not None and not (isinstance(revision, str) and revision == "main"):
             raise ValueError(
-                f"{REVISIONS[option]}={short(revision)}: must be None, as {str(source)!r} is a folder; only a Hugging"
-                " Face Hub id has revisions"
+                f"{REVISIONS[option]}={short(revision)}: must be None or 'main', as {str(source)!r} is a folder; only a"
+                " Hugging Face Hub id has revisions"
             )
         return str(folder)
     if is_file:
@@ -55,6 +55,11 @@ def find_tokenizer(source: str | Path, revision: str | None) -> str:
 def has_tokenizer(folder: str) -> bool:
     """Whether a folder has the files of a tokenizer."""
     return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+
+
+def reason_of(error: Exception) -> str:
+    """Say why transformers cannot read a folder; where it advises to trust the folder's code, that is not run here."""
+    return "it needs code of its own, and no remote code runs here" if "trust_remote_code" in str(error) else str(error)
 
 
 def _download(option: str, hub_id: str, revision: str | None, files: list[str]) -> str:

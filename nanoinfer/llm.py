@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from torch import Tensor
 
-from nanoinfer.checks import check_flag, check_int, check_none, check_subset
+from nanoinfer.checks import check_flag, check_int, check_subset
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.sleeper import TAGS
 from nanoinfer.hints import hints_for
@@ -19,13 +19,11 @@ from nanoinfer.replicas.start import Start
 from nanoinfer.requests.inputs import Chats, Inputs, Prepared, Prompt, Tokens
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
-from nanoinfer.requests.progress import Stream, run_all, stream_all
+from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
 from nanoinfer.requests.tokenizer import load_tokenizer
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vllm_methods import VllmMethods
 from nanoinfer.weights.sources import FileSource, TensorSource
-
-NO_LORA = "there is no LoRA here"
 
 
 class LLM(VllmMethods):
@@ -75,7 +73,7 @@ class LLM(VllmMethods):
         self,
         prompts: Prompt | ListLike[Prompt],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         lora_request: None = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt; returns the outputs in the prompts' order.
@@ -83,19 +81,18 @@ class LLM(VllmMethods):
         If not all prompts can run at once, those that may get more tokens begin first.
 
         prompts: strings, lists of token ids, or mappings: {"prompt": text}, {"prompt_token_ids": ids}, or for a chat
-            {"messages": [...]}, beside which "chat_template_kwargs" may hold the template's arguments. A lone string or
-            mapping counts as a list of one
+            {"messages": [...]}, beside which "chat_template_kwargs" may hold the template's arguments. Of a text beside
+            its token ids, the ids count. A lone string or mapping counts as a list of one
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
-        use_tqdm: show a bar with the tokens per second of prefill and decode
+        use_tqdm: show a bar with the tokens per second of prefill and decode; or a function that makes it, as tqdm does
         lora_request: None, which vLLM's callers may pass: there is no LoRA here
 
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
         """
         self.engine.check_ready()
         with self.engine.alike():
-            use_tqdm = check_flag("use_tqdm", use_tqdm)
-            check_none("lora_request", lora_request, NO_LORA)
-            prepared = self._inputs.check(prompts, sampling_params)
+            use_tqdm = check_use_tqdm(use_tqdm)
+            prepared = self._inputs.check(prompts, sampling_params, lora_request)
         return self._generate(prepared, use_tqdm)
 
     @hints_for("chat")
@@ -103,8 +100,9 @@ class LLM(VllmMethods):
         self,
         messages: Chats,
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         lora_request: None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of a chat, or of each chat in a list, by the tokenizer's chat template.
@@ -112,17 +110,17 @@ class LLM(VllmMethods):
         messages: one chat, a list of mappings with "role" and "content", which is a string or a list of text parts; or
             a list of chats. The template gets content, and arguments of tool calls, in the form that it takes
         sampling_params: one for all chats, or one for each; None: SamplingParams()
-        use_tqdm: show a bar with the tokens per second of prefill and decode
+        use_tqdm: as for generate
         lora_request: None, as for generate
-        template: arguments of the template, such as enable_thinking=False, tools=[...], continue_final_message=True
+        chat_template_kwargs: arguments of the template; a warning names those that it does not read
+        template: the same, such as enable_thinking=False, tools=[...], continue_final_message=True; it must read them
 
         Raises ValueError, before anything runs, as generate does, and for a chat that the template refuses.
         """
         self.engine.check_ready()
         with self.engine.alike():
-            use_tqdm = check_flag("use_tqdm", use_tqdm)
-            check_none("lora_request", lora_request, NO_LORA)
-            prepared = self._inputs.check_chats(messages, sampling_params, template)
+            use_tqdm = check_use_tqdm(use_tqdm)
+            prepared = self._inputs.check_chats(messages, sampling_params, template, chat_template_kwargs, lora_request)
         return self._generate(prepared, use_tqdm)
 
     @hints_for("stream")
@@ -386,7 +384,7 @@ class LLM(VllmMethods):
             raise RuntimeError("requests of add_request have not ended: call step until they have, or abort them")
         return self._busy
 
-    def _generate(self, prompts: list[Prepared], use_tqdm: bool) -> list[RequestOutput]:
+    def _generate(self, prompts: list[Prepared], use_tqdm: UseTqdm) -> list[RequestOutput]:
         with self._turn(alone=True), no_full_collection(), self._requests:
             requests = self._requests.add_all(prompts)
             run_all(self._requests, len(requests), use_tqdm)

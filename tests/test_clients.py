@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +149,14 @@ class TestPrompts:
     def test_a_mapping_is_what_it_holds(self, llm: LLM) -> None:
         ids = llm.tokenizer.encode(TEXT)
         (expected,) = llm.generate(TEXT, greedy(4), use_tqdm=False)
-        for prompt, text in ((TEXT, TEXT), ({"prompt": TEXT}, TEXT), ({"prompt_token_ids": ids}, None)):
+        for prompt, text in (
+            (TEXT, TEXT),
+            ({"prompt": TEXT}, TEXT),
+            ({"prompt_token_ids": ids}, None),
+            ({"prompt": "not the ids'", "prompt_token_ids": ids}, "not the ids'"),
+            ({"prompt": None, "prompt_token_ids": ids, "multi_modal_data": None, "cache_salt": None}, None),
+            ({"prompt": TEXT, "prompt_token_ids": None, "mm_processor_kwargs": None}, TEXT),
+        ):
             for prompts in ([prompt], prompt):
                 (output,) = llm.generate(prompts, greedy(4), use_tqdm=False)
                 assert (output.prompt, output.prompt_token_ids) == (text, ids)
@@ -162,10 +171,11 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("prompt", "message"),
         [
-            ({}, r"is {}: must be text, a list of token ids, or a mapping with 'prompt' or with 'prompt_token_ids' al"),
-            ({"text": "a"}, r"is {'text': 'a'}: must be text, .*'prompt' or with 'prompt_token_ids' alone"),
-            ({"prompt": "a", "prompt_token_ids": [5]}, r"is {'prompt': 'a', .*: must be text, .* alone"),
-            ({"prompt": "a", "cache_salt": "b"}, r"is {'prompt': 'a', .*: must be text, .* alone"),
+            ({}, r"is {}: must be text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"),
+            ({"text": "a"}, r"is {'text': 'a'}: must be text, .*'prompt' or 'prompt_token_ids', and nothing else"),
+            ({"prompt": "a", "cache_salt": "b"}, r"is {'prompt': 'a', .*: must be text, .* and nothing else"),
+            ({"prompt": [5], "prompt_token_ids": [5]}, r"\['prompt'\] is \[5\]: must be a string"),
+            ({"prompt": "a", "prompt_token_ids": "a"}, r"\['prompt_token_ids'\] is 'a': must be a list of token ids"),
             (
                 {"prompt": "a", "multi_modal_data": {}},
                 r"has 'multi_modal_data': this model is run as text only; pass a",
@@ -189,7 +199,7 @@ class TestPrompts:
                 call([[5], prompt])
         with pytest.raises(ValueError, match=rf"prompt ?{message}"):
             llm.add_request(prompt)
-        with pytest.raises(ValueError, match=r"prompts(\[0\]|=.*'prompt_token_ids' alone)"):
+        with pytest.raises(ValueError, match=r"prompts(\[0\]|=.*'prompt_token_ids', and nothing else)"):
             llm.generate(prompt)
         assert llm.engine.is_finished
 
@@ -210,14 +220,42 @@ class TestOptions:
         return str(tmp_path)
 
     def test_none_is_the_default(self) -> None:
-        config, default = Config(BUNDLED_MODEL, max_model_len=None, max_num_seqs=None), Config(BUNDLED_MODEL)
+        names = [option.name for option in fields(Config) if option.init and option.name != "model"]
+        config, default = Config(BUNDLED_MODEL, **dict.fromkeys(names)), Config(BUNDLED_MODEL)
         assert config == default
         assert config.max_model_len == min(DEFAULT_MAX_MODEL_LEN, config.description.max_position)
         assert config.max_num_seqs == Config.max_num_seqs
 
-    def test_no_remote_code_runs(self) -> None:
-        with pytest.raises(ValueError, match="trust_remote_code=True: must be False: no remote code runs here"):
-            Config(BUNDLED_MODEL, trust_remote_code=True)
+    @pytest.mark.parametrize(
+        ("name", "theirs", "ours"),
+        [
+            ("load_format", "auto", "safetensors"),
+            ("dtype", "half", "float16"),
+            ("dtype", "float", "float32"),
+            ("kv_cache_dtype", "fp8_e4m3", "fp8"),
+            ("revision", "main", "main"),
+        ],
+    )
+    def test_a_value_of_vllms_is_ours(self, name: str, theirs: str, ours: str) -> None:
+        assert getattr(Config(BUNDLED_MODEL, **{name: theirs}), name) == ours
+
+    def test_weights_of_another_format_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"load_format='pt': .*; transformers' save_pretrained writes \*.safetens"):
+            Config(BUNDLED_MODEL, load_format="pt")
+
+    def test_no_remote_code_runs(self, tmp_path: Path) -> None:
+        for trusted in (True, False):
+            assert Config(BUNDLED_MODEL, trust_remote_code=trusted).trust_remote_code is trusted
+        file = tmp_path / "config.json"
+        settings = json.loads((Path(BUNDLED_MODEL) / "config.json").read_text())
+        theirs = {"model_type": "theirs", "auto_map": {"AutoConfig": "code.Config"}}
+        for change, message in (
+            ({"architectures": ["Theirs"]}, "'Theirs' is not supported; supported: .*; no remote code runs here"),
+            (theirs, "cannot read its config.json: it needs code of its own, and no remote code runs here"),
+        ):
+            file.write_text(json.dumps({**settings, **change}))
+            with pytest.raises(ValueError, match=message):
+                Config(str(tmp_path), trust_remote_code=True)
         with pytest.raises(ValueError, match="trust_remote_code='no': must be True or False"):
             Config(BUNDLED_MODEL, trust_remote_code="no")
 
@@ -257,13 +295,14 @@ class TestOptions:
         with pytest.raises(ValueError, match=message):
             Config(BUNDLED_MODEL, tokenizer=tokenizer)
 
-    def test_a_folder_has_no_revision(self) -> None:
-        message = "must be None, as '/.*' is a folder; only a Hugging Face Hub id has revisions"
-        with pytest.raises(ValueError, match=f"^revision='main': {message}"):
-            Config(BUNDLED_MODEL, revision="main")
+    def test_a_folder_has_no_revision_but_main(self) -> None:
+        message = "must be None or 'main', as '/.*' is a folder; only a Hugging Face Hub id has revisions"
+        Config(BUNDLED_MODEL, revision="main", tokenizer_revision="main")
+        with pytest.raises(ValueError, match=f"^revision='v1': {message}"):
+            Config(BUNDLED_MODEL, revision="v1")
         for options in ({}, {"tokenizer": BUNDLED_MODEL}):
-            with pytest.raises(ValueError, match=f"^tokenizer_revision='main': {message}"):
-                Config(BUNDLED_MODEL, tokenizer_revision="main", **options)
+            with pytest.raises(ValueError, match=f"^tokenizer_revision='v1': {message}"):
+                Config(BUNDLED_MODEL, tokenizer_revision="v1", **options)
 
     def test_a_hub_ids_revisions_are_downloaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []

@@ -328,11 +328,11 @@ class TestNames:
         [
             ({"max_seq_len": 10}, "did you mean 'max_model_len'"),
             ({"max_modellen": 10}, "did you mean 'max_model_len'"),
-            ({"block_size": 16}, "did you mean 'kvcache_block_size'"),
+            ({"page_size": 16}, "did you mean 'kvcache_block_size'"),
             ({"torch_dtype": "float16"}, "did you mean 'dtype'"),
             ({"max_new_tokens": 5}, r"write SamplingParams\(max_tokens=...\)"),
             ({"temperature": 1}, r"write SamplingParams\(temperature=...\)"),
-            ({"enable_prefix_caching": True}, "leave it out: it is always so"),
+            ({"use_cache": True}, "leave it out: it is always so"),
             ({"description": None}, "known: model, max_num_batched_tokens, .*worker_timeout$"),
         ],
         ids=repr,
@@ -352,7 +352,7 @@ class TestNames:
             ({"max_length": 5}, r"SamplingParams\(max_tokens=..., min_tokens=...\) counts generated tokens alone"),
             ({"num_beams": 4}, "there is no beam search"),
             ({"max_num_seqs": 4}, r"write LLM\(max_num_seqs=...\)"),
-            ({"guided_decoding": None}, "did you mean 'structured_outputs'"),
+            ({"response_format": None}, "did you mean 'structured_outputs'"),
             ({"colour": 4}, "known: temperature, .*, structured_outputs$"),
         ],
         ids=repr,
@@ -377,7 +377,8 @@ class TestNames:
             ("stream", {"prompt": "a"}, "did you mean 'prompts'"),
             ("chat", {"prompts": []}, r"write generate\(prompts=...\) or stream\(prompts=...\)"),
             ("chat", {"message": []}, "did you mean 'messages'"),
-            ("chat", {"chat_template_kwargs": {}}, "pass its entries to chat as arguments of their own"),
+            ("chat", {"template_kwargs": {}}, "did you mean 'chat_template_kwargs'"),
+            ("chat", {"truncation": True, "max_length": 3}, "a prompt that is too long is refused: cut it before"),
             ("add_request", {"prompts": [5]}, "did you mean 'prompt'"),
             ("add_request", {"prompt_token_ids": [5]}, "did you mean 'prompt'"),
             ("add_request", {"params": None}, "did you mean 'sampling_params'"),
@@ -386,7 +387,7 @@ class TestNames:
         ids=str,
     )
     def test_of_calls(self, llm: LLM, call: str, wrong: dict, hint: str) -> None:
-        (name,) = wrong
+        name = next(iter(wrong))
         with pytest.raises(ValueError, match=f"unknown argument '{name}': {hint}"):
             getattr(llm, call)(**wrong)
 

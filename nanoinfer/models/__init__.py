@@ -42,7 +42,7 @@ def check_architectures(names: list[str]) -> None:
         raise ValueError(f"model: architectures={names!r} in its config.json: must be a list of names")
     if not names or names[0] not in FAMILIES:
         named = f"architecture {names[0]!r}" if names else "a config.json without 'architectures'"
-        raise ValueError(f"model: {named} is not supported; supported: {', '.join(FAMILIES)}")
+        raise ValueError(f"model: {named} is not supported; supported: {', '.join(FAMILIES)}; no remote code runs here")
 
 
 def describe(config: PretrainedConfig) -> Description:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
@@ -10,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_list, short
 from nanoinfer.requests.template_forms import CALL, Message, Takes, TemplateForms
+from nanoinfer.requests.template_names import TemplateNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("nanoinfer")
 
 # In the keys of messages and prompts, such as image_url and images:
 MEDIA = ("image", "video", "audio", "multi_modal", "mm_processor")
@@ -26,26 +30,47 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._forms_of = lru_cache(MOST_TEMPLATES)(_untried)
+        self._names_of = lru_cache(MOST_TEMPLATES)(TemplateNames)
+        self._warned: set[str] = set()  # names of arguments
+
+    def check_arguments(self, given: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
+        """Raise ValueError if the template does not read some of `given`; arguments: all of the template's."""
+        names = self._names_of(self._find_template("messages", arguments))
+        for name in names.unknown(given):
+            raise ValueError(f"unknown argument {name!r}: the chat template does not read it; {names.hint(name)}")
 
     def render(self, name: str, messages: Iterable[Any], arguments: Mapping[str, Any]) -> str:
         """Return the text of a chat; the messages stay as they are.
 
         name: begins the messages of errors
-        arguments: the template's
+        arguments: the template's; those that it does not read are left out, and a warning names each once
 
         Where the template takes a string, the texts of parts are joined by line breaks. Where it takes parts alone, a
         string becomes one. Arguments of tool calls become mappings or JSON, as the template takes them.
         """
         checked = [_check(name, message) for message in messages]
+        template = self._find_template(name, arguments)
+        arguments = self._only_read(template, arguments)
         generates = not arguments.get("continue_final_message", False)
         apply = partial(self._apply, {"add_generation_prompt": generates, **arguments})
         probe = partial(self._apply, {**arguments, "add_generation_prompt": False, "continue_final_message": False})
-        with _named_errors(name):
-            template = self._tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
         takes = partial(self._forms_of(template).find, render=probe)
         formed = [_form(f"{name}[{index}]", message, takes) for index, message in enumerate(checked)]
         with _named_errors(name):
             return apply(formed)
+
+    def _find_template(self, name: str, arguments: Mapping[str, Any]) -> str:
+        with _named_errors(name):
+            return self._tokenizer.get_chat_template(arguments.get("chat_template"), arguments.get("tools"))
+
+    def _only_read(self, template: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Leave out the arguments that the template does not read, and warn of each once."""
+        unknown = self._names_of(template).unknown(arguments) if arguments else []
+        for name in unknown:
+            if name not in self._warned:
+                self._warned.add(name)
+                log.warning("chat_template_kwargs has %r, which the chat template does not read: it is left out", name)
+        return {key: value for key, value in arguments.items() if key not in unknown}
 
     def _apply(self, arguments: Mapping[str, Any], messages: list[Message]) -> str:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanoinfer.checks import as_int, as_list, short
+from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.config import Config
 from nanoinfer.grammar import Grammar, Grammars
 from nanoinfer.requests.chat import ChatRenderer, other_medium
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a mapping, as vLLM names them
 MESSAGES, TEMPLATE = "messages", "chat_template_kwargs"  # the keys of a prompt that is a chat
 A_PROMPT = "a string or a list of token ids"
-A_MAPPING = f"a mapping with {TEXT!r} or with {TOKEN_IDS!r} alone"
+A_MAPPING = f"a mapping with {TEXT!r} or {TOKEN_IDS!r}, and nothing else"
+NO_LORA = "there is no LoRA here"
 MOST_SHOWN = 60  # characters of a prompt in an error message
 
 Tokens = str | ListLike[int]
@@ -66,8 +67,10 @@ class Inputs:
         self,
         prompts: Prompt | ListLike[Prompt],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None,
+        lora_request: None = None,
     ) -> list[Prepared]:
         """Return the prompts of generate or stream, ready to run."""
+        check_none("lora_request", lora_request, NO_LORA)
         is_one = isinstance(prompts, str) or _holds_prompt(prompts)
         items = [prompts] if is_one else _list("prompts", prompts, f"a string or a list of prompts, or {A_MAPPING}")
         if items and as_int(items[0]) is not None:
@@ -89,7 +92,7 @@ class Inputs:
 
     def check_continuations(self, prompt: Prompt, continuations: Tokens | ListLike[Tokens]) -> list[Prepared]:
         """Return the prompt with each of its continuations, ready to be scored."""
-        name, given = _unwrap("prompt", prompt) if isinstance(prompt, Mapping) else ("prompt", prompt)
+        name, given, _ = _unwrap("prompt", prompt)
         given = given if isinstance(given, str) else _token_ids(name, given)
         items = [continuations] if isinstance(continuations, str) else continuations
         entries = _list("continuations", items, f"{A_PROMPT}, or a list of these")
@@ -117,10 +120,20 @@ class Inputs:
         self,
         messages: Chats,
         sampling_params: SamplingParams | ListLike[SamplingParams] | None,
-        template: dict[str, Any],
+        given: dict[str, Any],
+        others: Mapping[str, Any] | None = None,
+        lora_request: None = None,
     ) -> list[Prepared]:
-        """Return the chats, ready to run; template: the template's arguments."""
+        """Return the chats, ready to run.
+
+        given, others: the template's arguments; it must read those of the first kind
+        """
+        check_none("lora_request", lora_request, NO_LORA)
+        template = dict(_as_template(f"{TEMPLATE}=", others))
+        template.update((key, value) for key, value in given.items() if value is not None or key not in template)
         self._check_template(template)
+        if given and self._chats is not None:
+            self._chats.check_arguments(given, template)
         chats = _list("messages", messages, "a list of messages, or of such lists")
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
@@ -218,13 +231,11 @@ class Inputs:
         return self.tokenizer
 
     def _prepare(self, name: str, prompt: object, settings: Settings) -> Prepared:
-        if isinstance(prompt, Mapping):
-            if MESSAGES in prompt:
-                template = _template_of(name, prompt)
-                self._check_template(template)
-                return self._prepare_chat(f"{name}[{MESSAGES!r}]", prompt[MESSAGES], template, settings)
-            name, prompt = _unwrap(name, prompt)
-        text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, Mapping) and MESSAGES in prompt:
+            template = _template_of(name, prompt)
+            self._check_template(template)
+            return self._prepare_chat(f"{name}[{MESSAGES!r}]", prompt[MESSAGES], template, settings)
+        name, prompt, text = _unwrap(name, prompt)
         token_ids = self._check_token_ids(name, self._to_token_ids(name, prompt), settings.params)
         return Prepared(token_ids, text, *settings)
 
@@ -278,28 +289,37 @@ def _holds_prompt(value: object) -> bool:
 
 def _template_of(name: str, prompt: Mapping[Any, Any]) -> Mapping[str, Any]:
     """Return the template's arguments in a prompt that is a chat."""
-    if others := [key for key in prompt if key not in (MESSAGES, TEMPLATE)]:
+    if others := [key for key, value in prompt.items() if key not in (MESSAGES, TEMPLATE) and value is not None]:
         raise ValueError(f"{name} has {short(others[0])}: must have {MESSAGES!r} alone, or {TEMPLATE!r} beside it")
-    template = prompt.get(TEMPLATE, {})
+    return _as_template(f"{name}[{TEMPLATE!r}] is ", prompt.get(TEMPLATE))
+
+
+def _as_template(begin: str, template: Any) -> Mapping[str, Any]:
+    """Return the template's arguments; None counts as none; begin: begins the message of an error."""
+    if template is None:
+        return {}
     if not isinstance(template, Mapping) or not all(isinstance(key, str) for key in template):
         raise ValueError(
-            f"{name}[{TEMPLATE!r}] is {short(template, MOST_SHOWN)}: must be a mapping from the template's arguments to"
-            " values"
+            f"{begin}{short(template, MOST_SHOWN)}: must be a mapping from the template's arguments to values"
         )
     return template
 
 
-def _unwrap(name: str, prompt: Mapping[Any, Any]) -> tuple[str, str | ListLike[int]]:
-    """Return the text or the token ids that a mapping holds, with their name."""
-    if medium := other_medium(prompt):
+def _unwrap(name: str, prompt: Any) -> tuple[str, Any, str | None]:
+    """Return a prompt as text or token ids, its name, and its text if the user gave it; a mapping may hold both."""
+    if not isinstance(prompt, Mapping):
+        return name, prompt, prompt if isinstance(prompt, str) else None
+    given = {key: value for key, value in prompt.items() if value is not None}
+    if medium := other_medium(given):
         raise ValueError(f"{name} has {medium!r}: this model is run as text only; pass {A_MAPPING}")
-    if len(prompt) != 1 or not (TEXT in prompt or TOKEN_IDS in prompt):
+    kinds = [key for key in (TEXT, TOKEN_IDS) if key in (given or prompt)]
+    if not kinds or not given.keys() <= {*kinds}:
         raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: must be text, a list of token ids, or {A_MAPPING}")
-    ((key, value),) = prompt.items()
-    if isinstance(value, str) != (key == TEXT):
-        what = "a string" if key == TEXT else "a list of token ids"
-        raise ValueError(f"{name}[{key!r}] is {short(value, MOST_SHOWN)}: must be {what}")
-    return f"{name}[{key!r}]", value
+    for key in kinds:
+        if isinstance(prompt[key], str) != (key == TEXT):
+            what = "a string" if key == TEXT else "a list of token ids"
+            raise ValueError(f"{name}[{key!r}] is {short(prompt[key], MOST_SHOWN)}: must be {what}")
+    return f"{name}[{kinds[-1]!r}]", prompt[kinds[-1]], given.get(TEXT)
 
 
 def _token_ids(name: str, prompt: Any, what: str = A_PROMPT) -> list[int]:

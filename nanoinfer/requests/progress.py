@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import closing
+from functools import partial
+from typing import Any
 
 from tqdm import tqdm
 
+from nanoinfer.checks import check_flag, short
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.requests.interface import AnyRequest, SomeRequests
 from nanoinfer.requests.outputs import StreamOutput
@@ -74,10 +78,19 @@ class Bar(tqdm):
 
 Bar.set_lock(threading.RLock())
 
+UseTqdm = bool | Callable[..., Any]
 
-def run_all(requests: SomeRequests, count: int, use_tqdm: bool) -> None:
+
+def check_use_tqdm(use_tqdm: UseTqdm) -> UseTqdm:
+    """Return whether to show a bar, or the user's function that makes one."""
+    if callable(use_tqdm):
+        return use_tqdm
+    return check_flag("use_tqdm", use_tqdm, "True or False, or a function that makes a bar as tqdm does")
+
+
+def run_all(requests: SomeRequests, count: int, use_tqdm: UseTqdm) -> None:
     """Step until all of `count` requests have ended, and show how far they are if use_tqdm says so."""
-    with Bar(total=count, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
+    with closing(_make_bar(count, use_tqdm)) as bar:
         rates, num_finished = Rates(), 0
         while requests.num_running:
             results = requests.step()
@@ -85,8 +98,19 @@ def run_all(requests: SomeRequests, count: int, use_tqdm: bool) -> None:
             num_finished += newly
             prefills = [rates.update(result) for result in results if use_tqdm]
             if use_tqdm and (any(prefills) or newly):
-                bar.set_postfix_str(str(rates), refresh=False)
+                bar.postfix = str(rates)
                 bar.update(newly)
+
+
+def _make_bar(count: int, use_tqdm: UseTqdm) -> Any:
+    """Return a bar for `count` requests. Raises ValueError if the user's function makes none."""
+    make = use_tqdm if callable(use_tqdm) else partial(Bar, disable=not use_tqdm)
+    try:
+        bar = make(total=count, desc="Generating", dynamic_ncols=True)
+        _ = bar.update, bar.close  # what is called below
+    except Exception as error:
+        raise ValueError(f"use_tqdm={short(use_tqdm)}: must make a bar as tqdm does: {error!r}") from error
+    return bar
 
 
 def stream_all(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import Config
-from nanoinfer.hub import has_tokenizer
+from nanoinfer.hub import has_tokenizer, reason_of
 from nanoinfer.logprob import Decode
 from nanoinfer.process.collector import no_collection
 
@@ -54,7 +54,7 @@ def load_tokenizer(config: Config, is_replica: bool = False) -> PreTrainedTokeni
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ValueError(
-            f"{option}={folder!r}: cannot load its tokenizer: {_missing_packages(folder) or error}"
+            f"{option}={folder!r}: cannot load its tokenizer: {_missing_packages(folder) or reason_of(error)}"
         ) from error
     if not is_replica:
         _warn_if_misread(tokenizer, folder)

@@ -1,0 +1,340 @@
+"""vLLM's arguments that have no counterpart here: at which values they change nothing, and what to write for others.
+
+A value changes nothing if callers get the same results and can do the same things. It may be about speed, logs or
+servers, or name what nanoinfer does anyway. None always means that an argument is not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any, NamedTuple
+
+from nanoinfer.checks import as_flag, as_int, as_list, as_number, short
+
+Arguments = Mapping[str, Any]
+
+
+class Values(NamedTuple):
+    """Values that change nothing. text: describes them; has: whether a value is one of them, beside other arguments."""
+
+    text: str
+    has: Callable[[Any, Arguments], bool]
+
+
+class Argument(NamedTuple):
+    """An argument of vLLM's; reason: why other values cannot be had, and what to use instead."""
+
+    same: Values
+    reason: str
+
+    def check(self, name: str, value: Any, beside: Arguments) -> None:
+        """Raise ValueError for a value that would change something; beside: all arguments of the call."""
+        if value is not None and not self.same.has(value, beside):
+            raise ValueError(f"{name}={short(value)}: must be {self.same.text}: {self.reason}")
+
+
+def _only(*values: Any) -> Values:
+    return Values(_listed(["None", *map(repr, values)]), lambda value, _: any(_equal(value, known) for known in values))
+
+
+def _listed(names: list[str]) -> str:
+    return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def _equal(value: Any, known: Any) -> bool:
+    """Whether a value, from any library, is a known one; a boolean is no number."""
+    if isinstance(known, bool):
+        return as_flag(value) is known
+    if isinstance(known, int):
+        return as_number(value) == known
+    return isinstance(value, str) and value == known
+
+
+def _is_empty(value: Any, beside: Arguments) -> bool:
+    return isinstance(value, (str, Mapping, Set, list, tuple)) and not value
+
+
+def _is_number(value: Any, beside: Arguments) -> bool:
+    number = as_number(value)
+    return number is not None and number >= 0
+
+
+def _is_positive(value: Any, beside: Arguments) -> bool:
+    integer = as_int(value)
+    return integer is not None and integer > 0
+
+
+def _starts_as_ours(backend: Any, beside: Arguments) -> bool:
+    """Whether ranks start as ours do. With external_launcher each process has a rank, or is a model of its own."""
+    if _equal(backend, "external_launcher"):
+        sizes = (beside.get("tensor_parallel_size"), beside.get("data_parallel_size"))
+        return beside.get("tensor_parallel_group") is not None or all(size is None or _equal(size, 1) for size in sizes)
+    return any(_equal(backend, known) for known in ("mp", "uni", "ray"))
+
+
+def _is_whole_output(kind: Any, beside: Arguments) -> bool:
+    """Whether outputs are whole: vLLM's RequestOutputKind is CUMULATIVE, which is 0, or FINAL_ONLY, which is 2."""
+    if isinstance(name := getattr(kind, "name", None), str):
+        return name in ("CUMULATIVE", "FINAL_ONLY")
+    return _equal(kind, 0) or _equal(kind, 2)
+
+
+def _are_equal_priorities(priority: Any, beside: Arguments) -> bool:
+    entries = as_list(priority)
+    return all(entry is None or _equal(entry, 0) for entry in ([priority] if entries is None else entries))
+
+
+NONE = Values("None", lambda value, _: False)
+ANY = Values("any value", lambda value, _: True)
+EMPTY = Values("None or empty", _is_empty)
+FLAG = Values("None, True or False", lambda value, _: as_flag(value) is not None)
+FALSE, TRUE = _only(False), _only(True)
+NUMBER = Values("None or a number of at least 0", _is_number)
+POSITIVE = Values("None or a positive integer", _is_positive)
+STARTS = Values("None, 'mp', 'uni', 'ray', or 'external_launcher' with one process a model", _starts_as_ours)
+WHOLE_OUTPUT = Values("None, CUMULATIVE or FINAL_ONLY", _is_whole_output)
+BEST_OF = Values("None or n", lambda value, beside: as_int(value) == as_int(beside.get("n", 1)))
+EQUAL_PRIORITIES = Values("None or 0, for all prompts", _are_equal_priorities)
+
+NO_CODE = "no code of yours runs between two tokens; see SamplingParams(logit_bias=..., structured_outputs=...)"
+NO_LORA = "there is no LoRA here"
+NO_MEDIA = "models are run as text only"
+NO_CACHE_SWITCH = "prompts always share what is computed; llm.reset_prefix_cache() forgets it"
+NO_OFFLOADING = "weights and KV cache stay on the device; LLM(tensor_parallel_size=...) divides them"
+IN_ORDER = "requests begin in the order in which they come"
+OWN_KERNELS = "the kernels are nanoinfer's own; see LLM(attention_backend=...)"
+OWN_TOKENIZATION = "pass prompts of token ids to tokenize them yourself"
+STRUCTURED = "write SamplingParams(structured_outputs=...)"
+ONE_MACHINE = "an LLM runs on one machine; nanoinfer.integrations.ray_data uses several"
+DIVIDED = "LLM(tensor_parallel_size=..., data_parallel_size=...) alone divide the work"
+BLOCKS = "write LLM(num_kvcache_blocks=...)"
+CUT_BEFORE = "a prompt that is too long is refused: cut it before"
+BEAMS = "SamplingParams has no beams: call llm.beam_search"
+NOT_LOGGED = "the log tells of no requests"
+NOT_HERE = "nothing here depends on it"
+
+Line = tuple[str, Values, str]
+
+FOR_LLM: tuple[Line, ...] = (
+    # The model and its files
+    ("runner task", _only("auto", "generate"), "models generate text here; there are no pooling models"),
+    ("convert", _only("auto", "none"), "models generate text here; there are no pooling models"),
+    ("pooler_config override_pooler_config", EMPTY, "models generate text here; there are no pooling models"),
+    ("model_impl", _only("auto", "vllm"), "the models are nanoinfer's own; the README lists them"),
+    ("config_format", _only("auto", "hf"), "a model is a folder with config.json and *.safetensors"),
+    ("model_weights hf_config_path", EMPTY, "config.json and weights lie in one folder; pass it as model"),
+    ("hf_overrides model_class_overrides rope_scaling rope_theta", EMPTY, "change the folder's config.json"),
+    ("model_loader_extra_config", EMPTY, "files are read in one way"),
+    ("safetensors_load_strategy", _only("lazy", "eager", "prefetch"), "weights are read from *.safetensors"),
+    ("safetensors_prefetch_num_threads safetensors_prefetch_block_size", NUMBER, "files are read in one way"),
+    ("ignore_patterns pt_load_map_location max_parallel_loading_workers", ANY, "weights are read from *.safetensors"),
+    ("use_tqdm_on_load", FLAG, "no bar is shown while weights load"),
+    ("code_revision", ANY, "no remote code runs here"),
+    ("download_dir", NONE, "set the environment's HF_HUB_CACHE, or pass a folder as model"),
+    ("hf_token", TRUE, "the Hub's client takes the token of the environment's HF_TOKEN, or of `hf auth login`"),
+    ("tokenizer_mode", _only("auto", "hf"), "tokenizers are those of transformers, fast where there is a fast one"),
+    ("skip_tokenizer_init", FALSE, "a tokenizer is used if there is one; write SamplingParams(detokenize=False)"),
+    ("tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config", ANY, "one process tokenizes"),
+    ("chat_template", NONE, "pass it to llm.chat as chat_template"),
+    ("enable_prompt_embeds", FALSE, "prompts are texts or token ids"),
+    ("generation_config", _only("auto", "vllm"), "see llm.default_sampling_params(), or pass SamplingParams"),
+    ("override_generation_config", EMPTY, "pass SamplingParams, or change generation_config.json"),
+    ("quantization_config", EMPTY, "config.json tells how a checkpoint is quantized; see LLM(quantization=...)"),
+    ("quantization_param_path", NONE, "the checkpoint's own scales count; see LLM(kv_cache_dtype=...)"),
+    ("allow_deprecated_quantization", FLAG, NOT_HERE),
+    # The KV cache and memory
+    ("block_size", POSITIVE, "a block's size changes no result; LLM(kvcache_block_size=...) sets ours"),
+    ("enable_prefix_caching", TRUE, NO_CACHE_SWITCH),
+    ("prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit", ANY, "hashes only find blocks"),
+    ("kv_cache_memory_bytes num_gpu_blocks_override", NONE, BLOCKS),
+    ("kv_cache_dtype_skip_layers", EMPTY, "all layers' caches have LLM(kv_cache_dtype=...)"),
+    ("calculate_kv_scales", FALSE, "the checkpoint's own scales count; see LLM(kv_cache_dtype=...)"),
+    ("disable_sliding_window", FLAG, "a model's windows are kept, and sequences may be longer than they are"),
+    ("disable_hybrid_kv_cache_manager kv_sharing_fast_prefill swa_bounded_replay", FLAG, NOT_HERE),
+    ("swap_space", NUMBER, "a sequence that loses its blocks is computed again"),
+    ("preemption_mode watermark", ANY, "a sequence that loses its blocks is computed again"),
+    ("cpu_offload_gb offload_group_size kv_offloading_size", _only(0), NO_OFFLOADING),
+    ("cpu_offload_params offload_params", EMPTY, NO_OFFLOADING),
+    ("offload_backend offload_num_in_group offload_prefetch_step kv_offloading_backend", ANY, NO_OFFLOADING),
+    ("kv_transfer_config kv_events_config ec_transfer_config", EMPTY, "no other engine takes part in a prompt"),
+    ("ec_manager_config engram_config", EMPTY, NO_MEDIA),
+    ("enable_sleep_mode enable_cumem_allocator sleep_mode_offload_cudagraph", FLAG, "every LLM can sleep"),
+    ("sleep_mode_backend enable_nccl_comm_suspend", ANY, "every LLM can sleep"),
+    ("sleep_preserve_parameter_names", EMPTY, "llm.sleep keeps all weights or none; see llm.update_weights"),
+    # Steps
+    ("enable_chunked_prefill disable_chunked_mm_input", FLAG, "chunks of prompts change no result"),
+    ("long_prefill_token_threshold long_prefill_token_threshold_adaptive", NUMBER, "chunks change no result"),
+    ("max_num_partial_prefills max_long_partial_prefills", NUMBER, "chunks of prompts change no result"),
+    ("scheduler_reserve_full_isl prefill_schedule_interval scheduler_delay_factor", ANY, NOT_HERE),
+    ("max_num_scheduled_tokens", NONE, "write LLM(max_num_batched_tokens=...)"),
+    ("max_num_active_seqs", NONE, "write LLM(max_num_seqs=...)"),
+    ("max_num_queued_reqs max_num_queued_tokens", NONE, "a call's prompts all wait in one queue, which has no limit"),
+    ("num_scheduler_steps", POSITIVE, "the host is always a step ahead"),
+    ("num_lookahead_slots", _only(0), "there is no speculative decoding here; leave it out"),
+    ("async_scheduling disable_async_output_proc multi_step_stream_outputs", FLAG, "the host is always a step ahead"),
+    ("use_v2_block_manager", FLAG, NOT_HERE),
+    ("scheduling_policy", _only("fcfs"), IN_ORDER),
+    ("scheduler_cls", NONE, IN_ORDER),
+    ("stream_interval", _only(1), "llm.stream yields tokens as they come"),
+    ("tokens_only", FALSE, "write SamplingParams(detokenize=False)"),
+    # Kernels and graphs
+    ("max_seq_len_to_capture max_context_len_to_capture", NUMBER, "a graph replays sequences of any length"),
+    ("cudagraph_capture_sizes cuda_graph_sizes max_cudagraph_capture_size", ANY, "graphs change no result"),
+    ("compilation_config optimization_level performance_mode", ANY, "compiling changes no result"),
+    ("attention_config kernel_config ir_op_priority", EMPTY, OWN_KERNELS),
+    ("moe_backend linear_backend sparse_indexer_topk_backend", _only("auto"), OWN_KERNELS),
+    ("enable_flashinfer_autotune disable_cascade_attn", FLAG, OWN_KERNELS),
+    ("monokernel use_fp64_gumbel", FALSE, OWN_KERNELS),
+    ("gdn_prefill_backend kda_prefill_backend kda_decode_backend", ANY, "no model here has such layers"),
+    ("mamba_config mamba_backend mamba_ssu_algorithm mamba_cache_dtype mamba_ssm_cache_dtype", ANY, "no Mamba is here"),
+    ("mamba_block_size mamba_cache_mode mamba_cache_philox_rounds replayssm_buffer_len", ANY, "no Mamba is here"),
+    ("enable_mamba_shared_prefix_checkpoint use_replayssm", FLAG, "no Mamba is here"),
+    ("enable_mamba_cache_stochastic_rounding", FLAG, "no Mamba is here"),
+    # Ranks and machines
+    ("distributed_executor_backend", STARTS, "an LLM starts its ranks itself, or has those of tensor_parallel_group"),
+    ("worker_use_ray engine_use_ray disable_custom_all_reduce enable_shm_tensor_arena", FLAG, "ranks are processes"),
+    ("ray_workers_use_nsight", FALSE, "ranks are processes that the LLM starts"),
+    ("pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size", _only(1), DIVIDED),
+    ("dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size", ANY, DIVIDED),
+    ("nnodes", _only(1), ONE_MACHINE),
+    ("node_rank", _only(0), ONE_MACHINE),
+    ("master_addr master_port", ANY, ONE_MACHINE),
+    ("distributed_timeout_seconds cpu_distributed_timeout_seconds", NONE, "write LLM(worker_timeout=...)"),
+    ("watchdog_config fault_tolerance_config", EMPTY, "write LLM(worker_timeout=..., restart_replicas=True)"),
+    ("enable_fault_tolerance", FALSE, "write LLM(restart_replicas=True)"),
+    ("device_ids", EMPTY, "the environment's CUDA_VISIBLE_DEVICES chooses GPUs"),
+    ("numa_bind", FALSE, "the operating system places processes"),
+    ("numa_bind_nodes numa_bind_cpus", EMPTY, "the operating system places processes"),
+    ("data_parallel_rank data_parallel_start_rank", _only(0), "an LLM starts all of its replicas itself"),
+    ("data_parallel_size_local", NONE, "an LLM starts all of its replicas itself; write LLM(data_parallel_size=...)"),
+    ("data_parallel_address data_parallel_rpc_port", NONE, "an LLM starts all of its replicas itself"),
+    ("data_parallel_hybrid_lb data_parallel_external_lb", FALSE, "an LLM starts all of its replicas itself"),
+    ("data_parallel_multi_port_external_lb", FALSE, "an LLM starts all of its replicas itself"),
+    ("data_parallel_backend", _only("mp", "ray"), "replicas are processes of one machine"),
+    ("enable_expert_parallel enable_ep_weight_filter enable_eplb", FLAG, "ranks share the work of all experts"),
+    ("eplb_config expert_placement_strategy all2all_backend", ANY, "ranks share the work of all experts"),
+    ("enable_elastic_ep", FALSE, "the number of ranks is fixed"),
+    ("elastic_ep_max_dp_size", ANY, "the number of ranks is fixed"),
+    ("enable_dbo enable_hc_sp enable_batch_sharded_sampling disable_nccl_for_dp_synchronization", FLAG, NOT_HERE),
+    ("ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold dp_sync_interval", NUMBER, NOT_HERE),
+    ("worker_cls", _only("auto"), "no code of yours runs in ranks"),
+    ("worker_extension_cls", EMPTY, "no code of yours runs in ranks; llm.update_weights writes weights"),
+    ("weight_transfer_config", EMPTY, "llm.update_weights takes a trainer's tensors"),
+    # What there is not
+    ("enable_lora", FALSE, NO_LORA),
+    ("max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size lora_target_modules", ANY, NO_LORA),
+    ("fully_sharded_loras long_lora_scaling_factors enable_lora_bias enable_tower_connector_lora", ANY, NO_LORA),
+    ("specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels", ANY, NO_LORA),
+    ("default_mm_loras qlora_adapter_name_or_path", EMPTY, NO_LORA),
+    ("enable_prompt_adapter", FALSE, "there are no prompt adapters here"),
+    ("max_prompt_adapters max_prompt_adapter_token", ANY, "there are no prompt adapters here"),
+    ("speculative_config speculative_model spec_method spec_model", EMPTY, "there is no speculative decoding here"),
+    ("spec_tokens num_speculative_tokens", _only(0), "there is no speculative decoding here"),
+    ("watermark_config", EMPTY, "there is no watermark here"),
+    ("diffusion_config", EMPTY, "models generate one token after another"),
+    ("logits_processors", EMPTY, NO_CODE),
+    ("structured_outputs_config", EMPTY, STRUCTURED),
+    ("guided_decoding_backend", _only("auto", "guidance"), STRUCTURED),
+    ("reasoning_parser reasoning_parser_plugin reasoning_config", EMPTY, "texts are what the model writes"),
+    ("enable_reasoning", FALSE, "texts are what the model writes"),
+    ("io_processor_plugin additional_config", EMPTY, "there are no plugins here"),
+    ("enable_return_routed_experts", FALSE, "write LLM(routed_experts=True)"),
+    ("aux_output_config", EMPTY, "see LLM(routed_experts=...)"),
+    ("return_sampling_mask", FALSE, "SamplingParams(kept_tokens=True) tells how many tokens could be drawn"),
+    ("enable_trace_replay", FALSE, "llm.score tells how likely given tokens are"),
+    # Media
+    ("language_model_only interleave_mm_strings skip_mm_profiling", FLAG, NO_MEDIA),
+    ("limit_mm_per_prompt media_io_kwargs mm_processor_kwargs mm_processor_cache_gb", ANY, NO_MEDIA),
+    ("mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode", ANY, NO_MEDIA),
+    ("mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path", ANY, NO_MEDIA),
+    ("mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin mm_tensor_ipc", ANY, NO_MEDIA),
+    ("mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize video_pruning_rate", ANY, NO_MEDIA),
+    ("video_pruning_method disable_mm_preprocessor_cache renderer_num_workers", ANY, NO_MEDIA),
+    ("allowed_local_media_path allowed_media_domains", ANY, NO_MEDIA),
+    ("enable_mm_embeds mm_encoder_only", FALSE, NO_MEDIA),
+    # Logs and servers
+    ("max_logprobs", ANY, "SamplingParams(logprobs=...) has no limit but the vocabulary"),
+    ("disable_log_stats disable_log_requests enable_log_requests aggregate_engine_logging", FLAG, NOT_LOGGED),
+    ("served_model_name max_log_len show_hidden_metrics_for_version shutdown_timeout", ANY, "there is no server here"),
+    ("jit_monitor_mode jit_monitor_verbose fail_on_environ_validation", ANY, NOT_HERE),
+    ("log_level log_config_file logging_config", EMPTY, 'set up the logger: logging.getLogger("nanoinfer")'),
+    ("otlp_traces_endpoint collect_detailed_traces profiler_config", EMPTY, "use torch.profiler around a call"),
+    ("enable_layerwise_nvtx_tracing", FALSE, "use torch.profiler around a call"),
+    ("per_request_spec_decode_metrics", _only("none"), "there is no speculative decoding here"),
+    ("kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details", FALSE, "see llm.memory"),
+    ("enable_mm_processor_stats", FALSE, NO_MEDIA),
+    ("kv_cache_metrics_sample custom_histogram_buckets", ANY, "there is no server here"),
+)
+
+FOR_SAMPLING_PARAMS: tuple[Line, ...] = (
+    ("best_of", BEST_OF, "SamplingParams(n=...) gives all samples: choose among them"),
+    ("use_beam_search early_stopping", FALSE, BEAMS),
+    ("length_penalty", _only(1), BEAMS),
+    ("logits_processors", EMPTY, NO_CODE),
+    ("guided_decoding", EMPTY, STRUCTURED),
+    ("spaces_between_special_tokens", TRUE, "the tokenizer alone says where spaces stand"),
+    ("output_kind", WHOLE_OUTPUT, "llm.stream yields what is new"),
+    ("stream_interval", _only(1), "llm.stream yields tokens as they come"),
+    ("truncate_prompt_tokens", NONE, CUT_BEFORE),
+    ("extra_args", EMPTY, "there are no plugins here"),
+    ("flat_logprobs", FALSE, "log-probabilities are a list with a mapping for each token"),
+    ("logprob_token_ids prompt_logprob_token_ids", EMPTY, "SamplingParams(logprobs=...) gives the most likely tokens"),
+    ("prompt_logprob_start", _only(0), "write SamplingParams(prompt_logprobs_start=...)"),
+    ("skip_clone", FLAG, "each call copies settings"),
+    ("output_text_buffer_length", NUMBER, "llm.stream holds back what may begin a stop string"),
+    ("thinking_token_budget", NONE, "write SamplingParams(max_tokens=...)"),
+    ("repetition_detection", EMPTY, "write SamplingParams(repetition_penalty=...)"),
+    ("watermarking", FALSE, "there is no watermark here"),
+    ("skip_reading_prefix_cache", FALSE, NO_CACHE_SWITCH),
+    ("trace_decode_token_ids", EMPTY, "llm.score tells how likely given tokens are"),
+    ("routed_experts_prompt_start", _only(0), "outputs have the experts of all tokens; see LLM(routed_experts=...)"),
+)
+
+FOR_CALLS: tuple[Line, ...] = (
+    ("priority", EQUAL_PRIORITIES, IN_ORDER),
+    ("tokenization_kwargs", EMPTY, OWN_TOKENIZATION),
+    ("mm_processor_kwargs media_io_kwargs", EMPTY, NO_MEDIA),
+)
+FOR_GENERATE: tuple[Line, ...] = (
+    *FOR_CALLS,
+    ("guided_options_request", EMPTY, STRUCTURED),
+    ("prompt_adapter_request", NONE, "there are no prompt adapters here"),
+)
+FOR_CHAT: tuple[Line, ...] = (
+    *FOR_CALLS,
+    ("chat_template_content_format", _only("auto", "string", "openai"), "a template gets content in the form it takes"),
+)
+
+
+def _by_name(lines: tuple[Line, ...]) -> dict[str, Argument]:
+    return {name: Argument(same, reason) for names, same, reason in lines for name in names.split()}
+
+
+ARGUMENTS = {
+    "LLM": _by_name(FOR_LLM),
+    "SamplingParams": _by_name(FOR_SAMPLING_PARAMS),
+    "generate": _by_name(FOR_GENERATE),
+    "chat": _by_name(FOR_CHAT),
+}
+"""Who takes the argument -> its name -> what is known of it."""
+
+SAME_VALUES = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "lm_head_dtype": {"float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "attention_backend": {"TRITON_ATTN": "triton", "FLASH_ATTN": "flash_attn"},
+    "load_format": dict.fromkeys(
+        ("auto", "hf", "fastsafetensors", "instanttensor", "runai_streamer"), "safetensors"
+    ),  # ways to read the same files
+}
+"""Options of LLM that vLLM has too -> its names for values -> ours."""
+
+
+def our_value(option: str, value: Any) -> Any:
+    """Return the value of an option of LLM, by our name where vLLM has another."""
+    return SAME_VALUES.get(option, {}).get(value, value) if isinstance(value, str) else value
+
+
+def reason_for(name: str) -> str | None:
+    """Return what to know of an argument that some call of vLLM's takes; None if none does."""
+    return next((known[name].reason for known in ARGUMENTS.values() if name in known), None)

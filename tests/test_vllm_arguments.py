@@ -1,0 +1,348 @@
+"""vLLM's arguments are accepted at values that change nothing; for others an error says what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Iterator
+from enum import Enum
+from functools import partial
+from io import StringIO
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import greedy
+from tqdm import tqdm
+
+from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.config import Config
+from nanoinfer.hints import ELSEWHERE
+from nanoinfer.requests.chat import ChatRenderer
+from nanoinfer.requests.template_names import TemplateNames
+from nanoinfer.vllm_arguments import ANY, ARGUMENTS, FLAG, reason_for
+
+OWN = {
+    "LLM": set(inspect.signature(Config).parameters),
+    "SamplingParams": set(inspect.signature(SamplingParams).parameters),
+    "generate": set(inspect.signature(LLM.generate).parameters),
+    "chat": set(inspect.signature(LLM.chat).parameters),
+}
+CHAT = [{"role": "user", "content": "But, soft!"}]
+
+
+class OutputKind(Enum):
+    """As vLLM's RequestOutputKind."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(BUNDLED_MODEL, device="cpu", max_model_len=128, num_kvcache_blocks=8) as llm:
+        yield llm
+
+
+class TestTable:
+    def test_it_has_no_name_of_ours(self) -> None:
+        for taker, arguments in ARGUMENTS.items():
+            assert not OWN[taker] & arguments.keys()
+
+    def test_what_its_reasons_tell_to_write_is_there(self) -> None:
+        written = [
+            (taker, name)
+            for arguments in ARGUMENTS.values()
+            for argument in arguments.values()
+            for taker, names in re.findall(r"\b(LLM|SamplingParams)\(([^)]*)\)", argument.reason)
+            for name in re.findall(r"(\w+)=", names)
+        ]
+        assert len(written) > 20
+        assert [(taker, name) for taker, name in written if name not in OWN[taker]] == []
+
+    @pytest.mark.parametrize("taker", ARGUMENTS)
+    def test_each_takes_none_and_says_why_not_more(self, taker: str) -> None:
+        for name, argument in ARGUMENTS[taker].items():
+            argument.check(name, None, {})
+            if argument.same == ANY:
+                argument.check(name, object(), {})
+                continue
+            with pytest.raises(ValueError, match=rf"^{name}=<object .*: must be None.*: \w") as error:
+                argument.check(name, object(), {})
+            assert str(error.value).endswith(f": {argument.reason}")
+
+    @pytest.mark.parametrize("taker", ARGUMENTS)
+    def test_elsewhere_the_hint_is_the_reason(self, taker: str) -> None:
+        """And no name that happens to look alike."""
+        for other, call in (("LLM", partial(Config, BUNDLED_MODEL)), ("SamplingParams", SamplingParams)):
+            for name in ARGUMENTS[taker].keys() - ARGUMENTS[other].keys() - OWN[other] - ELSEWHERE.keys():
+                with pytest.raises(ValueError, match=f"^unknown argument '{name}': ") as error:
+                    call(**{name: 5})
+                assert str(error.value).endswith(f": {reason_for(name)}")
+
+
+class TestOptions:
+    def test_values_that_change_nothing(self) -> None:
+        config = Config(
+            BUNDLED_MODEL,
+            runner="generate",
+            convert="none",
+            model_impl="vllm",
+            tokenizer_mode="auto",
+            skip_tokenizer_init=False,
+            download_dir=None,
+            hf_overrides={},
+            generation_config="vllm",
+            enable_prefix_caching=True,
+            enable_chunked_prefill=False,
+            disable_sliding_window=True,
+            block_size=16,
+            swap_space=4,
+            cpu_offload_gb=0.0,
+            enable_sleep_mode=True,
+            num_gpu_blocks_override=None,
+            max_num_batched_tokens=None,
+            enforce_eager=None,
+            seed=None,
+            pipeline_parallel_size=1,
+            distributed_executor_backend="mp",
+            disable_custom_all_reduce=True,
+            enable_expert_parallel=False,
+            compilation_config={"level": 3},
+            max_seq_len_to_capture=8192,
+            enable_lora=False,
+            max_lora_rank=16,
+            limit_mm_per_prompt={"image": 4},
+            logits_processors=[],
+            max_logprobs=-1,
+            disable_log_stats=True,
+            enable_return_routed_experts=False,
+        )
+        assert config == Config(BUNDLED_MODEL)
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"enable_lora": True}, "enable_lora=True: must be None or False: there is no LoRA here"),
+            ({"enable_prefix_caching": False}, r"must be None or True: .*; llm.reset_prefix_cache\(\) forgets it"),
+            ({"kv_cache_memory_bytes": 2**30}, r"must be None: write LLM\(num_kvcache_blocks=...\)"),
+            ({"num_gpu_blocks_override": 64}, r"must be None: write LLM\(num_kvcache_blocks=...\)"),
+            ({"generation_config": "/here"}, r"must be None, 'auto' or 'vllm': see llm.default_sampling_params\(\)"),
+            ({"quantization_config": {"bits": 4}}, r"must be None or empty: .*LLM\(quantization=...\)"),
+            ({"cpu_offload_gb": 4}, "cpu_offload_gb=4: must be None or 0: weights and KV cache stay on the device"),
+            ({"pipeline_parallel_size": 2}, r"must be None or 1: LLM\(tensor_parallel_size=..., data_parallel_size="),
+            ({"model_impl": "transformers"}, "must be None, 'auto' or 'vllm': the models are nanoinfer's own"),
+            ({"task": "embed"}, "must be None, 'auto' or 'generate': models generate text here"),
+            ({"skip_tokenizer_init": True}, r"must be None or False: .*SamplingParams\(detokenize=False\)"),
+            ({"enable_return_routed_experts": True}, r"must be None or False: write LLM\(routed_experts=True\)"),
+            ({"block_size": 0}, "must be None or a positive integer"),
+            ({"swap_space": -1}, "must be None or a number of at least 0"),
+            ({"disable_log_stats": "no"}, "must be None, True or False"),
+            (
+                {"distributed_executor_backend": OutputKind},
+                "an LLM starts its ranks itself, or has those of tensor_par",
+            ),
+            ({"speculative_config": {"model": "a"}}, "must be None or empty: there is no speculative decoding here"),
+        ],
+        ids=repr,
+    )
+    def test_others_are_refused(self, wrong: dict, message: str) -> None:
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"^{name}=.*{message.removeprefix(f'{name}=')}"):
+            Config(BUNDLED_MODEL, **wrong)
+
+    def test_a_launched_process_is_a_model_or_has_a_group(self) -> None:
+        """As TRL starts vLLM: with external_launcher each process is a rank."""
+        check = partial(ARGUMENTS["LLM"]["distributed_executor_backend"].check, "distributed_executor_backend")
+        launched = "external_launcher"
+        for beside in (
+            {},
+            {"tensor_parallel_size": 1},
+            {"tensor_parallel_size": 2, "tensor_parallel_group": "a group"},
+        ):
+            check(launched, beside)
+        for beside in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
+            with pytest.raises(ValueError, match=r"'external_launcher' with one process a model: .*tensor_parallel_g"):
+                check(launched, beside)
+
+    @pytest.mark.parametrize("library", [np.array, torch.tensor])
+    def test_values_may_come_from_any_library(self, library: Any) -> None:
+        values = {"enable_lora": False, "enable_prefix_caching": True, "pipeline_parallel_size": 1, "swap_space": 4.5}
+        for name, value in values.items():
+            ARGUMENTS["LLM"][name].check(name, library(value), {})
+            with pytest.raises(ValueError, match=f"{name}="):
+                ARGUMENTS["LLM"][name].check(name, library([value, value]), {})
+
+    def test_a_boolean_is_no_number(self) -> None:
+        for name, wrong in (("pipeline_parallel_size", True), ("enable_lora", 0), ("cpu_offload_gb", False)):
+            with pytest.raises(ValueError, match=f"{name}={wrong}: "):
+                ARGUMENTS["LLM"][name].check(name, wrong, {})
+
+
+class TestSamplingParams:
+    @pytest.mark.parametrize("kind", [OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY, 0, 2])
+    def test_values_that_change_nothing(self, kind: object) -> None:
+        params = SamplingParams(
+            n=2,
+            best_of=2,
+            use_beam_search=False,
+            length_penalty=1.0,
+            early_stopping=False,
+            logits_processors=[],
+            guided_decoding=None,
+            spaces_between_special_tokens=True,
+            truncate_prompt_tokens=None,
+            output_kind=kind,
+            extra_args={},
+            skip_clone=True,
+            prompt_logprob_start=0,
+        )
+        assert params == SamplingParams(n=2)
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"best_of": 2}, r"best_of=2: must be None or n: SamplingParams\(n=...\) gives all samples"),
+            ({"n": 2, "best_of": 3}, "best_of=3: must be None or n: "),
+            ({"use_beam_search": True}, "must be None or False: SamplingParams has no beams: call llm.beam_search"),
+            ({"length_penalty": 2}, "must be None or 1: .* call llm.beam_search"),
+            ({"logits_processors": [len]}, "must be None or empty: no code of yours runs between two tokens"),
+            ({"guided_decoding": {"json": {}}}, r"write SamplingParams\(structured_outputs=...\)"),
+            (
+                {"output_kind": OutputKind.DELTA},
+                "must be None, CUMULATIVE or FINAL_ONLY: llm.stream yields what is new",
+            ),
+            ({"output_kind": True}, "must be None, CUMULATIVE or FINAL_ONLY"),
+            ({"truncate_prompt_tokens": -1}, "must be None: a prompt that is too long is refused: cut it before"),
+            ({"prompt_logprob_start": 3}, r"write SamplingParams\(prompt_logprobs_start=...\)"),
+            ({"skip_reading_prefix_cache": True}, r"llm.reset_prefix_cache\(\) forgets it"),
+        ],
+        ids=repr,
+    )
+    def test_others_are_refused(self, wrong: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            SamplingParams(**wrong)
+
+
+class TestCalls:
+    def test_values_that_change_nothing(self, llm: LLM) -> None:
+        nothing = {"priority": None, "tokenization_kwargs": {}, "mm_processor_kwargs": None}
+        (expected,) = llm.generate("But, soft!", greedy(2), use_tqdm=False)
+        (output,) = llm.generate("But, soft!", greedy(2), use_tqdm=False, **nothing, guided_options_request=None)
+        assert output.token_ids == expected.token_ids
+        assert len(llm.generate([[5], [6]], greedy(1), use_tqdm=False, priority=[0, 0])) == 2
+        (expected,) = llm.chat(CHAT, greedy(2), use_tqdm=False)
+        others = {"chat_template": None, "tools": None, "chat_template_kwargs": None}
+        (output,) = llm.chat(CHAT, greedy(2), False, **nothing, **others, chat_template_content_format="auto")
+        assert (output.prompt, output.token_ids) == (expected.prompt, expected.token_ids)
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            (
+                {"priority": [0, 1]},
+                r"priority=\[0, 1\]: must be None or 0, for all prompts: requests begin in the order",
+            ),
+            (
+                {"tokenization_kwargs": {"truncation": True}},
+                "must be None or empty: pass prompts of token ids to tokeni",
+            ),
+            ({"mm_processor_kwargs": {"fps": 2}}, "must be None or empty: models are run as text only"),
+        ],
+        ids=repr,
+    )
+    def test_others_are_refused(self, wrong: dict, message: str, llm: LLM) -> None:
+        for call, argument in ((llm.generate, [[5], [6]]), (llm.chat, CHAT)):
+            with pytest.raises(ValueError, match=message):
+                call(argument, greedy(1), **wrong)
+        with pytest.raises(ValueError, match="must be None, 'auto', 'string' or 'openai': a template gets content in"):
+            llm.chat(CHAT, chat_template_content_format="html")
+
+    def test_a_function_may_make_the_bar(self, llm: LLM) -> None:
+        """As vLLM calls it."""
+        written = StringIO()
+        made: list[tqdm] = []
+
+        def make(**options: Any) -> tqdm:
+            made.append(tqdm(file=written, mininterval=0, **options))
+            return made[0]
+
+        llm.generate([[5], [6]], greedy(2), use_tqdm=make)
+        assert (made[0].total, made[0].n, made[0].disable) == (2, 2, True)  # closed
+        assert "2/2" in written.getvalue()
+        assert "decode" in written.getvalue()
+        llm.chat(CHAT, greedy(1), use_tqdm=partial(tqdm, file=written, leave=False))
+
+    def test_a_function_that_makes_no_bar(self, llm: LLM) -> None:
+        for wrong in (int, lambda **options: None):
+            with pytest.raises(ValueError, match=r"use_tqdm=.*: must make a bar as tqdm does: "):
+                llm.generate([[5]], greedy(1), use_tqdm=wrong)
+        assert llm.engine.is_finished
+
+
+READS = [
+    ("{{ messages }}{% if loud %}!{% endif %}", {"loud"}),
+    ("{% if not date is defined %}{% set date = 'today' %}{% endif %}{{ date }}", {"date"}),
+    ("{% set loud = loud if loud is defined else true %}{{ loud }}", {"loud"}),
+    ("{% macro say(text) %}{{ text }}{{ end }}{% endmacro %}{{ say('a') }}", {"end"}),
+    ("{% set own = 1 %}{{ own }}{% for m in messages %}{{ loop.index }}{% endfor %}", set()),
+    ("{% set ns = namespace(found=first) %}{{ ns.found }}{{ raise_exception('a') }}", {"first"}),
+    ("{% for m in messages %}{% generation %}{{ mark }}{% endgeneration %}{% break %}{% endfor %}", {"mark"}),
+    ("{% set text %}{{ inner }}{% endset %}{{ text | upper }}", {"inner"}),
+]
+GIVEN = {"chat_template", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+
+
+class TestTemplates:
+    @pytest.mark.parametrize(("template", "names"), READS)
+    def test_a_template_takes_the_names_that_it_reads(self, template: str, names: set[str]) -> None:
+        assert TemplateNames(template).known == names | GIVEN
+
+    def test_nobody_knows_what_a_broken_template_reads(self) -> None:
+        assert TemplateNames("{% if %}").unknown(["loud"]) == []
+
+    def test_what_the_template_does_not_read_is_refused(self, llm: LLM) -> None:
+        template = "{{ messages[0].content }}{% if loud %}!{% endif %}"
+        call = partial(llm.chat, CHAT, greedy(1), use_tqdm=False, chat_template=template)
+        assert call(loud=True)[0].prompt == "But, soft!!"
+        for wrong, hint in ({"lout": 1}, "did you mean 'loud'"), ({"xyz": 1}, "known: .*, loud, tools$"):
+            with pytest.raises(
+                ValueError, match=f"unknown argument '{next(iter(wrong))}': the chat template .*; {hint}"
+            ):
+                call(**wrong)
+
+    def test_chat_template_kwargs_are_read_or_warned_of_once(self, llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+        template = "{{ messages[0].content }}{{ loud }}"
+        call = partial(llm.chat, CHAT, greedy(1), use_tqdm=False)
+        given = {"chat_template": template, "loud": 1, "colour": 2, "tokenize": True}
+        prompt = {"messages": CHAT, "chat_template_kwargs": given, "cache_salt": None}
+        with caplog.at_level(logging.WARNING, "nanoinfer"):
+            assert call(chat_template_kwargs=given)[0].prompt == "But, soft!1"
+            assert call(chat_template_kwargs=given, loud=3, chat_template=None)[0].prompt == "But, soft!3"
+            assert llm.generate(prompt, greedy(1), use_tqdm=False)[0].prompt == "But, soft!1"
+        assert [record.getMessage() for record in caplog.records] == [
+            f"chat_template_kwargs has {name!r}, which the chat template does not read: it is left out"
+            for name in ("colour", "tokenize")
+        ]
+        with pytest.raises(ValueError, match=r"chat_template_kwargs=\[1\]: must be a mapping from the template's arg"):
+            call(chat_template_kwargs=[1])
+
+    def test_each_of_named_templates_has_names_of_its_own(self, llm: LLM) -> None:
+        chats = ChatRenderer(llm.tokenizer)
+        own, llm.tokenizer.chat_template = llm.tokenizer.chat_template, {"default": "{{ a }}", "tool_use": "{{ b }}"}
+        try:
+            chats.check_arguments({"a": 1}, {"a": 1})
+            chats.check_arguments({"b": 1}, {"b": 1, "tools": [{}]})
+            with pytest.raises(ValueError, match="unknown argument 'b'"):
+                chats.check_arguments({"b": 1}, {"b": 1})
+        finally:
+            llm.tokenizer.chat_template = own
+
+
+def test_a_flag_is_any_flag() -> None:
+    for value in (True, False, np.True_, torch.tensor(False)):
+        assert FLAG.has(value, {})
+    assert not FLAG.has(1, {})
