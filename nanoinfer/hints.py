@@ -37,7 +37,7 @@ ELSEWHERE = {
         ("do_sample", "a temperature above 0 samples; SamplingParams(temperature=0) takes the most likely token"),
         ("max_length min_length", "SamplingParams(max_tokens=..., min_tokens=...) counts generated tokens alone"),
         ("num_beams use_beam_search length_penalty early_stopping", "there is no beam search"),
-        ("bad_words bad_words_ids suppress_tokens", "write SamplingParams(logit_bias={token id: -100})"),
+        ("bad_words_ids suppress_tokens", "write SamplingParams(logit_bias={token id: -100})"),
         ("response_format", "structured_outputs"),
         ("logits_processor stopping_criteria", "no code of yours runs between two tokens"),
         ("streamer stream", "llm.stream(...) yields the text as it comes"),

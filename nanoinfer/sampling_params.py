@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field
-from typing import Any
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
+from nanoinfer.bans import Bans
 from nanoinfer.checks import as_int, as_list, as_number, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
 from nanoinfer.structured_outputs import check_structured_outputs
 
 MIN_TEMPERATURE = 1e-6  # a lower one is greedy: logits divided by it would overflow
 LARGEST = 1e30  # no setting may be larger: the device computes in float32
-OPTIONAL = ("seed", "logprobs", "prompt_logprobs")  # may be None
+OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")  # may be None
 MOST_SAMPLES = 10**6  # each is a sequence of its own
+MOST_BIAS = 100  # of OpenAI's logit_bias
 
 
 @hints_for("SamplingParams")
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when the request ends.
 
-    vLLM and Hugging Face's generation config use the same names. A SamplingParams never changes: make a variant with
-    dataclasses.replace(params, seed=1).
+    vLLM and Hugging Face's generation config use the same names. Settings may be assigned, as in params.n = 4. Each
+    assignment is checked as the constructor checks, and changes nothing if it is refused. A request takes a copy when
+    it is added. Equal settings have equal hashes, so change none that is the key of a mapping.
 
     temperature: the sampler divides the logits by this number before it draws; 0 always takes the most likely token
-    max_tokens: a sample ends after this many generated tokens, or sooner where max_model_len is reached; 0: the engine
-        computes prompt_logprobs alone, and the prompt may fill max_model_len; n must be 1 then
+    max_tokens: a sample ends after this many generated tokens, or sooner where max_model_len is reached; None: only
+        there; 0: the engine computes prompt_logprobs alone, and the prompt may fill max_model_len; n must be 1 then
     ignore_eos: True: a sample goes on after an end-of-sequence token, as benchmarks want; such are the tokens that
         config.json, generation_config.json and the tokenizer name
-    seed: a request with a seed draws with the same randomness each time, whatever runs beside it; None: the engine
-        makes a seed from its own seed and the request's number, so that the same call twice on one LLM differs
+    seed: a request with a seed draws with the same randomness each time, whatever runs beside it; None or -1:
+        the engine makes a seed from its own and the request's number, so that the same call twice on one LLM differs
     n: the engine generates this many samples of the prompt, which share the prompt's KV cache; each draws for itself
     top_k: the sampler draws among the k most likely tokens, and those as likely as the k-th; 0 or -1: among all
     top_p: the sampler draws among the most likely tokens whose probabilities first add up to top_p, after top_k
@@ -41,13 +45,18 @@ class SamplingParams:
     presence_penalty: the sampler subtracts this number, from -2 to 2, from the logit of each token generated so far
     frequency_penalty: the sampler subtracts this number, from -2 to 2, once for each time that a token was generated
     logit_bias: the sampler adds to the logit of each token id the number that stands beside the id
+    allowed_token_ids: the sampler draws these tokens alone, an end-of-sequence token only if it is one of them; None:
+        it draws any
+    bad_words: the output does not spell these strings: the sampler leaves out the last token of a string where the
+        output ends with its others. As in vLLM, a string counts as the tokenizer writes it alone, and as it writes it
+        behind a space if that takes as many tokens. The prompt does not count, and other tokens may spell a string
     stop: one string, or several; a sample ends with the first of them, and its text ends before the string
     stop_token_ids: a sample ends with one of these tokens too, not only with an end-of-sequence token; its text ends
         before the token, its token_ids with the token
     include_stop_str_in_output: True: the text ends with the stop string or stop token; False: before it
     min_tokens: before this many generated tokens, no end-of-sequence token, stop token or stop string ends a sample
     logprobs: the output has the log-probability of each generated token, and of this many most likely ones; 0: of the
-        generated token alone; LLM's logprobs_mode says of which distribution
+        generated token alone; -1: of all tokens; True: as 1; LLM's logprobs_mode says of which distribution
     prompt_logprobs: as logprobs, for each token of the prompt
     prompt_logprobs_start: the prompt's tokens before this position get no log-probabilities; the engine computes the
         token just before it, and may take the blocks before that token from the KV cache
@@ -59,13 +68,14 @@ class SamplingParams:
         or a pydantic class}, {"json_object": True}, {"regex": text}, {"choice": list of texts}, or {"grammar": text, in
         Lark or GBNF}; needs `pip install 'nanoinfer[structured]'`. A sample ends where its text can only end, and at
         an end-of-sequence token even with ignore_eos; max_tokens may cut it before. JSON has at most one space between
-        its tokens
+        its tokens, unless "disable_any_whitespace": True or a "whitespace_pattern" stands beside it. An object with
+        attributes of these names will do, as vLLM's StructuredOutputsParams; an entry that is None counts as missing
 
     Raises a ValueError that names the setting, its value and the range, if a setting is out of its range.
     """
 
     temperature: float = 1.0
-    max_tokens: int = 64
+    max_tokens: int | None = 64
     ignore_eos: bool = False
     seed: int | None = None
     n: int = 1
@@ -76,8 +86,10 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    stop: str | Iterable[str] | None = None
-    stop_token_ids: Iterable[int] | None = None
+    allowed_token_ids: Iterable[int] | None = field(default=None, hash=False)
+    bad_words: Iterable[str] | None = field(default=None, hash=False)
+    stop: str | Iterable[str] | None = field(default=None, hash=False)
+    stop_token_ids: Iterable[int] | None = field(default=None, hash=False)
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
@@ -86,7 +98,9 @@ class SamplingParams:
     kept_tokens: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
+    structured_outputs: Mapping[str, Any] | Any = field(default=None, hash=False)
+
+    bans: ClassVar[Bans | None] = None  # of a request's own copy: allowed_token_ids and bad_words, resolved
 
     def __post_init__(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "kept_tokens", "skip_special_tokens", "detokenize"):
@@ -95,28 +109,58 @@ class SamplingParams:
         self._check_prompt_logprobs()
         self._check_numbers()
         self._check_logit_bias()
+        self._check_bans()
         self._check_stops()
         self._set("structured_outputs", check_structured_outputs(self.structured_outputs))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign a setting. Raises ValueError as the constructor does, and changes nothing then."""
+        if name in self.__dataclass_fields__ and name not in self.__dict__:  # the constructor sets it
+            self.__dict__[name] = value
+        else:
+            self.__dict__.update(vars(replace(self, **{name: value})))
+
+    @classmethod
+    def from_optional(cls, **settings: Any) -> SamplingParams:
+        """Return SamplingParams in which None stands for a setting's default, as vLLM's function of this name does.
+
+        max_tokens=None keeps its meaning. The keys of logit_bias may be integers as strings, and its numbers are
+        brought to the range from -100 to 100. Raises ValueError as SamplingParams does.
+        """
+        known = cls.__dataclass_fields__.keys() - {"max_tokens"}
+        given = {name: value for name, value in settings.items() if value is not None or name not in known}
+        if isinstance(bias := with_integer_keys(given.get("logit_bias")), Mapping):
+            given["logit_bias"] = {key: _to_most_bias(value) for key, value in bias.items()}
+        return cls(**given)
+
+    def clone(self) -> SamplingParams:
+        """Return a copy that shares nothing with this one."""
+        return deepcopy(self)
+
     def _set(self, name: str, value: Any) -> None:
-        """Set a field of this frozen dataclass to its checked value, of Python's own types."""
-        object.__setattr__(self, name, value)
+        """Set a field to its checked value, of Python's own types."""
+        self.__dict__[name] = value
 
     def _check_integers(self) -> None:
+        if as_int(self.seed) == -1:
+            self._set("seed", None)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                self._set(name, 1)
         for name, low, high, what in (
-            ("max_tokens", 0, None, ""),
+            ("max_tokens", 0, None, "None or an integer of at least 0"),
             ("min_tokens", 0, None, ""),
             ("n", 1, MOST_SAMPLES, ""),
             ("top_k", -1, None, "a positive integer, or 0 or -1 for all tokens"),
             ("seed", 0, 2**63 - 1, "None or an integer from 0 to 2**63 - 1"),
-            ("logprobs", 0, None, "None or an integer of at least 0"),
-            ("prompt_logprobs", 0, None, "None or an integer of at least 0"),
+            ("logprobs", -1, None, "None, an integer of at least 0, or -1 for all tokens"),
+            ("prompt_logprobs", -1, None, "None, an integer of at least 0, or -1 for all tokens"),
             ("prompt_logprobs_start", 0, None, ""),
         ):
             value = getattr(self, name)
             if value is not None or name not in OPTIONAL:
                 self._set(name, check_int(name, value, low, high, what))
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             least, most = short(self.min_tokens), short(self.max_tokens)
             raise ValueError(f"min_tokens={least}: must be at most max_tokens={most}")
 
@@ -163,8 +207,16 @@ class SamplingParams:
             biases[token_id] = bias
         self._set("logit_bias", biases)
 
+    def _check_bans(self) -> None:
+        if self.allowed_token_ids is not None:
+            allowed = _check_entries("allowed_token_ids", self.allowed_token_ids, "token ids", _as_token_id)
+            if not allowed:
+                raise ValueError("allowed_token_ids=[]: must be None for all tokens, or a list of token ids")
+            self._set("allowed_token_ids", allowed)
+        self._set("bad_words", _check_entries("bad_words", self.bad_words, "non-empty strings", _as_text))
+
     def _check_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
         self._set("stop", _check_entries("stop", stop, "non-empty strings", _as_text))
         self._set("stop_token_ids", _check_entries("stop_token_ids", self.stop_token_ids, "token ids", _as_token_id))
         if self.stop and not self.detokenize:
@@ -186,15 +238,27 @@ class SamplingParams:
         return self.structured_outputs is not None
 
 
-def _check_entries(name: str, value: Any, kind: str, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
+def with_integer_keys(bias: Any) -> Any:
+    """Return a logit_bias with integers for keys that are integers as strings, as in JSON; all else as it is."""
+    if not isinstance(bias, Mapping):
+        return bias
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: value for key, value in bias.items()}
+
+
+def _to_most_bias(value: Any) -> Any:
+    bias = as_number(value)
+    return value if bias is None or math.isnan(bias) else max(-MOST_BIAS, min(MOST_BIAS, bias))
+
+
+def _check_entries(name: str, value: Any, kind: str, convert: Callable[[Any], Any]) -> list[Any]:
     """Convert a list's entries; None counts as empty. Raises ValueError for an entry that `convert` turns into None."""
     entries = [] if value is None else as_list(value, ordered=False)
     if entries is None:
         raise ValueError(f"{name}={short(value)}: must be a list of {kind}")
-    converted = tuple(map(convert, entries))
+    converted = list(map(convert, entries))
     if None in converted:
         raise ValueError(f"{name} has {short(entries[converted.index(None)])}: must be a list of {kind}")
-    return tuple(sorted(converted)) if isinstance(value, Set) else converted  # each process has its own order of a set
+    return sorted(converted) if isinstance(value, Set) else converted  # each process has its own order of a set
 
 
 def _as_text(value: Any) -> str | None:

@@ -9,24 +9,57 @@ from typing import Any
 from nanoinfer.checks import as_list, short
 
 ANY_OBJECT = '{"type": "object"}'
+GUIDANCE = ("auto", "guidance")  # the names that vLLM has for llguidance, or for any
 
 
 def check_structured_outputs(value: Any) -> dict[str, Any] | None:
-    """Return {kind: its value}, of Python's own types: a schema as JSON text, choices as a tuple; None stays None."""
+    """Return {kind: its value}, of Python's own types: a schema as JSON text, choices as a tuple; None stays None.
+
+    value: a mapping, or an object with such attributes, as vLLM's; an entry that is None counts as missing
+    """
     if value is None:
         return None
     name = f"structured_outputs={short(value)}"
-    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in KINDS:
+    entries = _entries(value)
+    kinds = [kind for kind in KINDS if entries.get(kind) is not None] or [kind for kind in KINDS if kind in entries]
+    if len(kinds) != 1 or entries.keys() - KINDS.keys() - OPTIONS.keys():
         raise ValueError(f"{name}: must be a mapping with one of {', '.join(map(repr, KINDS))}")
-    ((kind, wanted),) = value.items()
+    for option, (is_known, instead) in OPTIONS.items():
+        if (wanted := entries.get(option)) is not None and not is_known(wanted):
+            raise ValueError(f"{name}: {option}={short(wanted)}: {instead}")
+    (kind,) = kinds
     convert, what = KINDS[kind]
     try:
-        converted = convert(wanted)
+        converted = convert(entries[kind])
     except Exception as error:  # a class's own model_json_schema may raise anything
         raise ValueError(f"{name}: {kind!r} must be {what}: {error}") from error
     if not converted:
         raise ValueError(f"{name}: {kind!r} must be {what}")
-    return {kind: converted}
+    space = "" if entries.get("disable_any_whitespace") else None
+    space = entries.get("whitespace_pattern", space)
+    return {kind: converted} if space is None else _with_space(kind, converted, space)
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    """Return what a mapping or an object names, without private names, and without options that are None."""
+    if isinstance(value, Mapping):
+        return {
+            name: entry
+            for name, entry in value.items()
+            if not (isinstance(name, str) and name.startswith("_")) and (entry is not None or name in KINDS)
+        }
+    names = [*KINDS, *OPTIONS]
+    return {name: entry for name in names if (entry := getattr(value, name, None)) is not None}
+
+
+def _with_space(kind: str, wanted: Any, pattern: str) -> dict[str, Any]:
+    """Return a form whose JSON, if it is any, has white space that matches a regular expression between its tokens."""
+    if kind not in ("json", "json_object"):
+        return {kind: wanted}
+    schema = json.loads(wanted if kind == "json" else ANY_OBJECT)
+    own = schema.get("x-guidance")  # llguidance's own options
+    options = {**(own if isinstance(own, dict) else {}), "whitespace_pattern": pattern}
+    return {"json": json.dumps({**schema, "x-guidance": options})}
 
 
 def _as_schema(value: Any) -> str | None:
@@ -58,3 +91,22 @@ KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "grammar": (_as_text, "a grammar's text, in Lark or GBNF"),
 }
 """The kinds of structured outputs: how to convert a value, and what it must be."""
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "disable_any_whitespace": (_is_flag, "must be True or False"),
+    "whitespace_pattern": (lambda value: isinstance(value, str), "must be a regular expression"),
+    "disable_additional_properties": (lambda value: value is False, "write additionalProperties into the schema"),
+    "structural_tag": (lambda value: False, "there are no structural tags: write a grammar"),
+    "backend": (
+        lambda value: isinstance(value, str) and value in GUIDANCE,
+        "leave it out: llguidance compiles every form",
+    ),
+    "backend_was_auto": (_is_flag, "must be True or False"),
+    "disable_fallback": (_is_flag, "must be True or False"),
+}
+"""What vLLM's objects have beside a kind: whether a value can be had, and what to do if not."""

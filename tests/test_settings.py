@@ -23,7 +23,7 @@ VOCABULARY = 2048  # the bundled model's
 MINUS_INFINITY = float("-inf")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings(SamplingParams):
     """SamplingParams with two settings more.
 

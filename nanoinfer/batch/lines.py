@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from nanoinfer.checks import check_flag, short
 from nanoinfer.requests.inputs import Prompt
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams, with_integer_keys
 
 Kind = Literal["plain", "chat", "completion"]
 
@@ -135,9 +135,9 @@ def complete(settings: Mapping[str, Any], defaults: Mapping[str, Any], seed: int
     seed, key: the job's seed, and what stands for the request in every run; a seed is made from these if none is given
     """
     known = {**defaults, **settings}
-    if isinstance(bias := known.get("logit_bias"), dict):  # JSON's keys are strings
-        known["logit_bias"] = {int(k) if isinstance(k, str) and k.isdecimal() else k: v for k, v in bias.items()}
-    if known.get("seed") is None:
+    if "logit_bias" in known:
+        known["logit_bias"] = with_integer_keys(known["logit_bias"])
+    if known.get("seed") in (None, -1):
         own = f"{seed} {json.dumps(key, default=str)}".encode()
         known["seed"] = int.from_bytes(blake2b(own, digest_size=8).digest(), "big") >> 1
     return known

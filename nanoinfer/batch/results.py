@@ -134,7 +134,7 @@ class _LogProbs:
         """Beside each token stand the likeliest in its place, among which it may not be."""
         content = []
         for token_id, entry in _places(sample):
-            likely = _likely(entry)[: self._params.logprobs]
+            likely = _likely(entry)[: None if self._params.logprobs == -1 else self._params.logprobs]
             content.append(
                 {
                     **self._token(token_id, entry[token_id]),

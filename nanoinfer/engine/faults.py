@@ -1,17 +1,35 @@
-"""Faults of a model: logits that are not finite give no token, and end their sequence."""
+"""Faults: where logits are not finite, or settings leave no token, there is no token, and the sequence ends."""
 
 from __future__ import annotations
 
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
+from nanoinfer.runner.logits.processors import NONE_LEFT
+
+BANNING = ("allowed_token_ids", "bad_words", "structured_outputs")  # settings that may leave no token
 
 
-def without_token(seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
-    """Return the running sequences for which a step has found no token; token_ids: the step's, one for each."""
-    if NO_TOKEN not in token_ids:
-        return []
+def without_token(seqs: list[Sequence], token_ids: list[int], dtype: str) -> dict[Sequence, str]:
+    """Return the running sequences for which a step has found no token, each with what is wrong.
+
+    token_ids: the step's, one for each of the sequences; dtype: the model's
+    """
+    if NO_TOKEN not in token_ids and NONE_LEFT not in token_ids:
+        return {}
     tokens = zip(seqs, token_ids, strict=True)
-    return [seq for seq, token_id in tokens if token_id == NO_TOKEN and not seq.is_finished]
+    return {
+        seq: not_finite(dtype) if token_id == NO_TOKEN else none_left(seq)
+        for seq, token_id in tokens
+        if token_id < 0 and not seq.is_finished
+    }
+
+
+def none_left(seq: Sequence) -> str:
+    """Say which settings have left a sequence no token, and what would work."""
+    names = [name for name in BANNING if getattr(seq.params, name)]
+    if seq.num_output_tokens < seq.params.min_tokens:
+        names.append("min_tokens")
+    return f"no token may be drawn: {' and '.join(names)} leave none: let them allow more"
 
 
 def not_finite(dtype: str) -> str:

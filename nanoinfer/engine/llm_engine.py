@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.faults import not_finite, without_token
+from nanoinfer.engine.faults import without_token
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
@@ -182,13 +182,13 @@ class LLMEngine:
         num_running, blocks_used = len(self.scheduler.running), self.scheduler.block_manager.share_used
         with fresh_torch_state():
             token_ids = self.ranks.wait(done.tokens)
-            failed = without_token(done.seqs, token_ids)
-            for seq in failed:
+            failed = without_token(done.seqs, token_ids, self.config.dtype)
+            for seq, why in failed.items():
                 self.scheduler.block_manager.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
-                self.finish(seq, "error", not_finite(self.config.dtype))
+                self.finish(seq, "error", why)
             record_extras(done.step, done.seqs, done.tokens.extras)
         ready_at = done.tokens.ready_at
-        result = StepResult(failed, done.seqs, ready_at=ready_at, num_running=num_running, blocks_used=blocks_used)
+        result = StepResult([*failed], done.seqs, ready_at=ready_at, num_running=num_running, blocks_used=blocks_used)
         if isinstance(done.step, PrefillStep):
             for seq in done.seqs:
                 if not seq.is_finished:

@@ -92,7 +92,8 @@ class Sequence:
         self.routed_experts: RoutedExperts | None = None  # None: nobody asks
         self.queued_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.versions: list[tuple[int, int]] = []  # see `use_weights`
-        self.max_len = min(len(prompt) + params.max_tokens, max_model_len)
+        most = max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
+        self.max_len = min(most, max_model_len)
         self.status = SequenceStatus.WAITING
         self.num_scheduled = 0
         self.check_at = 0  # kept by Scheduler, which looks at the sequence again at this num_scheduled

@@ -126,6 +126,7 @@ class NanoInfer(TemplateLM):
         prompts, params = [], []
         for context, settings in (request.args for request in requests):
             own = self._sampling_params(settings)
+            assert own.max_tokens is not None
             tokens = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(tokens[-(self.max_length - own.max_tokens) :])
             params.append(own)

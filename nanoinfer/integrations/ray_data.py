@@ -162,6 +162,10 @@ class _Asked(NamedTuple):
     future: Future[RequestOutput]
 
 
+def _most_tokens(asked: _Asked) -> float:
+    return math.inf if asked.params.max_tokens is None else asked.params.max_tokens
+
+
 class _Engine:
     """An LLM on a thread of its own, which takes requests from any thread while others run."""
 
@@ -193,7 +197,7 @@ class _Engine:
                 if asked is None:
                     return
                 waiting.append(asked)
-            waiting.sort(key=lambda asked: asked.params.max_tokens, reverse=True)
+            waiting.sort(key=_most_tokens, reverse=True)
             while waiting and len(self._running) < most:
                 self._add(*waiting.pop(0))
             self._step()
@@ -223,7 +227,7 @@ def _shared(sampling_params: SamplingParams | Mapping[str, Any] | None) -> dict[
     for name in UNKEPT:
         if (value := getattr(sampling_params, name)) != getattr(SamplingParams, name):
             raise ValueError(f"{name}={short(value)}: must be left out, because {NO_COLUMN}")
-    return vars(sampling_params)
+    return vars(sampling_params.clone())
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -42,6 +42,7 @@ def rollout_func(llm: LLM, params: SamplingParams | None = None) -> Rollout:
     """
     if params is not None:
         _check_params(params)
+        params = params.clone()
     weights = _Weights(llm)
 
     def rollout(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:

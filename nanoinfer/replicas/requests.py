@@ -180,7 +180,8 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
 
     def _most_tokens(self, request: ReplicaRequest) -> int:
         prompt = request.prompt
-        return min(prompt.params.max_tokens, self._config.max_model_len - len(prompt.token_ids))
+        room = self._config.max_model_len - len(prompt.token_ids)
+        return room if prompt.params.max_tokens is None else min(prompt.params.max_tokens, room)
 
     def _make(self, prompt: Prepared, streams: bool) -> ReplicaRequest:
         id, self._num_added = self._num_added, self._num_added + 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.config import Config
 from nanoinfer.grammar import Grammar, Grammars
+from nanoinfer.requests.bans import find_bans
 from nanoinfer.requests.chat import ChatRenderer, other_medium
 from nanoinfer.requests.spelling import whole_decoder
 from nanoinfer.sampling_params import SamplingParams
@@ -22,6 +24,7 @@ MESSAGES, TEMPLATE = "messages", "chat_template_kwargs"  # the keys of a prompt 
 A_PROMPT = "a string or a list of token ids"
 A_MAPPING = f"a mapping with {TEXT!r} or {TOKEN_IDS!r}, and nothing else"
 NO_LORA = "there is no LoRA here"
+ALL = -1  # log-probabilities
 MOST_SHOWN = 60  # characters of a prompt in an error message
 
 Tokens = str | ListLike[int]
@@ -186,12 +189,16 @@ class Inputs:
         for index, entry in enumerate(params):
             if not isinstance(entry, SamplingParams):
                 raise ValueError(f"sampling_params[{index}] is {short(entry)}: must be a SamplingParams")
-        return [self._check_setting(f"sampling_params[{index}]", entry) for index, entry in enumerate(params)]
+        settings: dict[int, Settings] = {}  # by the id of the user's object, which many prompts may share
+        for index, entry in enumerate(params):
+            if id(entry) not in settings:
+                settings[id(entry)] = self._check_setting(f"sampling_params[{index}]", entry)
+        return [settings[id(entry)] for entry in params]
 
     def _check_setting(self, name: str, params: SamplingParams) -> Settings:
         """Check settings by the model's vocabulary and tokenizer, which SamplingParams does not know; return a copy."""
         vocab_size = self.config.description.vocab_size
-        for field in ("logit_bias", "stop_token_ids"):
+        for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             for token_id in getattr(params, field) or ():
                 if token_id >= vocab_size:
                     raise ValueError(
@@ -203,7 +210,20 @@ class Inputs:
                 raise ValueError(f"{name}.{field}={short(count)}: the model has {vocab_size} tokens")
         if params.stop:
             self.check_detokenizer(f"{name}.stop={params.stop!r}")
-        return Settings(_copy(params), self.compile(name, params))
+        return Settings(self._resolve(name, params), self.compile(name, params))
+
+    def _resolve(self, name: str, params: SamplingParams) -> SamplingParams:
+        """Return a copy for the engine, which knows numbers of tokens and token ids alone."""
+        params = _copy(params)
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(params, field) == ALL:
+                vars(params)[field] = self.config.description.vocab_size
+        if params.bad_words:
+            self._known_tokenizer(f"{name}.bad_words={short(params.bad_words)}")
+        encode = partial(self._tokenize, f"{name}.bad_words", add_special_tokens=False)
+        if (bans := find_bans(name, params, self.config, encode)) is not None:
+            vars(params)["bans"] = bans
+        return params
 
     def compile(self, name: str, params: SamplingParams) -> Grammar | None:
         """Compile the grammar of a request with structured outputs; `name` begins the messages of errors."""
@@ -251,7 +271,7 @@ class Inputs:
         length, most = len(token_ids), self.config.max_model_len
         if params.max_tokens == 0 and length > most:
             raise ValueError(f"{name} has {length} tokens: must be at most max_model_len={most}")
-        if params.max_tokens > 0 and length >= most:
+        if params.max_tokens != 0 and length >= most:
             raise ValueError(
                 f"{name} has {length} tokens: must be fewer than max_model_len={most}, to leave room for a token"
             )

@@ -12,7 +12,17 @@ from nanoinfer.kernels.sampling.cutoff import Cutoff, find_cutoff
 from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.runner.logits.kept_tokens import KeptTokens
 from nanoinfer.runner.logits.logprobs import LogProbs
-from nanoinfer.runner.logits.settings import FILTERS, PENALTIES, Keep, changes_logits, filters_of, needs_tokens
+from nanoinfer.runner.logits.settings import (
+    BANS,
+    FILTERS,
+    PENALTIES,
+    Change,
+    Keep,
+    Penalty,
+    changes_logits,
+    filters_of,
+    needs_tokens,
+)
 from nanoinfer.runner.message import LogitsMessage
 from nanoinfer.runner.transfer import upload
 from nanoinfer.sampling_params import SamplingParams
@@ -29,7 +39,7 @@ class LogitsProcessorGroup:
     row_numbers: [rows] int64, these rows in the batch
     is_shaped: whether these rows, all of them, need their logits in float32, to change them or to tell of changed ones
     is_drawn: whether any of these rows draws another token than a temperature alone gives
-    needs_tokens: whether penalties of any of these rows need the tokens so far
+    needs_tokens: whether penalties or bans of any of these rows need the tokens so far
     is_guided: whether these rows, all of them, have masks
     asks, asks_kept: whether any of these rows asks for log-probabilities, or for kept_tokens
     """
@@ -42,9 +52,7 @@ class LogitsProcessorGroup:
         self.is_drawn = any(changes_logits(message) or filters_of(message.params) for message in self._messages)
         self.is_guided = self._params[0].is_guided
         self.needs_tokens = any(map(needs_tokens, self._params))
-        self._changes = [
-            penalty.make(self._messages, device) for penalty in PENALTIES if any(map(penalty.is_set, self._params))
-        ]
+        self._changes, self._bans = self._make(PENALTIES), self._make(BANS)
         self._suppressed = self._find_suppressed()
         self._asked = [i for i, params in enumerate(self._params) if params.logprobs is not None]
         self.asks = bool(self._asked)
@@ -66,10 +74,16 @@ class LogitsProcessorGroup:
         """Return the logits as penalties change them.
 
         logits: [rows, vocabulary] float32, like the result; positions: [rows], of the tokens to be drawn
-        tokens: [rows, max_model_len] int32, the tokens so far; None if no penalty needs them
+        tokens: [rows, max_model_len] int32, the tokens so far; None if not needs_tokens
         """
         for change in self._changes:
             logits = change(logits, positions, tokens)
+        return logits
+
+    def ban(self, logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
+        """Return the logits with -inf for the tokens that bans forbid; the arguments are as for `shape`."""
+        for ban in self._bans:
+            logits = ban(logits, positions, tokens)
         return logits
 
     def forbid(self, logits: Tensor, masks: Tensor | None = None) -> Tensor:
@@ -112,6 +126,11 @@ class LogitsProcessorGroup:
             return []
         keys = [self._numbers[i] - first_row for i in self._kept]
         return [KeptTokens.of(shaped, kept, temperatures, self._kept_rows, keys)]
+
+    def _make(self, penalties: list[Penalty]) -> list[Change]:
+        """Return the functions of those penalties that any row asks for."""
+        wanted = [penalty for penalty in penalties if any(map(penalty.is_set, self._params))]
+        return [penalty.make(self._messages, self._device) for penalty in wanted]
 
     def _find_suppressed(self) -> tuple[Tensor, Tensor] | None:
         """Return the rows and the token ids that must not be drawn in them; None if there are none."""

@@ -22,11 +22,12 @@ from nanoinfer.runner.message import ChunkMessage, DecodeMessage, LogitsMessage,
 from nanoinfer.runner.transfer import upload
 
 LOGITS_AT_ONCE = 64  # rows, or tokens of a prompt, whose logits are in float32 at a time
+NONE_LEFT = -2  # in place of a token id, where settings leave no token that may be drawn
 COPIES = 8  # of these logits and of their rows' tokens, while penalties are computed
 
 
 class LogitsProcessors:
-    """The rows that want more than a temperature, and the tokens so far of those whose penalties need them.
+    """The rows that want more than a temperature, and the tokens so far of those whose penalties or bans need them.
 
     wanted: row -> its request's settings; `update` applies the same moves as RowMap and InputBatch, in the same order
     """
@@ -105,8 +106,8 @@ class LogitsProcessors:
         positions: Tensor,
         extras: Extras,
         masks: MaskMessage | None = None,
-    ) -> None:
-        """Draw again for the rows of `wanted`, from first_row on.
+    ) -> Tensor:
+        """Draw again for the rows of `wanted`, from first_row on; returns which rows had no token left, [rows] bool.
 
         logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], as for kernels.sampling.draw
         token_ids: [rows] int32, the tokens drawn for all rows from first_row on; the new draws replace theirs
@@ -118,6 +119,7 @@ class LogitsProcessors:
         else:
             groups = self._groups = self._groups or self._divide(list(self.wanted))
         groups_masks = self._upload_masks(masks, [len(group.row_numbers) for group in groups if group.is_guided])
+        none_left = torch.zeros_like(token_ids, dtype=torch.bool)
         for group in groups:
             at = group.row_numbers - first_row
             group_temperatures, group_positions = temperatures[at], positions[at]
@@ -127,12 +129,13 @@ class LogitsProcessors:
                 some = some.float()
                 history = self._history[group.row_numbers] if group.needs_tokens and self._history is not None else None
                 shaped = group.shape(some, group_positions, history)
-                allowed = group.forbid(shaped, next(groups_masks) if group.is_guided else None)
+                allowed = group.ban(shaped, group_positions, history)
+                allowed = group.forbid(allowed, next(groups_masks) if group.is_guided else None)
                 allowed = group.filter(allowed, group_temperatures)
             cutoff = group.find_cutoff(allowed, group_temperatures)
             if group.is_drawn:
-                drawn = draw(allowed, group_temperatures, seeds[at], group_positions, cutoff=cutoff)[1]
-                token_ids[at] = drawn
+                best, drawn = draw(allowed, group_temperatures, seeds[at], group_positions, cutoff=cutoff)
+                token_ids[at], none_left[at] = drawn, best.isneginf()
             else:
                 drawn = token_ids[at]
             if group.needs_tokens and self._history is not None:
@@ -143,6 +146,7 @@ class LogitsProcessors:
                 some = kept if self.is_processed else some
             extras.logprobs += group.logprobs(some, drawn, first_row)
         self._count_draw(first_row)
+        return none_left
 
     def _upload_masks(self, masks: MaskMessage | None, sizes: list[int]) -> Iterator[Tensor]:
         """Return the masks of each group of guided rows, [rows, words] int32 on the device; sizes: those groups'"""

@@ -1,7 +1,7 @@
-"""Settings that need logits, each declared once: penalties change logits, filters leave tokens out of the draw.
+"""Settings that need logits, each declared once: penalties change logits, bans and filters leave out tokens.
 
-Whatever stands in PENALTIES or FILTERS is by that alone in the second draw, in kept_tokens, and in log-probabilities of
-the distributions that tokens are drawn from.
+Whatever stands in PENALTIES, BANS or FILTERS is by that alone in the second draw, in kept_tokens, and in
+log-probabilities of the distributions that tokens are drawn from.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.bans import NOTHING, Bans
+from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.kernels.sampling.penalties import penalize
+from nanoinfer.kernels.sampling.sequences import ban_sequences
 from nanoinfer.runner.message import LogitsMessage
 from nanoinfer.runner.transfer import upload
 from nanoinfer.sampling_params import SamplingParams
@@ -22,10 +26,12 @@ from nanoinfer.sampling_params import SamplingParams
 Change = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Keep = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+ALL = -1  # 32 tokens that may all be drawn
+
 
 @dataclass(frozen=True)
 class Penalty:
-    """Settings that make tokens less likely, or more likely.
+    """Settings that make tokens less likely, or more likely; as one of BANS, impossible.
 
     is_set: whether a request asks for it
     make: takes the messages of some rows, and their device; returns the function that changes these rows' logits. That
@@ -81,9 +87,43 @@ def _make_repetition(messages: list[LogitsMessage], device: torch.device) -> Cha
     return change
 
 
+def _make_mask(messages: list[LogitsMessage], device: torch.device) -> Change:
+    own = [None if bans is None else bans.mask for bans in _bans_of(messages)]
+    num_words = max(len(mask) for mask in own if mask is not None)
+    words = np.concatenate([np.full(num_words, ALL, np.int32) if mask is None else mask for mask in own])
+    masks = upload(array("i", words.tobytes()), device).view(len(messages), num_words)
+    return lambda logits, positions, tokens: apply_masks(logits, masks)
+
+
+def _make_bans(messages: list[LogitsMessage], device: torch.device) -> Change:
+    own = [(row, bans.sequences) for row, bans in enumerate(_bans_of(messages)) if bans is not None]
+    longest = max(sequences.shape[1] for _, sequences in own)
+    padded = [
+        np.pad(sequences, ((0, 0), (longest - sequences.shape[1], 0)), constant_values=NOTHING) for _, sequences in own
+    ]
+    numbers = np.repeat([row for row, _ in own], [len(sequences) for _, sequences in own]).astype(np.int32)
+    rows = upload(array("i", numbers.tobytes()), device).long()
+    sequences = upload(array("i", np.concatenate(padded).tobytes()), device).long().view(-1, longest)
+    starts = upload(array("i", [message.num_prompt_tokens for message in messages]), device)
+
+    def change(logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
+        assert tokens is not None
+        return ban_sequences(logits, tokens, positions, starts, rows, sequences)
+
+    return change
+
+
+def _bans_of(messages: list[LogitsMessage]) -> list[Bans | None]:
+    return [message.params.bans for message in messages]
+
+
 PENALTIES = [
     Penalty(lambda params: bool(params.logit_bias), _make_bias),
     Penalty(lambda params: params.has_penalties, _make_repetition, needs_tokens=True),
+]
+BANS = [
+    Penalty(lambda params: params.bans is not None and params.bans.mask is not None, _make_mask),
+    Penalty(lambda params: params.bans is not None and len(params.bans.sequences) > 0, _make_bans, needs_tokens=True),
 ]
 FILTERS = [
     Filter("top_k", lambda top_k: top_k > 0),
@@ -97,14 +137,19 @@ def filters_of(params: SamplingParams) -> list[Filter]:
     return [own for own in FILTERS if own.is_wanted(params)]
 
 
+def changes_of(params: SamplingParams) -> list[Penalty]:
+    """Return the penalties and bans that a request asks for."""
+    return [own for own in (*PENALTIES, *BANS) if own.is_set(params)]
+
+
 def needs_tokens(params: SamplingParams) -> bool:
-    """Whether a penalty makes the next token depend on the tokens so far."""
-    return any(own.needs_tokens and own.is_set(params) for own in PENALTIES)
+    """Whether a penalty or a ban makes the next token depend on the tokens so far."""
+    return any(own.needs_tokens for own in changes_of(params))
 
 
 def is_plain(params: SamplingParams) -> bool:
     """Whether a draw needs only logits, temperature and seed, once min_tokens have been generated."""
-    wants_more = any(own.is_set(params) for own in PENALTIES) or filters_of(params) or params.is_guided
+    wants_more = changes_of(params) or filters_of(params) or params.is_guided
     return not (wants_more or params.kept_tokens) and params.logprobs is None
 
 
@@ -112,4 +157,4 @@ def changes_logits(message: LogitsMessage) -> bool:
     """Whether a row's token is drawn from other logits than the model's; the filters of a cutoff need no others."""
     params = message.params
     masks = any(own.keep is not None for own in filters_of(params))
-    return masks or bool(message.suppressed) or params.is_guided or any(own.is_set(params) for own in PENALTIES)
+    return masks or bool(message.suppressed) or params.is_guided or bool(changes_of(params))

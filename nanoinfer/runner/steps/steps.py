@@ -13,7 +13,7 @@ from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.layers.sampler import Sampler
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
-from nanoinfer.runner.logits.processors import LogitsProcessors
+from nanoinfer.runner.logits.processors import NONE_LEFT, LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import copy_blocks
@@ -142,8 +142,8 @@ class Steps:
             return drawn
         # The rows have advanced: batch.positions are the drawn tokens'.
         how = batch.temperatures[rows], batch.seeds[rows], batch.positions[rows]
-        self.logits_processors.redraw(first_row, logits, token_ids, *how, launched.extras, masks)
-        return drawn.where(drawn < 0, token_ids)
+        none_left = self.logits_processors.redraw(first_row, logits, token_ids, *how, launched.extras, masks)
+        return drawn.where(drawn < 0, token_ids.masked_fill(none_left, NONE_LEFT))
 
     def extras(self, num_tokens: int) -> Extras:
         """Return the Extras of a step whose model has run."""

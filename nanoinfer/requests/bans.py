@@ -1,0 +1,53 @@
+"""Finds the tokens that a request may not draw, which its settings name by ids and by words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nanoinfer.bans import Bans
+from nanoinfer.config import Config
+from nanoinfer.sampling_params import SamplingParams
+
+Encode = Callable[[str], list[int]]
+
+
+def find_bans(name: str, params: SamplingParams, config: Config, encode: Encode) -> Bans | None:
+    """Return the Bans of settings that were checked; None if they forbid no token.
+
+    name: begins the messages of errors; encode: makes tokens of a text, without special ones
+
+    Raises ValueError for a word without tokens, and if a sample could not have even a first token.
+    """
+    vocab_size = config.description.vocab_size
+    sequences = [sequence for word in params.bad_words or () for sequence in _spellings(name, word, encode)]
+    sequences = [sequence for sequence in sequences if max(sequence) < vocab_size]  # the tokenizer may have more tokens
+    _check_first_token(name, params, config, {sequence[0] for sequence in sequences if len(sequence) == 1})
+    if params.allowed_token_ids is None and not sequences:
+        return None
+    allowed = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
+    return Bans.of(allowed, sequences, vocab_size)
+
+
+def _spellings(name: str, word: str, encode: Encode) -> list[list[int]]:
+    """Return the tokens of a word at the beginning of a text and, as vLLM does, of one behind a space."""
+    bare = word.lstrip()
+    first, behind_space = encode(bare), encode(f" {bare}")
+    if not first:
+        raise ValueError(f"{name}.bad_words has {word!r}: must have a character that the tokenizer makes a token of")
+    if behind_space and len(behind_space) == len(first) and behind_space[0] != first[0]:
+        return [first, behind_space]
+    return [first]
+
+
+def _check_first_token(name: str, params: SamplingParams, config: Config, banned: set[int]) -> None:
+    """Raise ValueError if settings leave no first token. A form may leave others, which only its grammar knows."""
+    settings = ["allowed_token_ids"] if params.allowed_token_ids is not None else []
+    if banned:
+        settings.append("bad_words")
+    if params.min_tokens > 0 and not params.is_guided:
+        settings.append("min_tokens")
+        banned = banned.union(params.stop_token_ids or (), () if params.ignore_eos else config.eos_token_ids)
+    vocab_size = config.description.vocab_size
+    allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    if params.max_tokens != 0 and banned and banned.issuperset(allowed):
+        raise ValueError(f"{name}: {' and '.join(settings)} leave no token that may be drawn: allow more tokens")
