@@ -34,10 +34,13 @@ from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
 from nanoinfer.benchmark.least_steps import Limits
 from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, has_experts, write_config
-from nanoinfer.config import DEFAULT_MAX_MODEL_LEN, Config
+from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.config import Config
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.linear.fp8_linear import HAS_FP8
+from nanoinfer.models import describe
 
 SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p")
@@ -128,8 +131,8 @@ def limits_of(config: Config) -> Limits:
 
 def make_llm(args: argparse.Namespace, folder: str) -> LLM:
     """Make the LLM that the command line asks for; exit with the error's message if that cannot be."""
-    is_chosen = args.max_model_len is not None or args.recipe.max_model_len != DEFAULT_MAX_MODEL_LEN
     try:
+        length = args.max_model_len or min(args.recipe.max_model_len, longest_of(folder))
         return LLM(
             folder,
             tensor_parallel_size=args.tp,
@@ -137,7 +140,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             attention_backend=args.backend,
             enforce_eager=args.enforce_eager,
             max_num_seqs=args.recipe.max_num_seqs,
-            max_model_len=args.recipe.max_model_len if is_chosen else None,  # a model's own limit may be lower
+            max_model_len=length,
             dtype=args.dtype,
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
@@ -147,6 +150,11 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
         )
     except ValueError as error:
         raise SystemExit(f"bench.py: error: {error}") from None
+
+
+def longest_of(folder: str) -> int:
+    """Return the most tokens that the model allows a sequence; folder: or a Hub id."""
+    return describe(Checkpoint.open(find_folder("model", folder, None, CHECKPOINT_FILES)).hf_config).max_position
 
 
 def run_weights(args: argparse.Namespace, folder: str) -> dict[str, Any]:

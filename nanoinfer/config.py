@@ -30,7 +30,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 LOAD_FORMATS = ["safetensors", "dummy", "dummy_skewed"]
 SAVE_FIRST = "; transformers' save_pretrained writes *.safetensors"
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
-DEFAULT_MAX_MODEL_LEN = 4096  # or the model's own limit, if that is lower
+LONGEST_BY_TORCH = 4096  # of max_model_len if it is left out: on a GPU, each step reads so many keys of every row
 MAX_RANKS = 8
 MAX_REPLICAS = 64
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
@@ -46,8 +46,9 @@ class Config:
     max_num_seqs: at most this many sequences run at once. Their rows (logits, block tables, tokens so far) may take at
         most half of the memory that may be in use
     max_model_len: a sequence has at most this many tokens, prompt and output. It may not exceed the model's own limit:
-        max_position_embeddings, or with YaRN its original length times its factor, if that is more. None: 4,096, or the
-        limit if that is lower; print(llm.memory) shows both
+        max_position_embeddings, or with YaRN its original length times its factor, if that is more. None: that limit,
+        or the longest sequence that the KV cache holds, if that is shorter. The log says so then, and print(llm.memory)
+        shows both. With attention_backend="torch" on CUDA, None is at most 4,096
     gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
         memory counts too
     tensor_parallel_size: this many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
@@ -131,6 +132,7 @@ class Config:
     worker_timeout: float = 30.0
     when_checked: InitVar[Callable[[Config], object] | None] = field(default=None, kw_only=True)
 
+    fits_length: bool = field(init=False, repr=False)  # max_model_len was left out: it is what fits
     description: Description = field(init=False, repr=False)  # the model's structure
     eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
     generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
@@ -189,6 +191,7 @@ class Config:
             self.description = self._describe(checkpoint.hf_config)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
+        self._check_num_blocks()
         self._check_max_model_len()
         self.description = self.description.within(self.max_model_len)
         self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
@@ -200,7 +203,6 @@ class Config:
             self.description.head_dim,
             self.kv_cache_dtype == "fp8",
         )
-        self._check_num_blocks()
         self._check_deterministic()
 
     def add_end(self, token_id: int) -> None:
@@ -293,12 +295,21 @@ class Config:
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, 1, math.inf, "of seconds, at least 1")
 
     def _check_max_model_len(self) -> None:
-        limit = self.description.max_position
-        if cast("int | None", self.max_model_len) is None:
-            self.max_model_len = min(DEFAULT_MAX_MODEL_LEN, limit)
+        limit, blocks = self.description.max_position, self.num_kvcache_blocks
+        self.fits_length = cast("int | None", self.max_model_len) is None
+        if self.fits_length:
+            held = limit if blocks is None else blocks * self.kvcache_block_size
+            by_backend = LONGEST_BY_TORCH if (self.attention_backend, self.device) == ("torch", "cuda") else limit
+            self.max_model_len = min(limit, held, by_backend)
         if self.max_model_len > limit:
             length = short(self.max_model_len)
             raise ValueError(f"max_model_len={length}: must be at most {limit}, the longest sequence of this model")
+        needed = -(-self.max_model_len // self.kvcache_block_size)
+        if blocks is not None and blocks < needed:
+            raise ValueError(
+                f"num_kvcache_blocks={blocks}: one sequence of max_model_len={self.max_model_len} needs {needed} blocks"
+                f" of {self.kvcache_block_size} tokens; raise it, or lower max_model_len"
+            )
 
     def _check_deterministic(self) -> None:
         if not self.deterministic:
@@ -325,12 +336,6 @@ class Config:
             raise ValueError(
                 f"num_kvcache_blocks={short(self.num_kvcache_blocks)}: must be at most {most}: with"
                 f" kvcache_block_size={self.kvcache_block_size}, that is {MAX_SLOTS} tokens"
-            )
-        needed = -(-self.max_model_len // self.kvcache_block_size)
-        if self.num_kvcache_blocks < needed:
-            raise ValueError(
-                f"num_kvcache_blocks={self.num_kvcache_blocks}: one sequence of max_model_len={self.max_model_len}"
-                f" needs {needed} blocks of {self.kvcache_block_size} tokens; raise it, or lower max_model_len"
             )
 
 

@@ -64,7 +64,7 @@ class LLM(VllmMethods):
             self.tokenizer = load_tokenizer(self.config)
             self.engine, self._requests = start.finish(self.config, self.tokenizer)
         self.memory = self.engine.memory
-        self.config.num_kvcache_blocks = self.memory.blocks
+        self.config.num_kvcache_blocks, self.config.max_model_len = self.memory.blocks, self.memory.max_model_len
         self._inputs = Inputs(self.config, self.tokenizer)
         self._busy = threading.Lock()
 

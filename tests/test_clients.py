@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 import nanoinfer
 from nanoinfer import BUNDLED_MODEL, LLM
-from nanoinfer.config import DEFAULT_MAX_MODEL_LEN, Config
+from nanoinfer.config import Config
 
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 ROOT = Path(__file__).parent.parent
@@ -223,7 +223,7 @@ class TestOptions:
         names = [option.name for option in fields(Config) if option.init and option.name != "model"]
         config, default = Config(BUNDLED_MODEL, **dict.fromkeys(names)), Config(BUNDLED_MODEL)
         assert config == default
-        assert config.max_model_len == min(DEFAULT_MAX_MODEL_LEN, config.description.max_position)
+        assert config.max_model_len == config.description.max_position
         assert config.max_num_seqs == Config.max_num_seqs
 
     @pytest.mark.parametrize(

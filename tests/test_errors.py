@@ -441,7 +441,6 @@ class TestConfig:
             {"kvcache_block_size": 40},
             {"kvcache_block_size": 0},
             {"num_kvcache_blocks": 0},
-            {"num_kvcache_blocks": 7},
             {"attention_backend": "flash"},
             {"dtype": "int8"},
             {"device": "tpu"},

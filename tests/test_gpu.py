@@ -88,7 +88,7 @@ def logits_of(llm: LLM, prompt: list[int], first: int) -> torch.Tensor:
     steps, found = llm.engine.ranks.runner.steps, []
     for start, end in ((0, first), (first, len(prompt))):
         chunk = ChunkMessage(array("i", prompt[start:end]), start, [3, 1])
-        packed = PrefillInputs([chunk], [], steps.kv_cache, steps.max_blocks)
+        packed = PrefillInputs([chunk], [], steps.kv_cache)
         with torch.inference_mode():
             found.append(steps.model.compute_logits(steps.model(packed.token_ids, packed.context)).float().cpu())
     return torch.cat(found)

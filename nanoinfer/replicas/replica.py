@@ -193,6 +193,10 @@ class Replica:
             self._outbox.send(Report(self._round, begun, ended, pieces, self._steps))
             self._steps, self._reported_at = [], now
 
+    def limit(self, max_model_len: int) -> None:
+        """Let no sequence be longer than the replica with the fewest blocks allows: results would differ."""
+        self.engine.config.max_model_len = max_model_len
+
     def take(self, round: int, tasks: list[Task]) -> None:
         """Queue tasks of a round."""
         self._round = round

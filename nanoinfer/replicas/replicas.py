@@ -24,7 +24,7 @@ from nanoinfer.replicas.messages import Failed, Ready, Reply, Report
 from nanoinfer.replicas.process import ReplicaProcess
 from nanoinfer.requests.interface import Fate
 from nanoinfer.runner.memory.lender import Tag
-from nanoinfer.runner.memory.plan import MemoryPlan
+from nanoinfer.runner.memory.plan import MemoryPlan, tell
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 log = logging.getLogger("nanoinfer")
@@ -89,6 +89,12 @@ class Replicas:
             self._finalizer()
             raise
         self.memory = min(plans, key=lambda plan: plan.blocks)
+        tell(self._config, self.memory)
+        self._config.max_model_len, self._config.fits_length = (
+            self.memory.max_model_len,
+            False,
+        )  # for those that restart
+        self.tell_all("limit", self.memory.max_model_len)
         self._is_started = True
 
     @property

@@ -29,7 +29,7 @@ from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes, sharing_batch_sizes
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
-from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory
+from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory, shorten_on_cpu
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.steps.one_by_one import OneByOne
@@ -79,6 +79,8 @@ class ModelRunner:
             torch.set_num_threads(_share_of_threads(processes))
         if config.device == "cuda":
             read_triton()
+        else:
+            shorten_on_cpu(config)
         try:
             with fresh_torch_state(), self._current_device(), named_memory_errors(config, self.device):
                 self._load()
@@ -204,6 +206,7 @@ class ModelRunner:
         graph_bytes = (len(self._graph_sizes) + len(self._sharing_sizes)) * BYTES_PER_GRAPH
         spec, held = self.holdings.cache_spec, self.holdings.model_bytes
         self.memory = plan_memory(self.config, spec, self.device, self.tp, held, step_bytes, graph_bytes)
+        self.config.max_model_len = self.memory.max_model_len
         self._make_cache(self.memory.blocks)
 
     def _capture(self) -> None:

@@ -18,6 +18,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processor_group import LogitsProcessorGroup
 from nanoinfer.runner.logits.settings import changes_logits, is_plain, needs_tokens
+from nanoinfer.runner.logits.token_history import PLANNED_TOKENS, TokenHistory
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, LogitsMessage, MaskMessage, PrefillMessage
 from nanoinfer.runner.transfer import upload
 
@@ -58,14 +59,17 @@ class LogitsProcessors:
         self._max_num_seqs = max_num_seqs
         self._is_alone, self._is_deterministic = is_alone, is_deterministic
         self._groups: list[LogitsProcessorGroup] = []  # of all wanted rows, kept while these are the same
-        self._history_shape = (max_num_seqs, max_model_len)
-        self._history: Tensor | None = None  # [rows, max_model_len] int32, made when the first row needs it
+        self._planned_tokens = min(max_model_len, PLANNED_TOKENS)
+        self._history = TokenHistory(max_num_seqs, device)
 
     @property
     def working_bytes(self) -> int:
-        """The device memory, in bytes, that the tokens so far and a running redraw may take."""
-        rows, longest = self._history_shape
-        return (COPIES * LOGITS_AT_ONCE * (self.vocab_size + longest) + rows * longest) * torch.float32.itemsize
+        """The device memory, in bytes, that the tokens so far and a running redraw may take.
+
+        The tokens of rows that are longer than planned take some of what gpu_memory_utilization leaves.
+        """
+        redrawn = COPIES * LOGITS_AT_ONCE * (self.vocab_size + self._planned_tokens)
+        return (redrawn + self._max_num_seqs * self._planned_tokens) * torch.float32.itemsize
 
     def prompt_tokens_at_once(self, chunks: list[ChunkMessage]) -> int:
         """Return for how many tokens of these chunks the log-probabilities may be computed together."""
@@ -81,20 +85,20 @@ class LogitsProcessors:
             self.wanted.pop(destination, None)
             if source in self.wanted:
                 self.wanted[destination] = self.wanted.pop(source)
-                if self._history is not None:
-                    self._history[destination] = self._history[source]
+            self._history.move(source, destination)
         for row in [row for row in self.wanted if row >= message.num_rows]:
             self._groups = []
             del self.wanted[row]
+            self._history.drop(row)
+        if isinstance(message, DecodeMessage):
+            self._history.step()
 
     def join(self, row: int, message: LogitsMessage) -> None:
         """Add a row that wants more than a temperature."""
         self._groups = []
         self.wanted[row] = message
         if needs_tokens(message.params):
-            if self._history is None:
-                self._history = torch.zeros(self._history_shape, dtype=torch.int32, device=self.device)
-            self._history[row, : len(message.token_ids)] = upload(message.token_ids, self.device)
+            self._history.join(row, message.token_ids)
 
     def redraw(
         self,
@@ -127,7 +131,7 @@ class LogitsProcessors:
             shaped = allowed = some
             if group.is_shaped:
                 some = some.float()
-                history = self._history[group.row_numbers] if group.needs_tokens and self._history is not None else None
+                history = self._history.of(group.row_numbers) if group.needs_tokens else None
                 shaped = group.shape(some, group_positions, history)
                 allowed = group.ban(shaped, group_positions, history)
                 allowed = group.forbid(allowed, next(groups_masks) if group.is_guided else None)
@@ -138,8 +142,8 @@ class LogitsProcessors:
                 token_ids[at], none_left[at] = drawn, best.isneginf()
             else:
                 drawn = token_ids[at]
-            if group.needs_tokens and self._history is not None:
-                self._history[group.row_numbers, group_positions.long()] = drawn
+            if group.needs_tokens:
+                self._history.write(group.row_numbers, group_positions, drawn)
             if group.asks_kept or (group.asks and self.is_processed):
                 kept = distribution(allowed, group_temperatures, drawn, cutoff)
                 extras.kept_tokens += group.kept_tokens(shaped, kept, group_temperatures, first_row)

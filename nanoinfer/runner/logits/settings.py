@@ -36,7 +36,7 @@ class Penalty:
     is_set: whether a request asks for it
     make: takes the messages of some rows, and their device; returns the function that changes these rows' logits. That
         takes the logits, [rows, vocabulary] float32, the positions of the tokens to be drawn, [rows] int32, and the
-        tokens so far, [rows, max_model_len] int32, or None. It returns new logits; rows that do not ask keep theirs
+        tokens so far, [rows, longest] int32, or None. It returns new logits; rows that do not ask keep theirs
     needs_tokens: it depends on the tokens so far
     """
 
@@ -82,7 +82,7 @@ def _make_repetition(messages: list[LogitsMessage], device: torch.device) -> Cha
 
     def change(logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
         assert tokens is not None
-        return penalize(logits, tokens.long(), positions, lengths, *penalties)
+        return penalize(logits, tokens, positions, lengths, *penalties)
 
     return change
 

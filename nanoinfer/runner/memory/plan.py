@@ -13,6 +13,7 @@ import torch
 from nanoinfer.checks import short
 from nanoinfer.config import MAX_SLOTS, Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.logits.token_history import PLANNED_TOKENS
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 
 CPU_BUDGET = 4 << 30  # for the KV cache, whose pages cost memory only once they are written
@@ -36,7 +37,7 @@ class MemoryPlan:
     graphs: the CUDA graphs keep about this much
     block_bytes: one block of the KV cache takes this much
     blocks: the KV cache has this many blocks
-    max_model_len: a sequence has at most this many tokens
+    max_model_len: a sequence has at most this many tokens, no more than the KV cache holds
     max_position: the model's own limit, which max_model_len may not exceed
     """
 
@@ -91,8 +92,9 @@ def named_memory_errors(config: Config, device: torch.device) -> Iterator[None]:
 def _check_rows(config: Config, limit: int) -> None:
     """Refuse too many rows: each has logits, a block table, and room for the tokens so far, which penalties need."""
     vocab_size = -(-config.description.vocab_size // config.tensor_parallel_size)
-    blocks = -(-config.max_model_len // config.kvcache_block_size)
-    row_bytes = vocab_size * config.torch_head_dtype.itemsize + 4 * (blocks + config.max_model_len)
+    tokens = min(config.max_model_len, PLANNED_TOKENS)
+    blocks = -(-tokens // config.kvcache_block_size)
+    row_bytes = vocab_size * config.torch_head_dtype.itemsize + 4 * (blocks + tokens)
     most = int(limit * MAX_ROWS_SHARE) // row_bytes
     if config.max_num_seqs > most:
         raise ValueError(
@@ -104,6 +106,15 @@ def _check_rows(config: Config, limit: int) -> None:
 def _limit(config: Config, device: torch.device, held: int) -> int:
     """Return how many bytes may be in use; held: of these, the model's."""
     return held + CPU_BUDGET if device.type == "cpu" else int(_total(device) * config.gpu_memory_utilization)
+
+
+def shorten_on_cpu(config: Config) -> None:
+    """Let max_model_len, if it was left out, be at most what the KV cache will hold: the model has tables so long."""
+    model = config.description
+    kv_heads = max(model.num_kv_heads // config.tensor_parallel_size, 1)  # of a rank
+    token_bytes = 2 * model.num_layers * kv_heads * model.head_dim * config.torch_cache_dtype.itemsize
+    if config.fits_length and config.num_kvcache_blocks is None:
+        config.max_model_len = min(config.max_model_len, max(CPU_BUDGET // token_bytes, 2))
 
 
 def _total(device: torch.device) -> int:
@@ -127,25 +138,54 @@ def plan_memory(
         used = total - torch.cuda.mem_get_info(device)[0]
     budget = tp.min(limit - used - steps - graphs, device)
     blocks = config.num_kvcache_blocks or _blocks_that_fit(config, spec, budget)
-    longest = config.max_model_len, config.description.max_position
+    longest = min(config.max_model_len, blocks * spec.block_size), config.description.max_position
     plan = MemoryPlan(total, limit, used, steps, graphs, spec.block_bytes, blocks, *longest)
     if tp.rank == 0:
-        log.info("%s", plan)
+        tell(config, plan)
     return plan
 
 
+def tell(config: Config, plan: MemoryPlan) -> None:
+    """Log a plan, and why sequences are shorter than the model allows, if nobody asked for that."""
+    log.info("%s", plan)
+    if config.fits_length and plan.max_model_len < plan.max_position:
+        log.info(
+            "max_model_len=%d: the model allows %d, but %s", plan.max_model_len, plan.max_position, _why(config, plan)
+        )
+
+
+def _why(config: Config, plan: MemoryPlan) -> str:
+    """Say what keeps sequences shorter than the model allows, and how they may be longer."""
+    if plan.max_model_len < plan.blocks * config.kvcache_block_size:
+        return f"attention_backend={config.attention_backend!r} reads as many keys of every row: set max_model_len"
+    if config.num_kvcache_blocks is not None:
+        return f"num_kvcache_blocks={config.num_kvcache_blocks} hold no longer sequence: raise it"
+    if config.device == "cpu":
+        return "the KV cache holds no longer sequence: set num_kvcache_blocks to more"
+    return (
+        f"the KV cache holds no longer sequence: raise gpu_memory_utilization={config.gpu_memory_utilization:g} or"
+        f" tensor_parallel_size={config.tensor_parallel_size}, or lower {_what_steps_take(config)}"
+    )
+
+
+def _what_steps_take(config: Config) -> str:
+    """Return the options by which the steps take less memory."""
+    return f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}"
+
+
 def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
-    needed = -(-config.max_model_len // spec.block_size) * spec.block_bytes
+    """Return how many blocks the budget holds; ValueError if these do not hold a sequence of max_model_len."""
+    length = min(config.max_model_len, spec.block_size) if config.fits_length else config.max_model_len
+    needed = -(-length // spec.block_size) * spec.block_bytes
     if budget < needed:
         remedy = (
             f"raise gpu_memory_utilization={config.gpu_memory_utilization:g}, or lower max_model_len,"
-            f" max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}"
+            f" {_what_steps_take(config)}"
             if config.device == "cuda"
             else "set num_kvcache_blocks, or lower max_model_len or kvcache_block_size"
         )
         raise ValueError(
-            f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of"
-            f" max_model_len={config.max_model_len} needs {needed / 2**20:,.0f} MiB in blocks of"
-            f" kvcache_block_size={spec.block_size} tokens: {remedy}"
+            f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of max_model_len={length} needs"
+            f" {needed / 2**20:,.0f} MiB in blocks of kvcache_block_size={spec.block_size} tokens: {remedy}"
         )
     return min(budget // spec.block_bytes, MAX_SLOTS // spec.block_size)

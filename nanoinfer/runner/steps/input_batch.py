@@ -14,6 +14,8 @@ from nanoinfer.kernels.rows import advance_rows, locate_rows
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage
 from nanoinfer.runner.transfer import upload, upload_all
 
+TABLE_STEP = 16  # tables have a multiple of so many columns: for strides that are none, Triton would compile anew
+
 
 class InputBatch:
     """One row for each running sequence, packed from row 0.
@@ -77,7 +79,7 @@ class InputBatch:
         self.num_rows = joining.stop  # first: an interrupt from here on must not leave an uncounted row
         self.last_tokens[joining], self.drawn[joining] = token_ids.clamp(min=0), token_ids
         self.positions[joining] = prompts.sample_positions
-        self.block_tables[joining] = prompts.join_tables
+        self.block_tables[joining, : prompts.join_tables.shape[1]] = prompts.join_tables
         self.temperatures[joining] = prompts.temperatures
         self.seeds[joining] = prompts.seeds
 
@@ -105,13 +107,14 @@ class PrefillInputs:
     context: the tokens' positions, slots and block tables, for the layers
     last_indices: [joins] int64, where the last token of each complete prompt stands in token_ids
     sample_positions: [joins] int32, the positions of the tokens to be sampled
-    join_tables: [joins, max blocks] int32; temperatures: [joins] float32; seeds: [joins] int64
+    join_tables: [joins, columns] int32; temperatures: [joins] float32; seeds: [joins] int64
     copied_blocks: [2, copies] int64, the blocks to copy, and their copies
     """
 
-    def __init__(self, chunks: list[ChunkMessage], joins: list[JoinMessage], kv_cache: Tensor, max_blocks: int) -> None:
+    def __init__(self, chunks: list[ChunkMessage], joins: list[JoinMessage], kv_cache: Tensor) -> None:
+        width = TABLE_STEP * -(-max(len(chunk.block_table) for chunk in chunks) // TABLE_STEP)
         query_lens = [len(chunk.token_ids) for chunk in chunks]
-        arrays = [*_pack_chunks(chunks, kv_cache.shape[3], max_blocks), *_pack_joins(joins, max_blocks)]
+        arrays = [*_pack_chunks(chunks, kv_cache.shape[3], width), *_pack_joins(joins, width)]
         context_lens = arrays[4].tolist()
         division = divide(query_lens, context_lens)
         if division is not None:
@@ -119,7 +122,7 @@ class PrefillInputs:
         on_device = upload_all(arrays, kv_cache.device)
         self.token_ids, positions, slots, tables, device_context_lens, cu_queries, cu_contexts = on_device[:7]
         sampled, join_tables, copies = on_device[7:10]
-        block_tables, divided = tables.view(-1, max_blocks), None
+        block_tables, divided = tables.view(-1, width), None
         if division is not None:
             rows, *piece_lens = on_device[10:]
             divided = DividedPrefill(division.stretches, division.max_query_len, block_tables[rows], *piece_lens)
@@ -128,13 +131,13 @@ class PrefillInputs:
         self.context = Context(kv_cache, positions, slots, block_tables, device_context_lens, max(context_lens), packed)
         self.last_indices = cu_queries[1:][sampled].long() - 1
         self.sample_positions = device_context_lens[sampled]
-        self.join_tables = join_tables.view(-1, max_blocks)
+        self.join_tables = join_tables.view(-1, width)
         self.copied_blocks = copies.view(-1, 2).T.long()
         self.temperatures = upload(array("f", [join.temperature for join in joins]), kv_cache.device)
         self.seeds = upload(array("q", [join.seed for join in joins]), kv_cache.device)
 
 
-def _pack_chunks(chunks: list[ChunkMessage], block_size: int, max_blocks: int) -> list[array[int]]:
+def _pack_chunks(chunks: list[ChunkMessage], block_size: int, width: int) -> list[array[int]]:
     """Return the chunks' tokens, positions, slots, block tables and context lengths, and the sums of two lengths.
 
     The sums: where each chunk's queries begin, and the last one's end; and likewise where the contexts would
@@ -147,25 +150,25 @@ def _pack_chunks(chunks: list[ChunkMessage], block_size: int, max_blocks: int) -
         tokens.extend(chunk.token_ids)
         positions.extend(range(chunk.start, end))
         slots.extend(_slots(chunk.block_table, chunk.start, end, block_size))
-        tables.extend(_padded(chunk.block_table, max_blocks))
+        tables.extend(_padded(chunk.block_table, width))
         context_lens.append(end)
         cu_queries.append(len(tokens))
         cu_contexts.append(cu_contexts[-1] + end)
     return [tokens, positions, slots, tables, context_lens, cu_queries, cu_contexts]
 
 
-def _pack_joins(joins: list[JoinMessage], max_blocks: int) -> list[array[int]]:
+def _pack_joins(joins: list[JoinMessage], width: int) -> list[array[int]]:
     """Return the numbers of the chunks that the joins end, the joins' block tables, and the blocks to copy."""
     sampled, tables, copies = array("i"), array("i"), array("i")
     for join in joins:
         sampled.append(join.chunk)
-        tables.extend(_padded(join.block_table, max_blocks))
+        tables.extend(_padded(join.block_table, width))
         copies.extend(join.copied_block or ())
     return [sampled, tables, copies]
 
 
-def _padded(block_table: list[int], max_blocks: int) -> list[int]:
-    return block_table + [0] * (max_blocks - len(block_table))
+def _padded(block_table: list[int], width: int) -> list[int]:
+    return block_table + [0] * (width - len(block_table))
 
 
 def _slots(block_table: list[int], start: int, end: int, block_size: int) -> array[int]:

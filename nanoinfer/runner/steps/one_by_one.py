@@ -54,7 +54,8 @@ class OneByOne(Steps):
 
     def _run_rows(self, num_rows: int, context: Context) -> Tensor:
         tokens, positions = self.batch.last_tokens[:num_rows].tolist(), context.positions.tolist()
-        rows = zip(tokens, positions, context.block_tables.tolist(), strict=True)
+        tables = context.block_tables[:, : max(positions) // self.batch.block_size + 1].tolist()
+        rows = zip(tokens, positions, tables, strict=True)
         return torch.cat([self._run_token(*row, is_long=self._is_long(row[1])) for row in rows])
 
     def _is_long(self, position: int) -> bool:
@@ -64,7 +65,7 @@ class OneByOne(Steps):
     def _run_token(self, token_id: int, position: int, block_table: list[int], is_long: bool) -> Tensor:
         """Run the model over one token; returns its hidden state, [1, hidden_size]."""
         chunk = ChunkMessage(array("i", [token_id]), position, block_table, is_long=is_long)
-        inputs = PrefillInputs([chunk], [], self.kv_cache, self.max_blocks)
+        inputs = PrefillInputs([chunk], [], self.kv_cache)
         hidden = self.model(inputs.token_ids, inputs.context)
         if self.holdings.routing is not None:
             self._experts.append(self.holdings.routing.taken(1))

@@ -18,7 +18,7 @@ from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import copy_blocks
 from nanoinfer.runner.message import ChunkMessage, MaskMessage, PrefillMessage, StepMessage
-from nanoinfer.runner.steps.input_batch import InputBatch, PrefillInputs
+from nanoinfer.runner.steps.input_batch import TABLE_STEP, InputBatch, PrefillInputs
 from nanoinfer.runner.steps.pending_tokens import Launched
 
 
@@ -54,7 +54,7 @@ class CausalLM(Protocol):
 class Steps:
     """The steps of one rank, over the KV cache that its Holdings have.
 
-    max_blocks: as many as a row can have
+    max_blocks: as many as a row can have, rounded up
     logits: [rows, this rank's token ids], written by each decode step
     """
 
@@ -64,7 +64,7 @@ class Steps:
         self.holdings = holdings
         self.backend = backend
         self.logits = logits
-        self.max_blocks = -(-config.max_model_len // config.kvcache_block_size)
+        self.max_blocks = TABLE_STEP * -(-config.max_model_len // (config.kvcache_block_size * TABLE_STEP))
         self.sampler = Sampler(self.model.first_id, tp)
         prefixes = None
         if config.shares_prefixes:
@@ -100,7 +100,7 @@ class Steps:
 
     def prefill(self, message: PrefillMessage) -> Launched:
         """Run a step of prompts, or of chunks of them."""
-        prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.max_blocks)
+        prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache)
         hidden = self._run_chunks(message.chunks, prompts)
         extras = self.extras(message.num_tokens)
         extras.prompt_logprobs = prompt_logprobs(

@@ -1,0 +1,66 @@
+"""TokenHistory: the tokens so far of the rows whose penalties need them."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from torch import Tensor
+
+from nanoinfer.runner.transfer import upload
+
+PLANNED_TOKENS = 4096  # of a row, for which memory is planned; few rows have more
+
+
+class TokenHistory:
+    """On the device, and as wide as the longest of these rows: max_model_len may be many times that."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._tokens = torch.empty((max_num_seqs, 0), dtype=torch.int32, device=device)
+        self._num_steps = 0
+        self._lengths: dict[int, int] = {}  # by row, less _num_steps; the token that is drawn next counts
+
+    def step(self) -> None:
+        """Note that each row gets another token."""
+        self._num_steps += 1
+
+    def join(self, row: int, token_ids: array[int]) -> None:
+        """Add a row with its tokens so far."""
+        self._lengths[row] = len(token_ids) + 1 - self._num_steps
+        self._widen()
+        self._tokens[row, : len(token_ids)] = upload(token_ids, self._tokens.device)
+
+    def move(self, source: int, destination: int) -> None:
+        """Move a row, if its tokens are known."""
+        self.drop(destination)
+        if source in self._lengths:
+            self._lengths[destination] = self._lengths.pop(source)
+            self._tokens[destination] = self._tokens[source]
+
+    def drop(self, row: int) -> None:
+        """Forget a row, if its tokens are known."""
+        self._lengths.pop(row, None)
+        if not self._lengths:
+            self._tokens = self._tokens[:, :0].clone()  # the memory goes back
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return the tokens of these rows, [rows, longest] int32; those of a row that is not known mean nothing."""
+        return self._tokens[rows, : self._longest]
+
+    def write(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+        """Write the tokens drawn for these rows; rows: [rows] int64; positions: [rows], of these tokens."""
+        self._widen()
+        last = self._tokens.shape[1] - 1  # a row that is not known may be longer
+        self._tokens[rows, positions.long().clamp(max=last)] = token_ids
+
+    @property
+    def _longest(self) -> int:
+        return max(self._lengths.values(), default=0) + self._num_steps
+
+    def _widen(self) -> None:
+        """Make room for the longest row, and as much again."""
+        longest, width = self._longest, self._tokens.shape[1]
+        if longest > width:
+            wider = self._tokens.new_zeros((len(self._tokens), max(2 * width, longest)))
+            wider[:, :width] = self._tokens
+            self._tokens = wider
