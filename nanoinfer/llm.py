@@ -252,23 +252,23 @@ class LLM(VllmMethods):
         partial: bool = False,
         in_flight: Fate = "recompute",
     ) -> int:
-        """Write a trainer's tensors into the weights, in place; returns the new weights_version.
+        """Write a trainer's tensors into the weights, in place; returns the weights_version.
 
         named_tensors: names and tensors as the checkpoint has them, such as model.named_parameters(), or a mapping.
             Tensors may be on any device, and of 16, 32 or 64 bits. The LLM writes those of an iterator as they come,
             and keeps none. It checks all of a list or a dictionary before it writes the first
-        partial: True: the other weights stay as they are; False: all tensors of the model must come
+        partial: True: the other weights stay as they are; False: all tensors of the model must come. Incomplete weights
+            take parts, too. The version stays until all tensors have come, by calls that have all ended well
         in_flight: what becomes of the requests of add_request that have begun. "recompute": they keep their tokens,
             and the LLM computes prompts and tokens again. Later tokens and log-probabilities are then those of the new
             weights alone. "keep": they go on with the keys and values of the old weights. "abort": they end, and the
             next step returns them
 
         Afterwards no request shares what the old weights have computed. If named_tensors raises an error, or Ctrl-C
-        comes, the weights are incomplete: generate and the like raise RuntimeError until all weights have been written.
+        comes, the weights are incomplete: generate and the like raise RuntimeError until all tensors have come anew.
 
-        Raises ValueError for a tensor that does not fit, before the LLM writes it. Raises ValueError in the end for
-        numbers that are not finite, and for tensors that are missing. The weights are then incomplete too, if the LLM
-        has written any.
+        Raises ValueError for a tensor that does not fit, before the LLM writes it. Raises it in the end for missing
+        tensors, and for numbers that are not finite. The weights are then incomplete too, if the LLM has written any.
         """
         self.engine.check_writable()
         with self.engine.alike():
@@ -276,7 +276,7 @@ class LLM(VllmMethods):
             source = TensorSource(named_tensors, partial, self.config.description.is_multimodal)
             begin = self._requests.before_new_weights(in_flight)
         with self._turn():
-            self.engine.check_writable(only_whole=partial)
+            self.engine.check_writable()
             return self.engine.updater.update(source, in_flight, begin)
 
     @hints_for("load_weights")
@@ -304,11 +304,11 @@ class LLM(VllmMethods):
         """How often the weights have been changed."""
         return self.engine.updater.version
 
-    def reset_prefix_cache(self) -> None:
-        """Let no later request share what has been computed so far."""
+    def reset_prefix_cache(self) -> bool:
+        """Let no later request share what has been computed so far; returns True, also while the LLM sleeps."""
         self.engine.check_open()
         with self._turn():
-            self.engine.reset_prefix_cache()
+            return self.engine.reset_prefix_cache()
 
     @hints_for("sleep")
     def sleep(self, level: int = 1) -> None:

@@ -146,6 +146,14 @@ def sleep_and_wake_up() -> None:
         llm.load_weights(BUNDLED_MODEL)
         llm.wake_up()
         assert generate(llm, [[30, 31]], greedy(8))[0]["samples"][0]["text"] == before[0]["samples"][0]["text"]
+        llm.sleep(level=2)
+        llm.wake_up(["weights"])
+        versions = [
+            llm.update_weights([pair], partial=True) for pair in load_file(safetensors_of(BUNDLED_MODEL)[0]).items()
+        ]
+        assert versions == [1] * (len(versions) - 1) + [2]
+        llm.wake_up()
+        assert generate(llm, [[30, 31]], greedy(8))[0]["samples"][0]["text"] == before[0]["samples"][0]["text"]
 
 
 def tokens_of(outputs: list[dict[str, Any]]) -> list[list[int]]:

@@ -36,6 +36,7 @@ class BlockNames:
         self.blocks = blocks
         self.by_hash: dict[int, int] = {}
         self.collided: dict[bytes, int] = {}
+        self._are_given = False  # some, since the last `clear`
 
     def find(self, content: bytes) -> int | None:
         """Return the block that is found by a content; None: there is none."""
@@ -54,6 +55,7 @@ class BlockNames:
         """
         block = self.blocks[block_id]
         block.content, block.digest = content, self._hash(content)
+        self._are_given = True
         found = self._find(content, block.digest)
         if found is not None:
             block.serial = self.blocks[found].serial
@@ -73,6 +75,9 @@ class BlockNames:
 
     def clear(self) -> None:
         """Take the names of all blocks."""
+        if not self._are_given:
+            return
+        self._are_given = False
         self.by_hash.clear()
         self.collided.clear()
         for block in self.blocks:

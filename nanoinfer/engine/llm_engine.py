@@ -143,10 +143,11 @@ class LLMEngine:
                 results.append(self._read_back(self.in_flight.popleft()))
         return results
 
-    def reset_prefix_cache(self) -> None:
-        """Let no later request share what has been computed so far."""
+    def reset_prefix_cache(self) -> bool:
+        """Let no later request share what has been computed so far; returns True when that is done."""
         self.ranks.note("reset_prefix_cache")
         self.scheduler.reset_prefix_cache()
+        return True
 
     @property
     def memory(self) -> MemoryPlan:
@@ -164,7 +165,8 @@ class LLMEngine:
         with delayed_interrupt():
             self.drain()
             self.scheduler.reset_prefix_cache()
-            self.updater.is_whole &= keep_weights
+            if not keep_weights:
+                self.updater.drop()
             fault = self.sleeper.sleep(keep_weights)
         if fault is not None:
             raise RuntimeError(fault)
@@ -237,12 +239,10 @@ class LLMEngine:
         """Raise an error if this engine can make no steps any more: see Ranks.check_open."""
         self.ranks.check_open()
 
-    def check_writable(self, only_whole: bool = False) -> None:
-        """Raise RuntimeError if the weights are lent, or with only_whole incomplete, and as Ranks.check_open does."""
+    def check_writable(self) -> None:
+        """Raise RuntimeError if the weights are lent, and as Ranks.check_open does."""
         self.ranks.check_open()
         self.sleeper.check_awake("weights")
-        if only_whole:
-            self.updater.check_whole()
 
     def check_ready(self) -> None:
         """Raise RuntimeError if this engine sleeps, and as Updater.check_whole and Ranks.check_open do."""

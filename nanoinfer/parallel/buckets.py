@@ -127,26 +127,30 @@ class Buckets(ABC):
 
     def __init__(self, send: Callable[[Bucket], None]) -> None:
         self._send = send
-        self._part_bytes = 0
+        self._parts, self._part_bytes = PARTS, 0
         self._part = 0  # which is being filled
         self._used = 0  # bytes of the part
         self._pieces: list[Piece] = []  # in the part
 
     @abstractmethod
-    def open(self) -> None:
-        """Make the segment. Raises RuntimeError when there is no room for it, saying why and what would help."""
+    def open(self, room: int | None) -> None:
+        """Make the segment. Raises RuntimeError when there is no room for it, saying why and what would help.
+
+        room: what `room_for` says of all tensors that will be put, together; None: nobody knows
+        """
 
     def put(self, name: str, tensor: Tensor, is_stack: bool) -> None:
         """Gather a tensor, or the entries of a stack. A full part is sent."""
         for entry, rows in enumerate(tensor) if is_stack else [(None, tensor)]:
             count = self._part_bytes // rows[0].nbytes
             assert count > 0
-            count -= count % ROWS_TOGETHER if count > ROWS_TOGETHER else 0
+            count -= count % ROWS_TOGETHER if len(rows) > count > ROWS_TOGETHER else 0
             for first in range(0, len(rows), count):  # mostly one piece
                 self._add(name, entry, first, rows[first : first + count])
 
     def _add(self, name: str, entry: int | None, first: int, rows: Tensor) -> None:
         if rows.nbytes > self._part_bytes - self._used:
+            assert self._parts == PARTS
             self.flush()
         begin = self._part * self._part_bytes + self._used
         piece = Piece(name, entry, first, tuple(rows.shape), rows.dtype, begin, begin + rows.nbytes)
@@ -160,15 +164,15 @@ class Buckets(ABC):
             if self._memory.is_cuda:
                 torch.cuda.current_stream(self._memory.device).synchronize()
             self._send(Bucket(self._segment, self._pieces))
-            self._part, self._pieces, self._used = (self._part + 1) % PARTS, [], 0
+            self._part, self._pieces, self._used = (self._part + 1) % self._parts, [], 0
 
     @abstractmethod
     def close(self) -> None:
         """Give the segment back, when every rank has read what was sent, or none reads any more."""
 
-    def _use(self, segment: Segment, memory: Tensor) -> None:
+    def _use(self, segment: Segment, memory: Tensor, parts: int) -> None:
         self._segment, self._memory = segment, memory
-        self._part_bytes = len(memory) // PARTS // ALIGNMENT * ALIGNMENT
+        self._parts, self._part_bytes = parts, len(memory) // parts // ALIGNMENT * ALIGNMENT
 
 
 class SharedBuckets(Buckets):
@@ -176,13 +180,14 @@ class SharedBuckets(Buckets):
 
     _shared: SharedMemory | None = None
 
-    def open(self) -> None:
-        """Make the segment; /dev/shm may have no room."""
+    def open(self, room: int | None) -> None:
+        """Make the segment; /dev/shm may have no room. Reserving it takes time for each page."""
+        parts, size = _parts_of(room, PART_BYTES)
         with explained():
-            self._shared = make_segment(PARTS * PART_BYTES, PARTS * LEAST_PART_BYTES)
+            self._shared = make_segment(parts * size, parts * LEAST_PART_BYTES if parts > 1 else size)
         segment = SharedSegment(self._shared.name, self._shared.size)
         with segment.map(torch.device("cpu")) as memory:
-            self._use(segment, memory)
+            self._use(segment, memory, parts)
 
     def close(self) -> None:
         """Give the shared memory back."""
@@ -200,21 +205,34 @@ class DeviceBuckets(Buckets):
         super().__init__(send)
         self._device = device
 
-    def open(self) -> None:
+    def open(self, room: int | None) -> None:
         """Make the segment; the device may have no room."""
-        size = PARTS * DEVICE_PART_BYTES
+        parts, part_bytes = _parts_of(room, DEVICE_PART_BYTES)
+        size = parts * part_bytes
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()  # makes the device's context this thread's
             try:
                 self._address = allocate(size)
             except RuntimeError as error:
                 raise RuntimeError(f"the device has no {size >> 20} MiB to pass tensors to ranks: {error}") from error
-            self._use(DeviceSegment(handle_of(self._address), size), _tensor_at(self._address, size, self._device))
+            memory = _tensor_at(self._address, size, self._device)
+            self._use(DeviceSegment(handle_of(self._address), size), memory, parts)
 
     def close(self) -> None:
         """Free the device memory."""
         if self._address is not None:
             free(self._address)
+
+
+def room_for(tensor: Tensor) -> int:
+    """Return how many bytes of a segment a tensor takes at most, by itself or as a stack."""
+    entries = len(tensor) if tensor.ndim > 2 else 1
+    return tensor.nbytes + entries * ALIGNMENT
+
+
+def _parts_of(room: int | None, part_bytes: int) -> tuple[int, int]:
+    """Return how many parts a segment has, and the bytes of each; one part is enough for what it holds whole."""
+    return (PARTS, part_bytes) if room is None or room > part_bytes else (1, room)
 
 
 def _tensor_at(address: int, size: int, device: torch.device) -> Tensor:

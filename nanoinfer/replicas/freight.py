@@ -39,10 +39,14 @@ class Crate(NamedTuple):
 
 
 @contextmanager
-def shared_memory() -> Iterator[SharedSegment]:
-    """Make a segment for the block. Raises RuntimeError when /dev/shm has no room, saying why and what would help."""
+def shared_memory(num_bytes: int | None) -> Iterator[SharedSegment]:
+    """Make a segment for the block. Raises RuntimeError when /dev/shm has no room, saying why and what would help.
+
+    num_bytes: of all tensors that will be loaded; None: nobody knows. To reserve a page takes time.
+    """
+    size = SEGMENT_BYTES if num_bytes is None else min(max(num_bytes, LEAST_BYTES), SEGMENT_BYTES)
     with explained():
-        memory = make_segment(SEGMENT_BYTES, LEAST_BYTES)
+        memory = make_segment(size, LEAST_BYTES)
     try:
         yield SharedSegment(memory.name, memory.size)
     finally:

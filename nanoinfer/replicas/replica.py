@@ -158,7 +158,7 @@ class Replica:
     @property
     def _can_step(self) -> bool:
         """Whether requests run, and wait for no weights after an update that broke off."""
-        return bool(self._requests.num_running) and self.engine.updater.is_whole
+        return bool(self._requests.num_running) and not self.engine.updater.missing
 
     def _receive(self) -> None:
         """Take what arrives at once: the other process must never wait for this one, which may wait for it."""
@@ -262,19 +262,27 @@ class Replica:
         for _ in TensorSource(without_numbers, is_partial).tensors(self.engine.ranks.runner.holdings.weights.table):
             pass
 
-    def update_weights(self, segment: SharedSegment, is_partial: bool, in_flight: Fate, version: int) -> None:
-        """Write a trainer's tensors, which have this version, as they arrive. Raises ValueError as Updater.update does.
+    def update_weights(
+        self, segment: SharedSegment, is_partial: bool, in_flight: Fate, version: int, anew: bool
+    ) -> tuple[int, str]:
+        """Write a trainer's tensors, as they arrive; returns the version that is reached, and what is still missing.
 
+        version: the one that whole weights will have; anew: those that have come here before do not count
+
+        Raises ValueError as Updater.update does.
         The answer to the last call of `unload` is the answer to this one.
         """
         updater = self.engine.updater
         updater.version = version - 1  # it may have come further when another replica failed
-        source = TensorSource(unload(self._loads(), segment), is_partial)
+        if anew:
+            updater.drop()
+        source = TensorSource(unload(self._loads(), segment), is_partial, may_be_empty=True)
         try:
             updater.update(source, in_flight, self._requests.before_new_weights(in_flight))
         except Exception as error:
             self._refused = str(error)
             raise
+        return updater.version, updater.lacks
 
     def _loads(self) -> Iterator[list[Crate]]:
         """Yield what arrives by calls of `unload`, each of which is answered when the next is awaited."""
@@ -300,7 +308,7 @@ class Replica:
 
     def has_mixed_weights(self, version: int) -> bool:
         """Whether an update to this version, which failed, has written anything."""
-        return not self.engine.updater.is_whole or self.engine.updater.version == version
+        return bool(self.engine.updater.missing) or self.engine.updater.version == version
 
 
 def _has_begun(seq: Sequence) -> bool:

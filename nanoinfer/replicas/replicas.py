@@ -29,6 +29,8 @@ from nanoinfer.weights.sources import FileSource, TensorSource
 
 log = logging.getLogger("nanoinfer")
 
+ALL = "all tensors"  # are missing
+
 
 class Change(Enum):
     """What becomes of a replica: it takes tasks from now on, or is gone with those that it had."""
@@ -212,7 +214,7 @@ class Replicas:
             return f"it was starting again, and is given up; {left}", False
         if not self._config.restart_replicas:
             return left, False
-        if self._asleep or not self.updater.is_whole:
+        if self._asleep or self.updater.lacks:
             return f"it does not start again, because the others sleep or have incomplete weights; {left}", False
         if self.updater.version:
             return f"it does not start again, because it would have the checkpoint's weights; {left}", False
@@ -261,19 +263,19 @@ class Replicas:
 
     def check_ready(self) -> None:
         """Raise RuntimeError if the replicas sleep or their weights are incomplete, and as check_open does."""
-        self.check_writable(only_whole=True)
-        check_awake(self._asleep, "kv_cache")
+        self.check_open()
+        check_awake(self._asleep, "weights", "kv_cache")
+        check_whole(self.updater.lacks)
 
-    def check_writable(self, only_whole: bool = False) -> None:
-        """Raise RuntimeError if the weights are lent, or with only_whole incomplete, and as check_open does."""
+    def check_writable(self) -> None:
+        """Raise RuntimeError if the weights are lent, and as check_open does."""
         self.check_open()
         check_awake(self._asleep, "weights")
-        if only_whole:
-            check_whole(self.updater.is_whole)
 
-    def reset_prefix_cache(self) -> None:
-        """Let no later request share what has been computed so far."""
+    def reset_prefix_cache(self) -> bool:
+        """Let no later request share what has been computed so far; returns True when that is done."""
         self.tell_all("reset_prefix_cache")
+        return True
 
     def sleep(self, keep_weights: bool) -> None:
         """Lend the devices' memory, while no request runs. Raises RuntimeError as LLMEngine.sleep does."""
@@ -286,7 +288,8 @@ class Replicas:
                 self.call("wake_up", set(TAGS) - before)  # the others have fallen asleep
                 self._asleep = before
                 raise
-            self.updater.is_whole &= keep_weights
+            if not keep_weights:
+                self.updater.lacks = ALL
 
     def wake_up(self, tags: Collection[str]) -> None:
         """Take back what the tags name. Raises RuntimeError as LLMEngine.wake_up does; some of that then stays lent."""
@@ -299,35 +302,42 @@ class ReplicaUpdater:
     """Changes the weights of all replicas.
 
     version: the updates that have ended well
-    is_whole: otherwise an update is under way or broke off, or the weights were dropped
+    lacks: as for Updater, whatever single replicas have
     """
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = weakref.proxy(replicas)  # which holds this
         self.version = 0
-        self.is_whole = True
+        self.lacks = ""
 
     def update(self, source: TensorSource, in_flight: Fate, begin: Callable[[], None]) -> int:
-        """Write a trainer's tensors into all replicas; returns the new version. begin: called when all have them."""
-        replicas = self._replicas
+        """Write a trainer's tensors into all replicas; returns the version, a new one if no tensor is missing.
+
+        begin: called when all have them
+        """
+        replicas, anew, num_bytes = self._replicas, self.lacks == ALL, None
         tensors = source.pairs()
         if source.holds_tensors:  # then all can be checked before the first is written
             held = list(tensors)
+            if source.is_partial and not held:  # tensors of other models alone
+                return self.version
             shapes = [Shape(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held]
             replicas.call("check_weights", shapes, source.is_partial)
+            num_bytes = sum(tensor.nbytes for _, tensor in held)
             tensors = iter(held)
-        with self._new_version() as version, shared_memory() as segment:
-            replicas.ask("update_weights", segment, source.is_partial, in_flight, version)
+        with self._new_version() as version, shared_memory(num_bytes) as segment:
+            replicas.ask("update_weights", segment, source.is_partial, in_flight, version, anew)
             try:
                 for crates in load(tensors, segment):
                     replicas.call("unload", crates)
                     replicas.check_open()  # the source runs code that is not ours
-                replicas.call("unload", [])
+                states: list[tuple[int, str]] = replicas.call("unload", [])
             except BaseException:
                 with delayed_interrupt(), suppress(RuntimeError):
                     replicas.call("unload", None)
                 raise
             begin()
+            self.version, self.lacks = min(states)
         return self.version
 
     def load(self, source: FileSource, in_flight: Fate, begin: Callable[[], None]) -> int:
@@ -335,20 +345,24 @@ class ReplicaUpdater:
         with self._new_version() as version:
             self._replicas.call("load_weights", source, in_flight, version)
             begin()
+            self.version, self.lacks = version, ""
         return self.version
 
     @contextmanager
     def _new_version(self) -> Iterator[int]:
-        """Return a context in which all replicas get the weights of a version, or are asked what they have got."""
+        """Return a context in which all replicas get the weights of a version, or are asked what they have got.
+
+        Behind it, tensors that have come to some replicas before it broke off count for none.
+        """
         self._replicas.end_starting()
-        version, was_whole, self.is_whole = self.version + 1, self.is_whole, False
+        version, before, self.lacks = self.version + 1, self.lacks, ALL
         try:
             yield version
         except Exception:
             with suppress(ValueError, WorkerError):  # the LLM is closed
-                self.is_whole = was_whole and not any(self._replicas.call("has_mixed_weights", version))
+                if not (before or any(self._replicas.call("has_mixed_weights", version))):
+                    self.lacks = ""
             raise
-        self.version, self.is_whole = version, True
 
 
 def results_of(index: int, report: Report) -> Iterable[StepResult]:

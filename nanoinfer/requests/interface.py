@@ -23,7 +23,10 @@ class AnyUpdater(Protocol):
     version: int
 
     def update(self, source: TensorSource, in_flight: Fate, begin: Callable[[], None]) -> int:
-        """Write a trainer's tensors; returns the new version. begin: prepares the requests for them."""
+        """Write a trainer's tensors; returns the version, a new one if no tensor is missing.
+
+        begin: prepares the requests for them
+        """
         ...
 
     def load(self, source: FileSource, in_flight: Fate, begin: Callable[[], None]) -> int:
@@ -66,12 +69,12 @@ class AnyEngine(Protocol):
         """Raise RuntimeError if it sleeps or its weights are incomplete, and as check_open does."""
         ...
 
-    def check_writable(self, only_whole: bool = False) -> None:
-        """Raise RuntimeError if the weights are lent, or with only_whole incomplete, and as check_open does."""
+    def check_writable(self) -> None:
+        """Raise RuntimeError if the weights are lent, and as check_open does."""
         ...
 
-    def reset_prefix_cache(self) -> None:
-        """Let no later request share what has been computed so far."""
+    def reset_prefix_cache(self) -> bool:
+        """Let no later request share what has been computed so far; returns True when that is done."""
         ...
 
     def sleep(self, keep_weights: bool) -> None:

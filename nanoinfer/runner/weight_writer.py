@@ -55,11 +55,17 @@ class WeightWriter:
         """Pack the weights of a model that has just been built, where that makes the products faster."""
         pack_weights(self._model)
 
-    def begin(self) -> None:
-        """Forget what was written before."""
+    @cached_property
+    def _twins(self) -> set[str]:
+        """The names of which a checkpoint has either, or both for one tensor."""
+        firsts = [shards[0] for shards in self.table.values() if shards[0].entry is None]
+        return {name for shard in firsts if shard.replaces for name in (shard.name, *shard.replaces)}
+
+    def begin(self, goes_on: bool) -> None:
+        """Forget what was written before. goes_on: but for that which must be equal in all parts of the weights"""
         self._waiting.clear()  # an interrupt may have come before `end`
         self._written.clear()
-        self._holders.clear()
+        self._holders = {key: name for key, name in self._holders.items() if goes_on and name in self._twins}
         self._unlike.clear()
 
     def write(self, name: str, tensor: Tensor, stays: bool) -> None:
@@ -128,13 +134,13 @@ class WeightWriter:
         self._copy_waiting()
         self._reader.close()  # before rank 0 frees what was read
         names, none = list(self.table), sys.maxsize
+        unlike = (len(names) + names.index(name) for name, is_unlike in self._unlike if is_unlike)
         name = find_not_finite(self.table, self._written)
-        first = self._tp.min(none if name is None else names.index(name), self._device)
-        if first < none:
+        first = self._tp.min(next(unlike, none) if name is None else names.index(name), self._device)
+        if first == none:
+            return None
+        if first < len(names):
             return describe_not_finite(self.table, names[first])
-        unlike = (names.index(name) for name, is_unlike in self._unlike if is_unlike)
-        first = self._tp.min(next(unlike, none), self._device)
-        if first < none:
-            holder = self._holders[id(self.table[names[first]][0].target)]
-            return f"{names[first]} and {holder} differ, but this model has one parameter for both"
-        return None
+        name = names[first - len(names)]
+        holder = self._holders[id(self.table[name][0].target)]
+        return f"{name} and {holder} differ, but this model has one parameter for both"

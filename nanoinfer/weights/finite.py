@@ -10,17 +10,21 @@ from torch import Tensor
 
 from nanoinfer.weights.shards import Table, Target
 
+FEW = 8
+
 
 def find_not_finite(table: Table, names: Iterable[str]) -> str | None:
     """Return the first of the tensors whose targets hold NaN or infinity; None: no target does.
 
-    The search looks at each target only if the sum of a parameter's numbers is not finite.
+    The search looks at each target only if a sum of numbers is not finite: that of a parameter, or if there are few
+    targets, that of a target, for these may be small parts of large parameters.
     """
     targets = [(name, shard.target) for name in names for shard in table[name]]
-    wholes = {id(whole): whole for whole in (_whole(target) for _, target in targets)}  # fewer than targets
-    if not wholes:
+    if not targets:
         return None
-    sums = torch.stack([_numbers(whole).sum(dtype=torch.float32) for whole in wholes.values()])
+    summed = [target if len(targets) <= FEW else _whole(target) for _, target in targets]
+    each = {id(values): values for values in summed}.values()  # there are fewer parameters than targets
+    sums = torch.stack([_numbers(values).sum(dtype=torch.float32) for values in each])
     if sums.isfinite().all():
         return None
     return next((name for name, target in targets if not _numbers(target).isfinite().all()), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from nanoinfer.weights.shards import Table
 
@@ -60,17 +60,12 @@ class Roll:
     def check(self, whole: bool = False) -> None:
         """Raise ValueError if a tensor was unknown, came twice, or has no scales; with `whole`, if one is missing."""
         scales = self._needed.keys() - self.come.keys()
-        missing = sorted({*self._missing(), *scales} if whole else scales)
+        missing = sorted(scales | (needed(self._table) - met_by(self._table, self.come)) if whole else scales)
         if missing or self._unknown or self._twice:
             raise ValueError(
                 f"{self._source}:{_list('missing', missing)}{_list('unknown', self._unknown)}"
                 f"{_list('known names like that', self._like_unknown())}{_list('stored twice', sorted(self._twice))}"
             )
-
-    def _missing(self) -> Iterator[str]:
-        replaced = {other for name in self.come for other in self._table[name][0].replaces}
-        names = self._table.keys() - self.come.keys() - replaced
-        return (name for name in names if not (self._table[name][0].replaces or self._table[name][0].optional))
 
     def _like_unknown(self) -> list[str]:
         """Return the known names that are most like the unknown ones, with these ones' numbers of layers and experts.
@@ -87,8 +82,21 @@ class Roll:
         return list(dict.fromkeys(found))
 
 
-def _list(kind: str, names: list[str]) -> str:
-    if not names:
-        return ""
+def needed(table: Table) -> frozenset[str]:
+    """Return the names of the tensors that must come, or others in their place."""
+    return frozenset(name for name, (first, *_) in table.items() if not (first.replaces or first.optional))
+
+
+def met_by(table: Table, come: Iterable[str]) -> set[str]:
+    """Return the names of tensors that need not come any more: those that have come, and those that they replace."""
+    return {met for name in come for met in (name, *table[name][0].replaces)}
+
+
+def listed(names: list[str]) -> str:
+    """Return the first names of a list, and how many there are beside them."""
     rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f" {kind}: {', '.join(names[:MOST_NAMES])}{rest}."
+    return f"{', '.join(names[:MOST_NAMES])}{rest}"
+
+
+def _list(kind: str, names: list[str]) -> str:
+    return f" {kind}: {listed(names)}." if names else ""

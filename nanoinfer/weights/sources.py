@@ -123,8 +123,9 @@ class TensorSource:
         named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
         partial: bool = False,
         is_multimodal: bool = False,
+        may_be_empty: bool = False,
     ) -> None:
-        """partial: tensors may be missing; is_multimodal: as for FileSource"""
+        """partial: tensors may be missing, and with may_be_empty all of them; is_multimodal: as for FileSource"""
         self.holds_tensors = type(named_tensors) in (list, tuple, dict, OrderedDict)
         if isinstance(named_tensors, Mapping):
             named_tensors = named_tensors.items()
@@ -134,15 +135,23 @@ class TensorSource:
             raise ValueError(f"named_tensors={short(named_tensors)}: {NEEDED}") from None
         self.is_partial = partial
         self._is_multimodal = is_multimodal
+        self._may_be_empty = may_be_empty
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name in the language model and the tensor as they come. Raises ValueError for what is no tensor."""
+        """Yield the name in the language model and the tensor as they come.
+
+        Raises ValueError for what is no tensor, and in the end for a part in which there was none.
+        """
+        are_there = False
         for pair in self._pairs:
+            are_there = True
             name, tensor = _name_and_tensor(pair)
             known = _known_name(name, self._is_multimodal)
             if known is not None:
                 yield known, tensor
             del pair, tensor  # so that they can go before the next ones come
+        if self.is_partial and not (are_there or self._may_be_empty):
+            raise ValueError(f"{self.what}: has no tensor; a generator gives its tensors only once")
 
     def tensors(self, table: Table) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor and its name in the language model as it comes, if it fits; raises ValueError if not.
@@ -157,8 +166,6 @@ class TensorSource:
                 roll.check()
             del tensor  # so that it can go before the next one comes
         roll.check(whole=not self.is_partial)
-        if not roll.come:
-            raise ValueError(f"{self.what}: has no tensor; a generator gives its tensors only once")
 
 
 def _choose_files(folder: Path, what: str) -> list[Path]:

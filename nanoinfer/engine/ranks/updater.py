@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 from torch import Tensor
 
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.models.description import EMBEDDING, HEAD
-from nanoinfer.parallel.buckets import Bucket, Buckets, DeviceBuckets, SharedBuckets
+from nanoinfer.parallel.buckets import Bucket, Buckets, DeviceBuckets, SharedBuckets, room_for
 from nanoinfer.process.torch_state import fresh_torch_state
+from nanoinfer.weights.roll import listed, met_by, needed
+from nanoinfer.weights.shards import Table
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 
@@ -18,40 +21,61 @@ class Updater:
     """Writes weights from a trainer's tensors or from files.
 
     version: the updates that have ended well
-    is_whole: otherwise an update is under way or broke off, or the weights were dropped
+    missing: the tensors that must come before anything computes: all, from the beginning of an update until it has
+        ended well, and when the weights were dropped. Partial updates of incomplete weights need not bring them at once
     """
 
     def __init__(self, ranks: Ranks, scheduler: Scheduler, is_tied: bool) -> None:
         """is_tied: the model's output projection is its embedding."""
         self._ranks, self._scheduler, self._is_tied = ranks, scheduler, is_tied
         self.version = 0
-        self.is_whole = True
+        self.missing: frozenset[str] = frozenset()
+
+    @property
+    def lacks(self) -> str:
+        """Say what is missing; nothing, if the weights are whole."""
+        return listed(sorted(self.missing))
 
     def check_whole(self) -> None:
         """Raise RuntimeError if the weights are a mixture of old and new ones, or lost."""
-        check_whole(self.is_whole)
+        check_whole(self.lacks)
+
+    def drop(self) -> None:
+        """Let all tensors be missing."""
+        self.missing = self._needed
+
+    @property
+    def _table(self) -> Table:
+        with fresh_torch_state():
+            return self._ranks.runner.holdings.weights.table
+
+    @cached_property
+    def _needed(self) -> frozenset[str]:
+        return needed(self._table)
 
     def update(self, source: TensorSource, in_flight: str, begin: Callable[[], None]) -> int:
-        """Write a trainer's tensors into the weights; returns the new version.
+        """Write a trainer's tensors into the weights; returns the version, a new one if no tensor is missing.
 
         in_flight: as for LLM.update_weights; begin: called before the first write, does what it says
         """
-        ranks = self._ranks
-        with fresh_torch_state():
-            table = ranks.runner.holdings.weights.table
+        ranks, table = self._ranks, self._table
         buckets = self._make_buckets()
-        is_begun = False
+        before = self.missing if source.is_partial else frozenset()
+        come: list[str] = []
+        room = None
         ranks.compare("update_weights", in_flight, source.is_partial)
         try:
             with ranks.alike():
                 tensors = source.tensors(table)
                 if source.holds_tensors:  # then all can be checked before the first is written
-                    tensors = iter(list(tensors))
+                    held = list(tensors)
+                    room = sum(room_for(tensor) for _, tensor in held)
+                    tensors = iter(held)
                 for name, tensor in tensors:
                     ranks.check_open()  # the source runs code that is not ours
-                    if not is_begun:
-                        is_begun = True
-                        self._begin(begin, buckets)
+                    come.append(name)
+                    if len(come) == 1:
+                        self._begin(begin, buckets, room, goes_on=0 < len(before) < len(self._needed))
                     self._write(name, tensor, source.holds_tensors, buckets)
                     del tensor  # so that it can go before the next one comes
             ranks.check_open()
@@ -59,14 +83,16 @@ class Updater:
                 with ranks.undivided(), fresh_torch_state():
                     buckets.flush()
         finally:
-            fault = self._end(buckets) if is_begun else None
-        return self._accept(source.what, fault)
+            fault = self._end(buckets) if come else None
+        if not come:  # tensors of other models alone
+            return self.version
+        return self._accept(source.what, fault, before - met_by(table, come))
 
     def load(self, source: FileSource, in_flight: str, begin: Callable[[], None]) -> int:
         """Write the tensors of files into the weights; returns the new version. in_flight, begin: as for update"""
         ranks = self._ranks
         with ranks.alike(), fresh_torch_state():
-            source.check(ranks.runner.holdings.weights.table)
+            source.check(self._table)
             if self._is_tied and source.has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight"):
                 raise ValueError(
                     f"{source.what}: has an output projection of its own, but this model's is the embedding"
@@ -77,16 +103,21 @@ class Updater:
             ranks.call("holdings.weights.read", source)
         return self._accept(source.what, self._end())
 
-    def _begin(self, begin: Callable[[], None], buckets: Buckets | None = None) -> None:
-        """Forget what the old weights have computed. From here on the weights are a mixture."""
+    def _begin(
+        self, begin: Callable[[], None], buckets: Buckets | None = None, room: int | None = None, goes_on: bool = False
+    ) -> None:
+        """Forget what the old weights have computed. From here on the weights are a mixture.
+
+        room: as for Buckets.open; goes_on: tensors of earlier calls count
+        """
         begin()
         self._scheduler.reset_prefix_cache()
         with self._ranks.undivided():
             if buckets is not None:
                 with fresh_torch_state():
-                    buckets.open()
-            self._ranks.call("holdings.weights.begin")
-        self.is_whole = False
+                    buckets.open(room)
+            self._ranks.call("holdings.weights.begin", goes_on)
+        self.missing = self._needed
 
     def _write(self, name: str, tensor: Tensor, stays: bool, buckets: Buckets | None) -> None:
         writer = self._ranks.runner.holdings.weights
@@ -121,22 +152,26 @@ class Updater:
             if buckets is not None:
                 buckets.close()
 
-    def _accept(self, what: str, fault: str | None) -> int:
-        """Count new weights, if nothing is wrong with them; returns their version."""
+    def _accept(self, what: str, fault: str | None, missing: frozenset[str] = frozenset()) -> int:
+        """Count new weights, if nothing is wrong with them and none are missing; returns the version."""
         if fault is not None:
             raise ValueError(f"{what}: {fault}")
+        if missing:
+            self.missing = missing
+            return self.version
         version = self.version + 1
         for seq in self._scheduler.unfinished:
             seq.use_weights(version)
         self.version = version
-        self.is_whole = True
+        self.missing = missing
         return version
 
 
-def check_whole(is_whole: bool) -> None:
-    """Raise RuntimeError unless the weights are whole."""
-    if not is_whole:
+def check_whole(lacks: str) -> None:
+    """Raise RuntimeError unless the weights are whole. lacks: the tensors that are missing"""
+    if lacks:
         raise RuntimeError(
             "the weights are incomplete: an update of them has not ended well, or sleep(level=2) has dropped them;"
-            " write all of them by update_weights(named_tensors) with partial=False, or by load_weights(model)"
+            f" missing: {lacks}; write these by update_weights(named_tensors, partial=True), in one call or in several,"
+            " or all of them by update_weights(named_tensors) with partial=False, or by load_weights(model)"
         )
