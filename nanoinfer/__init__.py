@@ -8,9 +8,11 @@ from nanoinfer.process.first_launch import prepare_own
 
 prepare_own()  # before the imports that take long
 with no_collection():
+    from nanoinfer.beam_search_params import BeamSearchParams
     from nanoinfer.engine.ranks.workers import WorkerError
     from nanoinfer.llm import LLM
     from nanoinfer.logprob import LogProb
+    from nanoinfer.requests.beam_search import BeamSearchOutput, BeamSequence
     from nanoinfer.requests.outputs import RequestOutput, SampleOutput, Score, StreamOutput, Timings
     from nanoinfer.sampling_params import SamplingParams
     from nanoinfer.trainer.reference import reference
@@ -26,6 +28,9 @@ except PackageNotFoundError:  # a source tree on Python's path, which nobody ins
 __all__ = [
     "BUNDLED_MODEL",
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSequence",
     "LogProb",
     "RequestOutput",
     "SampleOutput",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar, cast
 
 from nanoinfer.vllm_arguments import ARGUMENTS, reason_for
@@ -36,7 +36,8 @@ ELSEWHERE = {
         ("return_routed_experts", "routed_experts"),
         ("do_sample", "a temperature above 0 samples; SamplingParams(temperature=0) takes the most likely token"),
         ("max_length min_length", "SamplingParams(max_tokens=..., min_tokens=...) counts generated tokens alone"),
-        ("num_beams use_beam_search length_penalty early_stopping", "there is no beam search"),
+        ("num_beams", "beam_width"),
+        ("use_beam_search", "llm.beam_search(prompts, BeamSearchParams(...)) searches"),
         ("bad_words_ids suppress_tokens", "write SamplingParams(logit_bias={token id: -100})"),
         ("response_format", "structured_outputs"),
         ("logits_processor stopping_criteria", "no code of yours runs between two tokens"),
@@ -59,10 +60,11 @@ _takers: dict[str, list[str]] = {}  # our argument -> the calls that take it
 T = TypeVar("T", bound=Callable[..., Any])
 
 
-def hints_for(taker: str) -> Callable[[T], T]:
+def hints_for(taker: str, its_own: Collection[str] | None = None) -> Callable[[T], T]:
     """Decorate a function or a class, so that it refuses unknown arguments by a ValueError with a hint.
 
     taker: the name by which users call the function or the class
+    its_own: the arguments for which other calls point to it; None: all
 
     An argument of vLLM's that is at a value that changes nothing is left out. A function that passes other arguments on
     refuses only those that are clearly meant for us.
@@ -75,7 +77,7 @@ def hints_for(taker: str) -> Callable[[T], T]:
         own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]  # no user passes these
         known = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
         is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        for name in known:
+        for name in known if its_own is None else its_own:
             _takers.setdefault(name, []).append(taker)
 
         @functools.wraps(function)

@@ -16,6 +16,7 @@ from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start
+from nanoinfer.requests.beam_search import SearchesBeams
 from nanoinfer.requests.inputs import Chats, Inputs, Prepared, Prompt, Tokens
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
@@ -26,7 +27,7 @@ from nanoinfer.vllm_methods import VllmMethods
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 
-class LLM(VllmMethods):
+class LLM(SearchesBeams, VllmMethods):
     """A Hugging Face language model, ready to generate.
 
     model: a folder with config.json and *.safetensors, or a Hub id

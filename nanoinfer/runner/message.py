@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanoinfer.sampling_params import SamplingParams
@@ -62,6 +62,7 @@ class PrefillMessage:
     num_rows: int
     chunks: list[ChunkMessage]
     joins: list[JoinMessage]
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied before the step runs
 
     @property
     def num_tokens(self) -> int:

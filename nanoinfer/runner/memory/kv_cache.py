@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import as_bytes
+from nanoinfer.runner.transfer import upload
 
 BLOCKS_AT_ONCE = 4  # in a copy
 
@@ -65,3 +68,10 @@ def copy_blocks(kv_cache: Tensor, copies: Tensor) -> None:
         numbers = as_bytes(kv_cache)
         for source, destination in copies.split(BLOCKS_AT_ONCE, dim=1):
             numbers[:, :, destination] = numbers[:, :, source]
+
+
+def copy_pairs(kv_cache: Tensor, pairs: list[tuple[int, int]]) -> None:
+    """Copy some blocks of every layer; pairs: of a block and its copy, in host memory."""
+    if pairs:
+        flat = array("q", chain.from_iterable(pairs))
+        copy_blocks(kv_cache, upload(flat, kv_cache.device).view(-1, 2).T)

@@ -16,7 +16,7 @@ from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processors import NONE_LEFT, LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory.holdings import Holdings
-from nanoinfer.runner.memory.kv_cache import copy_blocks
+from nanoinfer.runner.memory.kv_cache import copy_blocks, copy_pairs
 from nanoinfer.runner.message import ChunkMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.steps.input_batch import TABLE_STEP, InputBatch, PrefillInputs
 from nanoinfer.runner.steps.pending_tokens import Launched
@@ -100,6 +100,7 @@ class Steps:
 
     def prefill(self, message: PrefillMessage) -> Launched:
         """Run a step of prompts, or of chunks of them."""
+        copy_pairs(self.kv_cache, message.copies)
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache)
         hidden = self._run_chunks(message.chunks, prompts)
         extras = self.extras(message.num_tokens)

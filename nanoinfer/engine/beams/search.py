@@ -1,0 +1,195 @@
+"""BeamSearches: computes the beams of several prompts, by forks of blocks, while the engine has no requests."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+from nanoinfer.engine.beams.hypotheses import Hypotheses, Likeliest
+from nanoinfer.engine.beams.rules import Candidate, Rules
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.scheduler import Chunk
+from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step_result import StepResult
+from nanoinfer.process.torch_state import fresh_torch_state
+from nanoinfer.runner.message import ChunkMessage, PrefillMessage
+from nanoinfer.runner.steps.pending_tokens import PendingTokens
+
+ANY_TOKEN = 0  # in place of the next token, which nobody knows: only the likeliest ones in its place count
+
+
+class BeamSearch:
+    """The search of one prompt.
+
+    hypotheses: what it follows
+    seqs: a sequence for each of the hypotheses' beams, in their order; none has a row
+    width: so many there may be
+    """
+
+    def __init__(self, rules: Rules, prompt: Sequence) -> None:
+        most_tokens = prompt.max_len - len(prompt)
+        self.hypotheses = Hypotheses(rules, len(prompt), most_tokens, prompt.stop_ids)
+        self.seqs = [prompt]
+        self.width = 1 if most_tokens == 1 else rules.params.beam_width
+
+    def num_blocks(self, block_size: int) -> int:
+        """Return how many blocks it may need, before it has begun.
+
+        Its sequences share the full blocks of the prompt. The last token that a sequence gets is not computed.
+        """
+        (prompt,) = self.seqs
+        shared, whole = len(prompt) // block_size, -(-(prompt.max_len - 1) // block_size)
+        return shared + self.width * (whole - shared)
+
+
+class BeamSearches:
+    """Runs searches to their end. Each step computes the newest tokens of all beams, and prompts beside them.
+
+    A step is a prefill step, whose chunks are one token long for a beam. The ranks' rows stay empty. A search begins
+    when there are blocks for all that it may need, so that no beam is ever preempted.
+    """
+
+    def __init__(self, engine: LLMEngine, searches: list[BeamSearch], num_likeliest: int, most_searches: int) -> None:
+        """num_likeliest: so many tokens are looked at behind each beam; most_searches: that run at once."""
+        self._engine = engine
+        self._blocks = engine.scheduler.block_manager
+        self._num_likeliest, self._most_searches = num_likeliest, most_searches
+        self._waiting = deque(searches)
+        self._running: dict[BeamSearch, int] = {}  # each with the number of blocks that it may need
+        self._likeliest: dict[Sequence, Likeliest] = {}  # behind the sequences that are computed whole
+        self._copies: list[tuple[int, int]] = []  # (block, its copy), to be copied before the next step
+        engine.row_map.clear()  # what it has are rows of requests that have ended
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all searches have ended."""
+        return not (self._waiting or self._running)
+
+    def step(self) -> int:
+        """Run one step; returns how many searches have ended with it."""
+        self._admit()
+        chunks = self._plan()
+        with self._engine.ranks.undivided():
+            self._run(chunks)
+        complete = [search for search in self._running if all(seq in self._likeliest for seq in search.seqs)]
+        for search in complete:
+            self._advance(search)
+        ended = [search for search in complete if not search.seqs]
+        for search in ended:
+            del self._running[search]
+        return len(ended)
+
+    def _admit(self) -> None:
+        """Let searches begin while there are blocks for all their beams, and room for these in a step."""
+        while self._waiting and len(self._running) < self._most_searches:
+            search = self._waiting[0]
+            num_blocks = search.num_blocks(self._blocks.block_size)
+            num_beams = search.width + sum(other.width for other in self._running)
+            if num_blocks + sum(self._running.values()) > len(self._blocks.blocks):
+                break
+            if self._running and num_beams > self._engine.scheduler.max_num_seqs:
+                break
+            self._running[self._waiting.popleft()] = num_blocks
+
+    def _plan(self) -> list[Chunk]:
+        """Plan the next step: the tokens that are not computed yet, as many as it takes."""
+        scheduler = self._engine.scheduler
+        pending = [seq for search in self._running for seq in search.seqs if seq not in self._likeliest]
+        chunks: list[Chunk] = []
+        budget = scheduler.max_num_batched_tokens
+        self._blocks.begin_prefill()
+        for seq in pending[: scheduler.max_num_seqs]:
+            if budget == 0:
+                break
+            self._give_blocks(seq)
+            start, end = seq.num_scheduled, min(len(seq), seq.num_scheduled + budget)
+            chunks.append(Chunk(seq, start, end, is_last=end == len(seq)))
+            self._blocks.plan(seq, end)
+            seq.num_scheduled = end
+            budget -= end - start
+        return chunks
+
+    def _give_blocks(self, seq: Sequence) -> None:
+        """Give a sequence the blocks for its next chunk."""
+        if not seq.block_table:
+            seq.is_long = self._is_long(len(seq))
+            num_cached = self._blocks.allocate(seq)
+            assert num_cached is not None
+            seq.num_scheduled = num_cached
+        elif self._blocks.needs_block(seq):
+            self._blocks.append(seq)
+
+    def _is_long(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens is computed as a long one: see Scheduler."""
+        long_from = self._engine.scheduler.long_from
+        return long_from is not None and num_tokens > long_from
+
+    def _run(self, chunks: list[Chunk]) -> None:
+        """Let the ranks run a step, and read what is likely behind each sequence that it has completed."""
+        ranks, copies, self._copies = self._engine.ranks, self._copies, []
+        if ranks.peers is not None:
+            ranks.peers.before_step([chunk.seq for chunk in chunks])
+        messages = [self._describe(chunk) for chunk in chunks]
+        pending: PendingTokens = ranks.call("run", PrefillMessage([], 0, messages, [], copies))
+        with fresh_torch_state():
+            ranks.wait(pending)
+            for logprobs in pending.extras.prompt_logprobs:
+                for index, (_, *token_ids), (_, *values), _ in logprobs.entries():
+                    self._likeliest[chunks[index].seq] = Likeliest(array("i", token_ids), array("f", values))
+        self._report(chunks, pending.ready_at)
+
+    def _describe(self, chunk: Chunk) -> ChunkMessage:
+        seq = chunk.seq
+        message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_table)
+        message.is_long = seq.is_long
+        if chunk.is_last:
+            message.num_logprobs = self._num_likeliest
+            message.num_unscored = len(message.token_ids) - 1
+            message.next_token = ANY_TOKEN
+        return message
+
+    def _report(self, chunks: list[Chunk], ready_at: float) -> None:
+        """Tell LLMEngine.on_step the step's figures."""
+        result = StepResult([], ready_at=ready_at, blocks_used=self._blocks.share_used)
+        result.num_running = sum(len(search.seqs) for search in self._running)
+        result.num_prefill_tokens = sum(chunk.end - chunk.start for chunk in chunks if chunk.seq.is_fresh)
+        result.num_decode_tokens = sum(chunk.end - chunk.start for chunk in chunks if not chunk.seq.is_fresh)
+        if self._engine.on_step is not None:
+            self._engine.on_step(result)
+
+    def _advance(self, search: BeamSearch) -> None:
+        """Give a search's beams their next tokens, or end it."""
+        likeliest = [self._likeliest.pop(seq) for seq in search.seqs]
+        if all(own.is_finite for own in likeliest):
+            going_on = search.hypotheses.advance(likeliest)
+        else:
+            search.hypotheses.fail()
+            going_on = []
+            for seq in search.seqs:
+                self._blocks.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
+        search.seqs = self._descend(search.seqs, going_on)
+
+    def _descend(self, seqs: list[Sequence], going_on: list[Candidate]) -> list[Sequence]:
+        """Return the sequences of the beams that go on: the last child of each beam takes its blocks, others fork.
+
+        Blocks of beams without children go back before any are handed out. So a search never needs more than it may.
+        """
+        heirs = {candidate.beam: candidate for candidate in going_on}
+        starts_again = self._is_long(len(seqs[0]) + 1) and not seqs[0].is_long
+        for beam, seq in enumerate(seqs):
+            if starts_again or beam not in heirs:
+                self._blocks.free(seq)
+        children = []
+        for candidate in going_on:
+            seq = seqs[candidate.beam]
+            children.append(seq if candidate is heirs[candidate.beam] else self._fork(seq))
+            children[-1].token_ids.append(candidate.token_id)
+        return children
+
+    def _fork(self, seq: Sequence) -> Sequence:
+        """Return another sequence of the same tokens, which shares the blocks that `seq` has, if it has any."""
+        child = Sequence(seq.token_ids.tolist(), seq.params, seq.seed, seq.max_len, seq.stop_ids)
+        child.num_prompt_tokens, child.is_long, child.num_scheduled = seq.num_prompt_tokens, seq.is_long, len(seq)
+        if seq.block_table and (copied := self._blocks.fork(seq, child)) is not None:
+            self._copies.append(copied)
+        return child

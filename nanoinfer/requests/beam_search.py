@@ -1,0 +1,219 @@
+"""LLM.beam_search: checks its arguments, runs the searches, and makes the outputs."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from nanoinfer.beam_search_params import BeamSearchParams
+from nanoinfer.checks import check_flag, check_int, check_none, short
+from nanoinfer.config import Config
+from nanoinfer.engine.beams.hypotheses import Finished, Hypotheses
+from nanoinfer.engine.beams.rules import Rules, TransformersRules
+from nanoinfer.engine.beams.search import BeamSearch, BeamSearches
+from nanoinfer.engine.faults import not_finite
+from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.sequence import FinishReason, Sequence
+from nanoinfer.hints import hints_for
+from nanoinfer.logprob import LogProb
+from nanoinfer.process.collector import no_full_collection
+from nanoinfer.requests.inputs import NO_LORA, Inputs, Prepared, Prompt
+from nanoinfer.requests.interface import AnyEngine, SomeRequests
+from nanoinfer.requests.outputs import Later, Output
+from nanoinfer.requests.progress import Bar
+from nanoinfer.requests.spelling import decoder, whole_decoder
+from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class BeamSequence(Output):
+    """A sequence that a beam search has found, a dictionary whose keys are attributes too.
+
+    tokens: the tokens of prompt and output
+    token_ids: the generated tokens; the last may be an end-of-sequence token
+    text: the text of `tokens`, so that it begins with the prompt, without special tokens and without the
+        end-of-sequence token, unless BeamSearchParams keeps them. It is empty without a tokenizer
+    cum_logprob: the sum of the generated tokens' log-probabilities
+    score: what BeamSearchParams makes of cum_logprob; the largest is the best
+    finish_reason: "stop" for an end of sequence; "length" at max_tokens or max_model_len; "error" when the text could
+        not be made, or the model's logits were not finite, which ends all beams of this prompt
+    stop_reason: the error's message; otherwise None
+    logprobs: for each generated token a mapping from token ids to a LogProb, of the tokens among which the search
+        chose this one
+    """
+
+    __slots__ = ()
+
+    tokens: list[int]
+    token_ids: list[int]
+    text: str
+    cum_logprob: float
+    score: float
+    finish_reason: FinishReason
+    stop_reason: str | None
+    logprobs: list[Mapping[int, LogProb]]
+
+
+class BeamSearchOutput(Output):
+    """What a beam search has found for a prompt, a dictionary whose keys are attributes too.
+
+    prompt: the prompt's text; None if the prompt was token ids
+    prompt_token_ids: the prompt's tokens
+    sequences: the beam_width best sequences, the best first
+    """
+
+    __slots__ = ()
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[BeamSequence]
+
+
+class SearchesBeams(ABC):
+    """The beam search of LLM.
+
+    beam_rules: whose definition of the best sequences it takes
+    """
+
+    beam_rules: ClassVar[type[Rules]] = TransformersRules
+
+    config: Config
+    engine: AnyEngine
+    tokenizer: PreTrainedTokenizerBase | None
+    _inputs: Inputs
+    _requests: SomeRequests
+
+    @abstractmethod
+    def _turn(self, alone: bool = False) -> threading.Lock:
+        """Return the lock that a caller holds while the engine runs."""
+
+    @hints_for("beam_search", ("concurrency_limit",))
+    def beam_search(
+        self,
+        prompts: Prompt | ListLike[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+        priority: None = None,
+    ) -> list[BeamSearchOutput]:
+        """Find likely sequences behind every prompt by beam search; returns the outputs in the prompts' order.
+
+        The sequences and scores are those of transformers' generate with num_beams and num_return_sequences.
+
+        prompts: as for generate
+        params: the settings, for all prompts
+        lora_request: None, as for generate
+        use_tqdm: show a bar
+        concurrency_limit: at most so many prompts run at once; None: as many as the KV cache holds
+        priority: None, which vLLM's callers may pass
+
+        A prompt begins when the KV cache has room for all its beams at their full length.
+
+        Raises ValueError, before anything runs, as generate does. Raises it too for more beams than the model has
+        tokens or the KV cache has room for, and for an LLM of several replicas or with routed_experts.
+        """
+        self.engine.check_ready()
+        with self.engine.alike():
+            use_tqdm = check_flag("use_tqdm", use_tqdm)
+            check_none("lora_request", lora_request, NO_LORA)
+            check_none("priority", priority, "prompts begin in their order")
+            if concurrency_limit is not None:
+                concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
+            rules = self.beam_rules(self._check_beam_params(params))
+            prepared = self._inputs.check(prompts, _sampling_params(params))
+            searches = [self._beams_of(index, prompt, rules) for index, prompt in enumerate(prepared)]
+        self._run_beams(rules, searches, concurrency_limit or len(searches), use_tqdm)
+        return [
+            self._beam_output(prompt, search.hypotheses, params)
+            for prompt, search in zip(prepared, searches, strict=True)
+        ]
+
+    def _check_beam_params(self, params: object) -> BeamSearchParams:
+        """Return the settings. Raises ValueError if this LLM cannot search by them."""
+        config = self.config
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params={short(params)}: must be a BeamSearchParams, from nanoinfer")
+        if config.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size={config.data_parallel_size}: beam_search runs on one engine; make the LLM with"
+                " data_parallel_size=1, where tensor_parallel_size may divide the model"
+            )
+        if config.routed_experts:
+            raise ValueError(
+                "routed_experts=True: beam_search cannot tell the experts of beams; make the LLM without it"
+            )
+        num_stops = 0 if params.ignore_eos else len(config.eos_token_ids)
+        most = config.description.vocab_size - num_stops
+        if params.beam_width > most:
+            raise ValueError(
+                f"params.beam_width={params.beam_width}: must be at most {most}, as many as the model has tokens beside"
+                " those that end a sequence"
+            )
+        return params
+
+    def _beams_of(self, index: int, prompt: Prepared, rules: Rules) -> BeamSearch:
+        """Return the search of a prompt. Raises ValueError if the KV cache cannot hold its beams."""
+        stop_ids = frozenset() if prompt.params.ignore_eos else self.config.eos_token_ids
+        seq = Sequence(prompt.token_ids, prompt.params, 0, self.config.max_model_len, stop_ids)
+        search = BeamSearch(rules, seq)
+        needed, blocks = search.num_blocks(self.config.kvcache_block_size), self.config.num_kvcache_blocks
+        assert blocks is not None  # since the engine has started
+        if needed > blocks:
+            raise ValueError(
+                f"params.beam_width={rules.params.beam_width}: the beams of prompts[{index}], of up to {seq.max_len}"
+                f" tokens, may need {needed} blocks of the KV cache, which has num_kvcache_blocks={blocks}; fewer beams"
+                f" or less than max_tokens={rules.params.max_tokens} would work, or more blocks"
+            )
+        return search
+
+    def _run_beams(self, rules: Rules, searches: list[BeamSearch], most_searches: int, use_tqdm: bool) -> None:
+        """Run searches to their end. An error or Ctrl-C drops them, as it drops requests."""
+        num_stops = 0 if rules.params.ignore_eos else len(self.config.eos_token_ids)
+        num_likeliest = min(rules.num_likeliest(num_stops), self.config.description.vocab_size)
+        with self._turn(alone=True), no_full_collection(), self._requests:
+            run = BeamSearches(cast(LLMEngine, self.engine), searches, num_likeliest, most_searches)
+            with Bar(total=len(searches), desc="Beam search", dynamic_ncols=True, disable=not use_tqdm) as bar:
+                while not run.is_finished:
+                    bar.update(run.step())
+
+    def _beam_output(self, prompt: Prepared, hypotheses: Hypotheses, params: BeamSearchParams) -> BeamSearchOutput:
+        sequences = [self._beam_sequence(prompt, found, params) for found in hypotheses.finished]
+        if hypotheses.has_failed:
+            for sequence in sequences:
+                sequence.update(finish_reason="error", stop_reason=not_finite(self.config.dtype))
+        return BeamSearchOutput(prompt=prompt.text, prompt_token_ids=prompt.token_ids, sequences=sequences)
+
+    def _beam_sequence(self, prompt: Prepared, found: Finished, params: BeamSearchParams) -> BeamSequence:
+        hypothesis, tokenizer = found.hypothesis, self.tokenizer
+        token_ids = hypothesis.token_ids
+        tokens = prompt.token_ids + token_ids
+        decode = None if tokenizer is None else decoder(tokenizer, skip_special_tokens=False)
+        sequence = BeamSequence(
+            tokens=tokens,
+            token_ids=token_ids,
+            text="",
+            cum_logprob=hypothesis.logprob,
+            score=found.score,
+            finish_reason="stop" if found.is_stopped else "length",
+            stop_reason=None,
+            logprobs=Later(partial(hypothesis.logprobs, decode)),
+        )
+        if tokenizer is not None:
+            shown = tokens[:-1] if found.is_stopped and not params.include_stop_str_in_output else tokens
+            try:
+                sequence["text"] = whole_decoder(tokenizer, params.skip_special_tokens)(shown)
+            except Exception as error:
+                sequence.update(finish_reason="error", stop_reason=f"{type(error).__name__}: {error}")
+        return sequence
+
+
+def _sampling_params(params: BeamSearchParams) -> SamplingParams:
+    """Return settings by which a prompt is checked as for generate."""
+    return SamplingParams(temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos)
