@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 import nanoinfer
 from nanoinfer import (
     LLM,
+    BeamSearchOutput,
+    BeamSearchParams,
+    BeamSequence,
     LogProb,
     RequestOutput,
     SampleOutput,
@@ -53,9 +56,9 @@ HEAD = """\
 
 <!-- Written by docs/make_api.py from the docstrings: change those, and run it again. -->
 
-Import `LLM`, `SamplingParams`, `reference`, `WorkerError`, `BUNDLED_MODEL` and the types of the outputs from
-`nanoinfer`. The outputs are dictionaries, whose keys are attributes too: write `output["text"]` or `output.text`. You
-need not import `MemoryPlan`, the type of `llm.memory`. In the headings, `llm` is an `LLM`.
+Import `LLM`, `SamplingParams`, `BeamSearchParams`, `reference`, `WorkerError`, `BUNDLED_MODEL` and the types of the
+outputs from `nanoinfer`. The outputs are dictionaries, whose keys are attributes too: write `output["text"]` or
+`output.text`. You need not import `MemoryPlan`, the type of `llm.memory`. In the headings, `llm` is an `LLM`.
 """
 
 VERSION = """\
@@ -87,12 +90,15 @@ def render() -> str:
             OPTIONS_HEAD,
             *_options(),
             *_section("SamplingParams", SamplingParams, _fields(SamplingParams)),
+            *_section("BeamSearchParams", BeamSearchParams, _fields(BeamSearchParams)),
             *_section("RequestOutput", RequestOutput, _keys(RequestOutput)),
             *_section("SampleOutput", SampleOutput, _keys(SampleOutput)),
             *_section("LogProb", LogProb, {}),
             *_section("Timings", Timings, _keys(Timings)),
             *_section("StreamOutput", StreamOutput, _keys(StreamOutput)),
             *_section("Score", Score, _keys(Score)),
+            *_section("BeamSearchOutput", BeamSearchOutput, _keys(BeamSearchOutput)),
+            *_section("BeamSequence", BeamSequence, _keys(BeamSequence)),
             *_section("MemoryPlan", MemoryPlan, _fields(MemoryPlan)),
             *_section("WorkerError", WorkerError, {}),
             *_function("reference", reference),
@@ -213,7 +219,9 @@ def _keys(documented: type) -> dict[str, Typed]:
 
 
 def _public_methods(documented: type) -> list[tuple[str, Callable[..., Any]]]:
-    return [(name, m) for name, m in vars(documented).items() if inspect.isfunction(m) and not name.startswith("_")]
+    """The methods of a class, and behind them those of its bases."""
+    members = [member for owner in documented.__mro__ for member in vars(owner).items()]
+    return [(name, m) for name, m in members if inspect.isfunction(m) and not name.startswith("_")]
 
 
 def _plain(annotation: object) -> str:

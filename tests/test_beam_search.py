@@ -79,7 +79,7 @@ def assert_as_transformers(
     ):
         length = len(found.tokens)
         assert (found.tokens, set(tokens[length:]) <= {-1, ends[0]}) == (tokens[:length], True)
-        assert found.score == pytest.approx(score, rel=1e-4)
+        assert found.score == pytest.approx(score, rel=1e-4, abs=1e-5)
         assert found.finish_reason == ("stop" if found.tokens[-1] in ends and not params.ignore_eos else "length")
 
 
@@ -89,13 +89,13 @@ def assert_as_transformers(
         BeamSearchParams(4, 20),
         BeamSearchParams(3, 1),
         BeamSearchParams(5, 17, length_penalty=-1.0, early_stopping=True),
-        BeamSearchParams(2, 40, length_penalty=2.0, early_stopping="never", ignore_eos=True),
+        BeamSearchParams(2, 20, length_penalty=2.0, early_stopping="never", ignore_eos=True),
     ],
     ids=str,
 )
 def test_finds_what_transformers_finds(llm: LLM, oracle: Oracle, params: BeamSearchParams) -> None:
-    outputs = llm.beam_search(PROMPTS, params)
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+    prompts = PROMPTS[1:3]
+    for prompt, output in zip(prompts, llm.beam_search(prompts, params), strict=True):
         assert_as_transformers(output, oracle, prompt, params, [2])
     assert llm.engine.scheduler.block_manager.share_used == 0
 
@@ -103,7 +103,7 @@ def test_finds_what_transformers_finds(llm: LLM, oracle: Oracle, params: BeamSea
 @pytest.mark.parametrize("seed", range(4))
 def test_finds_what_transformers_finds_where_beams_often_end(random_llm: LLM, random_oracle: Oracle, seed: int) -> None:
     random = Random(seed)
-    for _ in range(8):
+    for _ in range(5):
         params = BeamSearchParams(
             beam_width=random.randint(2, 9),
             max_tokens=random.choice([1, 2, 5, 14, 30]),
@@ -111,7 +111,7 @@ def test_finds_what_transformers_finds_where_beams_often_end(random_llm: LLM, ra
             early_stopping=random.choice([False, True, "never"]),
             ignore_eos=random.random() < 0.2,
         )
-        prompts = [random.choices(range(4, VOCABULARY), k=random.randint(1, 40)) for _ in range(3)]
+        prompts = [random.choices(range(4, VOCABULARY), k=random.randint(1, 40)) for _ in range(2)]
         for prompt, output in zip(prompts, random_llm.beam_search(prompts, params), strict=True):
             assert_as_transformers(output, random_oracle, prompt, params, ENDS)
 
@@ -174,16 +174,16 @@ def test_computes_each_token_of_a_beam_once(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_kvcache_blocks": 14},  # one prompt at a time
+        {"num_kvcache_blocks": 6},  # one prompt at a time, which needs nearly all of them
         {"max_num_seqs": 3},  # fewer than the beams
         {"max_num_batched_tokens": 7},  # prompts in chunks
         {"tensor_parallel_size": 2},
-        {"deterministic": True},
+        {"deterministic": True, "max_num_batched_tokens": 16},
     ],
     ids=str,
 )
 def test_results_do_not_depend_on_the_room(llm: LLM, make_llm: Callable[..., LLM], options: dict[str, Any]) -> None:
-    params = BeamSearchParams(4, 18)
+    params = BeamSearchParams(3, 10)
     prompts = [*PROMPTS, PROMPTS[3]]
     expected = llm.beam_search(prompts, params)
     other = make_llm(**{**OPTIONS, **options})
@@ -228,7 +228,7 @@ def test_blocks_are_shared_with_requests_before_and_after(llm: LLM) -> None:
 
 def test_a_sequence_has_vllms_attributes_and_ours(llm: LLM) -> None:
     prompt = "ROMEO:\nBut, soft!"
-    (output,) = llm.beam_search(prompt, BeamSearchParams(3, 12), use_tqdm=False, lora_request=None)
+    (output,) = llm.beam_search(prompt, BeamSearchParams(3, 12, ignore_eos=True), use_tqdm=False)
     assert (output.prompt, output.prompt_token_ids) == (prompt, llm.tokenize(prompt))
     scores = [found.score for found in output.sequences]
     assert scores == sorted(scores, reverse=True)
@@ -239,7 +239,7 @@ def test_a_sequence_has_vllms_attributes_and_ours(llm: LLM) -> None:
         assert (found.finish_reason, found.stop_reason) == ("length", None)
         entries = list(zip(found.logprobs, found.token_ids, strict=True))
         assert sum(entry[token].logprob for entry, token in entries) == pytest.approx(found.cum_logprob)
-        assert all(entry[token].decoded_token in found.text for entry, token in entries)
+        assert all(entry[token].decoded_token in found.text for entry, token in entries if token != 2)
         assert found.score == pytest.approx(found.cum_logprob / 12)
         (score,) = llm.score(output.prompt_token_ids, [found.token_ids])
         assert score.logprob == pytest.approx(found.cum_logprob, abs=1e-3)
@@ -291,11 +291,12 @@ def longrope(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_beams_that_become_long_are_computed_again(make_llm: Callable[..., LLM], longrope: str) -> None:
     llm = make_llm(longrope, **{**OPTIONS, "max_model_len": 60})
     (output,) = llm.beam_search([[5, 6, 7] * 5], BeamSearchParams(3, 12, ignore_eos=True))
-    for found in output.sequences:
-        for place in range(15, len(found.tokens)):  # each token's prefix alone says how its place is computed
-            (score,) = llm.score(found.tokens[:place], [found.tokens[place : place + 1]])
-            assert found.logprobs[place - 15][found.tokens[place]] == pytest.approx(score.logprob, abs=1e-4)
     assert llm.engine.scheduler.block_manager.share_used == 0
+    llm.reset_prefix_cache()
+    found = output.sequences[-1]
+    for place, (entry, token) in enumerate(zip(found.logprobs, found.token_ids, strict=True), 15):
+        (fresh,) = llm.generate([found.tokens[:place]], greedy(1, logprobs=64), use_tqdm=False)
+        assert entry[token] == pytest.approx(fresh.logprobs[0][token], abs=1e-4)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
@@ -319,17 +320,22 @@ def test_an_error_leaves_the_llm_usable(llm: LLM, error: type[BaseException]) ->
     ]
 
 
-def test_logits_that_are_not_finite_end_their_prompt_alone(llm: LLM, make_llm: Callable[..., LLM]) -> None:
-    bad = 1500  # whose embedding is NaN
-    other = make_llm(**OPTIONS)
+def test_logits_that_are_not_finite_end_their_prompt_alone(make_llm: Callable[..., LLM], random_model: str) -> None:
+    bad = 40  # its embedding is NaN
+    llm = make_llm(random_model, **OPTIONS)
     with torch.inference_mode():
-        other.engine.ranks.runner.holdings.model.get_parameter("model.embed_tokens.weight")[bad] = float("nan")
-    params = BeamSearchParams(3, 8)
-    good, failed, again = other.beam_search([PROMPTS[0], [5, bad], PROMPTS[0]], params)
+        llm.engine.ranks.runner.holdings.model.embedding.weight[bad] = float("nan")
+    good, failed, again, late = llm.beam_search(
+        [[5], [5, bad], [5], [5] * 20], BeamSearchParams(20, 3, ignore_eos=True)
+    )
+    assert {found.finish_reason for found in good.sequences} == {"length"}
     assert good == again
     (found,) = failed.sequences
     assert (found.token_ids, found.finish_reason) == ([], "error")
-    assert "not finite" in str(found.stop_reason)
+    assert "not finite" in found.stop_reason
+    (late,) = llm.beam_search([[5]], BeamSearchParams(VOCABULARY, 3, ignore_eos=True))
+    assert [bad] in [found.token_ids for found in late.sequences]
+    assert {found.finish_reason for found in late.sequences} == {"error"}
 
 
 def test_waits_for_requests_and_sleep(make_llm: Callable[..., LLM]) -> None:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(DOCS))
 
 import make_api
 
-from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
 from nanoinfer.benchmark.figures import PANELS, Figures, fill
 
 
@@ -253,6 +253,7 @@ def namespace() -> Iterator[dict[str, object]]:
             "output": output,
             "token_id": output["token_ids"][0],
             "SamplingParams": SamplingParams,
+            "BeamSearchParams": BeamSearchParams,
         }
 
 

@@ -370,7 +370,7 @@ class TestNames:
             ({"num_return_sequences": 2}, "did you mean 'n'"),
             ({"tempreature": 1}, "did you mean 'temperature'"),
             ({"max_length": 5}, r"SamplingParams\(max_tokens=..., min_tokens=...\) counts generated tokens alone"),
-            ({"num_beams": 4}, "there is no beam search"),
+            ({"num_beams": 4}, r"write BeamSearchParams\(beam_width=...\)"),
             ({"max_num_seqs": 4}, r"write LLM\(max_num_seqs=...\)"),
             ({"response_format": None}, "did you mean 'structured_outputs'"),
             ({"colour": 4}, "known: temperature, .*, structured_outputs$"),

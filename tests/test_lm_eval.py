@@ -142,7 +142,10 @@ def test_the_choices_of_a_context_prefill_it_once(ours: NanoInfer) -> None:
     ("settings", "message"),
     [
         ({"max_gen_toks": 128}, "max_gen_toks=128: must be less than 128"),
-        ({"max_gen_toks": 8, "num_beams": 4}, "unknown argument 'num_beams': there is no beam search"),
+        (
+            {"max_gen_toks": 8, "num_beams": 4},
+            r"unknown argument 'num_beams': write BeamSearchParams\(beam_width=...\)",
+        ),
     ],
     ids=str,
 )

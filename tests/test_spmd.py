@@ -24,7 +24,7 @@ from conftest import Oracle, assert_equal, different_settings, greedy, safetenso
 from safetensors.torch import load_file
 from test_models import CASES, build
 
-from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
 
 RANKS = 2
 OPTIONS: dict[str, Any] = {"max_num_seqs": 16, "kvcache_block_size": 16, "num_kvcache_blocks": 400, "dtype": "float32"}
@@ -135,6 +135,16 @@ def generate_each(options: dict[str, Any], calls: list[tuple[Any, Any]]) -> tupl
         return [generate(llm, *call) for call in calls], llm.engine.scheduler.num_preemptions
 
 
+def search_beams(llm: LLM) -> list[list[list[int]]]:
+    outputs = llm.beam_search([[30, 31], [5]], BeamSearchParams(3, 8))
+    return [[found.tokens for found in output.sequences] for output in outputs]
+
+
+def search_beams_with_peers() -> list[list[list[int]]]:
+    with make() as llm:
+        return search_beams(llm)
+
+
 def sleep_and_wake_up() -> None:
     with make() as llm:
         before = generate(llm, [[30, 31]], greedy(8))
@@ -213,6 +223,9 @@ class TestRanksThatAreCalledAlike:
         build(CASES["mixtral"], tmp_path)
         (expected,) = make_one(str(tmp_path), routed_experts=True).generate([[5, 6, 7]], greedy(8), use_tqdm=False)
         assert trainer.run(experts_of_tokens, str(tmp_path)) == expected.routed_experts.tolist()
+
+    def test_beam_search(self, trainer: Trainer, make_one: Callable[..., LLM]) -> None:
+        assert trainer.run(search_beams_with_peers) == search_beams(make_one())
 
     def test_sleep(self, trainer: Trainer) -> None:
         trainer.run(sleep_and_wake_up)

@@ -275,7 +275,7 @@ def test_settings_that_are_the_trainers_to_choose(settings: dict[str, int], mess
 
 
 def test_a_setting_that_there_is_not(make_run: Callable[..., Run]) -> None:
-    with pytest.raises(ValueError, match="unknown argument 'num_beams': there is no beam search"):
+    with pytest.raises(ValueError, match=r"unknown argument 'num_beams': write BeamSearchParams\(beam_width=...\)"):
         make_run(generation_kwargs={"num_beams": 2}).train()
 
 

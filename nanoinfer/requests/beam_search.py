@@ -177,8 +177,12 @@ class SearchesBeams(ABC):
         """Run searches to their end. An error or Ctrl-C drops them, as it drops requests."""
         num_stops = 0 if rules.params.ignore_eos else len(self.config.eos_token_ids)
         num_likeliest = min(rules.num_likeliest(num_stops), self.config.description.vocab_size)
+        engine = cast(LLMEngine, self.engine)
         with self._turn(alone=True), no_full_collection(), self._requests:
-            run = BeamSearches(cast(LLMEngine, self.engine), searches, num_likeliest, most_searches)
+            engine.ranks.note(
+                "beam_search", rules.params, most_searches, [search.seqs[0].token_ids for search in searches]
+            )
+            run = BeamSearches(engine, searches, num_likeliest, most_searches)
             with Bar(total=len(searches), desc="Beam search", dynamic_ncols=True, disable=not use_tqdm) as bar:
                 while not run.is_finished:
                     bar.update(run.step())

@@ -67,6 +67,7 @@ class BeamSearches:
 
     def step(self) -> int:
         """Run one step; returns how many searches have ended with it."""
+        self._engine.check_ready()
         self._admit()
         chunks = self._plan()
         with self._engine.ranks.undivided():
