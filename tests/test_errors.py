@@ -255,13 +255,19 @@ class TestSamplingParams:
         [
             ({"logit_bias": {2048: 1.0}}, r"sampling_params\[1\].logit_bias has token id 2048: must be from 0 to 2047"),
             ({"stop_token_ids": [9999]}, r"sampling_params\[1\].stop_token_ids has token id 9999"),
-            ({"allowed_token_ids": [5, 2048]}, r"sampling_params\[1\].allowed_token_ids has token id 2048: must be from"),
+            (
+                {"allowed_token_ids": [5, 2048]},
+                r"sampling_params\[1\].allowed_token_ids has token id 2048: must be from",
+            ),
             ({"bad_words": ["a", " "]}, r"sampling_params\[1\].bad_words has ' ': must have a character that"),
             (
                 {"allowed_token_ids": [9], "stop_token_ids": [9], "min_tokens": 1},
                 r"sampling_params\[1\]: allowed_token_ids and min_tokens leave no token that may be drawn",
             ),
-            ({"bad_words": ["a", "b"], "allowed_token_ids": [67, 68]}, "allowed_token_ids and bad_words leave no token"),
+            (
+                {"bad_words": ["a", "b"], "allowed_token_ids": [67, 68]},
+                "allowed_token_ids and bad_words leave no token",
+            ),
             ({"stop_token_ids": range(2048), "min_tokens": 1}, "min_tokens leave no token that may be drawn"),
             ({"logprobs": 2049}, r"sampling_params\[1\].logprobs=2049: the model has 2048 tokens"),
         ],

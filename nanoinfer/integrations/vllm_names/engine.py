@@ -12,7 +12,7 @@ from nanoinfer.checks import check_none
 from nanoinfer.config import Config
 from nanoinfer.integrations.vllm_names.llm import LLM, without_text
 from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
-from nanoinfer.llm import NO_LORA
+from nanoinfer.requests.inputs import NO_LORA
 from nanoinfer.vllm_methods import ModelConfig
 
 T = TypeVar("T")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import nanoinfer
+from nanoinfer.checks import as_list
+from nanoinfer.engine.beams.rules import VllmRules
 from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
 from nanoinfer.integrations.vllm_names.params import SamplingParams
 from nanoinfer.requests.inputs import TEXT, TOKEN_IDS
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 class LLM(nanoinfer.LLM):
     """nanoinfer's LLM. Requests without settings have those of the checkpoint's generation_config.json."""
+
+    beam_rules = VllmRules
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -38,13 +42,13 @@ class LLM(nanoinfer.LLM):
         prompt_token_ids: the prompts' tokens, which come before `prompts`, as in vLLM before 0.11
         """
         if prompt_token_ids is not None:
-            prompts = (
-                [prompt_token_ids] if prompt_token_ids and isinstance(prompt_token_ids[0], int) else prompt_token_ids
-            )
-        items = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+            is_one = bool(prompt_token_ids) and isinstance(prompt_token_ids[0], int)
+            prompts = [prompt_token_ids] if is_one else prompt_token_ids
+        items = as_list([prompts] if isinstance(prompts, (str, Mapping)) else prompts)
+        bare = prompts if items is None else [without_text(item) for item in items]
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        outputs = super().generate([without_text(item) for item in items], params, use_tqdm, lora_request, **options)
-        return [renamed(output, text_beside(item)) for output, item in zip(outputs, items, strict=True)]
+        outputs = super().generate(bare, params, use_tqdm, lora_request, **options)
+        return [renamed(output, text_beside(item)) for output, item in zip(outputs, items or [], strict=True)]
 
     def chat(  # type: ignore[override]  # as above
         self, messages: Any, sampling_params: Any = None, *arguments: Any, **options: Any

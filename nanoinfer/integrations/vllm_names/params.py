@@ -13,7 +13,7 @@ MAX_TOKENS = 16  # vLLM's default
 
 
 class RequestOutputKind(Enum):
-    """What an output holds. LLM gives each request's whole output at its end, whichever is asked for; so does vLLM."""
+    """What an output holds. SamplingParams says which it accepts."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -61,10 +61,9 @@ class SamplingParams(nanoinfer.SamplingParams):
 
     n, max_tokens, settings: as in nanoinfer.SamplingParams
     guided_decoding: structured_outputs by the name of vLLM before 0.11
-    output_kind: not used, see RequestOutputKind
     """
 
-    __struct_fields__ = tuple(field.name for field in fields(nanoinfer.SamplingParams))
+    __struct_fields__ = tuple(field.name for field in fields(nanoinfer.SamplingParams))  # as programs ask
 
     def __init__(
         self,
@@ -72,7 +71,6 @@ class SamplingParams(nanoinfer.SamplingParams):
         *,
         max_tokens: int | None = MAX_TOKENS,
         guided_decoding: StructuredOutputsParams | Mapping[str, Any] | None = None,
-        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
         **settings: Any,
     ) -> None:
         if guided_decoding is not None:
