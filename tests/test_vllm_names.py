@@ -329,5 +329,5 @@ def test_a_script_runs_by_the_command_and_so_do_its_processes(how: list[str], tm
 def test_the_command_without_a_script_says_how_to_use_it(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for told in ([], ["-m"], ["--help"]):
         monkeypatch.setattr(sys, "argv", ["vllm_names", *told])
-        with pytest.raises(SystemExit, match="usage: python -m nanoinfer.integrations.vllm_names"):
+        with pytest.raises(SystemExit, match=r"usage: python -m nanoinfer\.integrations\.vllm_names"):
             runpy.run_module("nanoinfer.integrations.vllm_names", run_name="__main__")

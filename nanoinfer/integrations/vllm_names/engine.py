@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import nanoinfer
 from nanoinfer.checks import check_none
 from nanoinfer.config import Config
 from nanoinfer.integrations.vllm_names.llm import LLM, without_text
 from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
+from nanoinfer.requests import outputs
 from nanoinfer.requests.inputs import NO_LORA
 from nanoinfer.vllm_methods import ModelConfig
 
@@ -51,7 +51,7 @@ class AsyncLLMEngine:
         self._llm = llm
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanoinfer-async")
         self._numbers: dict[str, int] = {}  # of requests that somebody waits for
-        self._outputs: dict[int, nanoinfer.RequestOutput | None] = {}  # of these
+        self._outputs: dict[int, outputs.RequestOutput | None] = {}  # of these
         self.model_config = ModelConfig(llm.config)
 
     @classmethod
@@ -100,7 +100,7 @@ class AsyncLLMEngine:
         self._numbers[request_id], self._outputs[number] = number, None
         return number
 
-    def _advance(self, number: int) -> nanoinfer.RequestOutput | None:
+    def _advance(self, number: int) -> outputs.RequestOutput | None:
         """Run a step, unless the request has ended before; returns its output if it has ended."""
         if self._outputs[number] is None:
             if not self._llm.has_unfinished_requests():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import nanoinfer
-from nanoinfer.checks import as_list
+from nanoinfer import llm
+from nanoinfer.checks import as_int, as_list
 from nanoinfer.engine.beams.rules import VllmRules
 from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
 from nanoinfer.integrations.vllm_names.params import SamplingParams
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanoinfer.integrations.vllm_names.engine import EngineArgs
 
 
-class LLM(nanoinfer.LLM):
+class LLM(llm.LLM):
     """nanoinfer's LLM. Requests without settings have those of the checkpoint's generation_config.json."""
 
     beam_rules = VllmRules
@@ -42,8 +42,8 @@ class LLM(nanoinfer.LLM):
         prompt_token_ids: the prompts' tokens, which come before `prompts`, as in vLLM before 0.11
         """
         if prompt_token_ids is not None:
-            is_one = bool(prompt_token_ids) and isinstance(prompt_token_ids[0], int)
-            prompts = [prompt_token_ids] if is_one else prompt_token_ids
+            ids = as_list(prompt_token_ids) or []
+            prompts = [ids] if ids and as_int(ids[0]) is not None else ids
         items = as_list([prompts] if isinstance(prompts, (str, Mapping)) else prompts)
         bare = prompts if items is None else [without_text(item) for item in items]
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params

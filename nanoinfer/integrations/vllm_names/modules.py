@@ -8,7 +8,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-from nanoinfer import BeamSearchParams, LogProb
+from nanoinfer.beam_search_params import BeamSearchParams
 from nanoinfer.integrations.vllm_names.engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs
 from nanoinfer.integrations.vllm_names.inputs import LoRARequest, PromptType, TextPrompt, TokensPrompt
 from nanoinfer.integrations.vllm_names.llm import LLM
@@ -28,6 +28,7 @@ from nanoinfer.integrations.vllm_names.processes import (
     get_open_port,
 )
 from nanoinfer.integrations.vllm_names.tokenizers import get_tokenizer, resolve_chat_template
+from nanoinfer.logprob import LogProb
 
 Names = dict[str, Any]
 

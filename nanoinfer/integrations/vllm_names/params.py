@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-import nanoinfer
+from nanoinfer import sampling_params
 
 MAX_TOKENS = 16  # vLLM's default
 
@@ -56,14 +56,14 @@ class GuidedDecodingParams(StructuredOutputsParams):
         return cls(**entries) if any(entry is not None for entry in entries.values()) else None
 
 
-class SamplingParams(nanoinfer.SamplingParams):
+class SamplingParams(sampling_params.SamplingParams):
     """nanoinfer's SamplingParams, but max_tokens is 16 if it is left out.
 
     n, max_tokens, settings: as in nanoinfer.SamplingParams
     guided_decoding: structured_outputs by the name of vLLM before 0.11
     """
 
-    __struct_fields__ = tuple(field.name for field in fields(nanoinfer.SamplingParams))  # as programs ask
+    __struct_fields__ = tuple(field.name for field in fields(sampling_params.SamplingParams))  # as programs ask
 
     def __init__(
         self,
@@ -78,4 +78,6 @@ class SamplingParams(nanoinfer.SamplingParams):
         super().__init__(n=n, max_tokens=max_tokens, **settings)
 
 
-SamplingParams.__annotations__ = dict(nanoinfer.SamplingParams.__annotations__)  # programs look there for the names
+SamplingParams.__annotations__ = dict(
+    sampling_params.SamplingParams.__annotations__
+)  # programs look there
