@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from enum import Enum
 from functools import partial
@@ -39,6 +40,15 @@ class OutputKind(Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+class UsersBar(tqdm):
+    """A bar that leaves this process as it is: tqdm's own lock settles how processes start, and its monitor stays."""
+
+    monitor_interval = 0
+
+
+UsersBar.set_lock(threading.RLock())
 
 
 @pytest.fixture(scope="module")
@@ -267,14 +277,14 @@ class TestCalls:
         made: list[tqdm] = []
 
         def make(**options: Any) -> tqdm:
-            made.append(tqdm(file=written, mininterval=0, **options))
+            made.append(UsersBar(file=written, mininterval=0, **options))
             return made[0]
 
         llm.generate([[5], [6]], greedy(2), use_tqdm=make)
         assert (made[0].total, made[0].n, made[0].disable) == (2, 2, True)  # closed
         assert "2/2" in written.getvalue()
         assert "decode" in written.getvalue()
-        llm.chat(CHAT, greedy(1), use_tqdm=partial(tqdm, file=written, leave=False))
+        llm.chat(CHAT, greedy(1), use_tqdm=partial(UsersBar, file=written, leave=False))
 
     def test_a_function_that_makes_no_bar(self, llm: LLM) -> None:
         for wrong in (int, lambda **options: None):

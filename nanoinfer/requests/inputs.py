@@ -44,7 +44,7 @@ class Prepared(NamedTuple):
     """A prompt that can run.
 
     token_ids, params, grammar: its tokens, and its settings
-    text: the text of these tokens; None if the user passed token ids
+    text: the text of these tokens, as the user or a template gave it; None if the user passed token ids alone
     seed, samples: as for LLMEngine.add_request
     """
 
