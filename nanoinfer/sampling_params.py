@@ -27,7 +27,8 @@ class SamplingParams:
 
     vLLM and Hugging Face's generation config use the same names. Settings may be assigned, as in params.n = 4. Each
     assignment is checked as the constructor checks, and changes nothing if it is refused. A request takes a copy when
-    it is added. Equal settings have equal hashes, so change none that is the key of a mapping.
+    it is added. Equal settings have equal hashes, so change none that is the key of a mapping. params.clone() returns a
+    copy. SamplingParams.from_optional(...) takes None for a default; it takes OpenAI's logit_bias, as vLLM does.
 
     temperature: the sampler divides the logits by this number before it draws; 0 always takes the most likely token
     max_tokens: a sample ends after this many generated tokens, or sooner where max_model_len is reached; None: only
@@ -48,8 +49,8 @@ class SamplingParams:
     allowed_token_ids: the sampler draws these tokens alone, an end-of-sequence token only if it is one of them; None:
         it draws any
     bad_words: the output does not spell these strings: the sampler leaves out the last token of a string where the
-        output ends with its others. As in vLLM, a string counts as the tokenizer writes it alone, and as it writes it
-        behind a space if that takes as many tokens. The prompt does not count, and other tokens may spell a string
+        output ends with its others. As in vLLM, the tokenizer makes the tokens of the string alone, and behind a space
+        if these are as many. The prompt does not count, and other tokens may spell the string
     stop: one string, or several; a sample ends with the first of them, and its text ends before the string
     stop_token_ids: a sample ends with one of these tokens too, not only with an end-of-sequence token; its text ends
         before the token, its token_ids with the token

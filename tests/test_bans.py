@@ -14,6 +14,8 @@ from transformers import NoBadWordsLogitsProcessor
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.bans import Bans
+from nanoinfer.kernels.sampling.cutoff import find_cutoff_reference, find_cutoff_triton
+from nanoinfer.kernels.sampling.draw import draw_reference, draw_triton
 from nanoinfer.kernels.sampling.masks import apply_masks
 from nanoinfer.kernels.sampling.sequences import ban_sequences
 
@@ -99,6 +101,25 @@ class TestKernels:
                 expected = {s[-1] for s in here if (output[-len(s) + 1 :] if len(s) > 1 else []) == s[:-1]}
                 assert set(changed[row].isneginf().nonzero().flatten().tolist()) == expected
 
+    @pytest.mark.parametrize(
+        ("find_cutoff", "draw"), [(find_cutoff_reference, draw_reference), (find_cutoff_triton, draw_triton)]
+    )
+    @pytest.mark.parametrize("filters", [None, (5, 1.0, 0.0), (50, 0.5, 0.0), (3, 0.9, 0.2)], ids=str)
+    def test_the_best_of_no_tokens_is_minus_infinity(
+        self, filters: tuple | None, find_cutoff: Callable, draw: Callable
+    ) -> None:
+        """So the second draw finds rows without a token, and no others, whatever their filters."""
+        device = DEVICE if draw is draw_triton else "cpu"
+        logits = torch.randn(3, 50, device=device)
+        logits[1] = float("-inf")
+        ones, seeds, positions = (torch.ones(3, dtype=kind, device=device) for kind in (None, torch.int64, torch.int32))
+        settings = [torch.full((3,), value, device=device) for value in filters or ()]
+        cutoff = find_cutoff(logits, ones, *settings) if filters else None
+        for temperatures in (ones, ones * 0):
+            best, ids = draw(logits, temperatures, seeds, positions, cutoff=cutoff)
+            assert best.isneginf().tolist() == [False, True, False]
+            assert ((ids >= 0) & (ids < 50)).all()
+
     def test_as_transformers_where_the_prompt_does_not_matter(self) -> None:
         tokens, logits = torch.randint(6, (8, 7)), torch.randn(8, 6)
         sequences = [[2], [1, 3], [4, 4, 5], [0, 1, 2, 3]]
@@ -112,7 +133,7 @@ class TestKernels:
 class TestDraws:
     def test_greedy_rows_take_the_likeliest_of_what_is_left(self, llm: LLM, oracle: Oracle) -> None:
         rand = random.Random(2)
-        params = [random_settings(rand, llm, temperature=0) for _ in range(8)]
+        params = [random_settings(rand, llm, temperature=0) for _ in range(6)]
         prompts = [rand.choice(PROMPTS) for _ in params]
         outputs = generate(llm, [*prompts, PROMPTS[0]], [*params, greedy(12)])
         for prompt, own, output in zip(prompts, params, outputs, strict=False):

@@ -26,6 +26,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingP
 from nanoinfer.batch import Summary, job, run
 from nanoinfer.batch.cli import main
 from nanoinfer.batch.ledger import Ledger
+from nanoinfer.batch.lines import complete
 from nanoinfer.batch.report import MOST_BUCKETS, Report
 from nanoinfer.engine.step_result import StepResult
 
@@ -159,6 +160,7 @@ class TestPlainLines:
             texts.append({row["id"]: row["text"] for row in read(tmp_path / f"{name}.out")})
         assert texts[0] == texts[1]
         assert len({*texts[0].values(), *texts[2].values()}) == 6
+        assert complete({"seed": -1}, {}, 0, "x") == complete({}, {}, 0, "x") != complete({"seed": 1}, {}, 0, "x")
 
 
 class TestOpenAI:
@@ -168,6 +170,7 @@ class TestOpenAI:
                 seed=5, user="me", stream=False, tools=None, ignore_eos=True),
             openai("text", "/v1/completions", prompt="JULIET:", max_tokens=4, logprobs=1, seed=6),
             openai("json", messages=CHAT, max_tokens=3, response_format={"type": "json_object"}),
+            openai("all", messages=CHAT, max_tokens=1, logprobs=True, top_logprobs=-1),
         ]  # fmt: skip
         output = tmp_path / "out.jsonl"
         run(write(tmp_path / "in.jsonl", rows), output, BUNDLED_MODEL, **SMALL)
@@ -181,6 +184,8 @@ class TestOpenAI:
             params = SamplingParams(max_tokens=4, logprobs=2, n=2, seed=5, ignore_eos=True)
             (chat,) = llm.chat(CHAT, params, use_tqdm=False)
             (text,) = llm.generate("JULIET:", SamplingParams(max_tokens=4, logprobs=1, seed=6), use_tqdm=False)
+        (place,) = bodies["all"]["choices"][0]["logprobs"]["content"]
+        assert len(place["top_logprobs"]) == 2048  # the model has no more tokens
         body = bodies["chat"]
         assert (body["object"], body["model"]) == ("chat.completion", "gpt")
         used = len(chat.prompt_token_ids)

@@ -159,7 +159,7 @@ class TestPrompts:
         assert output["text"] == ""
         with pytest.raises(ValueError, match=r"prompts\[0\] is text.*has no tokenizer: pass a list of token ids"):
             bare.generate(["text"], greedy(4))
-        with pytest.raises(ValueError, match=r"sampling_params.stop=\('a',\) needs text, but .* has no tokenizer"):
+        with pytest.raises(ValueError, match=r"sampling_params.stop=\['a'\] needs text, but .* has no tokenizer"):
             bare.generate([[30]], greedy(4, stop="a"))
         assert [new["text"] for new in bare.stream([[30, 31]], greedy(2))] == ["", ""]
 

@@ -140,6 +140,11 @@ class TestRows:
             assert place[0]["token_id"] == token_id
             assert min(entry["rank"] for entry in place) == 1
 
+    def test_rows_may_go_on_until_max_model_len(self, generator: Generator) -> None:
+        params = [SamplingParams(max_tokens=most, ignore_eos=True, seed=1) for most in (3, None, 5)]
+        futures = [generator._engine.submit([30, 31], own) for own in params]
+        assert [len(future.result(60).token_ids) for future in futures] == [3, SMALL["max_model_len"] - 2, 5]
+
     def test_a_row_draws_what_the_line_of_a_batch_file_draws(self, generator: Generator, tmp_path: Path) -> None:
         rows = [{"id": i, "prompt": "ROMEO:\n"} for i in range(4)]
         source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

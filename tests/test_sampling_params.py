@@ -1,4 +1,4 @@
-"""A SamplingParams may be assigned to and copied, and takes the values that vLLM's takes; requests keep their own copy."""
+"""A SamplingParams may be assigned to and copied, and takes what vLLM's takes; requests keep copies of their own."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ import llguidance.hf
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.grammar import Grammars
 from nanoinfer.kernels.sampling.masks import apply_masks
+from nanoinfer.structured_outputs import KINDS
 
 NUM_SCHEMAS = int(os.environ.get("NANOINFER_TEST_SCHEMAS", "100"))
 PROMPT = "ROMEO:\n"
@@ -397,6 +399,68 @@ def test_a_schema_is_compiled_once(make_llm: Callable[..., LLM], monkeypatch: py
     generate(llm, [guided(seed) for seed in range(5)])
     generate(llm, guided(structured_outputs={"json": json.dumps(PERSON)}))
     assert len(compiled) == 1
+
+
+class TestObjects:
+    """Forms come as objects and as mappings with entries of None, too, as vLLM and its clients write them."""
+
+    @staticmethod
+    def params(**given: Any) -> SimpleNamespace:
+        """Return an object with the attributes of vLLM's StructuredOutputsParams and of its older namesake."""
+        names = ["json", "regex", "choice", "grammar", "json_object", "structural_tag", "whitespace_pattern", "backend"]
+        flags = ["disable_any_whitespace", "disable_additional_properties", "backend_was_auto", "disable_fallback"]
+        private = {"_backend": None, "_backend_was_auto": False}
+        return SimpleNamespace(**{**dict.fromkeys(names), **dict.fromkeys(flags, False), **private, **given})
+
+    @pytest.mark.parametrize(
+        "form",
+        [{"json": PERSON}, {"json_object": True}, {"regex": "a+"}, {"choice": ["a", "b"]}, {"grammar": 'start: "a"'}],
+        ids=str,
+    )
+    def test_mean_what_a_mapping_of_one_kind_means(self, form: dict) -> None:
+        expected = SamplingParams(structured_outputs=form)
+        for given in (self.params(**form), vars(self.params(**form)), {**dict.fromkeys(KINDS), **form}):
+            assert SamplingParams(structured_outputs=given) == expected
+        assert SamplingParams(structured_outputs=self.params(**form, backend="auto", disable_fallback=True)) == expected
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({}, "must be a mapping with one of"),
+            ({"json": PERSON, "regex": "a"}, "must be a mapping with one of"),
+            ({"structural_tag": "{}"}, "must be a mapping with one of"),
+            ({"regex": "a", "structural_tag": "{}"}, "structural_tag='{}': there are no structural tags"),
+            ({"json": PERSON, "disable_additional_properties": True}, "disable_additional_properties=True: write"),
+            ({"json": PERSON, "disable_any_whitespace": 1}, "disable_any_whitespace=1: must be True or False"),
+            ({"json": PERSON, "whitespace_pattern": 5}, "whitespace_pattern=5: must be a regular expression"),
+            ({"regex": "a", "backend": "outlines"}, "backend='outlines': leave it out"),
+        ],
+        ids=str,
+    )
+    def test_what_they_cannot_have_is_named(self, wrong: dict, message: str) -> None:
+        for given in (self.params(**wrong), vars(self.params(**wrong))):
+            with pytest.raises(ValueError, match=f"(?s)structured_outputs=.*{message}"):
+                SamplingParams(structured_outputs=given)
+
+    def test_say_which_white_space_json_has(self, make_llm: Callable[..., LLM]) -> None:
+        eager = {"temperature": 0, "logit_bias": {201: 30.0, 221: 30.0}}  # a line break and a space, where they may be
+        forms = [{}, {"disable_any_whitespace": True}, {"whitespace_pattern": "\\n{0,2}"}]
+        texts = [
+            output.text
+            for output in generate(
+                make_llm(), [guided(structured_outputs=self.params(json=PERSON, **form), **eager) for form in forms]
+            )
+        ]
+        outside = [re.sub('"[^"]*"', "", text) for text in texts]
+        assert [sorted(set(re.findall(r"\s", text))) for text in outside] == [[" "], [], ["\n"]]
+
+    def test_an_object_of_any_shape_has_its_white_space_too(self) -> None:
+        form = {"json_object": True, "whitespace_pattern": "x"}
+        expected = {"type": "object", "x-guidance": {"whitespace_pattern": "x"}}
+        assert json.loads(SamplingParams(structured_outputs=form).structured_outputs["json"]) == expected
+        for_all = {"json": {**expected, "x-guidance": {"item_separator": ";"}}, "disable_any_whitespace": True}
+        own = json.loads(SamplingParams(structured_outputs=for_all).structured_outputs["json"])["x-guidance"]
+        assert own == {"item_separator": ";", "whitespace_pattern": ""}
 
 
 def test_masks_say_which_logits_stay() -> None:

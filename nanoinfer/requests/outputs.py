@@ -93,9 +93,9 @@ class SampleOutput(Output):
     logprobs: for each generated token a mapping from token ids to a LogProb, the token itself always among them;
         None if SamplingParams did not ask
     kept_tokens: for each generated token, how many tokens could have been drawn in its place, and a logarithm: of the
-        probability that these had together at this temperature. The others are those that min_tokens, a form
-        (structured_outputs) or filters left out. At temperature 0 it is one token, and 0.0. None if SamplingParams did
-        not ask
+        probability that these had together at this temperature. The others are those that min_tokens,
+        allowed_token_ids, bad_words, a form (structured_outputs) or filters left out. At temperature 0 it is one token,
+        and 0.0. None if SamplingParams did not ask
     routed_experts: the experts that each token of prompt and output took, the likeliest first, in the layers that have
         experts: [tokens, layers, experts a token uses] uint8, or int16 where a layer has more than 256. The last
         generated token took none yet. None without LLM's routed_experts

@@ -23,8 +23,8 @@ from nanoinfer.runner.message import ChunkMessage, DecodeMessage, LogitsMessage,
 from nanoinfer.runner.transfer import upload
 
 LOGITS_AT_ONCE = 64  # rows, or tokens of a prompt, whose logits are in float32 at a time
-NONE_LEFT = -2  # in place of a token id, where settings leave no token that may be drawn
 COPIES = 8  # of these logits and of their rows' tokens, while penalties are computed
+NONE_LEFT = -2  # in place of a token id, where settings leave no token that may be drawn
 
 
 class LogitsProcessors:
