@@ -43,8 +43,8 @@ class Config:
 
     model: a folder with config.json and *.safetensors, or a Hugging Face Hub id
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
-    max_num_seqs: at most this many sequences run at once. Their rows (logits, block tables, tokens so far) may take at
-        most half of the memory that may be in use
+    max_num_seqs: at most this many sequences run at once. Their rows (logits, block tables, up to 4,096 tokens so far)
+        may take at most half of the memory that may be in use
     max_model_len: a sequence has at most this many tokens, prompt and output. It may not exceed the model's own limit:
         max_position_embeddings, or with YaRN its original length times its factor, if that is more. None: that limit,
         or the longest sequence that the KV cache holds, if that is shorter. The log says so then, and print(llm.memory)
@@ -191,9 +191,6 @@ class Config:
             self.description = self._describe(checkpoint.hf_config)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
-        self._check_num_blocks()
-        self._check_max_model_len()
-        self.description = self.description.within(self.max_model_len)
         self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
         self.attention_backend = choose_backend(
             self.attention_backend,
@@ -203,6 +200,9 @@ class Config:
             self.description.head_dim,
             self.kv_cache_dtype == "fp8",
         )
+        self._check_num_blocks()
+        self._check_max_model_len()
+        self.description = self.description.within(self.max_model_len)
         self._check_deterministic()
 
     def add_end(self, token_id: int) -> None:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import copy
+import logging
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Oracle, greedy
+import torch
+from conftest import Oracle, assert_equal, greedy
+from test_models import CASES, build
 from transformers import AutoConfig
 
-from nanoinfer import LLM
-from nanoinfer.config import DEFAULT_MAX_MODEL_LEN, Config
+from nanoinfer import BUNDLED_MODEL, LLM
+from nanoinfer.config import LONGEST_BY_TORCH, Config
 from nanoinfer.models import describe
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.replicas.process import ReplicaProcess
+from nanoinfer.runner.logits.token_history import COLUMNS, TokenHistory
+from nanoinfer.runner.memory import plan
+from nanoinfer.runner.memory.kv_cache import KVCacheSpec
+from nanoinfer.runner.memory.plan import CPU_BUDGET, MemoryPlan, plan_memory
+from nanoinfer.trainer.reference import reference
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32768}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}
@@ -48,19 +59,240 @@ def by_kind(full: dict[str, Any]) -> dict[str, Any]:
     return {"full_attention": full, "sliding_attention": PLAIN}
 
 
-def test_the_default_of_max_model_len_keeps_the_models_own_limit(make_qwen3: Callable[..., str]) -> None:
-    folder = make_qwen3(max_position_embeddings=100)
-    assert Config(folder).max_model_len == 100
-    assert Config(folder, max_model_len=50).max_model_len == 50
-    assert Config(make_qwen3(max_position_embeddings=5000)).max_model_len == DEFAULT_MAX_MODEL_LEN
+SMALL = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 16}
+PROMPT = [30, 31, 32]
+LONG = greedy(300, ignore_eos=True)
 
 
-@pytest.mark.parametrize("length", [101, DEFAULT_MAX_MODEL_LEN, 10**6])
-def test_more_than_the_models_own_limit_is_refused(length: int, make_qwen3: Callable[..., str]) -> None:
-    folder = make_qwen3(max_position_embeddings=100)
-    assert Config(folder, max_model_len=100).max_model_len == 100
-    with pytest.raises(ValueError, match=f"max_model_len={length}: must be at most 100"):
-        Config(folder, max_model_len=length)
+@pytest.fixture(scope="module")
+def long_model(make_qwen3: Callable[..., str]) -> str:
+    return make_qwen3(max_position_embeddings=131072)
+
+
+@pytest.fixture
+def budget(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The CPU's KV cache may have so many bytes: eight blocks of the bundled model."""
+    monkeypatch.setattr(plan, "CPU_BUDGET", 1 << 20)
+    return 1 << 20
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what has been logged beside the plan of the memory."""
+    return [record.getMessage() for record in caplog.records if "memory in GiB" not in record.getMessage()]
+
+
+class TestDefault:
+    """Left out, max_model_len is the model's own limit."""
+
+    @pytest.mark.parametrize("limit", [100, 5000, 131072, 2**20])
+    def test_the_models_own_limit(self, limit: int, make_qwen3: Callable[..., str]) -> None:
+        folder = make_qwen3(max_position_embeddings=limit)
+        assert Config(folder).max_model_len == Config(folder, max_model_len=None).max_model_len == limit
+        assert Config(folder, max_model_len=50).max_model_len == 50
+
+    def test_of_a_model_that_is_rotated_otherwise_beyond_a_length(self, tmp_path: Any) -> None:
+        build(CASES["phi3 longrope"], tmp_path)
+        description = Config(str(tmp_path)).description
+        assert description.long_from is not None
+        assert description.long_from < description.max_position == Config(str(tmp_path)).max_model_len
+
+    @pytest.mark.parametrize("options", [{}, {"kvcache_block_size": 16}, {"max_num_seqs": 50_000}], ids=str)
+    def test_a_long_limit_refuses_no_options(self, options: dict[str, int], long_model: str) -> None:
+        """Of rows that may be so long, memory is planned for what most of them need."""
+        limit = CPU_BUDGET
+        plan._check_rows(Config(long_model, device="cpu", **options), limit)
+        with pytest.raises(ValueError, match="max_num_seqs=200000: must be at most"):
+            plan._check_rows(Config(long_model, device="cpu", max_num_seqs=200_000), limit)
+
+    def test_torch_on_a_gpu_reads_as_many_keys_of_every_row(
+        self, long_model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        options = {"device": "cuda", "dtype": "float32", "attention_backend": "torch"}
+        assert Config(long_model, **options).max_model_len == LONGEST_BY_TORCH
+        assert Config(long_model, **options, max_model_len=5000).max_model_len == 5000
+        assert Config(long_model, **{**options, "attention_backend": "triton"}).max_model_len == 131072
+        assert Config(long_model, device="cpu", attention_backend="torch").max_model_len == 131072
+
+    def test_the_trainers_reference_has_no_cache(self, long_model: str) -> None:
+        assert reference(long_model, device="cpu").max_model_len == 131072
+
+    def test_tokens_are_those_of_a_shorter_one(self, long_model: str) -> None:
+        """What the settings need is computed over the tokens that there are."""
+        prompts = [[5, 6, 7] * 30, [9] * 20, [8]]
+        settings = [greedy(20, presence_penalty=1.0), greedy(9, repetition_penalty=1.3), greedy(12, logprobs=2)]
+        with LLM(long_model, **SMALL, num_kvcache_blocks=8192) as llm:
+            outputs = llm.generate(prompts, settings, use_tqdm=False)
+            assert llm.config.max_model_len == 131072
+        with LLM(long_model, **SMALL, num_kvcache_blocks=40, max_model_len=160) as short:
+            assert_equal(outputs, short.generate(prompts, settings, use_tqdm=False))
+
+
+class TestCache:
+    """A KV cache that holds no such sequence makes it shorter, and the log says so."""
+
+    def test_as_many_blocks_as_were_asked_for(self, caplog: pytest.LogCaptureFixture) -> None:
+        with (
+            caplog.at_level(logging.INFO, logger="nanoinfer"),
+            LLM(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=7) as llm,
+        ):
+            assert (llm.config.max_model_len, llm.memory.max_model_len, llm.memory.max_position) == (112, 112, 2048)
+            assert "max_model_len=112 of the model's 2048" in str(llm.memory)
+            with pytest.raises(ValueError, match=r"prompts\[0\] has 112 tokens: must be fewer than max_model_len=112"):
+                llm.generate([[30] * 112], use_tqdm=False)
+            (output,) = llm.generate([PROMPT], LONG, use_tqdm=False)
+            assert (len(PROMPT) + len(output.token_ids), output.finish_reason) == (112, "length")
+        assert told(caplog) == [
+            "max_model_len=112: the model allows 2048, but num_kvcache_blocks=7 hold no longer sequence: raise it"
+        ]
+
+    def test_a_length_that_was_asked_for_is_refused(self) -> None:
+        message = "num_kvcache_blocks=7: one sequence of max_model_len=113 needs 8 blocks of 16 tokens; raise it, or"
+        with pytest.raises(ValueError, match=message):
+            LLM(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=7, max_model_len=113)
+        with LLM(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=7, max_model_len=112) as llm:
+            assert llm.config.max_model_len == 112
+
+    def test_nothing_is_said_where_the_limit_fits(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.INFO, logger="nanoinfer"):
+            LLM(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=128).close()
+            LLM(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=7, max_model_len=50).close()
+        assert told(caplog) == []
+
+    def test_the_memory_of_the_cpu(self, caplog: pytest.LogCaptureFixture, budget: int) -> None:
+        with caplog.at_level(logging.INFO, logger="nanoinfer"), LLM(BUNDLED_MODEL, **SMALL, max_num_seqs=4) as llm:
+            length = budget // llm.memory.block_bytes * 16
+            assert 64 < llm.config.max_model_len == length < 2048
+            ropes = [
+                module for module in llm.engine.ranks.runner.holdings.model.modules() if hasattr(module, "cos_sin")
+            ]
+            assert {len(rope.cos_sin) for rope in ropes} == {length}
+        (line,) = told(caplog)
+        assert line.startswith(f"max_model_len={length}: the model allows 2048, but the KV cache holds no longer")
+        assert line.endswith("sequence: set num_kvcache_blocks to more")
+
+    @pytest.mark.usefixtures("budget")
+    def test_less_than_one_block_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"the KV cache has 1 MiB, but one sequence .* needs 32 MiB in blocks"):
+            LLM(BUNDLED_MODEL, **{**SMALL, "kvcache_block_size": 4096}, max_num_seqs=4)
+        with pytest.raises(ValueError, match=r"has 1 MiB, but one sequence of max_model_len=2048 needs 16 MiB"):
+            LLM(BUNDLED_MODEL, **SMALL, max_num_seqs=4, max_model_len=2048)
+
+    @pytest.mark.usefixtures("budget")
+    def test_two_ranks_have_one_length(self) -> None:
+        """Each holds half of the heads, and so twice as many tokens."""
+        with LLM(BUNDLED_MODEL, **SMALL, max_num_seqs=4) as one:
+            length = one.config.max_model_len
+        with LLM(BUNDLED_MODEL, **SMALL, max_num_seqs=4, tensor_parallel_size=2) as two:
+            assert length < two.config.max_model_len == two.memory.blocks * 16 < 2048
+            (output,) = two.generate([[30] * (two.config.max_model_len - 2)], LONG, use_tqdm=False)
+        assert len(output.token_ids) == 2
+
+    def test_sleep_changes_no_length(self) -> None:
+        with LLM(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=4) as llm:
+            before = llm.generate([PROMPT], LONG, use_tqdm=False)
+            llm.sleep(2)
+            llm.wake_up()
+            llm.load_weights(BUNDLED_MODEL)
+            after = llm.generate([PROMPT], LONG, use_tqdm=False)
+        assert before[0].token_ids == after[0].token_ids
+        assert len(after[0].token_ids) == 64 - len(PROMPT)
+
+    def test_the_rank_with_the_least_memory_decides(self, caplog: pytest.LogCaptureFixture) -> None:
+        config, spec = Config(BUNDLED_MODEL, **SMALL), KVCacheSpec(1, 16, 1, 16, torch.float32, by_head=False)
+
+        class Ranks(TensorParallel):
+            def min(self, value: int, device: torch.device) -> int:
+                return min(value, 5 * spec.block_bytes)
+
+        with caplog.at_level(logging.INFO, logger="nanoinfer"):
+            made = plan_memory(config, spec, torch.device("cpu"), Ranks(), held=0, steps=0, graphs=0)
+        assert (made.blocks, made.max_model_len) == (5, 80)
+        assert "max_model_len=80: the model allows 2048" in told(caplog)[0]
+
+    @pytest.mark.parametrize(
+        ("options", "length", "why"),
+        [
+            (
+                {},
+                80,
+                "raise gpu_memory_utilization=0.9 or tensor_parallel_size=1, or lower max_num_batched_tokens=16384",
+            ),
+            (
+                {"attention_backend": "torch"},
+                64,
+                "attention_backend='torch' reads as many keys of every row: set max_mo",
+            ),
+        ],
+    )
+    def test_a_gpu_says_what_else_to_change(
+        self,
+        options: dict[str, str],
+        length: int,
+        why: str,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        config = Config(BUNDLED_MODEL, **{**SMALL, "device": "cuda", **options})
+        made = MemoryPlan(1, 1, 1, 1, 1, block_bytes=1, blocks=5, max_model_len=length, max_position=2048)
+        with caplog.at_level(logging.INFO, logger="nanoinfer"):
+            plan.tell(config, made)
+        assert why in told(caplog)[0]
+
+    def test_the_replica_with_the_fewest_blocks_decides(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Each request ends where it would on that one, whichever computes it."""
+        blocks, begin = iter([40, 4]), ReplicaProcess.begin
+
+        def begin_with_so_many(process: ReplicaProcess, config: Config) -> None:
+            config = copy.copy(config)
+            config.num_kvcache_blocks = next(blocks)
+            begin(process, config)
+
+        monkeypatch.setattr(ReplicaProcess, "begin", begin_with_so_many)
+        with caplog.at_level(logging.INFO, logger="nanoinfer"):
+            two = LLM(BUNDLED_MODEL, **SMALL, max_num_seqs=4, data_parallel_size=2)
+        with two:
+            outputs = two.generate([[30 + i] for i in range(12)], LONG, use_tqdm=False)
+            assert two.config.max_model_len == two.engine._config.max_model_len == 64
+            assert not two.engine._config.fits_length
+        assert {len(output.token_ids) for output in outputs} == {63}
+        assert "max_model_len=64: the model allows 2048" in told(caplog)[0]
+
+
+class TestTokenHistory:
+    """Rows whose penalties need their tokens take memory for as many as they have."""
+
+    def test_it_grows_with_its_longest_row(self) -> None:
+        history, rows = TokenHistory(4, torch.device("cpu")), torch.tensor([0, 2])
+        history.join(0, array("i", [7, 8]))
+        history.join(2, array("i", [1, 2, 3, 4, 5]))
+        for step in range(1040):
+            positions = torch.tensor([2 + step, 5 + step], dtype=torch.int32)
+            history.write(rows, positions, torch.tensor([100 + step, 200 + step], dtype=torch.int32))
+            history.step()
+        first, second = history.of(rows).tolist()
+        assert first[:1042] == [7, 8, *range(100, 1140)]
+        assert second[:1045] == [1, 2, 3, 4, 5, *range(200, 1240)]
+        assert history._tokens.shape == (4, 2 * COLUMNS)
+
+    def test_rows_move_and_leave(self) -> None:
+        history = TokenHistory(4, torch.device("cpu"))
+        for row in range(3):
+            history.join(row, array("i", [row] * (row + 1)))
+        history.move(2, 0)
+        history.drop(1)
+        assert history.of(torch.tensor([0]))[0, :3].tolist() == [2, 2, 2]
+        history.move(3, 0)  # a row whose tokens nobody needs
+        assert history._tokens.numel() == 0
+
+    def test_a_row_that_it_does_not_know_may_be_longer(self) -> None:
+        history, rows = TokenHistory(2, torch.device("cpu")), torch.tensor([0, 1])
+        history.join(1, array("i", [5]))
+        history.write(rows, torch.tensor([5000, 1]), torch.tensor([8, 6], dtype=torch.int32))
+        assert history.of(rows)[1].tolist() == [5, 6]
 
 
 @pytest.mark.parametrize(

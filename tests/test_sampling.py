@@ -120,6 +120,12 @@ class TestPenalties:
             ]
             torch.testing.assert_close(self.penalized(logits, penalty, 0.0, 0.0), torch.cat(expected))
 
+    def test_long_rows_are_read_in_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        logits = torch.randn(2, VOCABULARY)
+        whole = self.penalized(logits, 1.3, 0.5, 0.25)
+        monkeypatch.setattr("nanoinfer.kernels.sampling.penalties.TOKENS_AT_ONCE", 4)
+        assert torch.equal(self.penalized(logits, 1.3, 0.5, 0.25), whole)
+
     def test_presence_and_frequency_count_the_output_alone(self) -> None:
         change = self.penalized(torch.zeros(2, VOCABULARY), 1.0, 0.5, 0.25)
         expected = torch.zeros(2, VOCABULARY)

@@ -40,7 +40,7 @@ def reference(
     checkpoint: the weights: a folder of safetensors files, or tensors by their names; None: the model's own
     dtype: as for LLM
     device: as for LLM; "cuda" is the process's current device
-    max_model_len: the most tokens of a sequence; None: as for LLM
+    max_model_len: the most tokens of a sequence; None: the model's own limit
 
     Raises ValueError if the model is built otherwise, or if the weights do not fit it.
     """

@@ -10,6 +10,7 @@ from torch import Tensor
 from nanoinfer.runner.transfer import upload
 
 PLANNED_TOKENS = 4096  # of a row, for which memory is planned; few rows have more
+COLUMNS = 1024  # are added at a time
 
 
 class TokenHistory:
@@ -58,9 +59,9 @@ class TokenHistory:
         return max(self._lengths.values(), default=0) + self._num_steps
 
     def _widen(self) -> None:
-        """Make room for the longest row, and as much again."""
-        longest, width = self._longest, self._tokens.shape[1]
-        if longest > width:
-            wider = self._tokens.new_zeros((len(self._tokens), max(2 * width, longest)))
+        """Make room for the longest row."""
+        rows, width = self._tokens.shape
+        if self._longest > width:
+            wider = self._tokens.new_zeros((rows, COLUMNS * -(-self._longest // COLUMNS)))
             wider[:, :width] = self._tokens
             self._tokens = wider
