@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from conftest import Oracle, greedy, whole_only
 from test_experts import stacked
 from test_models import CASES, build
-from test_weights import Tensors, breaking_off, changed, results, weights_of
+from test_weights import INCOMPLETE, Tensors, breaking_off, changed, results, weights_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -78,11 +79,10 @@ def send_each(llm: LLM, tensors: Tensors) -> list[int]:
 def check_missing(llm: LLM, names: list[str]) -> None:
     """Check that nothing computes, and that the error names what is missing."""
     for compute in (lambda: llm.generate([[5]]), lambda: llm.add_request([5]), llm.step):
-        with pytest.raises(
-            RuntimeError, match="weights are incomplete: .*partial=True.*partial=False, or by load_"
-        ) as e:
+        with pytest.raises(RuntimeError, match=INCOMPLETE) as caught:
             compute()
-        told = str(e.value)
+        told = str(caught.value)
+        assert "partial=True" in told
         first = sorted(names)[:5]
         rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
         assert f"missing: {', '.join(first)}{rest};" in told or "missing: all tensors;" in told
@@ -224,11 +224,12 @@ class TestAfterAnError:
         while llm.has_unfinished_requests():
             outputs += llm.step()
         (output,) = outputs
-        (_, first), (begin, last) = output.weights_versions
-        assert (first, last) == (old, old + 1)
-        assert output.token_ids[:begin] == Oracle(folder).greedy([30], begin, ignore_eos=True)
-        prompt = [30, *output.token_ids[:begin]]
-        assert output.token_ids[begin:] == trainer.greedy(prompt, 40 - begin, ignore_eos=True)
+        versions = output.weights_versions
+        assert [version for _, version in versions] == [old, old + 1] or llm.config.data_parallel_size > 1
+        for (begin, version), (end, _) in pairwise([*versions, (40, None)]):  # a replica may have computed all before
+            model = Oracle(folder) if version == old else trainer
+            drawn = model.greedy([30, *output.token_ids[:begin]], end - begin, ignore_eos=True)
+            assert output.token_ids[begin:end] == drawn
 
 
 class TestNames:

@@ -133,7 +133,7 @@ class Buckets(ABC):
         self._pieces: list[Piece] = []  # in the part
 
     @abstractmethod
-    def open(self, room: int | None) -> None:
+    def open(self, room: int | None = None) -> None:
         """Make the segment. Raises RuntimeError when there is no room for it, saying why and what would help.
 
         room: what `room_for` says of all tensors that will be put, together; None: nobody knows
@@ -180,7 +180,7 @@ class SharedBuckets(Buckets):
 
     _shared: SharedMemory | None = None
 
-    def open(self, room: int | None) -> None:
+    def open(self, room: int | None = None) -> None:
         """Make the segment; /dev/shm may have no room. Reserving it takes time for each page."""
         parts, size = _parts_of(room, PART_BYTES)
         with explained():
@@ -205,7 +205,7 @@ class DeviceBuckets(Buckets):
         super().__init__(send)
         self._device = device
 
-    def open(self, room: int | None) -> None:
+    def open(self, room: int | None = None) -> None:
         """Make the segment; the device may have no room."""
         parts, part_bytes = _parts_of(room, DEVICE_PART_BYTES)
         size = parts * part_bytes

@@ -54,8 +54,11 @@ def shared_memory(num_bytes: int | None) -> Iterator[SharedSegment]:
         memory.close()
 
 
-def load(tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> Iterator[list[Crate]]:
-    """Write tensors into a segment; yields what is there, whenever it is full. The caller then lets it be unloaded."""
+def load(tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> Iterator[tuple[list[Crate], bool]]:
+    """Write tensors into a segment; yields what is there when there is no room for more, and in the end with True.
+
+    The caller then lets it be unloaded.
+    """
     with fresh_torch_state():
         mapped = segment.map(torch.device("cpu"))
     with mapped as memory:
@@ -66,17 +69,16 @@ def load(tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> Itera
                 data, shape = _bytes_of(tensor), Shape(name, tuple(tensor.shape), tensor.dtype)
             first = 0
             while first < len(data):
+                if used == len(memory):
+                    yield crates, False
+                    crates, used = [], 0
                 count = min(len(data) - first, len(memory) - used)
                 with fresh_torch_state():
                     memory[used : used + count].copy_(data[first : first + count])
                 crates.append(Crate(shape, first, used, count))
                 first, used = first + count, used + count
-                if used == len(memory):
-                    yield crates
-                    crates, used = [], 0
             del data, tensor  # so that they can go before the next one comes
-        if crates:
-            yield crates
+        yield crates, True
 
 
 def unload(loads: Iterable[list[Crate]], segment: SharedSegment) -> Iterator[tuple[str, Tensor]]:

@@ -294,14 +294,14 @@ class Replica:
             method, args = self._inbox.get()
             if method != "call":
                 raise RuntimeError(f"an update of the weights was broken off by {method}")
-            self._call, _, (crates,) = args
+            self._call, _, (crates, is_last) = args
             if crates is None:
                 raise RuntimeError("an update of the weights was broken off")
-            if not crates:
-                return
             yield crates
+            if is_last:
+                return
 
-    def unload(self, crates: list[Crate] | None) -> None:
+    def unload(self, crates: list[Crate] | None, is_last: bool) -> None:
         """Raise RuntimeError: the update of the weights has failed here already; None: it breaks off everywhere."""
         if crates is not None:
             raise RuntimeError(f"a replica could not take the weights: {self._refused}")

@@ -328,13 +328,13 @@ class ReplicaUpdater:
         with self._new_version() as version, shared_memory(num_bytes) as segment:
             replicas.ask("update_weights", segment, source.is_partial, in_flight, version, anew)
             try:
-                for crates in load(tensors, segment):
-                    replicas.call("unload", crates)
+                states: list[tuple[int, str]] = []
+                for crates, is_last in load(tensors, segment):
+                    states = replicas.call("unload", crates, is_last)
                     replicas.check_open()  # the source runs code that is not ours
-                states: list[tuple[int, str]] = replicas.call("unload", [])
             except BaseException:
                 with delayed_interrupt(), suppress(RuntimeError):
-                    replicas.call("unload", None)
+                    replicas.call("unload", None, True)
                 raise
             begin()
             self.version, self.lacks = min(states)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from heapq import nsmallest
 
 from nanoinfer.weights.shards import Table
 
@@ -92,11 +93,15 @@ def met_by(table: Table, come: Iterable[str]) -> set[str]:
     return {met for name in come for met in (name, *table[name][0].replaces)}
 
 
-def listed(names: list[str]) -> str:
-    """Return the first names of a list, and how many there are beside them."""
-    rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+def listed(names: Set[str]) -> str:
+    """Return the first names of a set in alphabetical order, and how many there are beside them."""
+    return _listed(nsmallest(MOST_NAMES, names), len(names))
+
+
+def _listed(names: list[str], count: int) -> str:
+    rest = f" and {count - MOST_NAMES} more" if count > MOST_NAMES else ""
     return f"{', '.join(names[:MOST_NAMES])}{rest}"
 
 
 def _list(kind: str, names: list[str]) -> str:
-    return f" {kind}: {listed(names)}." if names else ""
+    return f" {kind}: {_listed(names, len(names))}." if names else ""

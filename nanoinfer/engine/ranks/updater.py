@@ -34,7 +34,7 @@ class Updater:
     @property
     def lacks(self) -> str:
         """Say what is missing; nothing, if the weights are whole."""
-        return listed(sorted(self.missing))
+        return listed(self.missing)
 
     def check_whole(self) -> None:
         """Raise RuntimeError if the weights are a mixture of old and new ones, or lost."""
