@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from nanoinfer.checks import check_flag, check_int, check_none, check_number, short
+from nanoinfer.checks import as_number, check_flag, check_int, check_none, check_number, short
 from nanoinfer.hints import hints_for
 
 MOST_BEAMS = 10**6  # each is a sequence of its own
@@ -59,12 +59,13 @@ class BeamSearchParams:
 
 
 def _check_temperature(name: str, value: Any) -> float:
-    if value not in (0, 1):
+    number = as_number(value)
+    if number not in (0, 1):
         raise ValueError(
             f"{name}={short(value)}: must be 0 or 1: beams are not drawn; SamplingParams(temperature=..., n=...) with"
             " generate draws"
         )
-    return float(value)
+    return float(number)
 
 
 def _check_early_stopping(name: str, value: Any) -> bool | str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -195,6 +197,16 @@ def test_results_do_not_depend_on_the_room(llm: LLM, make_llm: Callable[..., LLM
     assert other.engine.scheduler.block_manager.share_used == 0
 
 
+@pytest.mark.gpu
+def test_a_gpu_finds_what_the_cpu_finds(llm: LLM, make_llm: Callable[..., LLM]) -> None:
+    params = BeamSearchParams(3, 10)
+    outputs = make_llm(**{**OPTIONS, "device": "cuda"}).beam_search(PROMPTS, params)
+    for output, wanted in zip(outputs, llm.beam_search(PROMPTS, params), strict=True):
+        assert [found.tokens for found in output.sequences] == [found.tokens for found in wanted.sequences]
+        scores = [found.score for found in output.sequences]
+        assert scores == pytest.approx([found.score for found in wanted.sequences], rel=1e-3)
+
+
 def test_as_many_prompts_run_at_once_as_are_allowed(llm: LLM) -> None:
     running: list[int] = []
     llm.engine.on_step = lambda step: running.append(step.num_running)
@@ -318,6 +330,43 @@ def test_an_error_leaves_the_llm_usable(llm: LLM, error: type[BaseException]) ->
     assert [[found.tokens for found in output.sequences] for output in llm.beam_search(PROMPTS, params)] == [
         [found.tokens for found in output.sequences] for output in expected
     ]
+
+
+class Interrupt:
+    """A trace function that counts the lines that a search executes, and raises KeyboardInterrupt at one of them."""
+
+    FILES = ("hypotheses.py", "search.py", "block_manager.py", "block_names.py", "model_runner.py", "steps.py")
+
+    def __init__(self, line: int | None = None) -> None:
+        self.line, self.count = line, 0
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Interrupt | None:
+        if event == "line":
+            self.count += 1
+            if self.count == self.line:
+                raise KeyboardInterrupt
+        return self if frame.f_code.co_filename.endswith(self.FILES) else None
+
+
+def test_an_interrupt_at_any_line_leaves_the_llm_usable(random_llm: LLM) -> None:
+    prompts, params = [[*range(4, 36)], [*range(4, 35)]], BeamSearchParams(3, 5)
+
+    def search(trace: Interrupt) -> list[list[list[int]]]:
+        sys.settrace(trace)
+        try:
+            outputs = random_llm.beam_search(prompts, params)
+        finally:
+            sys.settrace(None)
+        return [[found.tokens for found in output.sequences] for output in outputs]
+
+    whole = Interrupt()
+    expected = search(whole)
+    manager = random_llm.engine.scheduler.block_manager
+    for line in range(1, whole.count * 9 // 10, whole.count // 15):
+        with pytest.raises(KeyboardInterrupt):
+            search(Interrupt(line))
+        assert manager.num_free == len(manager.blocks), f"interrupted at line {line}"
+        assert search(Interrupt()) == expected, f"interrupted at line {line}"
 
 
 def test_logits_that_are_not_finite_end_their_prompt_alone(make_llm: Callable[..., LLM], random_model: str) -> None:

@@ -22,7 +22,7 @@ import torch
 from conftest import greedy
 from safetensors.torch import load_file, save_file
 
-from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config, _resolve_dtype
 from nanoinfer.hints import ELSEWHERE
@@ -419,7 +419,7 @@ class TestNames:
 
     def test_whatever_others_write_has_a_hint_and_is_no_name_of_ours(self) -> None:
         ours = {*inspect.signature(SamplingParams).parameters, *inspect.signature(Config).parameters}
-        for call in (LLM.generate, LLM.chat, LLM.stream, LLM.add_request, LLM.abort):
+        for call in (BeamSearchParams, LLM.generate, LLM.chat, LLM.stream, LLM.add_request, LLM.abort):
             ours |= inspect.signature(call).parameters.keys()
         assert not ours & ELSEWHERE.keys()
         for name, meant in ELSEWHERE.items():

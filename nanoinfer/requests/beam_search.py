@@ -149,8 +149,7 @@ class SearchesBeams(ABC):
             raise ValueError(
                 "routed_experts=True: beam_search cannot tell the experts of beams; make the LLM without it"
             )
-        num_stops = 0 if params.ignore_eos else len(config.eos_token_ids)
-        most = config.description.vocab_size - num_stops
+        most = config.description.vocab_size - len(self._stop_ids(params))
         if params.beam_width > most:
             raise ValueError(
                 f"params.beam_width={params.beam_width}: must be at most {most}, as many as the model has tokens beside"
@@ -158,9 +157,13 @@ class SearchesBeams(ABC):
             )
         return params
 
+    def _stop_ids(self, params: BeamSearchParams) -> frozenset[int]:
+        """Return the tokens that end a beam."""
+        return frozenset() if params.ignore_eos else self.config.eos_token_ids
+
     def _beams_of(self, index: int, prompt: Prepared, rules: Rules) -> BeamSearch:
         """Return the search of a prompt. Raises ValueError if the KV cache cannot hold its beams."""
-        stop_ids = frozenset() if prompt.params.ignore_eos else self.config.eos_token_ids
+        stop_ids = self._stop_ids(rules.params)
         seq = Sequence(prompt.token_ids, prompt.params, 0, self.config.max_model_len, stop_ids)
         search = BeamSearch(rules, seq)
         needed, blocks = search.num_blocks(self.config.kvcache_block_size), self.config.num_kvcache_blocks
@@ -175,8 +178,8 @@ class SearchesBeams(ABC):
 
     def _run_beams(self, rules: Rules, searches: list[BeamSearch], most_searches: int, use_tqdm: bool) -> None:
         """Run searches to their end. An error or Ctrl-C drops them, as it drops requests."""
-        num_stops = 0 if rules.params.ignore_eos else len(self.config.eos_token_ids)
-        num_likeliest = min(rules.num_likeliest(num_stops), self.config.description.vocab_size)
+        num_likeliest = rules.num_likeliest(len(self._stop_ids(rules.params)))
+        num_likeliest = min(num_likeliest, self.config.description.vocab_size)
         engine = cast(LLMEngine, self.engine)
         with self._turn(alone=True), no_full_collection(), self._requests:
             engine.ranks.note(
