@@ -249,7 +249,12 @@ def run_lm_eval(folder: str) -> list[dict[str, list[Any]]]:
 
     tasks = write_tasks(Path(folder))
     theirs, ours = VLLM(BUNDLED_MODEL, max_model_len=1024), NanoInfer(BUNDLED_MODEL, max_model_len=1024)
-    return [responses(model, tasks, apply_chat_template=chat) for chat in (False, True) for model in (theirs, ours)]
+    settings = {"gen_kwargs": {"do_sample": False}}  # without it, lm-eval's own model of vLLM draws at temperature 1
+    return [
+        responses(model, tasks, apply_chat_template=chat, **settings)
+        for chat in (False, True)
+        for model in (theirs, ours)
+    ]
 
 
 def test_lm_eval(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from nanoinfer.checks import check_none
 from nanoinfer.config import Config
-from nanoinfer.integrations.vllm_names.llm import LLM, without_text
+from nanoinfer.integrations.vllm_names.llm import LLM
 from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
 from nanoinfer.requests import outputs
 from nanoinfer.requests.inputs import NO_LORA
@@ -96,7 +96,7 @@ class AsyncLLMEngine:
 
     def _add(self, request_id: str, prompt: Any, sampling_params: Any) -> int:
         params = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
-        number = self._llm.add_request(without_text(prompt), params)
+        number = self._llm.add_request(prompt, params)
         self._numbers[request_id], self._outputs[number] = number, None
         return number
 

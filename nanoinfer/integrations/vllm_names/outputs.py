@@ -25,14 +25,9 @@ class RequestOutput(outputs.RequestOutput):
     metrics = lora_request = encoder_prompt = encoder_prompt_token_ids = kv_transfer_params = None
 
 
-def renamed(output: outputs.RequestOutput, text: str | None = None) -> RequestOutput:
-    """Return an output under vLLM's names. What is made when somebody first reads it stays so.
-
-    text: the prompt's, if its tokens were passed beside it
-    """
+def renamed(output: outputs.RequestOutput) -> RequestOutput:
+    """Return an output under vLLM's names. What is made when somebody first reads it stays so."""
     own = RequestOutput(dict.items(output))
     own["request_id"] = str(output.request_id)
     own["samples"] = [CompletionOutput(dict.items(sample)) for sample in output.samples]
-    if text is not None:
-        own["prompt"] = text
     return own

@@ -78,6 +78,4 @@ class SamplingParams(sampling_params.SamplingParams):
         super().__init__(n=n, max_tokens=max_tokens, **settings)
 
 
-SamplingParams.__annotations__ = dict(
-    sampling_params.SamplingParams.__annotations__
-)  # programs look there
+SamplingParams.__annotations__ = dict(sampling_params.SamplingParams.__annotations__)  # programs look there
