@@ -114,9 +114,14 @@ def test_names_that_stay_absent_say_what_to_use(name: str, instead: str, llm: LL
         getattr(llm, name)
 
 
+def test_the_engine_says_which_names_it_has(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match=r"llm\.llm_engine has no 'engine_core': it has model_config, .*llm's own"):
+        _ = llm.llm_engine.engine_core
+
+
 def test_other_names_are_just_absent(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r"^'LLM' object has no attribute 'temperature'$"):
-        llm.temperature  # noqa: B018
+        _ = llm.temperature
 
 
 def test_programs_find_vllm_and_its_version(vllm: ModuleType) -> None:
@@ -174,9 +179,13 @@ def test_without_settings_the_checkpoints_count(vllm: ModuleType, tmp_path: Path
     )
     with vllm.LLM(str(folder), **CPU) as llm:
         own = llm.get_default_sampling_params()
-        assert (own.repetition_penalty, own.max_tokens) == (1.2, 16)
+        assert (own.repetition_penalty, own.max_tokens) == (1.2, 4)
         assert_equal(llm.generate(PROMPTS), llm.generate(PROMPTS, own))
         assert_equal(llm.chat(CHAT), llm.chat(CHAT, own))
+
+
+def test_without_settings_of_the_checkpoints_vllms_defaults_count(vllm_llm: Any, vllm: ModuleType) -> None:
+    assert vllm_llm.get_default_sampling_params() == vllm.SamplingParams()
 
 
 def test_outputs_have_vllms_attributes(vllm_llm: Any, vllm: ModuleType, llm: LLM) -> None:
