@@ -28,8 +28,8 @@ def install() -> None:
     origin = spec.origin if spec is not None else None  # None: a mere folder of this name, after which ours comes
     if origin is not None and not origin.startswith(SITE):
         raise ImportError(
-            f"vllm is installed: {origin}; programs would import that or nanoinfer's names, by chance; use an"
-            " environment without it"
+            f"vllm is installed, at {origin}: programs would find it under its names, not nanoinfer; use an environment"
+            " without it"
         )
     if SITE not in sys.path:
         sys.path.append(SITE)

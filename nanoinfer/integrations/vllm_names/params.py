@@ -22,11 +22,9 @@ class RequestOutputKind(Enum):
 
 @dataclass
 class StructuredOutputsParams:
-    """The form that a text has: one of json, regex, choice, grammar and json_object; see nanoinfer.SamplingParams.
+    """The form that a text has: one of json, regex, choice, grammar and json_object.
 
-    disable_fallback: not used: there is one backend
-    disable_any_whitespace, disable_additional_properties, whitespace_pattern, structural_tag: SamplingParams accepts
-        what our grammars can do, and refuses the rest
+    They mean what they mean in nanoinfer.SamplingParams, which checks them, and refuses what our grammars cannot do.
     """
 
     json: Any = None
@@ -43,10 +41,7 @@ class StructuredOutputsParams:
 
 @dataclass
 class GuidedDecodingParams(StructuredOutputsParams):
-    """StructuredOutputsParams by the name of vLLM before 0.11.
-
-    backend: not used: there is one backend
-    """
+    """StructuredOutputsParams by the name of vLLM before 0.11."""
 
     backend: str | None = None
 
