@@ -33,9 +33,11 @@ def install() -> None:
         )
     if SITE not in sys.path:
         sys.path.append(SITE)
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if SITE not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([path for path in paths if path] + [SITE])
+    before = os.environ.get("PYTHONPATH")
+    if not before:
+        os.environ["PYTHONPATH"] = SITE
+    elif SITE not in before.split(os.pathsep):
+        os.environ["PYTHONPATH"] = before + os.pathsep + SITE
 
 
 install()

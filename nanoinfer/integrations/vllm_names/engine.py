@@ -30,15 +30,7 @@ class EngineArgs:
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The options of an AsyncLLMEngine, each an attribute.
-
-    enable_log_requests, disable_log_requests: not used: no request is logged
-    """
-
-    def __init__(
-        self, model: str, enable_log_requests: bool = False, disable_log_requests: bool = True, **options: Any
-    ) -> None:
-        super().__init__(model, **options)
+    """The options of an AsyncLLMEngine, each an attribute."""
 
 
 class AsyncLLMEngine:
