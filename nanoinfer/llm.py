@@ -41,6 +41,7 @@ class LLM(SearchesBeams, VllmMethods):
     tokenizer: the checkpoint's own, or that of the option; None if there is none: prompts are token ids, texts empty
     weights_version: how often update_weights and load_weights have changed the weights
     is_sleeping: whether weights or KV cache, or both, are given away, see `sleep`
+    llm_engine: has model_config (with max_model_len), get_tokenizer() and model_executor, by vLLM's names
 
     An LLM holds its device memory and processes until close(), the end of its `with` block, or its deletion. One thread
     at a time can use it.

@@ -272,7 +272,7 @@ FOR_SAMPLING_PARAMS: tuple[Line, ...] = (
     ("length_penalty", _only(1), BEAMS),
     ("logits_processors", EMPTY, NO_CODE),
     ("guided_decoding", EMPTY, STRUCTURED),
-    ("spaces_between_special_tokens", TRUE, "the tokenizer alone says where spaces stand"),
+    ("spaces_between_special_tokens", FLAG, "the tokenizer alone says where spaces stand"),
     ("output_kind", WHOLE_OUTPUT, "llm.stream yields what is new"),
     ("stream_interval", _only(1), "llm.stream yields tokens as they come"),
     ("truncate_prompt_tokens", NONE, CUT_BEFORE),

@@ -123,6 +123,12 @@ class EngineNames:
     def model_executor(self) -> None:
         self._llm.close()
 
+    if not TYPE_CHECKING:  # as above
+
+        def __getattr__(self, name: str) -> Any:
+            known = "model_config, tokenizer, get_model_config(), get_tokenizer() and model_executor"
+            raise AttributeError(f"llm.llm_engine has no {name!r}: it has {known}; llm's own methods do the rest")
+
 
 class ModelConfig:
     """A model's settings by the names of vLLM's ModelConfig.

@@ -213,6 +213,7 @@ class TestSamplingParams:
             prompt_logprob_start=0,
         )
         assert params == SamplingParams(n=2)
+        assert SamplingParams(spaces_between_special_tokens=False) == SamplingParams()
 
     @pytest.mark.parametrize(
         ("wrong", "message"),

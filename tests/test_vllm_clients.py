@@ -16,7 +16,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
-from conftest import greedy
+from conftest import greedy, whole_only
 from pydantic import BaseModel
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
@@ -249,7 +249,12 @@ def run_lm_eval(folder: str) -> list[dict[str, list[Any]]]:
 
     tasks = write_tasks(Path(folder))
     theirs, ours = VLLM(BUNDLED_MODEL, max_model_len=1024), NanoInfer(BUNDLED_MODEL, max_model_len=1024)
-    return [responses(model, tasks, apply_chat_template=chat) for chat in (False, True) for model in (theirs, ours)]
+    settings = {"gen_kwargs": {"do_sample": False}}  # without it, lm-eval's own model of vLLM draws at temperature 1
+    return [
+        responses(model, tasks, apply_chat_template=chat, **settings)
+        for chat in (False, True)
+        for model in (theirs, ours)
+    ]
 
 
 def test_lm_eval(tmp_path: Path) -> None:
@@ -282,7 +287,7 @@ def run_trl(folder: str, sleeps: bool) -> list[float]:
     return [log[name] for log in trainer.state.log_history if name in log]
 
 
-@pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "with sleep mode"])
+@pytest.mark.parametrize("sleeps", [*whole_only([False]), True], ids=["awake", "with sleep mode"])
 def test_trl(sleeps: bool, tmp_path: Path) -> None:
     """The trainer's own model, which changes with each step, finds the drawn tokens as likely as the LLM did."""
     differences = under_vllm_names("trl", run_trl, str(tmp_path), sleeps)

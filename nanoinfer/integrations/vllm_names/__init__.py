@@ -28,14 +28,16 @@ def install() -> None:
     origin = spec.origin if spec is not None else None  # None: a mere folder of this name, after which ours comes
     if origin is not None and not origin.startswith(SITE):
         raise ImportError(
-            f"vllm is installed: {origin}; programs would import that or nanoinfer's names, by chance; use an"
-            " environment without it"
+            f"vllm is installed, at {origin}: programs would find it under its names, not nanoinfer; use an environment"
+            " without it"
         )
     if SITE not in sys.path:
         sys.path.append(SITE)
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if SITE not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([path for path in paths if path] + [SITE])
+    before = os.environ.get("PYTHONPATH")
+    if not before:
+        os.environ["PYTHONPATH"] = SITE
+    elif SITE not in before.split(os.pathsep):
+        os.environ["PYTHONPATH"] = before + os.pathsep + SITE
 
 
 install()

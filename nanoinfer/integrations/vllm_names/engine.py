@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import nanoinfer
 from nanoinfer.checks import check_none
 from nanoinfer.config import Config
-from nanoinfer.integrations.vllm_names.llm import LLM, without_text
+from nanoinfer.integrations.vllm_names.llm import LLM
 from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
-from nanoinfer.vllm_arguments import NO_LORA
+from nanoinfer.requests import outputs
+from nanoinfer.requests.inputs import NO_LORA
 from nanoinfer.vllm_methods import ModelConfig
 
 T = TypeVar("T")
@@ -30,15 +30,7 @@ class EngineArgs:
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The options of an AsyncLLMEngine, each an attribute.
-
-    enable_log_requests, disable_log_requests: not used: no request is logged
-    """
-
-    def __init__(
-        self, model: str, enable_log_requests: bool = False, disable_log_requests: bool = True, **options: Any
-    ) -> None:
-        super().__init__(model, **options)
+    """The options of an AsyncLLMEngine, each an attribute."""
 
 
 class AsyncLLMEngine:
@@ -51,7 +43,7 @@ class AsyncLLMEngine:
         self._llm = llm
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanoinfer-async")
         self._numbers: dict[str, int] = {}  # of requests that somebody waits for
-        self._outputs: dict[int, nanoinfer.RequestOutput | None] = {}  # of these
+        self._outputs: dict[int, outputs.RequestOutput | None] = {}  # of these
         self.model_config = ModelConfig(llm.config)
 
     @classmethod
@@ -96,11 +88,11 @@ class AsyncLLMEngine:
 
     def _add(self, request_id: str, prompt: Any, sampling_params: Any) -> int:
         params = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
-        number = self._llm.add_request(without_text(prompt), params)
+        number = self._llm.add_request(prompt, params)
         self._numbers[request_id], self._outputs[number] = number, None
         return number
 
-    def _advance(self, number: int) -> nanoinfer.RequestOutput | None:
+    def _advance(self, number: int) -> outputs.RequestOutput | None:
         """Run a step, unless the request has ended before; returns its output if it has ended."""
         if self._outputs[number] is None:
             if not self._llm.has_unfinished_requests():

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import nanoinfer
+from nanoinfer import llm
+from nanoinfer.checks import as_int, as_list
+from nanoinfer.engine.beams.rules import VllmRules
 from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
 from nanoinfer.integrations.vllm_names.params import SamplingParams
-from nanoinfer.requests.inputs import TEXT, TOKEN_IDS
 
 if TYPE_CHECKING:
     from nanoinfer.integrations.vllm_names.engine import EngineArgs
 
 
-class LLM(nanoinfer.LLM):
+class LLM(llm.LLM):
     """nanoinfer's LLM. Requests without settings have those of the checkpoint's generation_config.json."""
+
+    beam_rules = VllmRules
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
@@ -33,18 +35,15 @@ class LLM(nanoinfer.LLM):
     ) -> list[RequestOutput]:
         """Generate, as nanoinfer.LLM does.
 
-        prompts, sampling_params, use_tqdm, lora_request, options: as for nanoinfer.LLM.generate; a mapping may hold a
-            prompt's text beside its tokens; sampling_params None: get_default_sampling_params()
+        prompts, use_tqdm, lora_request, options: as for nanoinfer.LLM.generate
+        sampling_params: as there; None: get_default_sampling_params()
         prompt_token_ids: the prompts' tokens, which come before `prompts`, as in vLLM before 0.11
         """
         if prompt_token_ids is not None:
-            prompts = (
-                [prompt_token_ids] if prompt_token_ids and isinstance(prompt_token_ids[0], int) else prompt_token_ids
-            )
-        items = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+            ids = as_list(prompt_token_ids) or []
+            prompts = [ids] if ids and as_int(ids[0]) is not None else ids
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        outputs = super().generate([without_text(item) for item in items], params, use_tqdm, lora_request, **options)
-        return [renamed(output, text_beside(item)) for output, item in zip(outputs, items, strict=True)]
+        return [renamed(output) for output in super().generate(prompts, params, use_tqdm, lora_request, **options)]
 
     def chat(  # type: ignore[override]  # as above
         self, messages: Any, sampling_params: Any = None, *arguments: Any, **options: Any
@@ -68,15 +67,3 @@ class LLM(nanoinfer.LLM):
     def score(self, *texts: Any, **options: Any) -> Any:
         """Raise ValueError: vLLM's score compares texts by a model for that; nanoinfer's is another function."""
         raise ValueError("score: vLLM's compares texts by a pooling model, and a model here generates; use generate")
-
-
-def text_beside(item: Any) -> str | None:
-    """Return the text that stands beside a prompt's tokens."""
-    return item.get(TEXT) if isinstance(item, Mapping) and TOKEN_IDS in item else None
-
-
-def without_text(item: Any) -> Any:
-    """Return the prompt without a text beside its tokens."""
-    if not isinstance(item, Mapping) or TOKEN_IDS not in item:
-        return item
-    return {key: value for key, value in item.items() if key != TEXT}

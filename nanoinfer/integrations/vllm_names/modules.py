@@ -8,7 +8,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-from nanoinfer import LogProb
+from nanoinfer.beam_search_params import BeamSearchParams
 from nanoinfer.integrations.vllm_names.engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs
 from nanoinfer.integrations.vllm_names.inputs import LoRARequest, PromptType, TextPrompt, TokensPrompt
 from nanoinfer.integrations.vllm_names.llm import LLM
@@ -28,6 +28,7 @@ from nanoinfer.integrations.vllm_names.processes import (
     get_open_port,
 )
 from nanoinfer.integrations.vllm_names.tokenizers import get_tokenizer, resolve_chat_template
+from nanoinfer.logprob import LogProb
 
 Names = dict[str, Any]
 
@@ -46,7 +47,7 @@ GROUPS = _named(cleanup_dist_env_and_memory, destroy_distributed_environment, de
 LOGPROBS = _named(Logprob=LogProb, PromptLogprobs=list, SampleLogprobs=list)
 OUTPUTS = _named(CompletionOutput, RequestOutput)
 PROMPTS = _named(TextPrompt, TokensPrompt, PromptType=PromptType)
-SETTINGS = _named(GuidedDecodingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams)
+SETTINGS = _named(BeamSearchParams, GuidedDecodingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams)
 TEMPLATES = _named(resolve_chat_template, resolve_hf_chat_template=resolve_chat_template)
 TOKENIZERS = _named(get_tokenizer)
 

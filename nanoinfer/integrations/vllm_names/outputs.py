@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import nanoinfer
+from nanoinfer.requests import outputs
 
 
-class CompletionOutput(nanoinfer.SampleOutput):
+class CompletionOutput(outputs.SampleOutput):
     """One sample of a prompt.
 
     lora_request: None
@@ -15,7 +15,7 @@ class CompletionOutput(nanoinfer.SampleOutput):
     lora_request = None
 
 
-class RequestOutput(nanoinfer.RequestOutput):
+class RequestOutput(outputs.RequestOutput):
     """One prompt's result. Its request_id is a string, as vLLM's is.
 
     metrics, lora_request, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: None
@@ -25,14 +25,9 @@ class RequestOutput(nanoinfer.RequestOutput):
     metrics = lora_request = encoder_prompt = encoder_prompt_token_ids = kv_transfer_params = None
 
 
-def renamed(output: nanoinfer.RequestOutput, text: str | None = None) -> RequestOutput:
-    """Return an output under vLLM's names. What is made when somebody first reads it stays so.
-
-    text: the prompt's, if its tokens were passed beside it
-    """
+def renamed(output: outputs.RequestOutput) -> RequestOutput:
+    """Return an output under vLLM's names. What is made when somebody first reads it stays so."""
     own = RequestOutput(dict.items(output))
     own["request_id"] = str(output.request_id)
     own["samples"] = [CompletionOutput(dict.items(sample)) for sample in output.samples]
-    if text is not None:
-        own["prompt"] = text
     return own

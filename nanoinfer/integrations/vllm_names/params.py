@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-import nanoinfer
+from nanoinfer import sampling_params
 
 MAX_TOKENS = 16  # vLLM's default
 
 
 class RequestOutputKind(Enum):
-    """What an output holds. LLM gives each request's whole output at its end, whichever is asked for; so does vLLM."""
+    """What an output holds. SamplingParams says which it accepts."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -22,11 +22,9 @@ class RequestOutputKind(Enum):
 
 @dataclass
 class StructuredOutputsParams:
-    """The form that a text has: one of json, regex, choice, grammar and json_object; see nanoinfer.SamplingParams.
+    """The form that a text has: one of json, regex, choice, grammar and json_object.
 
-    disable_fallback: not used: there is one backend
-    disable_any_whitespace, disable_additional_properties, whitespace_pattern, structural_tag: SamplingParams accepts
-        what our grammars can do, and refuses the rest
+    They mean what they mean in nanoinfer.SamplingParams, which checks them, and refuses what our grammars cannot do.
     """
 
     json: Any = None
@@ -43,10 +41,7 @@ class StructuredOutputsParams:
 
 @dataclass
 class GuidedDecodingParams(StructuredOutputsParams):
-    """StructuredOutputsParams by the name of vLLM before 0.11.
-
-    backend: not used: there is one backend
-    """
+    """StructuredOutputsParams by the name of vLLM before 0.11."""
 
     backend: str | None = None
 
@@ -56,15 +51,14 @@ class GuidedDecodingParams(StructuredOutputsParams):
         return cls(**entries) if any(entry is not None for entry in entries.values()) else None
 
 
-class SamplingParams(nanoinfer.SamplingParams):
+class SamplingParams(sampling_params.SamplingParams):
     """nanoinfer's SamplingParams, but max_tokens is 16 if it is left out.
 
     n, max_tokens, settings: as in nanoinfer.SamplingParams
     guided_decoding: structured_outputs by the name of vLLM before 0.11
-    output_kind: not used, see RequestOutputKind
     """
 
-    __struct_fields__ = tuple(field.name for field in fields(nanoinfer.SamplingParams))
+    __struct_fields__ = tuple(field.name for field in fields(sampling_params.SamplingParams))  # as programs ask
 
     def __init__(
         self,
@@ -72,7 +66,6 @@ class SamplingParams(nanoinfer.SamplingParams):
         *,
         max_tokens: int | None = MAX_TOKENS,
         guided_decoding: StructuredOutputsParams | Mapping[str, Any] | None = None,
-        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
         **settings: Any,
     ) -> None:
         if guided_decoding is not None:
@@ -80,4 +73,4 @@ class SamplingParams(nanoinfer.SamplingParams):
         super().__init__(n=n, max_tokens=max_tokens, **settings)
 
 
-SamplingParams.__annotations__ = dict(nanoinfer.SamplingParams.__annotations__)  # programs look there for the names
+SamplingParams.__annotations__ = dict(sampling_params.SamplingParams.__annotations__)  # programs look there

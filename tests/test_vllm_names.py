@@ -1,0 +1,342 @@
+"""An LLM answers by vLLM's names, and vllm_names puts nanoinfer under the module name vllm."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.metadata
+import os
+import pickle
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_equal, greedy
+from transformers import AutoTokenizer
+
+from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams
+from nanoinfer.engine.beams.rules import VllmRules
+
+CPU = {"dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 512}
+PROMPTS = ["ROMEO:\nWhat is", "My lord,"]
+CHAT = [{"role": "user", "content": "Who goes there?"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(BUNDLED_MODEL, **CPU) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[ModuleType]:
+    """The module vllm; afterwards it is there no longer."""
+    path, environment = list(sys.path), os.environ.get("PYTHONPATH")
+    import nanoinfer.integrations.vllm_names as names
+
+    names.install()
+    yield importlib.import_module("vllm")
+    sys.path[:] = path
+    os.environ.pop("PYTHONPATH")
+    if environment is not None:
+        os.environ["PYTHONPATH"] = environment
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def vllm_llm(vllm: ModuleType) -> Iterator[Any]:
+    with vllm.LLM(model=BUNDLED_MODEL, **CPU) as llm:
+        yield llm
+
+
+def test_the_tokenizer_and_the_settings(llm: LLM) -> None:
+    assert llm.get_tokenizer() is llm.tokenizer is llm.llm_engine.get_tokenizer() is llm.llm_engine.tokenizer
+    assert llm.get_default_sampling_params() == llm.default_sampling_params()
+
+
+def test_the_models_settings(llm: LLM) -> None:
+    config = llm.llm_engine.model_config
+    assert config.max_model_len == config.max_seq_len_to_capture == llm.config.max_model_len
+    assert (config.model, config.tokenizer, config.dtype) == (llm.config.model, llm.config.model, torch.float32)
+    assert config.hf_config.model_type == "qwen3"
+    assert config.get_vocab_size() == config.hf_text_config.vocab_size == llm.config.description.vocab_size
+    assert llm.llm_engine.get_model_config().max_model_len == config.max_model_len
+
+
+def test_no_tokenizer(make_qwen3: Any) -> None:
+    with LLM(make_qwen3(), **CPU) as llm, pytest.raises(ValueError, match=r"has no tokenizer: LLM\(tokenizer=\.\.\.\)"):
+        llm.llm_engine.get_tokenizer()
+
+
+def test_single_tensors_come_by_the_path_of_trainers(llm: LLM) -> None:
+    name, version = "model.norm.weight", llm.weights_version
+    before = llm.generate(PROMPTS, greedy(4), use_tqdm=False)
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    weight = torch.ones(llm.llm_engine.model_config.hf_config.hidden_size)
+    model.load_weights([(name, weight * 3)])
+    assert llm.weights_version == version + 1
+    assert [output.token_ids for output in llm.generate(PROMPTS, greedy(4), use_tqdm=False)]
+    llm.load_weights(BUNDLED_MODEL)
+    assert_equal(llm.generate(PROMPTS, greedy(4), use_tqdm=False), before)
+
+
+def test_to_delete_the_executor_closes_the_llm(make_qwen3: Any) -> None:
+    llm = LLM(make_qwen3(), **CPU)
+    del llm.llm_engine.model_executor
+    with pytest.raises(ValueError, match="this LLM is closed"):
+        llm.generate([[5]])
+    llm.llm_engine.model_executor.shutdown()  # a second time does nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("embed", "a model here generates"),
+        ("enqueue", "llm.add_request, llm.step"),
+        ("collective_rpc", "llm.update_weights"),
+        ("start_profile", "torch.profiler"),
+        ("get_world_size", "tensor_parallel_size"),
+        ("model_config", "llm.llm_engine.model_config"),
+    ],
+)
+def test_names_that_stay_absent_say_what_to_use(name: str, instead: str, llm: LLM) -> None:
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=f"'LLM' object has no attribute '{name}': .*{instead}"):
+        getattr(llm, name)
+
+
+def test_the_engine_says_which_names_it_has(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match=r"llm\.llm_engine has no 'engine_core': it has model_config, .*llm's own"):
+        _ = llm.llm_engine.engine_core
+
+
+def test_other_names_are_just_absent(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match=r"^'LLM' object has no attribute 'temperature'$"):
+        _ = llm.temperature
+
+
+def test_programs_find_vllm_and_its_version(vllm: ModuleType) -> None:
+    assert find_spec("vllm") is not None
+    assert find_spec("vllm.lora.request") is not None
+    assert find_spec("vllm.model_executor") is None
+    assert importlib.metadata.version("vllm") == vllm.__version__ == "0.10.1"
+    assert importlib.metadata.packages_distributions()["vllm"] == ["vllm"]
+
+
+def test_every_module_has_its_names(vllm: ModuleType) -> None:
+    from nanoinfer.integrations.vllm_names.modules import MODULES
+
+    for suffix, names in MODULES.items():
+        module = importlib.import_module(f"vllm{suffix}")
+        assert all(getattr(module, name) is own for name, own in names.items())
+        assert find_spec(f"vllm{suffix}") is not None
+
+
+def test_an_absent_name_says_so_when_it_is_used(vllm: ModuleType) -> None:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    with pytest.raises(RuntimeError, match="no NCCLWeightTransferEngine: there is no server here"):
+        NCCLWeightTransferEngine()
+    with pytest.raises(AttributeError, match="there is no server here"):
+        NCCLWeightTransferEngine.trainer_init()
+
+
+def test_settings_have_vllms_defaults(vllm: ModuleType) -> None:
+    params = vllm.SamplingParams(2, temperature=0.5)
+    assert (params.n, params.max_tokens) == (2, 16)
+    assert vllm.SamplingParams(max_tokens=None).max_tokens is None
+    assert "top_k" in vllm.SamplingParams.__annotations__
+    every = {name: getattr(params, name) for name in params.__struct_fields__}
+    assert vllm.SamplingParams(**every) == params == params.clone() == pickle.loads(pickle.dumps(params))
+    params.n = 3
+    assert params == vllm.SamplingParams(3, temperature=0.5)
+
+
+def test_forms_by_both_of_vllms_names(vllm: ModuleType) -> None:
+    from vllm.sampling_params import GuidedDecodingParams, StructuredOutputsParams
+
+    new = vllm.SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
+    old = vllm.SamplingParams(guided_decoding=GuidedDecodingParams(choice=["a", "b"], backend="auto"))
+    assert new == old
+    assert new.structured_outputs == {"choice": ("a", "b")}
+    assert GuidedDecodingParams.from_optional(json=None) is None
+    assert GuidedDecodingParams.from_optional(regex="a+").regex == "a+"
+
+
+def test_without_settings_the_checkpoints_count(vllm: ModuleType, tmp_path: Path) -> None:
+    folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    (folder / "generation_config.json").write_text(
+        '{"temperature": 0.0, "repetition_penalty": 1.2, "max_new_tokens": 4}'
+    )
+    with vllm.LLM(str(folder), **CPU) as llm:
+        own = llm.get_default_sampling_params()
+        assert (own.repetition_penalty, own.max_tokens) == (1.2, 4)
+        assert_equal(llm.generate(PROMPTS), llm.generate(PROMPTS, own))
+        assert_equal(llm.chat(CHAT), llm.chat(CHAT, own))
+
+
+def test_without_settings_of_the_checkpoints_vllms_defaults_count(vllm_llm: Any, vllm: ModuleType) -> None:
+    assert vllm_llm.get_default_sampling_params() == vllm.SamplingParams()
+
+
+def test_outputs_have_vllms_attributes(vllm_llm: Any, vllm: ModuleType, llm: LLM) -> None:
+    params = vllm.SamplingParams(temperature=0, logprobs=1)
+    outputs = vllm_llm.generate(PROMPTS, params)
+    assert_equal(outputs, llm.generate(PROMPTS, greedy(16, logprobs=1)))
+    output = outputs[1]
+    assert isinstance(output, vllm.RequestOutput)
+    assert isinstance(output.outputs[0], vllm.CompletionOutput)
+    assert isinstance(output.request_id, str)
+    assert output.metrics is output.lora_request is output.encoder_prompt is output.outputs[0].lora_request is None
+    assert output.outputs[0].cumulative_logprob == pytest.approx(sum(max(d.values()) for d in output.logprobs))
+
+
+def test_prompts_as_tokens(vllm_llm: Any, vllm: ModuleType) -> None:
+    params = vllm.SamplingParams(temperature=0, max_tokens=4)
+    ids = vllm_llm.tokenize(PROMPTS)
+    expected = vllm_llm.generate(PROMPTS, params)
+    assert_equal(vllm_llm.generate(prompt_token_ids=ids, sampling_params=params), expected)
+    assert_equal(vllm_llm.generate(prompt_token_ids=ids[0], sampling_params=params), expected[:1])
+    assert_equal(vllm_llm.generate([vllm.TokensPrompt(prompt_token_ids=own) for own in ids], params), expected)
+    (output,) = vllm_llm.generate({"prompt": PROMPTS[0], "prompt_token_ids": ids[0]}, params)
+    assert (output.prompt, output.token_ids) == (PROMPTS[0], expected[0].token_ids)
+
+
+def test_wrong_arguments_are_refused_as_ever(vllm_llm: Any, vllm: ModuleType) -> None:
+    from vllm.lora.request import LoRARequest
+
+    with pytest.raises(ValueError, match="there is no LoRA here"):
+        vllm_llm.generate(PROMPTS, lora_request=LoRARequest("mine", 1, "/nowhere"))
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        vllm.SamplingParams(max_new_tokens=3)
+    with pytest.raises(ValueError, match="score: vLLM's compares texts"):
+        vllm_llm.score("this", "that")
+    with pytest.raises(ValueError, match="prompts=None"):
+        vllm_llm.generate()
+
+
+def test_beam_search_counts_as_vllm_does(vllm_llm: Any, llm: LLM) -> None:
+    assert type(vllm_llm).beam_rules is VllmRules
+    params = BeamSearchParams(beam_width=2, max_tokens=6)
+    (output,) = vllm_llm.beam_search(PROMPTS[:1], params)
+    best = output.sequences[0]
+    ended = best.finish_reason == "stop"
+    assert best.score == pytest.approx(best.cum_logprob / (len(best.tokens) - ended), abs=1e-5)
+
+
+def test_the_template_and_the_tokenizer(vllm: ModuleType) -> None:
+    from vllm.renderers.hf import resolve_chat_template
+    from vllm.tokenizers import get_tokenizer
+
+    tokenizer = get_tokenizer(BUNDLED_MODEL, tokenizer_mode="auto", trust_remote_code=True, revision=None)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(BUNDLED_MODEL).chat_template
+    assert resolve_chat_template(tokenizer, None, None, model_config=None) == tokenizer.chat_template
+    assert resolve_chat_template(tokenizer, "{{ messages }}") == "{{ messages }}"
+    tokenizer.chat_template = None
+    assert resolve_chat_template(tokenizer) is None
+
+
+def test_the_model_config_of_engine_args(vllm: ModuleType) -> None:
+    assert vllm.EngineArgs(model=BUNDLED_MODEL, max_model_len=300).create_model_config().max_model_len == 300
+
+
+async def collected(engine: Any, prompt: Any, params: Any, name: str) -> Any:
+    """The only output of a request."""
+    (output,) = [output async for output in engine.generate(prompt, params, request_id=name)]
+    return output
+
+
+def test_the_asynchronous_engine(vllm: ModuleType, llm: LLM) -> None:
+    engine = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(BUNDLED_MODEL, enable_log_requests=False, **CPU))
+    params = vllm.SamplingParams(temperature=0, max_tokens=8)
+    assert engine.model_config.max_model_len == llm.config.max_model_len
+
+    async def use() -> None:
+        outputs = await asyncio.gather(*(collected(engine, prompt, params, prompt) for prompt in PROMPTS))
+        assert_equal(outputs, llm.generate(PROMPTS, greedy(8)))
+        with pytest.raises(ValueError, match="prompt is empty"):
+            await collected(engine, [], params, "empty")
+
+        long = vllm.SamplingParams(max_tokens=1000, ignore_eos=True)
+        running = asyncio.create_task(collected(engine, PROMPTS[0], long, "long"))
+        await asyncio.sleep(0.1)
+        with pytest.raises(ValueError, match="request_id='long'"):
+            await collected(engine, PROMPTS[0], params, "long")
+        await engine.abort("long")
+        assert (await running).finish_reason == "abort"
+
+        left = asyncio.create_task(collected(engine, PROMPTS[0], long, "left"))
+        await asyncio.sleep(0.1)
+        left.cancel()
+        assert (await collected(engine, PROMPTS[1], params, "after")).token_ids == outputs[1].token_ids
+
+    asyncio.run(use())
+    asyncio.run(use())  # another loop
+    engine.shutdown()
+    engine.shutdown()
+
+
+def test_it_refuses_where_vllm_is_installed(vllm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanoinfer.integrations.vllm_names import install
+
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.delitem(sys.modules, "vllm")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install()  # a mere folder of this name
+    (tmp_path / "vllm" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    with pytest.raises(ImportError, match=rf"vllm is installed, at {tmp_path}"):
+        install()
+
+
+SCRIPT = """
+import sys
+from multiprocessing import get_context
+
+from beside import HERE
+from vllm import LLM, SamplingParams
+
+def read() -> str:
+    return SamplingParams.__module__
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["--size", "2"], sys.argv
+    assert HERE
+    with get_context("spawn").Pool(1) as pool:
+        print(pool.apply(read))
+    with LLM(sys.modules["nanoinfer"].BUNDLED_MODEL, tensor_parallel_size=int(sys.argv[2])) as llm:
+        print(len(llm.generate("ROMEO:", SamplingParams(ignore_eos=True), use_tqdm=False)[0].token_ids))
+"""
+
+
+def command(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    told = [sys.executable, "-m", "nanoinfer.integrations.vllm_names", *map(str, arguments)]
+    path = os.pathsep.join([str(Path(__file__).parent.parent), str(folder)])
+    return subprocess.run(told, capture_output=True, text=True, cwd=folder, env={**os.environ, "PYTHONPATH": path})
+
+
+@pytest.mark.whole  # three processes import, one after the other
+@pytest.mark.parametrize("how", [["sub/script.py"], ["-m", "sub.script"]], ids=["script", "module"])
+def test_a_script_runs_by_the_command_and_so_do_its_processes(how: list[str], tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "script.py").write_text(SCRIPT)
+    for folder in (tmp_path, tmp_path / "sub"):
+        (folder / "beside.py").write_text("HERE = True\n")
+    result = command(*how, "--size", 2, folder=tmp_path)
+    assert result.stdout.split() == ["nanoinfer.integrations.vllm_names.params", "16"], result.stderr
+
+
+def test_the_command_without_a_script_says_how_to_use_it(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for told in ([], ["-m"], ["--help"]):
+        monkeypatch.setattr(sys, "argv", ["vllm_names", *told])
+        with pytest.raises(SystemExit, match=r"usage: python -m nanoinfer\.integrations\.vllm_names"):
+            runpy.run_module("nanoinfer.integrations.vllm_names", run_name="__main__")
