@@ -43,8 +43,7 @@ class LLM(SearchesBeams, VllmMethods):
     is_sleeping: whether weights or KV cache, or both, are given away, see `sleep`
     llm_engine: has model_config (with max_model_len), get_tokenizer() and model_executor, by vLLM's names
 
-    An LLM holds its device memory and processes until close(), the end of its `with` block, or its deletion. One thread
-    at a time can use it.
+    One thread at a time can use an LLM. close() gives memory and processes back, as do the end of `with` and deletion.
 
     The methods of an LLM raise these errors:
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
@@ -154,22 +155,22 @@ def test_distilabel(llm: LLM, answers: list[str]) -> None:
     assert likeliest == pytest.approx([value for place in logprobs for value in place.values()], abs=1e-4)
 
 
-def run_lighteval(folder: str) -> tuple[list[list[str]], list[float]]:
+def run_lighteval(model: str) -> tuple[list[list[str]], list[float]]:
     from lighteval.models.vllm.vllm_model import VLLMModel, VLLMModelConfig
     from lighteval.tasks.requests import Doc
 
-    options = {"dtype": "float32", "cache_dir": folder, "override_chat_template": False}
-    model = VLLMModel(VLLMModelConfig(model_name=BUNDLED_MODEL, **options))
+    program = VLLMModel(VLLMModelConfig(model_name=model, dtype="float32", override_chat_template=False))
     prompts = [
         Doc(query=prompt, choices=[], gold_index=0, task_name="go on|0", id=prompt, generation_size=MAX_TOKENS)
         for prompt in PROMPTS
     ]
     choice = Doc(query=CONTEXT, choices=CHOICES, gold_index=0, task_name="choose|0", id="choice")
-    return [answer.text for answer in model.greedy_until(prompts)], model.loglikelihood([choice])[0].logprobs
+    return [answer.text for answer in program.greedy_until(prompts)], program.loglikelihood([choice])[0].logprobs
 
 
 def test_lighteval(tmp_path: Path, texts: list[str], scores: list[float]) -> None:
-    completed, log_probs = under_vllm_names("lighteval", run_lighteval, str(tmp_path))
+    model = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")  # lighteval keeps results in the model's folder
+    completed, log_probs = under_vllm_names("lighteval", run_lighteval, str(model))
     assert completed == [[text] for text in texts]
     assert log_probs == pytest.approx(scores, abs=1e-4)
 
