@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.batch.lines import read_job, read_line
 from nanoinfer.config import Config
-from nanoinfer.requests.chat import ChatRenderer
+from nanoinfer.requests.chat.renderer import ChatRenderer
 from nanoinfer.requests.inputs import Inputs
 
 

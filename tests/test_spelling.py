@@ -17,7 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from nanoinfer import LLM, RequestOutput
 from nanoinfer.batch.lines import read_job, read_line
 from nanoinfer.batch.results import result_row
-from nanoinfer.requests.spelling import decoder, is_byte, text_offsets, token_bytes
+from nanoinfer.requests.text.spelling import decoder, is_byte, text_offsets, token_bytes
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 WORDS = ["▁yes", "▁no", "Answer", ":", "日本"]

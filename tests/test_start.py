@@ -29,7 +29,7 @@ from nanoinfer.process import first_launch
 from nanoinfer.process.first_launch import OWN_GPU, VISIBLE, make_context, read_triton, started_for
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.start import Start
-from nanoinfer.requests.tokenizer import load_tokenizer
+from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.runner import model_runner
 
 KINDS = {"replicas": {"data_parallel_size": 2}, "ranks": {"tensor_parallel_size": 2}}

@@ -25,8 +25,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, StreamOutput
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.step_result import StepResult
-from nanoinfer.requests.detokenizer import Detokenizer, decode
-from nanoinfer.requests.stop_strings import StopStrings
+from nanoinfer.requests.text.detokenizer import Detokenizer, decode
+from nanoinfer.requests.text.stop_strings import StopStrings
 
 TOKENIZER: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 PROMPTS = ["ROMEO:\nBut, soft!", "JULIET:\nO Romeo", "GLOUCESTER:\nNow is", "KING:\n"]

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, LlamaTokenizer
 
 from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.config import Config
-from nanoinfer.requests import tokenizer as rooms
-from nanoinfer.requests.tokenizer import load_tokenizer
+from nanoinfer.requests.text import tokenizer as rooms
+from nanoinfer.requests.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.config import Config
 from nanoinfer.hints import ELSEWHERE
-from nanoinfer.requests.chat import ChatRenderer
-from nanoinfer.requests.template_names import TemplateNames
+from nanoinfer.requests.chat.renderer import ChatRenderer
+from nanoinfer.requests.chat.template_names import TemplateNames
 from nanoinfer.vllm_arguments import ANY, ARGUMENTS, FLAG, reason_for
 
 OWN = {

@@ -14,7 +14,7 @@ from nanoinfer.batch.lines import Job, Line, LineError, digest
 from nanoinfer.llm import LLM
 from nanoinfer.logprob import LogProb
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput
-from nanoinfer.requests.spelling import text_offsets, token_bytes
+from nanoinfer.requests.text.spelling import text_offsets, token_bytes
 from nanoinfer.sampling_params import SamplingParams
 
 LEAST = -9999.0  # stands for a log-probability of -inf, for which JSON has no word; null stands for NaN

@@ -31,7 +31,7 @@ from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, S
 from nanoinfer.requests.inputs import Inputs, Prepared
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.request import Request, Requests
-from nanoinfer.requests.tokenizer import load_tokenizer
+from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 QUIET_SECONDS = 0.1  # without a report, while requests run

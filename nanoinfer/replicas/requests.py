@@ -21,7 +21,7 @@ from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.interface import AnyRequests, Fate
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
 from nanoinfer.requests.results import SampleResult, request_output
-from nanoinfer.requests.spelling import decoder
+from nanoinfer.requests.text.spelling import decoder
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from nanoinfer.requests.inputs import Inputs, Prepared, Prompt
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import UseTqdm, check_use_tqdm, make_bar
-from nanoinfer.requests.spelling import decoder, whole_decoder
+from nanoinfer.requests.text.spelling import decoder, whole_decoder
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vllm_arguments import NO_LORA
 

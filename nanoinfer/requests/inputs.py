@@ -12,8 +12,8 @@ from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.config import Config
 from nanoinfer.grammar import Grammar, Grammars
 from nanoinfer.requests.bans import find_bans
-from nanoinfer.requests.chat import ChatRenderer, other_medium
-from nanoinfer.requests.spelling import whole_decoder
+from nanoinfer.requests.chat.renderer import ChatRenderer, other_medium
+from nanoinfer.requests.text.spelling import whole_decoder
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vllm_arguments import NO_LORA
 

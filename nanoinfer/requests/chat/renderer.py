@@ -10,8 +10,8 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_list, short
-from nanoinfer.requests.template_forms import CALL, Message, Takes, TemplateForms
-from nanoinfer.requests.template_names import TemplateNames
+from nanoinfer.requests.chat.template_forms import CALL, Message, Takes, TemplateForms
+from nanoinfer.requests.chat.template_names import TemplateNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

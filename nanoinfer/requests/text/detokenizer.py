@@ -6,8 +6,8 @@ import io
 from typing import TYPE_CHECKING
 
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.requests.spelling import REPLACEMENT, decoder, is_byte
-from nanoinfer.requests.stop_strings import stop_strings
+from nanoinfer.requests.text.spelling import REPLACEMENT, decoder, is_byte
+from nanoinfer.requests.text.stop_strings import stop_strings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
