@@ -118,7 +118,7 @@ class TestTwoRanks:
         assert token_ids(llm, prompts, greedy(12)) == [oracle.greedy(prompt, 12) for prompt in prompts]
 
     def test_settings_of_a_class_that_the_other_rank_does_not_know(self, make_llm: Callable[..., LLM]) -> None:
-        @dataclass(frozen=True)
+        @dataclass
         class Own(SamplingParams):
             pass
 
