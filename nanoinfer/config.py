@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LOAD_FORMATS = ["safetensors", "dummy", "dummy_skewed"]
 SAVE_FIRST = "; transformers' save_pretrained writes *.safetensors"
+OWN_QUANTIZATION = "; leave it out if the checkpoint is quantized: its config.json says how"
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LONGEST_BY_TORCH = 4096  # of max_model_len if it is left out: on a GPU, each step reads so many keys of every row
 MAX_RANKS = 8
@@ -46,9 +47,9 @@ class Config:
     max_num_seqs: at most this many sequences run at once. Their rows (logits, block tables, up to 4,096 tokens so far)
         may take at most half of the memory that may be in use
     max_model_len: a sequence has at most this many tokens, prompt and output. It may not exceed the model's own limit:
-        max_position_embeddings, or with YaRN its original length times its factor, if that is more. None: that limit,
-        or the longest sequence that the KV cache holds, if that is shorter. The log says so then, and print(llm.memory)
-        shows both. With attention_backend="torch" on CUDA, None is at most 4,096
+        max_position_embeddings, or with YaRN its original length times its factor, if that is more. None ("auto", -1):
+        that limit, or the longest sequence that the KV cache holds, if that is shorter. The log says so then, and
+        print(llm.memory) shows both. With attention_backend="torch" on CUDA, None is at most 4,096
     gpu_memory_utilization: once the engine is up, at most this share of the GPU's memory is in use; other processes'
         memory counts too
     tensor_parallel_size: this many ranks share the model, 1 to 8: one GPU each, or on the CPU one process each
@@ -172,7 +173,7 @@ class Config:
         ranks = self.tensor_parallel_size if self.starts_ranks else 1
         self.device = _resolve_device(self.device, ranks, self.data_parallel_size)
         if self.quantization is not None:
-            self.quantization = check_choice("quantization", self.quantization, ["fp8"])
+            self.quantization = check_choice("quantization", self.quantization, ["fp8"], OWN_QUANTIZATION)
         self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
 

@@ -7,6 +7,7 @@ servers, or name what nanoinfer does anyway. None always means that an argument 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 from nanoinfer.checks import as_flag, as_int, as_list, as_number, short
@@ -54,6 +55,19 @@ def _is_empty(value: Any, beside: Arguments) -> bool:
     return isinstance(value, (str, Mapping, Set, list, tuple)) and not value
 
 
+def _is_default(value: Any, beside: Arguments) -> bool:
+    """Whether a group of settings is one of vLLM's objects as it is made, or a mapping that sets nothing."""
+    if is_dataclass(value) and not isinstance(value, type):
+        try:
+            return bool(value == type(value)())
+        except Exception:  # one that cannot be made without arguments, for one
+            return False
+    if not isinstance(value, Mapping):
+        return _is_empty(value, beside)
+    off = _only(False, "auto")
+    return all(entry is None or off.has(entry, {}) or _is_default(entry, {}) for entry in value.values())
+
+
 def _is_number(value: Any, beside: Arguments) -> bool:
     number = as_number(value)
     return number is not None and number >= 0
@@ -87,6 +101,7 @@ def _are_equal_priorities(priority: Any, beside: Arguments) -> bool:
 NONE = Values("None", lambda value, _: False)
 ANY = Values("any value", lambda value, _: True)
 EMPTY = Values("None or empty", _is_empty)
+DEFAULT = Values("None, empty or its default", _is_default)
 FLAG = Values("None, True or False", lambda value, _: as_flag(value) is not None)
 FALSE, TRUE = _only(False), _only(True)
 NUMBER = Values("None or a number of at least 0", _is_number)
@@ -119,7 +134,7 @@ FOR_LLM: tuple[Line, ...] = (
     # The model and its files
     ("runner task", _only("auto", "generate"), "models generate text here; there are no pooling models"),
     ("convert", _only("auto", "none"), "models generate text here; there are no pooling models"),
-    ("pooler_config override_pooler_config", EMPTY, "models generate text here; there are no pooling models"),
+    ("pooler_config override_pooler_config", DEFAULT, "models generate text here; there are no pooling models"),
     ("model_impl", _only("auto", "vllm"), "the models are nanoinfer's own; the README lists them"),
     ("config_format", _only("auto", "hf"), "a model is a folder with config.json and *.safetensors"),
     ("model_weights hf_config_path", EMPTY, "config.json and weights lie in one folder; pass it as model"),
@@ -157,13 +172,13 @@ FOR_LLM: tuple[Line, ...] = (
     ("cpu_offload_params offload_params", EMPTY, NO_OFFLOADING),
     ("offload_backend offload_num_in_group offload_prefetch_step kv_offloading_backend", ANY, NO_OFFLOADING),
     ("kv_transfer_config kv_events_config ec_transfer_config", EMPTY, "no other engine takes part in a prompt"),
-    ("ec_manager_config engram_config", EMPTY, NO_MEDIA),
+    ("ec_manager_config engram_config", DEFAULT, NO_MEDIA),
     ("enable_sleep_mode enable_cumem_allocator sleep_mode_offload_cudagraph", FLAG, "every LLM can sleep"),
     ("sleep_mode_backend enable_nccl_comm_suspend", ANY, "every LLM can sleep"),
     ("sleep_preserve_parameter_names", EMPTY, "llm.sleep keeps all weights or none; see llm.update_weights"),
     # Steps
-    ("enable_chunked_prefill disable_chunked_mm_input", FLAG, "chunks of prompts change no result"),
-    ("long_prefill_token_threshold long_prefill_token_threshold_adaptive", NUMBER, "chunks change no result"),
+    ("enable_chunked_prefill long_prefill_token_threshold_adaptive", FLAG, "chunks of prompts change no result"),
+    ("long_prefill_token_threshold", NUMBER, "chunks of prompts change no result"),
     ("max_num_partial_prefills max_long_partial_prefills", NUMBER, "chunks of prompts change no result"),
     ("scheduler_reserve_full_isl prefill_schedule_interval scheduler_delay_factor", ANY, NOT_HERE),
     ("max_num_scheduled_tokens", NONE, "write LLM(max_num_batched_tokens=...)"),
@@ -181,7 +196,7 @@ FOR_LLM: tuple[Line, ...] = (
     ("max_seq_len_to_capture max_context_len_to_capture", NUMBER, "a graph replays sequences of any length"),
     ("cudagraph_capture_sizes cuda_graph_sizes max_cudagraph_capture_size", ANY, "graphs change no result"),
     ("compilation_config optimization_level performance_mode", ANY, "compiling changes no result"),
-    ("attention_config kernel_config ir_op_priority", EMPTY, OWN_KERNELS),
+    ("attention_config kernel_config ir_op_priority", DEFAULT, OWN_KERNELS),
     ("moe_backend linear_backend sparse_indexer_topk_backend", _only("auto"), OWN_KERNELS),
     ("enable_flashinfer_autotune disable_cascade_attn", FLAG, OWN_KERNELS),
     ("monokernel use_fp64_gumbel", FALSE, OWN_KERNELS),
@@ -200,7 +215,7 @@ FOR_LLM: tuple[Line, ...] = (
     ("node_rank", _only(0), ONE_MACHINE),
     ("master_addr master_port", ANY, ONE_MACHINE),
     ("distributed_timeout_seconds cpu_distributed_timeout_seconds", NONE, "write LLM(worker_timeout=...)"),
-    ("watchdog_config fault_tolerance_config", EMPTY, "write LLM(worker_timeout=..., restart_replicas=True)"),
+    ("watchdog_config fault_tolerance_config", DEFAULT, "write LLM(worker_timeout=..., restart_replicas=True)"),
     ("enable_fault_tolerance", FALSE, "write LLM(restart_replicas=True)"),
     ("device_ids", EMPTY, "the environment's CUDA_VISIBLE_DEVICES chooses GPUs"),
     ("numa_bind", FALSE, "the operating system places processes"),
@@ -212,6 +227,7 @@ FOR_LLM: tuple[Line, ...] = (
     ("data_parallel_multi_port_external_lb", FALSE, "an LLM starts all of its replicas itself"),
     ("data_parallel_backend", _only("mp", "ray"), "replicas are processes of one machine"),
     ("enable_expert_parallel enable_ep_weight_filter enable_eplb", FLAG, "ranks share the work of all experts"),
+    ("num_redundant_experts eplb_window_size eplb_step_interval eplb_log_balancedness", ANY, "ranks share all experts"),
     ("eplb_config expert_placement_strategy all2all_backend", ANY, "ranks share the work of all experts"),
     ("enable_elastic_ep", FALSE, "the number of ranks is fixed"),
     ("elastic_ep_max_dp_size", ANY, "the number of ranks is fixed"),
@@ -219,7 +235,7 @@ FOR_LLM: tuple[Line, ...] = (
     ("ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold dp_sync_interval", NUMBER, NOT_HERE),
     ("worker_cls", _only("auto"), "no code of yours runs in ranks"),
     ("worker_extension_cls", EMPTY, "no code of yours runs in ranks; llm.update_weights writes weights"),
-    ("weight_transfer_config", EMPTY, "llm.update_weights takes a trainer's tensors"),
+    ("weight_transfer_config", DEFAULT, "llm.update_weights takes a trainer's tensors"),
     # What there is not
     ("enable_lora", FALSE, NO_LORA),
     ("max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size lora_target_modules", ANY, NO_LORA),
@@ -233,17 +249,20 @@ FOR_LLM: tuple[Line, ...] = (
     ("watermark_config", EMPTY, "there is no watermark here"),
     ("diffusion_config", EMPTY, "models generate one token after another"),
     ("logits_processors", EMPTY, NO_CODE),
-    ("structured_outputs_config", EMPTY, "llguidance alone reads grammars; leave it out"),
+    ("structured_outputs_config", DEFAULT, "llguidance alone reads grammars; leave it out"),
     ("guided_decoding_backend", _only("auto", "guidance"), "llguidance alone reads grammars; leave it out"),
-    ("reasoning_parser reasoning_parser_plugin reasoning_config", EMPTY, "texts are what the model writes"),
+    ("guided_decoding_disable_fallback", FLAG, "llguidance alone reads grammars"),
+    ("guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties", FALSE, STRUCTURED),
+    ("reasoning_parser reasoning_parser_plugin", EMPTY, "texts are what the model writes"),
+    ("reasoning_config", DEFAULT, "texts are what the model writes"),
     ("enable_reasoning", FALSE, "texts are what the model writes"),
     ("io_processor_plugin additional_config", EMPTY, "there are no plugins here"),
     ("enable_return_routed_experts", FALSE, "write LLM(routed_experts=True)"),
-    ("aux_output_config", EMPTY, "see LLM(routed_experts=...)"),
+    ("aux_output_config", DEFAULT, "see LLM(routed_experts=...)"),
     ("return_sampling_mask", FALSE, "SamplingParams(kept_tokens=True) tells how many tokens could be drawn"),
     ("enable_trace_replay", FALSE, "llm.score tells how likely given tokens are"),
     # Media
-    ("language_model_only interleave_mm_strings skip_mm_profiling", FLAG, NO_MEDIA),
+    ("language_model_only interleave_mm_strings skip_mm_profiling disable_chunked_mm_input", FLAG, NO_MEDIA),
     ("limit_mm_per_prompt media_io_kwargs mm_processor_kwargs mm_processor_cache_gb", ANY, NO_MEDIA),
     ("mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode", ANY, NO_MEDIA),
     ("mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path", ANY, NO_MEDIA),
@@ -255,10 +274,14 @@ FOR_LLM: tuple[Line, ...] = (
     # Logs and servers
     ("max_logprobs", ANY, "SamplingParams(logprobs=...) has no limit but the vocabulary"),
     ("disable_log_stats disable_log_requests enable_log_requests aggregate_engine_logging", FLAG, NOT_LOGGED),
+    ("_api_process_count", _only(1), "an LLM is used by one process"),
+    ("_api_process_rank", _only(0), "an LLM is used by one process"),
     ("served_model_name max_log_len show_hidden_metrics_for_version shutdown_timeout", ANY, "there is no server here"),
     ("jit_monitor_mode jit_monitor_verbose fail_on_environ_validation", ANY, NOT_HERE),
-    ("log_level log_config_file logging_config", EMPTY, 'set up the logger: logging.getLogger("nanoinfer")'),
-    ("otlp_traces_endpoint collect_detailed_traces profiler_config", EMPTY, "use torch.profiler around a call"),
+    ("log_level log_config_file", EMPTY, 'set up the logger: logging.getLogger("nanoinfer")'),
+    ("logging_config", DEFAULT, 'set up the logger: logging.getLogger("nanoinfer")'),
+    ("otlp_traces_endpoint collect_detailed_traces", EMPTY, "use torch.profiler around a call"),
+    ("profiler_config", DEFAULT, "use torch.profiler around a call"),
     ("enable_layerwise_nvtx_tracing", FALSE, "use torch.profiler around a call"),
     ("per_request_spec_decode_metrics", _only("none"), "there is no speculative decoding here"),
     ("kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details", FALSE, "see llm.memory"),
@@ -325,11 +348,12 @@ ARGUMENTS = {
 }
 """Who takes the argument -> its name -> what is known of it."""
 
-SAME_VALUES = {
+SAME_VALUES: dict[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "lm_head_dtype": {"float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "attention_backend": {"TRITON_ATTN": "triton", "FLASH_ATTN": "flash_attn"},
+    "max_model_len": {"auto": None, -1: None},
     "load_format": dict.fromkeys(
         ("auto", "hf", "fastsafetensors", "instanttensor", "runai_streamer"), "safetensors"
     ),  # ways to read the same files
@@ -339,7 +363,8 @@ SAME_VALUES = {
 
 def our_value(option: str, value: Any) -> Any:
     """Return the value of an option of LLM, by our name where vLLM has another."""
-    return SAME_VALUES.get(option, {}).get(value, value) if isinstance(value, str) else value
+    known = SAME_VALUES.get(option, {})
+    return known.get(value if isinstance(value, str) else as_int(value), value)
 
 
 def reason_for(name: str) -> str | None:

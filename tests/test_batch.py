@@ -525,6 +525,16 @@ class TestRefused:
         for rows in (8, 2):
             assert run(file, tmp_path / "out", "a", max_num_seqs=rows) == Summary(1, 0)
 
+    def test_options_that_change_nothing_may_change(self, file: Path, tmp_path: Path) -> None:
+        """None is an option's default."""
+        run(file, tmp_path / "out", "a")
+        line = (tmp_path / "out").read_bytes()
+        for options in ({"enable_lora": False, "trust_remote_code": True}, {"seed": None, "max_model_len": None}):
+            assert run(file, tmp_path / "out", "a", **options) == Summary(1, 0)
+            (tmp_path / "again").unlink(missing_ok=True)
+            run(file, tmp_path / "again", "a", **options)
+            assert (tmp_path / "again").read_bytes() == line
+
     def test_an_output_that_is_in_use(self, file: Path, tmp_path: Path) -> None:
         ledger = Ledger(str(tmp_path / "out"), {"model": "a"})
         with pytest.raises(ValueError, match="another process writes this output"):

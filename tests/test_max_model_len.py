@@ -210,6 +210,14 @@ class TestCache:
         assert (made.blocks, made.max_model_len) == (5, 80)
         assert "max_model_len=80: the model allows 2048" in told(caplog)[0]
 
+    def test_a_replica_leaves_the_log_to_all(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Its process may log where the LLM's does, as a script that sets up logging is imported in both."""
+        config = Config(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=5, data_parallel_size=2)
+        spec = KVCacheSpec(1, 16, 1, 16, torch.float32, by_head=False)
+        with caplog.at_level(logging.INFO, logger="nanoinfer"):
+            plan_memory(config, spec, torch.device("cpu"), TensorParallel(), held=0, steps=0, graphs=0)
+        assert caplog.records == []
+
     @pytest.mark.parametrize(
         ("options", "length", "why"),
         [

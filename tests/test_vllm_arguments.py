@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from io import StringIO
@@ -122,6 +123,8 @@ class TestOptions:
             pipeline_parallel_size=1,
             distributed_executor_backend="mp",
             disable_custom_all_reduce=True,
+            long_prefill_token_threshold_adaptive=False,
+            max_model_len=-1,
             enable_expert_parallel=False,
             compilation_config={"level": 3},
             max_seq_len_to_capture=8192,
@@ -134,6 +137,34 @@ class TestOptions:
             enable_return_routed_experts=False,
         )
         assert config == Config(BUNDLED_MODEL)
+
+    @pytest.mark.parametrize("length", [None, "auto", -1, np.int64(-1)])
+    def test_the_longest_sequence_that_fits(self, length: Any) -> None:
+        assert Config(BUNDLED_MODEL, max_model_len=length) == Config(BUNDLED_MODEL)
+
+    def test_a_group_of_settings_may_be_as_it_is_made(self) -> None:
+        @dataclass
+        class AttentionConfig:
+            backend: str | None = None
+            num_splits: int = 32
+
+        unset = {
+            "backend": "auto",
+            "disable_any_whitespace": False,
+            "reasoning_parser": "",
+            "more": {"max_bytes": None},
+        }
+        expected = Config(BUNDLED_MODEL)
+        assert expected == Config(BUNDLED_MODEL, attention_config=AttentionConfig(), structured_outputs_config=unset)
+        for wrong in (
+            AttentionConfig("FLASHINFER"),
+            AttentionConfig,
+            {"backend": "FLASHINFER"},
+            {"num_splits": 0},
+            "x",
+        ):
+            with pytest.raises(ValueError, match="must be None, empty or its default: the kernels are nanoinfer's own"):
+                Config(BUNDLED_MODEL, attention_config=wrong)
 
     @pytest.mark.parametrize(
         ("wrong", "message"),

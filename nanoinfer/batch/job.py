@@ -20,9 +20,12 @@ from nanoinfer.batch.report import Report
 from nanoinfer.checks import check_flag, check_int
 from nanoinfer.llm import LLM
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vllm_arguments import ARGUMENTS
 
 DEFAULTS = {field.name for field in fields(SamplingParams)} - {"seed"}  # the job's seed is the option of LLM
 HOW_FAST = {  # options that change how fast a job runs, not what it asks for: a resumed job may have others
+    *ARGUMENTS["LLM"],  # which change nothing
+    "trust_remote_code",  # nor does this one
     "data_parallel_size",
     "enforce_eager",
     "gpu_memory_utilization",
@@ -86,7 +89,7 @@ def run(
     max_errors = None if max_errors is None else check_int("max_errors", max_errors, 0)
     checked = SamplingParams(**{name: value for name, value in options.items() if name in DEFAULTS})
     defaults = {name: getattr(checked, name) for name in options if name in DEFAULTS}
-    options = {name: value for name, value in options.items() if name not in DEFAULTS}
+    options = {name: value for name, value in options.items() if name not in DEFAULTS and value is not None}
     seed = options.get("seed", 0)
     with _open_input(source, target) as lines, _open_output(source, target, model, options, defaults) as (writer, done):
         total = _survey(source, defaults, seed, max_errors) if is_regular(source) else None

@@ -140,7 +140,7 @@ def plan_memory(
     blocks = config.num_kvcache_blocks or _blocks_that_fit(config, spec, budget)
     longest = min(config.max_model_len, blocks * spec.block_size), config.description.max_position
     plan = MemoryPlan(total, limit, used, steps, graphs, spec.block_bytes, blocks, *longest)
-    if tp.rank == 0:
+    if tp.rank == 0 and config.data_parallel_size == 1:  # else the LLM's process tells, for all replicas
         tell(config, plan)
     return plan
 
