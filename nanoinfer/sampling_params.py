@@ -114,14 +114,13 @@ class SamplingParams:
         self._check_bans()
         self._check_stops()
         settings["structured_outputs"] = check_structured_outputs(self.structured_outputs)
-        settings["is_checked"] = True  # what is assigned from here on comes from a user
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign a setting. Raises ValueError as the constructor does, and changes nothing then."""
         settings = self.__dict__
-        if "is_checked" in settings:
+        if name in settings or name not in self.__dataclass_fields__:
             settings.update(vars(replace(self, **{name: value})))
-        else:
+        else:  # the constructor sets it
             settings[name] = value
 
     @classmethod

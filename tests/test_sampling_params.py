@@ -104,8 +104,15 @@ class TestAssignment:
 class TestCopies:
     @pytest.mark.parametrize(
         "duplicate",
-        [copy.copy, copy.deepcopy, replace, SamplingParams.clone, lambda params: pickle.loads(pickle.dumps(params))],
-        ids=["copy", "deepcopy", "replace", "clone", "pickle"],
+        [
+            copy.copy,
+            copy.deepcopy,
+            replace,
+            SamplingParams.clone,
+            lambda params: pickle.loads(pickle.dumps(params)),
+            lambda params: SamplingParams(**vars(params)),
+        ],
+        ids=["copy", "deepcopy", "replace", "clone", "pickle", "vars"],
     )
     def test_a_copy_is_equal_and_may_change(self, duplicate: Callable[[SamplingParams], SamplingParams]) -> None:
         params = SamplingParams(**EVERYTHING)
