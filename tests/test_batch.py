@@ -153,7 +153,7 @@ class TestPlainLines:
 
     def test_a_prompt_that_is_null_is_none(self) -> None:
         for own in ({"prompt": "x"}, {"token_ids": [1]}, {"messages": CHAT}):
-            settings = {"prompt": None, "token_ids": None, "messages": None, "chat_template_kwargs": None, "n": 2, **own}
+            settings = {**dict.fromkeys([*PROMPTS["plain"], "chat_template_kwargs"]), "n": 2, **own}
             assert take_prompt(settings, PROMPTS["plain"]) == take_prompt(dict(own), PROMPTS["plain"])
             assert settings == {"n": 2}
 
