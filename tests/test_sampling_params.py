@@ -72,6 +72,7 @@ class TestAssignment:
             ("min_tokens", 65, "min_tokens=65: must be at most max_tokens=64"),
             ("detokenize", False, r"stop=\['a'\] needs detokenize=True"),
             ("max_tokens", 0, "max_tokens=0: must be at least 1 with prompt_logprobs=None"),
+            ("bans", 3, "unknown argument 'bans'"),
             ("temprature", 0, "unknown argument 'temprature': did you mean 'temperature'"),
             ("max_num_seqs", 4, r"unknown argument 'max_num_seqs': write LLM\(max_num_seqs=...\)"),
         ],
