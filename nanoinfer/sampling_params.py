@@ -114,14 +114,13 @@ class SamplingParams:
         self._check_bans()
         self._check_stops()
         settings["structured_outputs"] = check_structured_outputs(self.structured_outputs)
-        settings["is_checked"] = True  # what is assigned from here on comes from a user
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign a setting. Raises ValueError as the constructor does, and changes nothing then."""
         settings = self.__dict__
-        if "is_checked" in settings:
+        if name in settings or name not in self.__match_args__:
             settings.update(vars(replace(self, **{name: value})))
-        else:
+        else:  # the constructor sets it
             settings[name] = value
 
     @classmethod
@@ -131,7 +130,7 @@ class SamplingParams:
         max_tokens=None keeps its meaning. The keys of logit_bias may be integers as strings, and its numbers are
         brought to the range from -100 to 100. Raises ValueError as SamplingParams does.
         """
-        known = cls.__dataclass_fields__.keys() - {"max_tokens"}
+        known = {*cls.__match_args__} - {"max_tokens"}
         given = {name: value for name, value in settings.items() if value is not None or name not in known}
         if isinstance(bias := with_integer_keys(given.get("logit_bias")), Mapping):
             given["logit_bias"] = {key: _to_most_bias(value) for key, value in bias.items()}

@@ -21,12 +21,12 @@ def check_structured_outputs(value: Any) -> dict[str, Any] | None:
         return None
     name = f"structured_outputs={short(value)}"
     entries = _entries(value)
-    kinds = [kind for kind in KINDS if entries.get(kind) is not None] or [kind for kind in KINDS if kind in entries]
-    if len(kinds) != 1 or entries.keys() - KINDS.keys() - OPTIONS.keys():
-        raise ValueError(f"{name}: must be a mapping with one of {', '.join(map(repr, KINDS))}")
     for option, (is_known, instead) in OPTIONS.items():
         if (wanted := entries.get(option)) is not None and not is_known(wanted):
             raise ValueError(f"{name}: {option}={short(wanted)}: {instead}")
+    kinds = [kind for kind in KINDS if entries.get(kind) is not None] or [kind for kind in KINDS if kind in entries]
+    if len(kinds) != 1 or entries.keys() - KINDS.keys() - OPTIONS.keys():
+        raise ValueError(f"{name}: must be a mapping with one of {', '.join(map(repr, KINDS))}")
     (kind,) = kinds
     convert, what = KINDS[kind]
     try:

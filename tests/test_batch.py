@@ -26,7 +26,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingP
 from nanoinfer.batch import Summary, job, run
 from nanoinfer.batch.cli import main
 from nanoinfer.batch.ledger import Ledger
-from nanoinfer.batch.lines import complete
+from nanoinfer.batch.lines import PROMPTS, complete, take_prompt
 from nanoinfer.batch.report import MOST_BUCKETS, Report
 from nanoinfer.engine.step_result import StepResult
 
@@ -150,6 +150,12 @@ class TestPlainLines:
                 assert place[str(token_id)].keys() == {"logprob", "rank", "decoded_token"}
         assert row["prompt_logprobs"][0] is None
         assert len(row["prompt_logprobs"]) == row["num_prompt_tokens"]
+
+    def test_a_prompt_that_is_null_is_none(self) -> None:
+        for own in ({"prompt": "x"}, {"token_ids": [1]}, {"messages": CHAT}):
+            settings = {**dict.fromkeys([*PROMPTS["plain"], "chat_template_kwargs"]), "n": 2, **own}
+            assert take_prompt(settings, PROMPTS["plain"]) == take_prompt(dict(own), PROMPTS["plain"])
+            assert settings == {"n": 2}
 
     def test_settings_of_the_job_are_those_of_the_lines(self, tmp_path: Path, null: None) -> None:
         """A seed comes from the line's id and the job's seed, whatever stands around the line."""

@@ -203,6 +203,15 @@ class TestLogProbs:
             ranks = {told: value.rank for told, value in candidates.logprobs(None).items()}
             assert ranks == {told: 1 + sum(other > logits[told] for other in logits) for told in (own, *top)}
 
+    def test_tokens_with_few_likely_ones_do_not_pay_for_those_with_all(self) -> None:
+        torch.manual_seed(0)
+        rows, token_ids = torch.randn((6, 200), device=DEVICE), torch.arange(6, device=DEVICE)
+        counts, keys = [1, 200, 0, 5, 100, 200], [5, 4, 3, 2, 1, 0]
+        parts, whole = (make(rows, token_ids, counts, keys) for make in (LogProbs.by_count, LogProbs.of))
+        assert [part.values.shape[1] - 1 for part in parts] == [5, 200, 100]
+        told = [{key: fields for part in each for key, *fields in part.entries()} for each in (parts, [whole])]
+        assert told[0] == told[1]
+
     def test_the_text_of_each_token(self, output: RequestOutput, llm: LLM) -> None:
         for entry in output.logprobs:
             for token_id, value in entry.items():

@@ -72,6 +72,7 @@ class TestAssignment:
             ("min_tokens", 65, "min_tokens=65: must be at most max_tokens=64"),
             ("detokenize", False, r"stop=\['a'\] needs detokenize=True"),
             ("max_tokens", 0, "max_tokens=0: must be at least 1 with prompt_logprobs=None"),
+            ("bans", 3, "unknown argument 'bans'"),
             ("temprature", 0, "unknown argument 'temprature': did you mean 'temperature'"),
             ("max_num_seqs", 4, r"unknown argument 'max_num_seqs': write LLM\(max_num_seqs=...\)"),
         ],
@@ -104,8 +105,15 @@ class TestAssignment:
 class TestCopies:
     @pytest.mark.parametrize(
         "duplicate",
-        [copy.copy, copy.deepcopy, replace, SamplingParams.clone, lambda params: pickle.loads(pickle.dumps(params))],
-        ids=["copy", "deepcopy", "replace", "clone", "pickle"],
+        [
+            copy.copy,
+            copy.deepcopy,
+            replace,
+            SamplingParams.clone,
+            lambda params: pickle.loads(pickle.dumps(params)),
+            lambda params: SamplingParams(**vars(params)),
+        ],
+        ids=["copy", "deepcopy", "replace", "clone", "pickle", "vars"],
     )
     def test_a_copy_is_equal_and_may_change(self, duplicate: Callable[[SamplingParams], SamplingParams]) -> None:
         params = SamplingParams(**EVERYTHING)

@@ -428,7 +428,7 @@ class TestObjects:
         [
             ({}, "must be a mapping with one of"),
             ({"json": PERSON, "regex": "a"}, "must be a mapping with one of"),
-            ({"structural_tag": "{}"}, "must be a mapping with one of"),
+            ({"structural_tag": "{}"}, "structural_tag='{}': there are no structural tags: write a grammar"),
             ({"regex": "a", "structural_tag": "{}"}, "structural_tag='{}': there are no structural tags"),
             ({"json": PERSON, "disable_additional_properties": True}, "disable_additional_properties=True: write"),
             ({"json": PERSON, "disable_any_whitespace": 1}, "disable_any_whitespace=1: must be True or False"),

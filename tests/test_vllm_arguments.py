@@ -371,6 +371,8 @@ class TestTemplates:
             f"chat_template_kwargs has {name!r}, which the chat template does not read: it is left out"
             for name in ("colour", "tokenize")
         ]
+        of_nothing = {"chat_template": template, "loud": 1, "tokenize": None, "messages": [], "conversation": None}
+        assert call(chat_template_kwargs=of_nothing)[0].prompt == "But, soft!1"
         with pytest.raises(ValueError, match=r"chat_template_kwargs=\[1\]: must be a mapping from the template's arg"):
             call(chat_template_kwargs=[1])
 

@@ -116,17 +116,19 @@ def read_job(line: Line, defaults: Mapping[str, Any], seed: int) -> Job:
 def take_prompt(settings: dict[str, Any], known: tuple[str, ...]) -> Prompt:
     """Take the prompt out of what stands beside it, as LLM.add_request takes it.
 
-    known: the names that it may have. Raises ValueError if not exactly one of them is there
+    known: the names that it may have. Raises ValueError if not exactly one of them is there; None counts as missing
     """
-    given = [name for name in known if settings.get(name) is not None]
+    for name in (*known, TEMPLATE):
+        if settings.get(name) is None:
+            settings.pop(name, None)
+    given = [name for name in known if name in settings]
     if len(given) != 1:
         had = f"has {' and '.join(given)}" if given else "has no prompt"
         raise ValueError(f"{had}: must have {' or '.join(map(repr, known))}")
     prompt: Prompt = settings.pop(given[0])
     if given[0] != "messages":
         return prompt
-    template = settings.pop(TEMPLATE, None)
-    return {"messages": prompt, TEMPLATE: {} if template is None else template}
+    return {"messages": prompt, TEMPLATE: settings.pop(TEMPLATE, {})}
 
 
 def complete(settings: Mapping[str, Any], defaults: Mapping[str, Any], seed: int, key: Any) -> dict[str, Any]:

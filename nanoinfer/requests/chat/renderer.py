@@ -65,12 +65,12 @@ class ChatRenderer:
 
     def _only_read(self, template: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Leave out the arguments that the template does not read, and warn of each once."""
-        unknown = self._names_of(template).unknown(arguments) if arguments else []
-        for name in unknown:
+        names = self._names_of(template)
+        for name in names.unknown(arguments):
             if name not in self._warned:
                 self._warned.add(name)
                 log.warning("chat_template_kwargs has %r, which the chat template does not read: it is left out", name)
-        read = {key: value for key, value in arguments.items() if key not in unknown}
+        read = {name: value for name, value in arguments.items() if names.known is None or name in names.known}
         return {**read, "chat_template": template}  # itself: tools, left out, may have chosen it
 
     def _apply(self, arguments: Mapping[str, Any], messages: list[Message]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.sampling.token_logprobs import token_logprobs
-from nanoinfer.runner.transfer import to_host
+from nanoinfer.runner.transfer import to_host, upload
+
+FEW = 64  # so many of the most likely tokens cost little more than one
 
 
 @dataclass
@@ -27,6 +30,21 @@ class LogProbs:
     ranks: Tensor
     counts: list[int]
     keys: list[int]
+
+    @staticmethod
+    def by_count(logits: Tensor, token_ids: Tensor, counts: list[int], keys: list[int]) -> list[LogProbs]:
+        """Compute as `of` does, but so that tokens with few likely ones do not pay for those with many, or with all."""
+        if max(counts) <= FEW or min(counts) == max(counts):
+            return [LogProbs.of(logits, token_ids, counts, keys)]
+        parts: dict[int, list[int]] = {}
+        for place, count in enumerate(counts):
+            parts.setdefault(max(count, FEW), []).append(place)
+        logprobs = []
+        for places in parts.values():
+            at = upload(array("i", places), logits.device).long()
+            own = [[column[place] for place in places] for column in (counts, keys)]
+            logprobs.append(LogProbs.of(logits[at], token_ids[at], *own))
+        return logprobs
 
     @staticmethod
     def of(logits: Tensor, token_ids: Tensor, counts: list[int], keys: list[int]) -> LogProbs:

@@ -118,7 +118,7 @@ class LogitsProcessorGroup:
         keys = [self._numbers[i] - first_row for i in self._asked]
         if len(keys) < len(logits):
             logits, token_ids = logits[self._asked_rows], token_ids[self._asked_rows]
-        return [LogProbs.of(logits, token_ids, counts, keys)]
+        return LogProbs.by_count(logits, token_ids, counts, keys)
 
     def kept_tokens(self, shaped: Tensor, kept: Tensor, temperatures: Tensor, first_row: int) -> list[KeptTokens]:
         """Return the KeptTokens asked for, by row from first_row on; the tensors are as for KeptTokens.of."""

@@ -46,5 +46,5 @@ def prompt_logprobs(
         logits = compute_logits(hidden[device_places[some].long()])
         if device_temperatures is not None:
             logits = at_temperature(logits.float(), device_temperatures[some])
-        logprobs.append(LogProbs.of(logits, device_tokens[some], counts[some], keys[some]))
+        logprobs += LogProbs.by_count(logits, device_tokens[some], counts[some], keys[some])
     return logprobs
