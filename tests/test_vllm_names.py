@@ -105,6 +105,7 @@ def test_to_delete_the_executor_closes_the_llm(make_qwen3: Any) -> None:
         ("collective_rpc", "llm.update_weights"),
         ("start_profile", "torch.profiler"),
         ("get_world_size", "tensor_parallel_size"),
+        ("from_engine_args", r"LLM\(model, \.\.\.\)"),
         ("model_config", "llm.llm_engine.model_config"),
     ],
 )
@@ -237,6 +238,8 @@ def test_beam_search_counts_as_vllm_does(vllm_llm: Any, llm: LLM) -> None:
     best = output.sequences[0]
     ended = best.finish_reason == "stop"
     assert best.score == pytest.approx(best.cum_logprob / (len(best.tokens) - ended), abs=1e-5)
+    with pytest.raises(ValueError, match="early_stopping=True: must be False by vLLM's names"):
+        vllm_llm.beam_search(PROMPTS, BeamSearchParams(2, 6, early_stopping=True))
 
 
 def test_the_template_and_the_tokenizer(vllm: ModuleType) -> None:
