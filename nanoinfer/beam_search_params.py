@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from nanoinfer.checks import as_number, check_flag, check_int, check_none, check_number, short
 from nanoinfer.hints import hints_for
+from nanoinfer.vllm_arguments import ARGUMENTS
 
 MOST_BEAMS = 10**6  # each is a sequence of its own
 MOST_PENALTY = 32  # no number of tokens to this power overflows
@@ -31,7 +32,7 @@ class BeamSearchParams:
     include_stop_str_in_output: True: the text keeps the end-of-sequence token, if skip_special_tokens=False shows it
     structured_outputs: None, which vLLM's callers may pass
     skip_special_tokens: True: the text leaves out special tokens
-    watermarking: None, as for structured_outputs
+    watermarking: None or False, as for structured_outputs
     allowed_token_ids: None, as for structured_outputs
     early_stopping: when a search ends before max_tokens, once beam_width beams have come to an end-of-sequence token.
         True: at once. False: when the best beam that goes on has no better score, at its present length, than the worst
@@ -48,7 +49,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
     structured_outputs: None = None
     skip_special_tokens: bool = True
-    watermarking: None = None
+    watermarking: Literal[False] | None = None
     allowed_token_ids: None = None
     early_stopping: bool | Literal["never"] = False
 
@@ -66,6 +67,10 @@ def _check_temperature(name: str, value: Any) -> float:
             " generate draws"
         )
     return float(number)
+
+
+def _check_watermarking(name: str, value: Any) -> None:
+    ARGUMENTS["SamplingParams"]["watermarking"].check(name, value, {})
 
 
 def _check_early_stopping(name: str, value: Any) -> bool | str:
@@ -87,7 +92,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "include_stop_str_in_output": check_flag,
     "structured_outputs": partial(check_none, why="beams have no grammar; SamplingParams(structured_outputs=...) has"),
     "skip_special_tokens": check_flag,
-    "watermarking": partial(check_none, why="there are no watermarks"),
+    "watermarking": _check_watermarking,
     "allowed_token_ids": partial(check_none, why="beams may take any token"),
     "early_stopping": _check_early_stopping,
 }

@@ -109,6 +109,7 @@ POSITIVE = Values("None or a positive integer", _is_positive)
 STARTS = Values("None, 'mp', 'uni', 'ray', or 'external_launcher' with one process a model", _starts_as_ours)
 WHOLE_OUTPUT = Values("None, CUMULATIVE or FINAL_ONLY", _is_whole_output)
 BEST_OF = Values("None or n", lambda value, beside: as_int(value) == as_int(beside.get("n", 1)))
+BEAM_WIDTH = Values("None or beam_width", lambda value, beside: as_int(value) == as_int(beside.get("beam_width", 0)))
 EQUAL_PRIORITIES = Values("None or 0, for all prompts", _are_equal_priorities)
 
 NO_CODE = "no code of yours runs between two tokens; see SamplingParams(logit_bias=..., structured_outputs=...)"
@@ -313,8 +314,13 @@ FOR_SAMPLING_PARAMS: tuple[Line, ...] = (
     ("routed_experts_prompt_start", _only(0), "outputs have the experts of all tokens; see LLM(routed_experts=...)"),
 )
 
+FOR_BEAM_SEARCH_PARAMS: tuple[Line, ...] = (
+    ("num_return_sequences", BEAM_WIDTH, "the output has beam_width sequences"),
+)
+
+FOR_BEAM_SEARCH: tuple[Line, ...] = (("priority", EQUAL_PRIORITIES, IN_ORDER),)
 FOR_CALLS: tuple[Line, ...] = (
-    ("priority", EQUAL_PRIORITIES, IN_ORDER),
+    *FOR_BEAM_SEARCH,
     ("tokenization_kwargs", EMPTY, OWN_TOKENIZATION),
     ("mm_processor_kwargs media_io_kwargs", EMPTY, NO_MEDIA),
 )
@@ -341,6 +347,8 @@ def _by_name(lines: tuple[Line, ...]) -> dict[str, Argument]:
 ARGUMENTS = {
     "LLM": _by_name(FOR_LLM),
     "SamplingParams": _by_name(FOR_SAMPLING_PARAMS),
+    "BeamSearchParams": _by_name(FOR_BEAM_SEARCH_PARAMS),
+    "beam_search": _by_name(FOR_BEAM_SEARCH),
     "generate": _by_name(FOR_GENERATE),
     "chat": _by_name(FOR_CHAT),
     "sleep": _by_name(FOR_SLEEP),

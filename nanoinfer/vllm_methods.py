@@ -37,6 +37,7 @@ ABSENT = {
         ("reset_mm_cache", "leave it out: images are not cached"),
         ("preprocess_chat", "llm.get_tokenizer().apply_chat_template makes a chat's text"),
         ("supported_tasks", "leave it out: a model here generates"),
+        ("from_engine_args", "LLM(model, ...) takes the options themselves"),
     )
     for name in names.split()
 }

@@ -427,7 +427,7 @@ class TestErrors:
             ({"prompts": [[9999]]}, "has token id 9999"),
             ({"prompts": [[5] * 96]}, "must be fewer than max_model_len=96"),
             ({"lora_request": 1}, "lora_request=1: must be None"),
-            ({"priority": [1]}, "priority=.*: must be None"),
+            ({"priority": [1]}, "priority=.*: must be None or 0"),
             ({"concurrency_limit": 0}, "concurrency_limit=0"),
             ({"use_tqdm": "yes"}, "use_tqdm='yes'"),
             ({"sampling_params": None}, "unknown argument 'sampling_params'"),
@@ -452,6 +452,8 @@ class TestErrors:
             ({"early_stopping": None}, "early_stopping=None"),
             ({"structured_outputs": {"regex": "a"}}, "structured_outputs=.*: must be None: beams have no grammar"),
             ({"allowed_token_ids": [5]}, "allowed_token_ids=.5.: must be None"),
+            ({"watermarking": True}, "watermarking=True: must be None or False"),
+            ({"num_return_sequences": 1}, "num_return_sequences=1: must be None or beam_width"),
             ({"num_beams": 2}, "unknown argument 'num_beams': did you mean 'beam_width'"),
             ({"top_k": 2}, r"unknown argument 'top_k': write SamplingParams\(top_k=...\)"),
         ],
@@ -470,6 +472,13 @@ class TestErrors:
                 patch.setattr(llm.config, option, value)
                 with pytest.raises(ValueError, match=f"{option}={value}: .*{hint}"):
                     llm.beam_search([[5]], BeamSearchParams(2, 3))
+
+
+def test_arguments_that_change_nothing_are_accepted(llm: LLM) -> None:
+    params = BeamSearchParams(2, 3)
+    assert BeamSearchParams(2, 3, watermarking=False, num_return_sequences=2) == params
+    for priority in (None, 0, [0]):
+        assert llm.beam_search([[5]], params, priority=priority) == llm.beam_search([[5]], params)
 
 
 def test_settings_are_checked_when_they_are_assigned() -> None:

@@ -19,7 +19,7 @@ import torch
 from conftest import greedy
 from tqdm import tqdm
 
-from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
 from nanoinfer.config import Config
 from nanoinfer.hints import ELSEWHERE
 from nanoinfer.requests.chat.renderer import ChatRenderer
@@ -29,6 +29,8 @@ from nanoinfer.vllm_arguments import ANY, ARGUMENTS, FLAG, reason_for
 OWN = {
     "LLM": set(inspect.signature(Config).parameters),
     "SamplingParams": set(inspect.signature(SamplingParams).parameters),
+    "BeamSearchParams": set(inspect.signature(BeamSearchParams).parameters),
+    "beam_search": set(inspect.signature(LLM.beam_search).parameters),
     "generate": set(inspect.signature(LLM.generate).parameters),
     "chat": set(inspect.signature(LLM.chat).parameters),
     "sleep": set(inspect.signature(LLM.sleep).parameters),

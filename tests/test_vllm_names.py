@@ -105,6 +105,7 @@ def test_to_delete_the_executor_closes_the_llm(make_qwen3: Any) -> None:
         ("collective_rpc", "llm.update_weights"),
         ("start_profile", "torch.profiler"),
         ("get_world_size", "tensor_parallel_size"),
+        ("from_engine_args", r"LLM\(model, \.\.\.\)"),
         ("model_config", "llm.llm_engine.model_config"),
     ],
 )
@@ -170,6 +171,10 @@ def test_forms_by_both_of_vllms_names(vllm: ModuleType) -> None:
     assert new.structured_outputs == {"choice": ("a", "b")}
     assert GuidedDecodingParams.from_optional(json=None) is None
     assert GuidedDecodingParams.from_optional(regex="a+").regex == "a+"
+    old.guided_decoding = GuidedDecodingParams(regex="a+")
+    assert old.structured_outputs == {"regex": "a+"}
+    with pytest.raises(ValueError, match=r"guided_decoding=.*: must be None beside structured_outputs"):
+        vllm.SamplingParams(guided_decoding={"regex": "a+"}, structured_outputs={"regex": "b+"})
 
 
 def test_without_settings_the_checkpoints_count(vllm: ModuleType, tmp_path: Path) -> None:
@@ -222,6 +227,8 @@ def test_wrong_arguments_are_refused_as_ever(vllm_llm: Any, vllm: ModuleType) ->
         vllm_llm.score("this", "that")
     with pytest.raises(ValueError, match="prompts=None"):
         vllm_llm.generate()
+    with pytest.raises(ValueError, match="prompt_token_ids='ROMEO': must be a list of token ids"):
+        vllm_llm.generate(prompt_token_ids="ROMEO")
 
 
 def test_beam_search_counts_as_vllm_does(vllm_llm: Any, llm: LLM) -> None:
@@ -231,6 +238,8 @@ def test_beam_search_counts_as_vllm_does(vllm_llm: Any, llm: LLM) -> None:
     best = output.sequences[0]
     ended = best.finish_reason == "stop"
     assert best.score == pytest.approx(best.cum_logprob / (len(best.tokens) - ended), abs=1e-5)
+    with pytest.raises(ValueError, match="early_stopping=True: must be False by vLLM's names"):
+        vllm_llm.beam_search(PROMPTS, BeamSearchParams(2, 6, early_stopping=True))
 
 
 def test_the_template_and_the_tokenizer(vllm: ModuleType) -> None:
@@ -333,6 +342,18 @@ def test_a_script_runs_by_the_command_and_so_do_its_processes(how: list[str], tm
         (folder / "beside.py").write_text("HERE = True\n")
     result = command(*how, "--size", 2, folder=tmp_path)
     assert result.stdout.split() == ["nanoinfer.integrations.vllm_names.params", "16"], result.stderr
+
+
+def test_the_command_refuses_a_vllm_beside_the_script(
+    vllm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm.py").touch()
+    (tmp_path / "script.py").write_text("import vllm")
+    monkeypatch.delitem(sys.modules, "vllm")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["vllm_names", str(tmp_path / "script.py")])
+    with pytest.raises(ImportError, match=rf"vllm is installed, at {tmp_path}"):
+        runpy.run_module("nanoinfer.integrations.vllm_names", run_name="__main__")
 
 
 def test_the_command_without_a_script_says_how_to_use_it(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

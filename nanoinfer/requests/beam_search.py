@@ -103,7 +103,6 @@ class SearchesBeams(ABC):
         lora_request: None = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
-        priority: None = None,
     ) -> list[BeamSearchOutput]:
         """Find likely sequences behind every prompt by beam search; returns the outputs in the prompts' order.
 
@@ -114,7 +113,6 @@ class SearchesBeams(ABC):
         lora_request: None, as for generate
         use_tqdm: show a bar, or a function that makes one, as for generate
         concurrency_limit: at most so many prompts run at once; None: as many as the KV cache holds
-        priority: None, which vLLM's callers may pass
 
         A prompt begins when the KV cache has room for all its beams at their full length.
 
@@ -125,7 +123,6 @@ class SearchesBeams(ABC):
         with self.engine.alike():
             use_tqdm = check_use_tqdm(use_tqdm)
             check_none("lora_request", lora_request, NO_LORA)
-            check_none("priority", priority, "prompts begin in their order")
             if concurrency_limit is not None:
                 concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
             rules = self.beam_rules(self._check_beam_params(params))

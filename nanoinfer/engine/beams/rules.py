@@ -93,6 +93,14 @@ class VllmRules(Rules):
     A token that ends a beam does not count. vLLM 0.33 counts generated tokens alone, that token included.
     """
 
+    def __init__(self, params: BeamSearchParams) -> None:
+        if params.early_stopping is not False:
+            raise ValueError(
+                f"params.early_stopping={params.early_stopping!r}: must be False by vLLM's names, for its searches run"
+                " on to max_tokens; nanoinfer.LLM has early stopping"
+            )
+        super().__init__(params)
+
     def num_likeliest(self, num_stops: int) -> int:
         """Return twice the beams."""
         return 2 * self.params.beam_width

@@ -6,6 +6,8 @@ import runpy
 import sys
 from pathlib import Path
 
+from nanoinfer.integrations.vllm_names import install
+
 USAGE = "usage: python -m nanoinfer.integrations.vllm_names [-m] SCRIPT_OR_MODULE [ARGUMENT ...]"
 
 
@@ -20,6 +22,7 @@ def main() -> None:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+        install()  # for a vllm may lie beside the script
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

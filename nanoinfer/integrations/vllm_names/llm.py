@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer import llm
-from nanoinfer.checks import as_int, as_list
+from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.engine.beams.rules import VllmRules
 from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
 from nanoinfer.integrations.vllm_names.params import SamplingParams
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LLM(llm.LLM):
-    """nanoinfer's LLM. Requests without settings have those of the checkpoint's generation_config.json."""
+    """nanoinfer's LLM. Without settings, generate and chat take those of the checkpoint's generation_config.json."""
 
     beam_rules = VllmRules
 
@@ -40,7 +40,11 @@ class LLM(llm.LLM):
         prompt_token_ids: the prompts' tokens, which come before `prompts`, as in vLLM before 0.11
         """
         if prompt_token_ids is not None:
-            ids = as_list(prompt_token_ids) or []
+            ids = as_list(prompt_token_ids)
+            if ids is None:
+                raise ValueError(
+                    f"prompt_token_ids={short(prompt_token_ids)}: must be a list of token ids, or a list of such lists"
+                )
             prompts = [ids] if ids and as_int(ids[0]) is not None else ids
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         return [renamed(output) for output in super().generate(prompts, params, use_tqdm, lora_request, **options)]

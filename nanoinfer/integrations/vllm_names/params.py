@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from nanoinfer import sampling_params
+from nanoinfer.checks import short
 
 MAX_TOKENS = 16  # vLLM's default
 
@@ -69,8 +70,15 @@ class SamplingParams(sampling_params.SamplingParams):
         **settings: Any,
     ) -> None:
         if guided_decoding is not None:
+            if settings.get("structured_outputs") is not None:
+                raise ValueError(
+                    f"guided_decoding={short(guided_decoding)}: must be None beside structured_outputs, its newer name"
+                )
             settings["structured_outputs"] = guided_decoding
         super().__init__(n=n, max_tokens=max_tokens, **settings)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__("structured_outputs" if name == "guided_decoding" else name, value)
 
 
 SamplingParams.__annotations__ = dict(sampling_params.SamplingParams.__annotations__)  # programs look there
