@@ -146,7 +146,7 @@ class TestDraws:
                 assert tokens[place] in left
         assert outputs[-1].token_ids == oracle.greedy(PROMPTS[0], 12)  # the row without bans did not notice
 
-    @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+    @pytest.mark.parametrize("mode", [*whole_only(["raw_logprobs"]), "processed_logprobs"])
     def test_samples_tell_what_could_have_been_drawn(
         self, mode: str, make_llm: Callable[..., LLM], oracle: Oracle
     ) -> None:

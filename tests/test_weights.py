@@ -714,6 +714,7 @@ class TestRequestsThatRun:
             finally:
                 sys.settrace(None)
 
+        llm.update_weights(bundled)  # the first update has more lines: some results are kept
         whole = Interrupt()
         update(whole)
         self.finish(llm)

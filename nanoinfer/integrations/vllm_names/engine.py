@@ -12,7 +12,7 @@ from nanoinfer.config import Config
 from nanoinfer.integrations.vllm_names.llm import LLM
 from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
 from nanoinfer.requests import outputs
-from nanoinfer.requests.inputs import NO_LORA
+from nanoinfer.vllm_arguments import NO_LORA
 from nanoinfer.vllm_methods import ModelConfig
 
 T = TypeVar("T")
