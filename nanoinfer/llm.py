@@ -22,8 +22,8 @@ from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
 from nanoinfer.requests.text.tokenizer import load_tokenizer
+from nanoinfer.requests.vllm_methods import VllmMethods
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.vllm_methods import VllmMethods
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 

@@ -12,8 +12,8 @@ from nanoinfer.config import Config
 from nanoinfer.integrations.vllm_names.llm import LLM
 from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
 from nanoinfer.requests import outputs
+from nanoinfer.requests.vllm_methods import ModelConfig
 from nanoinfer.vllm_arguments import NO_LORA
-from nanoinfer.vllm_methods import ModelConfig
 
 T = TypeVar("T")
 
