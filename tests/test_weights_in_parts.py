@@ -27,7 +27,13 @@ from nanoinfer.weights.shards import Shard
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KINDS = {"one rank": {}, "2 ranks": {"tensor_parallel_size": 2}, "2 replicas": {"data_parallel_size": 2}}
-OPTIONS = {"kvcache_block_size": 16, "max_model_len": 160, "num_kvcache_blocks": 32, "dtype": "float32"}
+OPTIONS = {
+    "device": "cpu",  # a machine may have one GPU, too few for two ranks
+    "kvcache_block_size": 16,
+    "max_model_len": 160,
+    "num_kvcache_blocks": 32,
+    "dtype": "float32",
+}
 PROMPTS = [[30], [31, 32, 33]]
 
 

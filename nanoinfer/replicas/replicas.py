@@ -92,10 +92,8 @@ class Replicas:
             raise
         self.memory = min(plans, key=lambda plan: plan.blocks)
         tell(self._config, self.memory)
-        self._config.max_model_len, self._config.fits_length = (
-            self.memory.max_model_len,
-            False,
-        )  # for those that restart
+        self._config.max_model_len = self.memory.max_model_len
+        self._config.fits_length = False  # those that restart hold such a sequence, or do not start
         self.tell_all("limit", self.memory.max_model_len)
         self._is_started = True
 
