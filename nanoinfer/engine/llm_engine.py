@@ -126,7 +126,7 @@ class LLMEngine:
                 result = self._read_back(self.in_flight.popleft())
             if launched is not None and launched.guided:
                 masks = self.matchers.masks(launched.guided)
-                launched.tokens = self.ranks.call("finish", masks)
+                launched.tokens = self.ranks.call("draw_guided", masks)
             return result
 
     def _launch(self, step: Step) -> InFlight:

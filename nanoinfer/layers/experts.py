@@ -106,7 +106,7 @@ class SharedExpert(nn.Module):
 
         Both are [tokens, hidden_size].
         """
-        later = self.down_proj.rounds(len(x))
+        later = self.down_proj.can_apply_activation(len(x))
         gated = self.gate_up_proj.project(x, None if later else self.activation)
         out = self.down_proj.project(gated, self.activation if later else None)
         gate = F.linear(x, self.gate) if self._in_order is None else self._in_order.product(x)

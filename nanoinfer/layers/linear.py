@@ -112,9 +112,9 @@ class RowParallelLinear(nn.Module):
             assert share * tp.size == in_features
             self.matrix = make_matrix([Section(name, out_features, shape, tp.rank * share, dim=1)], share, bias, fp8)
 
-    def rounds(self, tokens: int) -> bool:
-        """Return whether a launch rounds so many tokens to FP8 for this product, and can apply an activation, too."""
-        return self.matrix.rounds(tokens)
+    def can_apply_activation(self, tokens: int) -> bool:
+        """Return whether a launch that prepares so many tokens for this product can apply an activation, too."""
+        return self.matrix.can_apply_activation(tokens)
 
     def forward(self, x: Tensor, before: Activation | None = None) -> Tensor:
         """Multiply [tokens, this rank's share of in_features]; returns [tokens, out_features].

@@ -71,7 +71,7 @@ class ModelRunner:
         self.device = config.device_of(tp.rank)
         self.has_host = tp.rank == 0 or not config.starts_ranks  # which wants this rank's results
         self.graphs = None
-        self._launched: Launched | None = None  # a step with guided rows, until `finish`
+        self._launched: Launched | None = None  # a step with guided rows, until `draw_guided`
         self._sent: deque[PendingTokens] = deque()  # until the device has done their steps, without an error
         self.threads = Threads()
         processes = tp.size * config.data_parallel_size
@@ -281,12 +281,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, message: StepMessage) -> None:
-        """Launch a step that has guided rows. Its tokens wait for `finish`, and meanwhile the host makes the masks."""
+        """Launch a step that has guided rows. Its tokens wait for `draw_guided`: the host makes the masks."""
         with self.threads.of(message.num_tokens):
             self._launched = self._launch(message)
 
     @torch.inference_mode()
-    def finish(self, masks: MaskMessage) -> PendingTokens | None:
+    def draw_guided(self, masks: MaskMessage) -> PendingTokens | None:
         """Draw for the guided rows of the step that `launch` has launched; returns its tokens as `run` does."""
         launched, self._launched = self._launched, None
         assert launched is not None
