@@ -91,6 +91,66 @@ def test_the_tour_names_functions() -> None:
     assert sum(": " in text for text, _ in links(DOCS / "tour.md")) > 30
 
 
+TOUR = (DOCS / "tour.md").read_text(encoding="utf-8")
+TOPICS = ["Memory", "Scheduling", "Device", "Weights", "Ranks", "Failures", "Clients"]
+
+
+def section_of(title: str) -> str:
+    """A section of the tour, with the sections in it."""
+    return TOUR.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def cells(text: str) -> list[list[str]]:
+    """The cells of the tables in a text, row by row, without the rows of dashes."""
+    rows = re.findall(r"^\| (.*) \|$", text, flags=re.MULTILINE)
+    return [row.split(" | ") for row in rows]
+
+
+def test_the_tour_has_at_most_forty_questions_by_topic() -> None:
+    topics = dict(topic.split("\n", maxsplit=1) for topic in section_of("Where is it?").split("### ")[1:])
+    assert [*topics] == TOPICS
+    rows = {name: cells(table)[1:] for name, table in topics.items()}
+    assert all(len(table) >= 5 for table in rows.values())
+    questions = [question for table in rows.values() for question, _, _ in table]
+    assert len(questions) == len(set(questions)) <= 40
+    assert [question for question in questions if not question.endswith("?")] == []
+
+
+def test_each_question_of_the_tour_leads_to_named_places() -> None:
+    for question, _, place in cells(section_of("Where is it?")):
+        if question != "question":
+            named = [text for text, _, _ in LINK.findall(place) if re.fullmatch(r"[\w/\\]+\.py: [\w.\\]+", text)]
+            assert named, question
+            assert LINK.sub("", place).strip(", ") == "", question
+
+
+def test_no_cell_of_the_tour_is_long() -> None:
+    table = cells(TOUR)
+    assert len(table) > 90
+    assert [cell for row in table for cell in row if len(cell) > 300] == []
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "An option of LLM",
+        "A sampling setting that changes logits",
+        "A sampling setting that leaves tokens out of the draw",
+        "A weight format",
+        "A mixer",
+        "An integration",
+    ],
+)
+def test_the_tour_has_a_recipe(recipe: str) -> None:
+    """Numbered steps, of which some name code, and one names a test."""
+    steps = re.split(
+        r"^\d\. ", section_of("Recipes").split(f"### {recipe}\n")[1].split("\n### ")[0], flags=re.MULTILINE
+    )
+    assert len(steps) > 3
+    assert sum("nanoinfer/" in step for step in steps) > 1
+    assert any("tests/" in step for step in steps)
+
+
 def test_the_tour_says_for_every_file_which_tests_to_run() -> None:
     section = (DOCS / "tour.md").read_text().split("## Which tests to run")[1].split("\n## ")[0]
     rows = [row.split(" | ") for row in re.findall(r"^\| (`.*|an .*) \|$", section, flags=re.MULTILINE)]
