@@ -64,7 +64,7 @@ class LLMEngine:
 
         grammar: that of params.structured_outputs, if there are any
         seed: the request's; None: params.seed, or one that is made from the request's number
-        samples: the numbers of those that are wanted; None: all
+        samples: the numbers of the samples to compute; None: all
 
         The sequences' request_id counts the requests, from 0.
         """

@@ -15,7 +15,7 @@ class InFlight:
 
     step: Step
     seqs: list[Sequence]  # in the order of the tokens
-    guided: list[Sequence]  # those of them that are guided
+    guided: list[Sequence]  # the guided ones among seqs
     tokens: PendingTokens | None  # None until guided rows have their masks
 
 

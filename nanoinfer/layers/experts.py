@@ -152,7 +152,7 @@ class MixtureOfExperts(nn.Module):
         return out if self.shared is None else out + self.shared(joined), residual
 
     def keep_taken(self, most: int) -> None:
-        """From now on, keep the experts that the tokens of each step take; CUDA graphs of before do not.
+        """From now on, keep the experts that the tokens of each step take. CUDA graphs captured before do not.
 
         most: tokens in a step, at most
         """

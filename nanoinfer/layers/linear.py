@@ -35,7 +35,7 @@ class ColumnParallelLinear(nn.Module):
     sizes: the outputs of each projection over all ranks, in units of head_dim
     head_dim: the outputs that stay together on a rank: a head's, or a single one. If a projection has fewer such units
         than there are ranks, several ranks hold the same unit
-    fp8: the format of the matrices, unless it leaves out these; None: the model's dtype
+    fp8: the format of the checkpoint's matrices, which may leave out these; None: all have the model's dtype
     """
 
     def __init__(

@@ -109,7 +109,7 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | Mixtu
     experts, names, prefix = model.experts, model.names, f"model.layers.{layer}."
     if experts is None or not experts.layers[layer]:
         return MLP(model, layer, tp)
-    stack = f"{prefix}mlp"  # of the stacked tensors, whatever a checkpoint calls single experts
+    stack = f"{prefix}mlp"  # begins the names of stacked tensors, which are the same in all families
     share = experts.size // tp.size
     sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, tp.rank * share, share)
     tensors = ExpertTensors(
@@ -216,7 +216,7 @@ class Decoder(nn.Module):
 
     @contextmanager
     def one_of_each(self) -> Iterator[None]:
-        """Let a forward pass run the different layers alone: it launches every kernel, and has no result."""
+        """Let a forward pass run one layer of each kind: it launches every kernel, and its result means nothing."""
         whole, self.layers = self.layers, nn.ModuleList(self.layers[number] for number in self.different_layers)
         try:
             yield
@@ -226,7 +226,7 @@ class Decoder(nn.Module):
     def fix_order(self, sizes: list[int], tokens: int) -> None:
         """Let a GPU's products add up in the order of the inputs; raises ValueError if they cannot.
 
-        sizes, tokens: of steps for which to compare bits: the rows of decode steps, and the tokens of a full step
+        sizes: the rows of decode steps whose bits are compared; tokens: those of a full step, which are compared too
         """
         for module in self.modules():
             if isinstance(module, (PlainMatrix, Fp8Matrix, MixtureOfExperts, SharedExpert)):

@@ -198,7 +198,7 @@ class Description:
         elif self.hidden_size % ranks:
             fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
         elif self.fp8 is not None and self.fp8.own_block[0] == ROWS_TOGETHER:
-            # If the rows of a tile share a scale, the kernel applies it in another place; that for experts never does.
+            # If a tile's rows share a scale, the kernel applies it in another place; the experts' kernel never does.
             outputs = {name: size for name, size in self._outputs.items() if name != "moe_intermediate_size"}
             fault = _find_uneven(outputs, ROWS_TOGETHER * ranks, "with weights in FP8")
         if fault is not None:

@@ -15,7 +15,7 @@ from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.message import ChunkMessage, PrefillMessage
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
-ANY_TOKEN = 0  # in place of the next token, which nobody knows: only the likeliest ones in its place count
+ANY_TOKEN = 0  # stands for a beam's next token, which is not chosen yet: only the likeliest in its place count
 
 
 class BeamSearch:

@@ -32,7 +32,7 @@ class KeptTokens:
         penalized: [n, vocabulary] float32, the logits before any token was left out
         kept: [n, vocabulary] float32, as kernels.sampling.distribution makes it
         temperatures: [n]; at temperature 0 the kept token has all the mass
-        rows: [tokens], those of the n rows that are wanted
+        rows: [tokens], which of the n rows to return
         """
         counts = kept.isneginf().logical_not().sum(dim=1, dtype=torch.int32)
         shares = kept.logsumexp(dim=1) - at_temperature(penalized, temperatures).logsumexp(dim=1)

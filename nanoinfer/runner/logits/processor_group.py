@@ -128,7 +128,7 @@ class LogitsProcessorGroup:
         return [KeptTokens.of(penalized, kept, temperatures, self._kept_rows, keys)]
 
     def _make(self, penalties: list[Penalty]) -> list[Change]:
-        """Return the functions of those penalties that any row asks for."""
+        """Return the functions of the penalties that at least one row asks for."""
         wanted = [penalty for penalty in penalties if any(map(penalty.is_set, self._params))]
         return [penalty.make(self._messages, self._device) for penalty in wanted]
 
@@ -152,7 +152,7 @@ class LogitsProcessorGroup:
         return masks
 
     def _find_cutoff_settings(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return top_k, top_p and min_p of the rows; None if none of them wants one."""
+        """Return top_k, top_p and min_p of the rows; None if no row asks for one."""
         wants = [any(own.keep is None for own in filters_of(params)) for params in self._params]
         if not any(wants):
             return None

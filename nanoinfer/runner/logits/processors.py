@@ -116,7 +116,7 @@ class LogitsProcessors:
         logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], as for kernels.sampling.draw
         token_ids: [rows] int32, the tokens drawn for all rows from first_row on; the new draws replace theirs
         extras: gets what the rows' requests ask for beside the tokens
-        masks: for those of these rows that are guided; None if none is
+        masks: for the guided ones among these rows; None if no row is guided
         """
         if first_row > 0:
             groups = self._divide([row for row in self.wanted if row >= first_row])
