@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.kernels.experts.route import Routes, Scoring, route
+from nanoinfer.kernels.experts.route import RouterScoring, Routes, route
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_and_linear
 from nanoinfer.kernels.linear.in_order import InOrderWeight
@@ -25,7 +25,7 @@ class Router(nn.Module):
     """The matrix that scores the experts; every rank holds all of it."""
 
     def __init__(
-        self, names: tuple[str, ...], hidden_size: int, count: int, used: int, scoring: Scoring, normalised: bool
+        self, names: tuple[str, ...], hidden_size: int, count: int, used: int, scoring: RouterScoring, normalised: bool
     ) -> None:
         """names: the tensor's name without ".weight", and others that a checkpoint may store it under instead"""
         super().__init__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nanoinfer.kernels.experts.route import Scoring
+from nanoinfer.kernels.experts.route import RouterScoring
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
 from nanoinfer.layers.rotary import Rope
@@ -67,7 +67,7 @@ class Experts:
     used: int
     size: int
     normalised: bool
-    scoring: Scoring = "softmax"
+    scoring: RouterScoring = "softmax"
     shared_size: int | None = None
 
     @property
