@@ -139,7 +139,7 @@ class Description:
 
     @property
     def widest(self) -> int:
-        """The most numbers of a token that ranks gather at once, if they split outputs."""
+        """The most features of a token that ranks gather at once, if they split outputs."""
         heads = self.num_heads + (2 * self.num_kv_heads if self.qk_norm == "full" else 0)
         most_used = 0 if self.experts is None else self.experts.used * self.experts.size
         return max(heads * self.head_dim, most_used, *self._intermediate_sizes.values())

@@ -56,9 +56,9 @@ class BeamSearches:
         self._num_likeliest, self._most_searches = num_likeliest, most_searches
         self._waiting = deque(searches)
         self._running: dict[BeamSearch, int] = {}  # each with the number of blocks that it may need
-        self._likeliest: dict[Sequence, Likeliest] = {}  # behind the sequences that are computed whole
+        self._likeliest: dict[Sequence, Likeliest] = {}  # the next tokens of the sequences that are computed whole
         self._copies: list[tuple[int, int]] = []  # (block, its copy), to be copied before the next step
-        engine.row_map.clear()  # what it has are rows of requests that have ended
+        engine.row_map.clear()  # it still has the rows of requests that have ended
 
     @property
     def is_finished(self) -> bool:

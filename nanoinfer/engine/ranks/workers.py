@@ -189,7 +189,7 @@ class Workers:
         Returns whether they end by themselves, together with rank 0.
         """
         deadline = time.monotonic() + CLOSE_SECONDS
-        failed = failed or self._stopping  # then they have been told or killed before
+        failed = failed or self._stopping  # if so, they have been told to end before, or killed
         self._stopping = True
 
         def check() -> None:

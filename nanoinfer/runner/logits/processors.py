@@ -48,7 +48,7 @@ class LogitsProcessors:
 
         is_processed: whether log-probabilities are those of the distributions that tokens are drawn from
         is_alone: whether each row is drawn by itself
-        is_deterministic: whether a row is drawn by itself for which torch's own functions compute: their bits may
+        is_deterministic: whether rows that need torch's own functions are drawn one by one: these functions' bits may
             depend on the number of rows
         """
         self.wanted: dict[int, LogitsMessage] = {}
