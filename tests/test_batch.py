@@ -25,6 +25,7 @@ import pytest
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingParams
 from nanoinfer.batch import Summary, job, run
 from nanoinfer.batch.cli import main
+from nanoinfer.batch.errors import Errors
 from nanoinfer.batch.ledger import Ledger
 from nanoinfer.batch.lines import PROMPTS, complete, take_prompt
 from nanoinfer.batch.report import MOST_BUCKETS, Report
@@ -578,7 +579,7 @@ class TestReport:
         report = Report(str(tmp_path / "page.html"))
         for second in range(10_000):
             report.step(StepResult([], num_decode_tokens=5, ready_at=float(second), num_running=5, blocks_used=0.5))
-        report.write("a run", "done")
+        report.write("a run", "done", Errors())
         page = (tmp_path / "page.html").read_text()
         assert page.count("<rect") < 3 * MOST_BUCKETS + 3
         numbers = [float(number) for number in re.findall(r"s: ([\d.]+)</title>", page)]
@@ -590,7 +591,7 @@ class TestReport:
     def test_names_may_hold_bytes_that_are_no_text(self, tmp_path: Path) -> None:
         """As each name that is not ASCII, where the locale is C."""
         report = Report(str(tmp_path / "\udcff.html"))
-        report.write("in\udcc3\udca9.jsonl", "done")
+        report.write("in\udcc3\udca9.jsonl", "done", Errors())
         assert r"<title>in\udcc3\udca9.jsonl</title>" in (tmp_path / "\udcff.html").read_text("utf-8")
 
     def test_a_page_that_cannot_be_written(self, tmp_path: Path, null: None) -> None:
