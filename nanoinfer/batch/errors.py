@@ -22,7 +22,8 @@ def kind_of(reason: str) -> str:
 
     "prompt has 100 tokens: must be ..." is of the kind "prompt has ... tokens", "n=0: must be ..." of "n=...".
     """
-    return VALUE.sub("...", reason).split(": ")[0][:MOST_CHARACTERS]
+    clause = VALUE.sub("...", reason).split(": ")[0]
+    return " ".join(clause.split())[:MOST_CHARACTERS]
 
 
 class Kind(NamedTuple):

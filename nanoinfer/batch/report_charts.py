@@ -11,6 +11,13 @@ WIDTH, HEIGHT = 720, 120  # of a chart, in pixels; matplotlib's has its axes aro
 INCH = 96  # pixels
 AROUND = 80  # pixels of height that a title and an axis take
 COLOR = "#4878a8"
+STYLE = {  # text stays text, and the same charts get the same names
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "figure.constrained_layout.h_pad": 0.1,
+}
 UNITS = ((3 * 3600, 3600, "hours"), (5 * 60, 60, "minutes"), (0, 1, "seconds"))  # from how many seconds on, its seconds
 
 
@@ -42,7 +49,7 @@ class OverTime(NamedTuple):
         size, name = next((size, name) for least, size, name in UNITS if end >= least)
         edges = [index * self.seconds / size for index in range(len(self.values) + 1)]
         axes.stairs(self.values, edges, fill=True, color=COLOR)
-        axes.locator_params(axis="y", nbins=4)
+        axes.locator_params(axis="y", nbins=4, steps=[1, 2, 5, 10])
         axes.set(xlim=(0, edges[-1]), xlabel=f"{name} since the first step")
 
 
@@ -109,7 +116,7 @@ def _by_matplotlib(charts: Sequence[Chart]) -> str:
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # whatever a user's own settings are
-        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9})
+        matplotlib.rcParams.update(STYLE)
         height = (HEIGHT + AROUND) * len(charts)
         figure = Figure(figsize=(WIDTH / INCH, height / INCH), layout="constrained")
         for axes, chart in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts, strict=True):
