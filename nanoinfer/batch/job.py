@@ -74,7 +74,8 @@ def run(
     keep_order: True: rows come in the order of their lines; False: as their requests end. Lines that failed and are
         tried again come behind those of the earlier run, in either case
     max_errors: the job ends once more lines than this have failed; None: it goes on
-    report: a file for a page of HTML, which shows this run's speed, lengths and errors; None: there is none
+    report: a file for a page of HTML, which shows this run's speed, lengths, first results and kinds of errors. Its
+        charts have axes where matplotlib is installed: pip install 'nanoinfer[plot]'. None: there is no page
     options: those of LLM, and settings of SamplingParams, for lines that do not say them
 
     Beside the output lies its manifest, OUTPUT.manifest.json, which holds the job's settings. A line without a seed
@@ -106,10 +107,10 @@ def run(
             finally:
                 progress.show(is_last=True)
                 if page is not None:
-                    page.write(f"{source} with {model}", str(progress))
+                    page.write(f"{source} with {model}", str(progress), progress.errors)
             if interrupts.asked:
                 raise KeyboardInterrupt(f"{progress.done:,} lines have results")
-            return Summary(progress.done, progress.errors)
+            return Summary(progress.done, len(progress.errors))
 
 
 @contextmanager
