@@ -36,7 +36,7 @@ def twice_the_same(printed: str) -> None:
 
 
 def one_number_twice(printed: str) -> None:
-    """Check that two numbers are equal, up to their last bits: no GPU gives them one order of sums here."""
+    """Check that two numbers are equal, up to the last bits, which only a GPU promises."""
     first, second = map(float, printed.split())
     assert first == pytest.approx(second, abs=1e-4)
 
@@ -119,9 +119,11 @@ def test_the_example_runs(
         pytest.skip("needs the command nanoinfer-batch: pip install -e .")
     (tmp_path / "nanoinfer").symlink_to(ROOT / "nanoinfer")  # a shell's examples run in the root of the repository
     monkeypatch.chdir(tmp_path)
-    output = example.run() + capsys.readouterr().out
-    if "ray" in needed:
-        sys.modules["ray"].shutdown()
+    try:
+        output = example.run() + capsys.readouterr().out
+    finally:
+        if "ray" in needed:
+            sys.modules["ray"].shutdown()
     if callable(printed):
         printed(output)
     else:
