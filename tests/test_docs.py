@@ -36,7 +36,8 @@ def test_a_field_without_a_line_in_its_docstring_is_named() -> None:
         make_api.document(Half, {"told": make_api.Typed("int"), "untold": make_api.Typed("int")})
 
 
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]*)(?:#([\w-]+))?\)")
 
 
@@ -58,6 +59,26 @@ def test_every_linked_heading_is_there(page: Path) -> None:
             assert heading in {
                 title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
             }
+
+
+def test_the_readme_is_short() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 250
+    headings = re.findall(r"^## (.*)", text, flags=re.MULTILINE)
+    assert headings == ["Start", "Ten lines", "What it does", "Models", "Limits", "Further"]
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    assert {page.resolve() for page in PAGES} - {file.resolve() for _, file in links(README)} == {README}
+
+
+def test_a_clone_comes_from_the_projects_address() -> None:
+    urls = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.urls]")[1].split("\n\n")[0]
+    address, *others = re.findall(r'^\w+ = "(.*)"$', urls, flags=re.MULTILINE)
+    assert len(others) == 3
+    assert all(other.startswith(f"{address}/") for other in others)
+    for page in (README, ROOT / "CONTRIBUTING.md"):
+        assert f"    git clone {address}\n    cd {Path(address).name}\n" in page.read_text(encoding="utf-8")
 
 
 def names_in(file: Path) -> set[str]:
@@ -274,33 +295,13 @@ def test_every_figure_says_when_and_where_it_was_measured() -> None:
     assert {entry["setup"] for entry in entries} == figures.setups.keys()
 
 
-README = (ROOT / "README.md").read_text()
-TRANSLATIONS = re.findall(r"^\|[^|]*\|[^|]*\| `([^|]*)` \|$", README, flags=re.MULTILINE)
-
-
-EXAMPLE, TRAINER = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-
-
-def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(EXAMPLE, {})
-    assert "glorious summer" in capsys.readouterr().out
-
-
-@pytest.mark.whole
-@pytest.mark.usefixtures("one_thread")
-def test_the_readmes_trainer_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    """The reward is a letter's share of the text: at first about 0.06, as in any English text."""
-    assert len(TRAINER.splitlines()) <= 25
-    exec(TRAINER, {})
-    rewards = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
-    assert len(rewards) == 16
-    assert max(rewards[:2]) < 0.08
-    assert min(rewards[-2:]) > 0.12
+ELSEWHERE = (DOCS / "coming-from-elsewhere.md").read_text(encoding="utf-8")
+TRANSLATIONS = re.findall(r"^\|[^|]*\|[^|]*\| `([^|]*)` \|$", ELSEWHERE, flags=re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def namespace() -> Iterator[dict[str, object]]:
-    """The names that the README's translations use."""
+    """The names that the translations use."""
     with LLM(BUNDLED_MODEL) as llm:
         prompts, params = ["ROMEO:\n"], SamplingParams(max_tokens=4, logprobs=1, n=2)
         output = llm.generate(prompts, params, use_tqdm=False)[0]
@@ -317,11 +318,11 @@ def namespace() -> Iterator[dict[str, object]]:
         }
 
 
-def test_the_readme_has_translations() -> None:
+def test_the_table_has_translations() -> None:
     assert len(TRANSLATIONS) >= 14
 
 
 # One statement closes the LLM, so it comes last.
 @pytest.mark.parametrize("statement", sorted(TRANSLATIONS, key="llm.close()".__eq__))
-def test_what_the_readme_tells_to_write_works(statement: str, namespace: dict[str, object]) -> None:
+def test_what_the_table_tells_to_write_works(statement: str, namespace: dict[str, object]) -> None:
     exec(statement, namespace)
