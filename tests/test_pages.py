@@ -117,7 +117,6 @@ def test_the_example_runs(
         pytest.importorskip(name, reason=f"needs {name}: pip install -e '.[{name}]'")
     if "nanoinfer-batch " in example.text and not shutil.which("nanoinfer-batch", path=Path(sys.executable).parent):
         pytest.skip("needs the command nanoinfer-batch: pip install -e .")
-    (tmp_path / "nanoinfer").symlink_to(ROOT / "nanoinfer")  # a shell's examples run in the root of the repository
     monkeypatch.chdir(tmp_path)
     try:
         output = example.run() + capsys.readouterr().out
