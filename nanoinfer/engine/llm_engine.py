@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from math import inf
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
@@ -21,7 +22,8 @@ from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.shared_prefixes import PrefixFinder
-from nanoinfer.engine.step_result import InFlight, StepResult
+from nanoinfer.engine.stats import Counters
+from nanoinfer.engine.step_result import InFlight, StepResult, planned
 from nanoinfer.grammar import Grammar
 from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
 from nanoinfer.process.interrupts import delayed_interrupt
@@ -51,6 +53,8 @@ class LLMEngine:
         self.in_flight: deque[InFlight] = deque()
         self.on_step: Callable[[StepResult], None] | None = None  # called with each step that is read back
         self.num_requests = 0  # that have been added so far, ended ones included
+        self.counters = Counters()
+        self._since = inf  # when the next step to be read back began; inf: it is not launched yet
 
     def add_request(
         self,
@@ -115,12 +119,14 @@ class LLMEngine:
         """
         self.check_ready()
         with self.ranks.undivided():
-            result, launched = StepResult([]), None
+            result, launched = StepResult(), None
             if self.ranks.peers is not None:
                 self.ranks.peers.before_step(self.scheduler.running)
+            preempted_before = self.scheduler.num_preemptions
             step = self.scheduler.schedule(in_flight=bool(self.in_flight))
             if step is not None:
                 launched = self._launch(step)
+                launched.result.num_preemptions = self.scheduler.num_preemptions - preempted_before
                 self.in_flight.append(launched)
             if self.in_flight and (launched is None or len(self.in_flight) > 1):
                 result = self._read_back(self.in_flight.popleft())
@@ -130,10 +136,12 @@ class LLMEngine:
             return result
 
     def _launch(self, step: Step) -> InFlight:
+        now = time.perf_counter()
+        self._since, result = min(self._since, now), planned(step, now)
         message, seqs = self.row_map.describe(step)
         guided = self.matchers.guided(seqs)
         tokens = self.ranks.call("launch" if guided else "run", message)
-        return InFlight(step, seqs, guided, tokens)
+        return InFlight(step, seqs, guided, tokens, result)
 
     def drain(self) -> list[StepResult]:
         """Read back every step in flight."""
@@ -141,6 +149,7 @@ class LLMEngine:
         with self.ranks.undivided():
             while self.in_flight:
                 results.append(self._read_back(self.in_flight.popleft()))
+        self._since = inf
         return results
 
     def reset_prefix_cache(self) -> bool:
@@ -181,7 +190,8 @@ class LLMEngine:
 
     def _read_back(self, done: InFlight) -> StepResult:
         assert done.tokens is not None
-        num_running, blocks_used = len(self.scheduler.running), self.scheduler.block_manager.share_used
+        result = done.result
+        result.num_running, result.blocks_used = len(self.scheduler.running), self.scheduler.block_manager.share_used
         with fresh_torch_state():
             token_ids = self.ranks.wait(done.tokens)
             failed = without_token(done.seqs, token_ids, self.config.dtype)
@@ -189,23 +199,27 @@ class LLMEngine:
                 self.scheduler.block_manager.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
                 self.finish(seq, "error", why)
             record_extras(done.step, done.seqs, done.tokens.extras)
-        ready_at = done.tokens.ready_at
-        result = StepResult([*failed], done.seqs, ready_at=ready_at, num_running=num_running, blocks_used=blocks_used)
+        ready_at = result.ready_at = done.tokens.ready_at
+        result.seconds, self._since = ready_at - self._since, ready_at
         if isinstance(done.step, PrefillStep):
             for seq in done.seqs:
                 if not seq.is_finished:
                     seq.first_token_at = seq.first_token_at or ready_at
         ended, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
-        result.finished += ended + self._advance_matchers(done.guided)
+        result.finished = [*failed, *ended, *self._advance_matchers(done.guided)]
+        result.advanced, result.num_generated_tokens = done.seqs, len(done.seqs) - num_dropped
         for seq in result.finished:
             seq.finished_at = ready_at
-        if isinstance(done.step, PrefillStep):
-            result.num_prefill_tokens = done.step.num_tokens
-        else:
-            result.num_decode_tokens = done.step.num_tokens - num_dropped
+        if result.num_decode_tokens:
+            result.num_decode_tokens -= num_dropped
+        self.tell(result)
+        return result
+
+    def tell(self, result: StepResult) -> None:
+        """Count a step, and call on_step with it."""
+        self.counters.add_step(result)
         if self.on_step is not None:
             self.on_step(result)
-        return result
 
     def _advance_matchers(self, guided: list[Sequence]) -> list[Sequence]:
         """Let the matchers read their sequences' newest tokens; returns the sequences that end by that."""
@@ -221,6 +235,7 @@ class LLMEngine:
         """Drop every request, those in flight included; the engine is then ready for new ones."""
         self.ranks.note("abort of all requests")
         self.in_flight.clear()
+        self._since = inf
         self.matchers.clear()
         self.scheduler.abort_all()
         self.row_map.clear()
