@@ -17,8 +17,8 @@ class KeepsStats:
         """Return what this LLM has done since it started, or since reset_stats; print it for a few lines of text.
 
         All that ran counts: generate, chat, stream, score, beam_search and step, whether requests ended or were
-        dropped. With several replicas, it is the sum over all; what a replica has not told yet is missing. With several
-        ranks, rank 0 counts. It also works while requests run or a stream is open, and after close.
+        dropped. With several replicas, it is the sum over all, without what they have not told yet. Several ranks of
+        one engine count once. It also works while requests run or a stream is open, and after close.
         """
         return self.engine.counters.stats()
 
