@@ -247,7 +247,7 @@ class TestTimes:
         counters = Counters()
         for replica, tokens in ((0, 30), (1, 10), (1, 10)):
             step = StepResult(num_decode_tokens=tokens, ready_at=1.0, seconds=0.5, replica=replica)
-            counters.add_step(step)
+            counters.note_step(step)
         stats = counters.stats()
         assert (stats.num_decode_steps, stats.decode_seconds, stats.decode_tokens_per_second) == (3, 1.5, 60 + 20)
 

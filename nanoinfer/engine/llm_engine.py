@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from math import inf
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager
@@ -19,7 +18,7 @@ from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.engine.record import record_extras
 from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.engine.row_map import RowMap
-from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
+from nanoinfer.engine.scheduler import Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.engine.stats import Counters
@@ -54,7 +53,7 @@ class LLMEngine:
         self.on_step: Callable[[StepResult], None] | None = None  # called with each step that is read back
         self.num_requests = 0  # that have been added so far, ended ones included
         self.counters = Counters()
-        self._since = inf  # when the next step to be read back began; inf: it is not launched yet
+        self._ready_at = 0.0  # when the device was done with the newest step that was read back
 
     def add_request(
         self,
@@ -137,11 +136,11 @@ class LLMEngine:
 
     def _launch(self, step: Step) -> InFlight:
         now = time.perf_counter()
-        self._since, result = min(self._since, now), planned(step, now)
+        result = planned(step, now)
         message, seqs = self.row_map.describe(step)
         guided = self.matchers.guided(seqs)
         tokens = self.ranks.call("launch" if guided else "run", message)
-        return InFlight(step, seqs, guided, tokens, result)
+        return InFlight(step, seqs, guided, tokens, result, None if self.in_flight else now)
 
     def drain(self) -> list[StepResult]:
         """Read back every step in flight."""
@@ -149,7 +148,6 @@ class LLMEngine:
         with self.ranks.undivided():
             while self.in_flight:
                 results.append(self._read_back(self.in_flight.popleft()))
-        self._since = inf
         return results
 
     def reset_prefix_cache(self) -> bool:
@@ -199,27 +197,14 @@ class LLMEngine:
                 self.scheduler.block_manager.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
                 self.finish(seq, "error", why)
             record_extras(done.step, done.seqs, done.tokens.extras)
-        ready_at = result.ready_at = done.tokens.ready_at
-        result.seconds, self._since = ready_at - self._since, ready_at
-        if isinstance(done.step, PrefillStep):
-            for seq in done.seqs:
-                if not seq.is_finished:
-                    seq.first_token_at = seq.first_token_at or ready_at
+        ready_at = self._ready_at = done.note_times(self._ready_at)
         ended, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
         result.finished = [*failed, *ended, *self._advance_matchers(done.guided)]
-        result.advanced, result.num_generated_tokens = done.seqs, len(done.seqs) - num_dropped
         for seq in result.finished:
             seq.finished_at = ready_at
-        if result.num_decode_tokens:
-            result.num_decode_tokens -= num_dropped
-        self.tell(result)
+        done.note_tokens(num_dropped)
+        self.counters.note_step(result, self.on_step)
         return result
-
-    def tell(self, result: StepResult) -> None:
-        """Count a step, and call on_step with it."""
-        self.counters.add_step(result)
-        if self.on_step is not None:
-            self.on_step(result)
 
     def _advance_matchers(self, guided: list[Sequence]) -> list[Sequence]:
         """Let the matchers read their sequences' newest tokens; returns the sequences that end by that."""
@@ -235,7 +220,6 @@ class LLMEngine:
         """Drop every request, those in flight included; the engine is then ready for new ones."""
         self.ranks.note("abort of all requests")
         self.in_flight.clear()
-        self._since = inf
         self.matchers.clear()
         self.scheduler.abort_all()
         self.row_map.clear()

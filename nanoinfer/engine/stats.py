@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanoinfer.engine.sequence import FinishReason
@@ -142,22 +143,30 @@ class Counters:
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
         self._num_preemptions = self._num_recomputed_tokens = 0
 
-    def add_step(self, result: StepResult) -> None:
-        """Count a step."""
+    def note_step(self, result: StepResult, on_step: Callable[[StepResult], None] | None = None) -> None:
+        """Count a step, then call the user's on_step with it."""
         self._rates.add(result)
         self._num_prompt_tokens += result.num_prompt_tokens
         self._num_cached_tokens += result.num_cached_tokens
         self._num_generated_tokens += result.num_generated_tokens
         self._num_preemptions += result.num_preemptions
         self._num_recomputed_tokens += result.num_recomputed_tokens
+        if on_step is not None:
+            on_step(result)
 
-    def end_samples(self, reason: FinishReason, count: int = 1) -> None:
-        """Count samples that have ended for this reason."""
-        self._reasons[reason] += count
+    def end_sample(self, reason: FinishReason, is_last: bool) -> None:
+        """Count a sample that has ended for this reason, and its request if it is the request's last."""
+        self._reasons[reason] += 1
+        self._num_requests += is_last
 
-    def end_requests(self, count: int = 1) -> None:
-        """Count requests that have ended."""
+    def end_searches(self, count: int) -> None:
+        """Count beam searches that have ended."""
         self._num_requests += count
+
+    def drop(self, nums_samples: list[int]) -> None:
+        """Count requests that were dropped; nums_samples: how many samples of each had not ended."""
+        self._reasons["abort"] += sum(nums_samples)
+        self._num_requests += len(nums_samples)
 
     def change_end(self, before: FinishReason, after: FinishReason) -> None:
         """Count a sample for another reason than before."""

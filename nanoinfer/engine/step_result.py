@@ -18,6 +18,25 @@ class InFlight:
     guided: list[Sequence]  # those of them that are guided
     tokens: PendingTokens | None  # None until guided rows have their masks
     result: StepResult  # with the figures of the plan
+    began: float | None  # on time.perf_counter's clock; None: when the device was done with the step before
+
+    def note_times(self, previous: float) -> float:
+        """Note when the device was done with the step, and return it; previous: when it was with the step before."""
+        assert self.tokens is not None
+        ready_at = self.result.ready_at = self.tokens.ready_at
+        self.result.seconds = ready_at - (self.began or previous)
+        if isinstance(self.step, PrefillStep):
+            for seq in self.seqs:
+                if not seq.is_finished:
+                    seq.first_token_at = seq.first_token_at or ready_at
+        return ready_at
+
+    def note_tokens(self, num_dropped: int) -> None:
+        """Note which sequences the step was for, and how many tokens they got; the others were dropped."""
+        self.result.advanced = self.seqs
+        self.result.num_generated_tokens = len(self.seqs) - num_dropped
+        if not isinstance(self.step, PrefillStep):
+            self.result.num_decode_tokens -= num_dropped
 
 
 @dataclass
@@ -35,7 +54,7 @@ class StepResult:
     ready_at: float | None = None  # when the device was done with the step, on time.perf_counter's clock
     num_running: int = 0  # sequences whose prompts are scheduled whole and whose last token is not read back yet
     blocks_used: float = 0.0  # the share of the KV cache's blocks that sequences hold
-    seconds: float = 0.0  # from the end of the step before, or from the launch if nothing ran before
+    seconds: float = 0.0  # since the step before was done; since its launch, if no step was in flight then
     num_generated_tokens: int = 0  # that sequences got
     num_prompt_tokens: int = 0  # of the prompts that began with the step, each once for all samples
     num_cached_tokens: int = 0  # those of them that came from the KV cache

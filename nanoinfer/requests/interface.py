@@ -39,8 +39,7 @@ class AnyUpdater(Protocol):
 class AnyEngine(Protocol):
     """Whoever computes: LLMEngine, or Replicas.
 
-    on_step: called with the figures of each step
-    counters: count what is done
+    on_step: called with the figures of each step, which counters add up
     """
 
     on_step: Callable[[StepResult], None] | None
@@ -211,8 +210,7 @@ class AnyRequests(ABC, Generic[R, S]):
         self._is_settled = False
         self._drop()
         dropped, self._running = self._running, {}
-        self._counters.end_requests(len(dropped))
-        self._counters.end_samples("abort", sum(request.num_running for request in dropped.values()))
+        self._counters.drop([request.num_running for request in dropped.values()])
         self._changed.clear()
         self.finished.clear()
         self._is_settled = True
@@ -223,11 +221,10 @@ class AnyRequests(ABC, Generic[R, S]):
 
     def _end_sample(self, request: R, reason: FinishReason) -> None:
         """Note that a sample has ended, and its request if it was the last."""
-        self._counters.end_samples(reason)
         request.num_running -= 1
         if request.num_running == 0:
             self.finished.append(self._running.pop(request.id))
-            self._counters.end_requests()
+        self._counters.end_sample(reason, is_last=request.num_running == 0)
 
     def take_finished(self) -> list[R]:
         """Return the requests that have ended since the last call."""

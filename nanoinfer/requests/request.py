@@ -239,7 +239,6 @@ class Requests(AnyRequests[Request, Sample]):
             sample = self._watched.pop(seq, None)
             if sample is not None and sample.streams:
                 self._changed.append(sample)
-            assert seq.finish_reason is not None
-            self._end_sample(self._running[seq.request_id], seq.finish_reason)
+            self._end_sample(self._running[seq.request_id], seq.finish_reason or "abort")
         if not self._running:
             self._engine.drain()  # a stop string ends a sequence whose next token is still in flight

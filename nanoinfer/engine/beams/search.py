@@ -80,7 +80,7 @@ class BeamSearches:
         ended = [search for search in complete if not search.seqs]
         for search in ended:
             del self._running[search]
-        self._engine.counters.end_requests(len(ended))
+        self._engine.counters.end_searches(len(ended))
         return len(ended), result
 
     def _admit(self) -> None:
@@ -162,7 +162,7 @@ class BeamSearches:
         result.num_decode_tokens = sum(chunk.end - chunk.start for chunk in chunks if not chunk.seq.is_fresh)
         result.num_prefill_tokens -= result.num_decode_tokens
         result.num_generated_tokens = sum(chunk.is_last for chunk in chunks)
-        self._engine.tell(result)
+        self._engine.counters.note_step(result, self._engine.on_step)
 
     def _advance(self, search: BeamSearch) -> None:
         """Give a search's beams their next tokens, or end it."""
