@@ -235,6 +235,12 @@ class TestTimes:
         assert stats.decode_tokens_per_second == pytest.approx(stats.num_decode_tokens / stats.decode_seconds)
         assert stats.prefill_tokens_per_second == pytest.approx(stats.num_prefill_tokens / stats.prefill_seconds)
 
+    def test_a_steps_time_holds_what_the_host_does_in_between(self, llm: LLM) -> None:
+        llm.engine.on_step = lambda step: time.sleep(0.02)
+        llm.generate([[30]], greedy(20, ignore_eos=True), use_tqdm=False)
+        llm.engine.on_step = None
+        assert llm.stats().decode_seconds > 0.02 * 17
+
     def test_idle_time_counts_for_no_step(self, llm: LLM) -> None:
         for _ in range(3):
             time.sleep(0.2)
