@@ -23,8 +23,8 @@ class Stats:
     num_cached_tokens: those of num_prompt_tokens that came from the KV cache
     num_generated_tokens: tokens that samples got; in a beam search, one for each beam and step
     num_preemptions: how often a sequence lost its blocks of the KV cache to older ones
-    num_recomputed_tokens: tokens that were computed again, because their sequence lost its blocks or the weights
-        changed
+    num_recomputed_tokens: tokens that were computed again, after a preemption or for new weights; those of prompts
+        without a first token do not count
     num_prefill_steps: steps that computed prompts, parts of them, or tokens again
     num_prefill_tokens: tokens that the model computed in these steps
     prefill_seconds: the time of these steps; with several replicas, the sum over all
