@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--model", default="bundled", help="folder or Hub id (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--stats", action="store_true", help="print in the end what the LLM has done")
     args = parser.parse_args()
 
     with LLM(args.model) as llm:
@@ -33,6 +34,8 @@ def main() -> None:
             prompts, outputs = QUESTIONS, llm.generate(QUESTIONS, params)
         for prompt, output in zip(prompts, outputs, strict=True):
             print(f"\n--- {prompt}\n{output['text']}")
+        if args.stats:
+            print(f"\n{llm.stats()}")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,9 @@ class NullLLM:
         self._count += 1
         return self._count - 1
 
+    def stats(self) -> str:
+        return f"{self._count} requests so far"
+
     def step(self) -> list[RequestOutput]:
         time.sleep(self.step_seconds)
         random.shuffle(self._asked)
@@ -572,6 +575,24 @@ class TestRefused:
     def test_a_report_that_cannot_be_written(self, file: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"report='.*/none/page.html': No such file"):
             run(file, tmp_path / "out", "no model", report=tmp_path / "none" / "page.html")
+
+
+class TestStats:
+    @pytest.mark.parametrize("ends", ["well", "by an error"])
+    def test_they_are_printed_however_the_job_ends(
+        self, ends: str, tmp_path: Path, null: None, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        rows = [{"id": 1, "prompt": "x"}, {"id": 2, "prompt": "x" if ends == "well" else "refused"}]
+        arguments = [str(write(tmp_path / "in", rows)), str(tmp_path / "out"), "--model", "m", "--max-errors", "0"]
+        assert main([*arguments, "--stats"]) == (ends != "well")
+        said = capsys.readouterr().err.splitlines()
+        assert said[-2] == f"{1 + (ends == 'well')} requests so far"
+        assert main(arguments) == (ends != "well")
+        assert "requests so far" not in capsys.readouterr().err
+
+    def test_a_wrong_value_is_refused(self, tmp_path: Path, null: None) -> None:
+        with pytest.raises(ValueError, match="stats='yes': must be True or False"):
+            run(write(tmp_path / "in", []), tmp_path / "out", "m", stats="yes")
 
 
 class TestPipes:

@@ -58,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep-order", action="store_true", help="write results in the order of their lines")
     parser.add_argument("--max-errors", type=int, help="end once more lines than this have failed")
     parser.add_argument("--report", metavar="FILE", help="write a page of HTML there: speed, lengths, results, errors")
+    parser.add_argument("--stats", action="store_true", help="print in the end what the LLM has done: see llm.stats")
     options = parser.add_argument_group("options of LLM")
     for field, text in _documented(Config):
         if field.name not in NOT_HERE:

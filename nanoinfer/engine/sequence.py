@@ -55,6 +55,7 @@ class Sequence:
         "row",
         "sample_index",
         "seed",
+        "started_at",
         "status",
         "stop_ids",
         "stop_reason",
@@ -90,7 +91,7 @@ class Sequence:
         # Of the prompt's tokens but the first:
         self.prompt_logprobs = NO_LOG if params.prompt_logprobs is None else CandidatesLog()
         self.routed_experts: RoutedExperts | None = None  # None: the LLM was not asked for them
-        self.queued_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
+        self.queued_at = self.started_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.versions: list[tuple[int, int]] = []  # see `use_weights`
         most = max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         self.max_len = min(most, max_model_len)
