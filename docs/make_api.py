@@ -106,7 +106,8 @@ def render() -> str:
             *_function("reference", reference),
             *_function("nanoinfer.batch.run", run),
             "## BUNDLED_MODEL\n",
-            f"The folder of the small Qwen3 that ships with the package, `{_in_package(nanoinfer.BUNDLED_MODEL)}`.\n",
+            f"The folder of the small Qwen3 that ships with the package, `{_in_package(nanoinfer.BUNDLED_MODEL)}`."
+            ' `LLM("bundled")` takes it too, unless the working directory has a folder named `bundled`.\n',
             "## \\_\\_version\\_\\_\n",
             VERSION,
             "## Types\n",

@@ -31,7 +31,7 @@ from nanoinfer.weights.sources import FileSource, TensorSource
 class LLM(SearchesBeams, KeepsStats, VllmMethods):
     """A Hugging Face language model, ready to generate.
 
-    model: a folder with config.json and *.safetensors, or a Hub id
+    model: a folder with config.json and *.safetensors, a Hub id, or "bundled", nanoinfer's small model
     options: see Options of LLM (the fields of nanoinfer.config.Config), such as tensor_parallel_size=2
 
     An LLM has these attributes:

@@ -75,7 +75,8 @@ def run(
     keep_order: True: rows come in the order of their lines; False: as their requests end. Lines that failed and are
         tried again come behind those of the earlier run, in either case
     max_errors: the job ends once more lines than this have failed; None: it goes on
-    report: a file for a page of HTML, which shows this run's speed, lengths and errors; None: there is none
+    report: a file for a page of HTML, which shows this run's speed, lengths, first results and kinds of errors. Its
+        charts have axes where matplotlib is installed: pip install 'nanoinfer[plot]'. None: there is no page
     stats: True: the job prints llm.stats() on standard error in the end, also when it breaks off
     options: those of LLM, and settings of SamplingParams, for lines that do not say them
 
@@ -111,10 +112,10 @@ def run(
                 if stats:
                     print(llm.stats(), file=sys.stderr)
                 if page is not None:
-                    page.write(f"{source} with {model}", str(progress))
+                    page.write(f"{source} with {model}", str(progress), progress.errors)
             if interrupts.asked:
                 raise KeyboardInterrupt(f"{progress.done:,} lines have results")
-            return Summary(progress.done, progress.errors)
+            return Summary(progress.done, len(progress.errors))
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class LLMEngine:
 
         grammar: that of params.structured_outputs, if there are any
         seed: the request's; None: params.seed, or one that is made from the request's number
-        samples: the numbers of those that are wanted; None: all
+        samples: the numbers of the samples to compute; None: all
 
         The sequences' request_id counts the requests, from 0.
         """
@@ -131,7 +131,7 @@ class LLMEngine:
                 result = self._read_back(self.in_flight.popleft())
             if launched is not None and launched.guided:
                 masks = self.matchers.masks(launched.guided)
-                launched.tokens = self.ranks.call("finish", masks)
+                launched.tokens = self.ranks.call("draw_guided", masks)
             return result
 
     def _launch(self, step: Step) -> InFlight:

@@ -15,7 +15,7 @@ class InFlight:
 
     step: Step
     seqs: list[Sequence]  # in the order of the tokens
-    guided: list[Sequence]  # those of them that are guided
+    guided: list[Sequence]  # the guided ones among seqs
     tokens: PendingTokens | None  # None until guided rows have their masks
     result: StepResult  # with the figures of the plan
     began: float | None  # on time.perf_counter's clock; None: when the device was done with the step before

@@ -16,7 +16,7 @@ from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.message import ChunkMessage, PrefillMessage
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
-ANY_TOKEN = 0  # in place of the next token, which nobody knows: only the likeliest ones in its place count
+ANY_TOKEN = 0  # stands for a beam's next token, which is not chosen yet: only the likeliest in its place count
 
 
 class BeamSearch:
@@ -57,10 +57,10 @@ class BeamSearches:
         self._num_likeliest, self._most_searches = num_likeliest, most_searches
         self._waiting = deque(searches)
         self._running: dict[BeamSearch, int] = {}  # each with the number of blocks that it may need
-        self._likeliest: dict[Sequence, Likeliest] = {}  # behind the sequences that are computed whole
+        self._likeliest: dict[Sequence, Likeliest] = {}  # the next tokens of the sequences that are computed whole
         self._copies: list[tuple[int, int]] = []  # (block, its copy), to be copied before the next step
         self._since = time.perf_counter()  # when the next step began
-        engine.row_map.clear()  # what it has are rows of requests that have ended
+        engine.row_map.clear()  # it still has the rows of requests that have ended
 
     @property
     def is_finished(self) -> bool:
