@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
 from nanoinfer.checks import check_flag, short
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.process.bar import Bar
 from nanoinfer.requests.interface import AnyRequest, SomeRequests
 from nanoinfer.requests.outputs import StreamOutput
 
@@ -71,12 +69,6 @@ class Rates:
         )
         return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
 
-
-class Bar(tqdm):
-    """A bar whose lock is for threads. tqdm's own is for processes too, and who makes it settles how they start."""
-
-
-Bar.set_lock(threading.RLock())
 
 UseTqdm = bool | Callable[..., Any]
 
