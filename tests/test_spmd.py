@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 
 def live(rank: int, device: str, meeting_place: str, pipe: Connection) -> None:
     """Live as one process of a trainer, which calls the functions that come."""
-    OPTIONS["device"] = device
+    OPTIONS.update(device=device, use_tqdm=rank == 0)  # ranks may differ in use_tqdm alone
     if device == "cuda":
         torch.cuda.set_device(rank)
     store = dist.FileStore(meeting_place, RANKS)

@@ -37,15 +37,14 @@ class Voice:
     def bar(self, what: str, unit: str, total: int) -> AbstractContextManager[Advance]:
         """Return a context that shows a bar, unless the work ends before the start has taken long.
 
-        what: begins the bar; unit: "B" for bytes, which are shown as KiB, MiB and so on; total: how many there are
+        what: begins the bar; unit: "B" for bytes, which are shown in kB, MB and so on; total: how many there are
         """
         return self._bar(what, unit, total) if self.is_heard else no_bar(total)
 
     @contextmanager
     def _bar(self, what: str, unit: str, total: int) -> Iterator[Advance]:
         delay = max(QUIET_SECONDS - self.seconds, 0.0)
-        scale = {"unit_scale": True, "unit_divisor": 1024} if unit == "B" else {}
-        how = {"unit": unit, **scale, "delay": delay, "miniters": 1, "dynamic_ncols": True}
+        how = {"unit": unit, "unit_scale": unit == "B", "delay": delay, "miniters": 1, "dynamic_ncols": True}
         with Bar(total=total, desc=f"{what}{self._who}", **how) as bar:
 
             def advance(done: int) -> None:
