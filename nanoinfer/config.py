@@ -59,7 +59,7 @@ class Config:
         results. tensor_parallel_size is left out then. None: the LLM starts the ranks itself
     enforce_eager: True: the host launches a decode step's kernels one by one instead of replaying a CUDA graph
     kvcache_block_size: a KV-cache block holds this many tokens, a multiple of 16 (with flash_attn, of 256)
-    num_kvcache_blocks: the KV cache has this many blocks, of at most 2^31 tokens; None: as many as the memory holds
+    num_kvcache_blocks: the KV cache has this many blocks, 2^31 tokens at most; None: as many as the memory holds
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" ("half") or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on
         the CPU
@@ -97,8 +97,8 @@ class Config:
         starved. On CUDA it also ends when a step takes that long. float("inf"): it waits for ever. With
         tensor_parallel_group it ends when a rank waits that long for another while requests run. Before they run, ranks
         wait for each other for half an hour. A replica ends likewise, and the others go on
-    use_tqdm: True: a start of over two seconds shows bars on a terminal, and then what repr(llm) says; False: it does
-        not. Otherwise, what repr(llm) says goes to the logger "nanoinfer", at level INFO
+    use_tqdm: True: on a terminal, a start of over two seconds shows bars, and then the line of repr(llm). Otherwise the
+        logger "nanoinfer" gets the line, at level INFO. False, or a level of it above INFO, keeps the terminal silent
 
     None counts as an option's default. Options of vLLM's that are not here are left out at values that change nothing.
     Integers, numbers and booleans may come from any library; a boolean does not count as an integer.

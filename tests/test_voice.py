@@ -35,10 +35,12 @@ from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.voice import Voice
 from nanoinfer.weights.pinned import Uploads
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 8}
 RANKS, REPLICAS = {"tensor_parallel_size": 2}, {"data_parallel_size": 2}
 STORED = 5_509_504  # bytes of the bundled model's weights
-LINE = r"shakespeare-qwen3 on the CPU with \d+ threads?, float32, torch, KV cache of 2,048 tokens, ready in \d+\.\d s"
+LINE = r"shakespeare-qwen3 on the CPU with 1 thread, float32, torch, KV cache of 2,048 tokens, ready in \d+\.\d s"
 SCRIPT = """
 import sys
 from nanoinfer import BUNDLED_MODEL, LLM

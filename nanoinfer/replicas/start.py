@@ -62,17 +62,17 @@ class Start:
             self._others.begin(config)
 
     def finish(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests, str]:
-        """Start an engine in this process, or wait for those of the replicas.
+        """Start an engine in this process, or wait for those of the replicas, and introduce it.
 
-        Returns it, its requests, and the line that says what has started, which is told.
+        Returns the engine, its requests, and the line that introduces it.
         """
-        if isinstance(replicas := self._others, Replicas):
-            replicas.wait_until_ready()
-            line = _told(config, Voice(config), replicas.hardware, replicas.memory)
-            return replicas, ReplicaRequests(replicas, config, tokenizer), line
-        engine = LLMEngine(config, replicas)
+        if isinstance(others := self._others, Replicas):
+            others.wait_until_ready()
+            line = _introduce(config, others.memory, others.hardware, Voice(config))
+            return others, ReplicaRequests(others, config, tokenizer), line
+        engine = LLMEngine(config, others)
         runner = engine.ranks.runner
-        line = _told(config, Voice(config, runner.tp.rank), runner.hardware, engine.memory)
+        line = _introduce(config, engine.memory, runner.hardware, Voice(config, runner.tp.rank))
         return engine, Requests(engine, tokenizer), line
 
     def __exit__(
@@ -85,19 +85,23 @@ class Start:
             self._voice.clear()
 
 
-def _told(config: Config, voice: Voice, hardware: str, memory: MemoryPlan) -> str:
-    """Tell the line that says what has started, and return it. hardware: what each rank computes with"""
+def _introduce(config: Config, memory: MemoryPlan, hardware: str, voice: Voice) -> str:
+    """Tell a line that says what has started, and in how many seconds; returns the line."""
+    line = f"{_describe(config, memory, hardware)}, ready in {voice.seconds:.1f} s"
+    voice.tell(line)
+    return line
+
+
+def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:
+    """Say what has started: model, device, formats, processes, KV cache. hardware: what each rank computes with"""
     replicas, ranks = config.data_parallel_size, config.tensor_parallel_size
     processes = [f"{count} {name}" for count, name in ((replicas, "replicas"), (ranks, "ranks")) if count > 1]
     parts = [
         f"{name_of(config.model)} on {hardware}",
         config.dtype if config.description.fp8 is None else f"{config.dtype} with matrices in fp8",
         config.attention_backend,
-        *([" of ".join(processes)] if processes else []),
+        " of ".join(processes),
         f"KV cache of {memory.blocks * config.kvcache_block_size:,} tokens"
         f"{'' if config.kv_cache_dtype == 'auto' else f' in {config.kv_cache_dtype}'}{' each' if replicas > 1 else ''}",
-        f"ready in {voice.seconds:.1f} s",
     ]
-    line = ", ".join(parts)
-    voice.tell(line)
-    return line
+    return ", ".join(part for part in parts if part)
