@@ -82,7 +82,7 @@ class Replicas:
         """Let all engines start; `wait_until_ready` tells how that ended."""
         self._config = copy(config)  # LLM writes into its own
         self._config.use_tqdm = False
-        first = copy(self._config)  # its bars tell of all, if a terminal watches this process
+        first = copy(self._config)  # its bars stand for those of all, if a terminal watches this process
         first.use_tqdm = Voice(config).is_heard
         for index, process in self._processes.items():
             process.begin(self._config if index else first)
