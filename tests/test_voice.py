@@ -207,7 +207,7 @@ class TestSeveralProcesses:
 
     @pytest.mark.parametrize(
         ("options", "who", "what"),
-        of_each_kind(
+        whole_only(
             [
                 (REPLICAS, "replica 0 of 2", "2 replicas"),
                 (REPLICAS | RANKS, "replica 0 of 2, rank 0 of 2", "2 replicas of 2 ranks"),
