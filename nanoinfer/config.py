@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -58,8 +59,7 @@ class Config:
         results. tensor_parallel_size is left out then. None: the LLM starts the ranks itself
     enforce_eager: True: the host launches a decode step's kernels one by one instead of replaying a CUDA graph
     kvcache_block_size: a KV-cache block holds this many tokens, a multiple of 16 (with flash_attn, of 256)
-    num_kvcache_blocks: the KV cache has this many blocks; None: as many as the memory holds; the cache has at most 2^31
-        tokens
+    num_kvcache_blocks: the KV cache has this many blocks, 2^31 tokens at most; None: as many as the memory holds
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" ("half") or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on
         the CPU
@@ -97,6 +97,8 @@ class Config:
         starved. On CUDA it also ends when a step takes that long. float("inf"): it waits for ever. With
         tensor_parallel_group it ends when a rank waits that long for another while requests run. Before they run, ranks
         wait for each other for half an hour. A replica ends likewise, and the others go on
+    use_tqdm: True: on a terminal, a start of over two seconds shows bars, and then the line of repr(llm). Otherwise the
+        logger "nanoinfer" gets the line, at level INFO. False, or a level of it above INFO, keeps the terminal silent
 
     None counts as an option's default. Options of vLLM's that are not here are left out at values that change nothing.
     Integers, numbers and booleans may come from any library; a boolean does not count as an integer.
@@ -131,8 +133,10 @@ class Config:
     data_parallel_size: int = 1
     restart_replicas: bool = False
     worker_timeout: float = 30.0
+    use_tqdm: bool = True
     when_checked: InitVar[Callable[[Config], object] | None] = field(default=None, kw_only=True)
 
+    began: float = field(default_factory=time.monotonic, init=False, repr=False, compare=False)  # when the start did
     fits_length: bool = field(init=False, repr=False)  # max_model_len was left out: it is what fits
     description: Description = field(init=False, repr=False)  # the model's structure
     eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
@@ -161,7 +165,7 @@ class Config:
         self._check_numbers()
         if self.tensor_parallel_group is not None:
             self.tensor_parallel_size = _size_of_group(self.tensor_parallel_group, self.tensor_parallel_size)
-        for name in ("enforce_eager", "restart_replicas", "trust_remote_code", "routed_experts", "deterministic"):
+        for name in [option.name for option in fields(self) if option.init and option.type == "bool"]:
             setattr(self, name, check_flag(name, getattr(self, name)))
         self.load_format = check_choice("load_format", self.load_format, LOAD_FORMATS, SAVE_FIRST)
         self.logprobs_mode = check_choice("logprobs_mode", self.logprobs_mode, [RAW, PROCESSED])

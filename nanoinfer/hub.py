@@ -64,6 +64,12 @@ def has_tokenizer(folder: str) -> bool:
     return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
 
 
+def name_of(folder: str) -> str:
+    """Return what users call the model in a folder: the Hub id if the folder is of the Hub's cache, else its name."""
+    cached = re.search(r"/models--([^/]+)/snapshots/[^/]+/?$", folder)
+    return cached[1].replace("--", "/") if cached else Path(folder).resolve().name
+
+
 def reason_of(error: Exception) -> str:
     """Say why transformers cannot read a folder; where it advises to trust the folder's code, that is not run here."""
     return "it needs code of its own, and no remote code runs here" if "trust_remote_code" in str(error) else str(error)

@@ -15,7 +15,7 @@ from nanoinfer.engine.ranks.sleeper import TAGS
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.process.collector import no_full_collection
-from nanoinfer.replicas.start import Start
+from nanoinfer.replicas.start import Start, Started
 from nanoinfer.requests.beam_search import SearchesBeams
 from nanoinfer.requests.inputs import Chats, Inputs, Prepared, Prompt, Tokens
 from nanoinfer.requests.interface import Fate
@@ -28,7 +28,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 
-class LLM(SearchesBeams, KeepsStats, VllmMethods):
+class LLM(SearchesBeams, KeepsStats, VllmMethods, Started):
     """A Hugging Face language model, ready to generate.
 
     model: a folder with config.json and *.safetensors, a Hub id, or "bundled", nanoinfer's small model
@@ -64,7 +64,7 @@ class LLM(SearchesBeams, KeepsStats, VllmMethods):
             self.config = Config(model, **options, when_checked=start.spawn)
             start.begin(self.config)
             self.tokenizer = load_tokenizer(self.config)
-            self.engine, self._requests = start.finish(self.config, self.tokenizer)
+            self.engine, self._requests, self._line = start.finish(self.config, self.tokenizer)
         self.memory = self.engine.memory
         self.config.num_kvcache_blocks, self.config.max_model_len = self.memory.blocks, self.memory.max_model_len
         self._inputs = Inputs(self.config, self.tokenizer)

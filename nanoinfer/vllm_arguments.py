@@ -144,7 +144,7 @@ FOR_LLM: tuple[Line, ...] = (
     ("safetensors_load_strategy", _only("lazy", "eager", "prefetch"), "weights are read from *.safetensors"),
     ("safetensors_prefetch_num_threads safetensors_prefetch_block_size", NUMBER, "files are read in one way"),
     ("ignore_patterns pt_load_map_location max_parallel_loading_workers", ANY, "weights are read from *.safetensors"),
-    ("use_tqdm_on_load", FLAG, "no bar is shown while weights load"),
+    ("use_tqdm_on_load", FLAG, "write LLM(use_tqdm=...), which says whether a start shows bars"),
     ("code_revision", ANY, "no remote code runs here"),
     ("download_dir", NONE, "set the environment's HF_HUB_CACHE, or pass a folder as model"),
     ("hf_token", TRUE, "the Hub's client takes the token of the environment's HF_TOKEN, or of `hf auth login`"),

@@ -359,7 +359,7 @@ class TestNames:
             ({"max_new_tokens": 5}, r"write SamplingParams\(max_tokens=...\)"),
             ({"temperature": 1}, r"write SamplingParams\(temperature=...\)"),
             ({"use_cache": True}, "leave it out: it is always so"),
-            ({"description": None}, "known: model, max_num_batched_tokens, .*worker_timeout$"),
+            ({"description": None}, "known: model, max_num_batched_tokens, .*use_tqdm$"),
         ],
         ids=repr,
     )
@@ -399,7 +399,11 @@ class TestNames:
             ("generate", {"seed": 5}, r"write LLM\(seed=...\) or SamplingParams\(seed=...\)"),
             ("generate", {"messages": []}, r"write chat\(messages=...\)"),
             ("generate", {"enable_lora": True}, "there is no LoRA"),
-            ("stream", {"use_tqdm": False}, r"write generate\(use_tqdm=...\) or chat\(use_tqdm=...\)"),
+            (
+                "stream",
+                {"use_tqdm": False},
+                r"write LLM\(use_tqdm=...\) or generate\(use_tqdm=...\) or chat\(use_tqdm=...\)",
+            ),
             ("stream", {"prompt": "a"}, "did you mean 'prompts'"),
             ("chat", {"prompts": []}, r"write generate\(prompts=...\) or stream\(prompts=...\)"),
             ("chat", {"message": []}, "did you mean 'messages'"),
@@ -461,6 +465,7 @@ class TestConfig:
             {"num_kvcache_blocks": 2**23 + 1},  # of 256 tokens
             {"max_num_seqs": 10**7},
             {"enforce_eager": "yes"},
+            {"use_tqdm": print},
             {"device": "cuda:1"},
         ],
         ids=repr,

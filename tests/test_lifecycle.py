@@ -144,7 +144,7 @@ def test_the_memory_plan_is_told_and_logged_once(caplog: pytest.LogCaptureFixtur
         assert plan.block_bytes * plan.blocks == llm.engine.ranks.runner.steps.kv_cache.nbytes
         limits = plan.max_model_len, plan.max_position
         assert limits == (llm.config.max_model_len, llm.config.description.max_position) == (2048, 2048)
-    assert [record.getMessage() for record in caplog.records] == [str(plan)]
+    assert [record.getMessage() for record in caplog.records] == [str(plan), repr(llm)]
     assert "16 blocks" in str(plan)
     assert "max_model_len=2048 of the model's 2048" in str(plan)
 

@@ -375,6 +375,16 @@ class TestThreads:
         assert seen == [signal.SIGINT]
         assert sorted(copied) == list(range(200))
 
+    def test_all_bytes_that_are_copied_are_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pinned, "BUFFER_BYTES", 1 << 10)
+        counted: list[int] = []
+        uploads = pinned.Uploads(torch.device("cuda", 0), counted.append)
+        for rows in (1, 30, 700):
+            uploads.add(torch.empty(rows, 50, dtype=torch.float32), torch.zeros(rows, 50))
+        uploads.finish()
+        assert sum(counted) == 731 * 50 * 4
+        assert len(counted) > 100
+
     def test_the_later_of_two_tensors_for_one_target_counts(self) -> None:
         """A checkpoint may hold a router under two names."""
         target = torch.zeros(4000, 5000)

@@ -77,8 +77,9 @@ def budget(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return what has been logged beside the plan of the memory."""
-    return [record.getMessage() for record in caplog.records if "memory in GiB" not in record.getMessage()]
+    """Return what has been logged beside the plan of the memory and the line of each start."""
+    told = (record.getMessage() for record in caplog.records)
+    return [line for line in told if "memory in GiB" not in line and "ready in" not in line]
 
 
 class TestDefault:

@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {"max_num_seqs": 16, "kvcache_block_size": 16, "num_kv
 
 def live(rank: int, device: str, meeting_place: str, pipe: Connection) -> None:
     """Live as one process of a trainer, which calls the functions that come."""
-    OPTIONS["device"] = device
+    OPTIONS.update(device=device, use_tqdm=rank == 0)  # ranks may differ in use_tqdm alone
     if device == "cuda":
         torch.cuda.set_device(rank)
     store = dist.FileStore(meeting_place, RANKS)

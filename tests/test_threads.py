@@ -60,6 +60,17 @@ def test_the_fewest_threads_that_are_fast(
     assert torch.get_num_threads() == 8
 
 
+def test_a_user_is_told_the_threads_of_large_steps(step_of: Callable[[dict[int, float]], Step]) -> None:
+    threads = Threads()
+    assert str(threads) == "8 threads"  # torch's own number
+    threads.choose(1, step_of({8: 3.0, 4: 2.0, 2: 1.0, 1: 1.0}))
+    assert str(threads) == "1 thread"
+    threads.choose(16, step_of({8: 3.0, 4: 1.0, 2: 2.0}))
+    assert str(threads) == "4 threads"
+    threads.fix(2)
+    assert str(threads) == "2 threads"
+
+
 def test_steps_of_many_tokens_have_a_number_of_their_own(step_of: Callable[[dict[int, float]], Step]) -> None:
     threads = Threads()
     threads.choose(1, step_of({8: 0.1, 4: 0.1, 2: 0.1, 1: 0.1}))

@@ -35,6 +35,7 @@ HOW_FAST = {  # options that change how fast a job runs, not what it asks for: a
     "num_kvcache_blocks",
     "restart_replicas",
     "tensor_parallel_size",
+    "use_tqdm",
     "worker_timeout",
 }
 MOST_NAMED = 5  # lines that cannot run, before the model loads

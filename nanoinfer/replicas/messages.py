@@ -60,9 +60,10 @@ class Report(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A replica has started."""
+    """A replica has started. hardware: what each of its ranks computes with"""
 
     memory: MemoryPlan
+    hardware: str
 
 
 class Reply(NamedTuple):

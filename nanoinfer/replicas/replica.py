@@ -52,7 +52,7 @@ def run_replica(pipe: Connection, beats: Connection) -> None:
     life = Life(outbox, beats, config)
     try:
         replica = Replica(config, pipe, outbox, life)
-        outbox.send(Ready(replica.engine.memory))
+        outbox.send(Ready(replica.engine.memory, replica.engine.ranks.runner.hardware))
         life.is_running = True
         replica.run()
         replica.engine.close()

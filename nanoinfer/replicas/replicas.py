@@ -26,6 +26,7 @@ from nanoinfer.replicas.process import ReplicaProcess
 from nanoinfer.requests.interface import Fate
 from nanoinfer.runner.memory.lender import Tag
 from nanoinfer.runner.memory.plan import MemoryPlan, tell
+from nanoinfer.runner.voice import Voice
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 log = logging.getLogger("nanoinfer")
@@ -47,10 +48,12 @@ class Replicas:
     """The replicas' processes.
 
     memory: the plan of the replica with the fewest blocks
+    hardware: what each rank of that replica computes with
     on_step: called with the figures of each replica's steps
     """
 
     memory: MemoryPlan
+    hardware: str
     _config: Config
 
     def __init__(self, config: Config) -> None:
@@ -80,19 +83,22 @@ class Replicas:
     def begin(self, config: Config) -> None:
         """Let all engines start; `wait_until_ready` tells how that ended."""
         self._config = copy(config)  # LLM writes into its own
-        for process in self._processes.values():
-            process.begin(self._config)
+        self._config.use_tqdm = False
+        first = copy(self._config)  # its bars stand for those of all, if a terminal watches this process
+        first.use_tqdm = Voice(config).is_heard
+        for index, process in self._processes.items():
+            process.begin(self._config if index else first)
 
     def wait_until_ready(self) -> None:
         """Wait for all engines. Raises the ValueError of one that cannot start, or WorkerError if one dies."""
-        plans: list[MemoryPlan] = []
+        started: list[Ready] = []
         try:
-            while len(plans) < len(self._processes):
-                plans += self._receive()
+            while len(started) < len(self._processes):
+                started += self._receive()
         except BaseException:
             self._finalizer()
             raise
-        self.memory = min(plans, key=lambda plan: plan.blocks)
+        self.memory, self.hardware = min(started, key=lambda ready: ready.memory.blocks)
         tell(self._config, self.memory)
         self._config.max_model_len = self.memory.max_model_len
         self._config.fits_length = False  # those that restart hold such a sequence, or do not start
@@ -155,10 +161,10 @@ class Replicas:
         self._asked = set(self.ready)
         self.tell_all("call", self._num_calls, method, args)
 
-    def _receive(self) -> list[MemoryPlan]:
-        """Wait for messages, and sort them; returns the plans of replicas that have started."""
+    def _receive(self) -> list[Ready]:
+        """Wait for messages, and sort them; returns those of replicas that have started."""
         self.check_open()
-        plans: list[MemoryPlan] = []
+        started: list[Ready] = []
         pipes = {process.pipe: index for index, process in self._processes.items()}
         for pipe in wait(pipes):
             index = pipes[pipe]  # type: ignore[index]  # they are pipes, as they were given
@@ -171,13 +177,13 @@ class Replicas:
                         if reply.call == self._num_calls:
                             self._answers[index] = reply
                             self._asked.discard(index)
-                    case Ready(memory):
-                        plans.append(memory)
+                    case Ready() as ready:
+                        started.append(ready)
                         self._processes[index].is_ready = True
                         self._news.append((index, Change.JOINED))
                     case Failed() | None:
                         self._lose(index)
-        return plans
+        return started
 
     def _note_steps(self, index: int, report: Report) -> None:
         for result in results_of(index, report):

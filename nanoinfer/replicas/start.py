@@ -1,4 +1,4 @@
-"""Start: makes whoever computes for an LLM, as the options ask for it."""
+"""Start: makes whoever computes for an LLM, as the options ask for it, and says in a line what has started."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ from typing import TYPE_CHECKING
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.ranks.workers import Workers
+from nanoinfer.hub import name_of
 from nanoinfer.process import first_launch
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.replicas.requests import ReplicaRequests
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.request import Requests
+from nanoinfer.runner.memory.plan import MemoryPlan
+from nanoinfer.runner.voice import Voice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class Started:
+    """A base of LLM: its repr is the line that says what has started."""
+
+    _line = "an LLM that has not started"
+
+    def __repr__(self) -> str:
+        return self._line
 
 
 class Start:
@@ -27,12 +39,14 @@ class Start:
 
     def __init__(self) -> None:
         self._others: Replicas | Workers | None = None
+        self._voice: Voice | None = None
 
     def __enter__(self) -> Start:
         return self
 
     def spawn(self, config: Config) -> None:
         """Start the processes that the options ask for. Let this process's GPU begin, if it computes."""
+        self._voice = Voice(config)
         with delayed_interrupt():
             if config.data_parallel_size > 1:
                 self._others = Replicas(config)
@@ -47,13 +61,19 @@ class Start:
         if isinstance(self._others, Replicas):
             self._others.begin(config)
 
-    def finish(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests]:
-        """Start an engine in this process, or wait for those of the replicas; returns it, and its requests."""
-        if isinstance(self._others, Replicas):
-            self._others.wait_until_ready()
-            return self._others, ReplicaRequests(self._others, config, tokenizer)
-        engine = LLMEngine(config, self._others)
-        return engine, Requests(engine, tokenizer)
+    def finish(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> tuple[AnyEngine, SomeRequests, str]:
+        """Start an engine in this process, or wait for those of the replicas, and introduce it.
+
+        Returns the engine, its requests, and the line that introduces it.
+        """
+        if isinstance(others := self._others, Replicas):
+            others.wait_until_ready()
+            line = _introduce(config, others.memory, others.hardware, Voice(config))
+            return others, ReplicaRequests(others, config, tokenizer), line
+        engine = LLMEngine(config, others)
+        runner = engine.ranks.runner
+        line = _introduce(config, engine.memory, runner.hardware, Voice(config, runner.tp.rank))
+        return engine, Requests(engine, tokenizer), line
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -61,3 +81,27 @@ class Start:
         if error is not None and self._others is not None:
             with delayed_interrupt():
                 self._others.close()
+            assert self._voice is not None
+            self._voice.clear()
+
+
+def _introduce(config: Config, memory: MemoryPlan, hardware: str, voice: Voice) -> str:
+    """Tell a line that says what has started, and in how many seconds; returns the line."""
+    line = f"{_describe(config, memory, hardware)}, ready in {voice.seconds:.1f} s"
+    voice.tell(line)
+    return line
+
+
+def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:
+    """Say what has started: model, device, formats, processes, KV cache. hardware: what each rank computes with"""
+    replicas, ranks = config.data_parallel_size, config.tensor_parallel_size
+    processes = [f"{count} {name}" for count, name in ((replicas, "replicas"), (ranks, "ranks")) if count > 1]
+    parts = [
+        f"{name_of(config.model)} on {hardware}",
+        config.dtype if config.description.fp8 is None else f"{config.dtype} with matrices in fp8",
+        config.attention_backend,
+        " of ".join(processes),
+        f"KV cache of {memory.blocks * config.kvcache_block_size:,} tokens"
+        f"{'' if config.kv_cache_dtype == 'auto' else f' in {config.kv_cache_dtype}'}{' each' if replicas > 1 else ''}",
+    ]
+    return ", ".join(part for part in parts if part)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any
 
-from tqdm import tqdm
-
 from nanoinfer.checks import check_flag, short
 from nanoinfer.engine.stats import Rates
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.process.bar import Bar
 from nanoinfer.requests.interface import AnyRequest, SomeRequests
 from nanoinfer.requests.outputs import StreamOutput
 
@@ -46,12 +44,6 @@ class Stream(Iterator[StreamOutput]):
         """Abort the samples that have not ended."""
         self._outputs.close()
 
-
-class Bar(tqdm):
-    """A bar whose lock is for threads. tqdm's own is for processes too, and who makes it settles how they start."""
-
-
-Bar.set_lock(threading.RLock())
 
 UseTqdm = bool | Callable[..., Any]
 

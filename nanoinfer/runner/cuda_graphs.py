@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from nanoinfer.kernels.launch import recording
+from nanoinfer.process.bar import Advance
 
 MAX_GRAPH_ROWS = 512
 SHARING_ROWS = (16, *range(32, 256, 32), *range(256, 512, 64))
@@ -34,8 +35,10 @@ class DecodeGraphs:
     A batch replays the graph of its size or the next larger one, whose further rows are empty.
     """
 
-    def __init__(self, sizes: list[int], sharing_sizes: list[int], decode: Callable[[int, bool], object]) -> None:
-        """Capture `decode(rows, shares)` for all sizes.
+    def __init__(
+        self, sizes: list[int], sharing_sizes: list[int], decode: Callable[[int, bool], object], advance: Advance
+    ) -> None:
+        """Capture `decode(rows, shares)` for all sizes; advance: told of each graph.
 
         The largest ones come first, so that the others fit into their memory pool.
         """
@@ -53,6 +56,7 @@ class DecodeGraphs:
                 # "relaxed": a capture may load the kernels that it is the first to use.
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed"):
                     decode(*key)
+                advance(1)
 
     @property
     def largest(self) -> int:

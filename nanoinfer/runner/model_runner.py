@@ -37,6 +37,7 @@ from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
+from nanoinfer.runner.voice import Voice
 
 log = logging.getLogger("nanoinfer")
 
@@ -74,6 +75,7 @@ class ModelRunner:
         self._launched: Launched | None = None  # a step with guided rows, until `draw_guided`
         self._sent: deque[PendingTokens] = deque()  # until the device has done their steps, without an error
         self.threads = Threads()
+        self._voice = Voice(config, tp.rank)
         processes = tp.size * config.data_parallel_size
         if config.device == "cpu" and processes > 1 and config.starts_ranks:
             torch.set_num_threads(_share_of_threads(processes))
@@ -101,7 +103,7 @@ class ModelRunner:
         self.backend = make_backend(config.attention_backend, model.windows, config.is_in_order)
         most_tokens = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens, self.has_host)
-        self.holdings.weights.load(config)
+        self.holdings.weights.load(config, self._voice)
         if config.device == "cuda":
             read_triton().join()
         shape = config.max_num_seqs, self.holdings.model.num_ids
@@ -216,8 +218,9 @@ class ModelRunner:
             self.steps.decode_rows(rows, self.config.max_model_len, shares)
 
         if sizes := self._graph_sizes:
-            with no_collection():
-                self.graphs = DecodeGraphs(sizes, self._sharing_sizes, decode)
+            num_graphs = len(sizes) + len(self._sharing_sizes)
+            with no_collection(), self._voice.bar("Graphs", " graphs", num_graphs) as advance:
+                self.graphs = DecodeGraphs(sizes, self._sharing_sizes, decode, advance)
 
     @property
     def _graph_sizes(self) -> list[int]:
@@ -227,6 +230,11 @@ class ModelRunner:
     @property
     def _sharing_sizes(self) -> list[int]:
         return sharing_batch_sizes(self._graph_sizes) if self.config.shares_prefixes else []
+
+    @property
+    def hardware(self) -> str:
+        """What this rank computes with: the GPU's name, or the CPU and how many of its threads."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"the CPU with {self.threads}"
 
     def _make_cache(self, num_blocks: int) -> None:
         self.holdings.make_cache(num_blocks)

@@ -18,7 +18,10 @@ PAUSES = 1.0, 64.0  # seconds with fewer threads, at first and at most: each pau
 
 
 class Threads:
-    """Chooses how many threads steps of few and of many tokens take; until `choose` is called, torch's own number."""
+    """Chooses how many threads steps of few and of many tokens take; until `choose` is called, torch's own number.
+
+    As a string it is the number for steps of many tokens.
+    """
 
     def __init__(self) -> None:
         self._choices: list[tuple[int, int]] = []  # tokens, and the threads of steps that compute at least so many
@@ -51,6 +54,10 @@ class Threads:
                 break
             best, seconds = best // 2, min(seconds, fewer_seconds)
         self._choices.append((tokens, best))
+
+    def __str__(self) -> str:
+        count = self._fixed or (self._choices[-1][1] if self._choices else torch.get_num_threads())
+        return f"{count} thread{'s' if count > 1 else ''}"
 
     @contextmanager
     def of(self, tokens: int) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from nanoinfer.config import Config
 from nanoinfer.layers.experts import skew_routers
 from nanoinfer.parallel.buckets import Bucket, BucketReader, Piece
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.runner.voice import Voice
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.plain_matrix import pack_weights
 from nanoinfer.weights.shards import Table, Target, table_of
@@ -39,14 +40,14 @@ class WeightWriter:
         """The model's table of shards, once its weights are packed."""
         return table_of(self._model)
 
-    def load(self, config: Config) -> None:
+    def load(self, config: Config, voice: Voice) -> None:
         """Fill the weights of a model that has just been built; raises ValueError as Source.fill does."""
         source: Source
         if config.load_format == "safetensors":
             source = FileSource(config.model, config.description.is_multimodal)
         else:
             source = RandomSource(config.seed, self._device)
-        source.fill(table_of(self._model))
+        source.fill(table_of(self._model), partial(voice.bar, "Weights", "B"))
         if config.load_format == "dummy_skewed":
             skew_routers(self._model)
         self.pack()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.process.bar import Advance, ignore
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.weights.shards import Target, Written
 
@@ -69,8 +70,9 @@ def copy_parts(
 class Uploads:
     """Copies from the host to where a model's weights are. On a GPU, tensors wait until they are many."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, advance: Advance = ignore) -> None:
+        """advance: told the bytes that have been copied"""
+        self._device, self._advance = device, advance
         self._parts: list[tuple[Tensor, Tensor]] = []  # of what is copied, and where to
         self._num_bytes = self._num_staged = 0
         self._written: list[tuple[Written, Tensor]] = []  # targets that are no tensors, and what fills them
@@ -80,6 +82,7 @@ class Uploads:
         """Copy a tensor of the target's shape, at once or later. Nobody may change it before `finish`."""
         if self._device.type == "cpu":
             target.copy_(source)
+            self._advance(source.nbytes)
             return
         if isinstance(target, Tensor):
             if id(target) in self._filled:  # a checkpoint may hold a tensor under two names: the later one counts
@@ -104,11 +107,18 @@ class Uploads:
         parts, num_bytes, self._parts = self._parts, self._num_bytes, []
         self._num_bytes = self._num_staged = 0
         self._filled.clear()
-        copy_parts(parts, _upload, num_bytes, self._device)
+        copy_parts(parts, self._upload, num_bytes, self._device)
         parts.clear()
         while self._written:
             target, staged = self._written.pop(0)
             target.copy_(staged)
+
+    def _upload(self, part: tuple[Tensor, Tensor], buffer: Tensor) -> None:
+        target, source = part
+        staged = buffer[: source.nbytes].view(source.dtype).view(source.shape)
+        np.copyto(_as_array(staged), _as_array(source))
+        target.copy_(staged, non_blocking=True)
+        self._advance(source.nbytes)
 
 
 def _parts_of(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -122,13 +132,6 @@ def _parts_of(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]
             yield from _parts_of(*pair)
     else:
         yield from zip(target.split(rows), source.split(rows), strict=True)
-
-
-def _upload(part: tuple[Tensor, Tensor], buffer: Tensor) -> None:
-    target, source = part
-    staged = buffer[: source.nbytes].view(source.dtype).view(source.shape)
-    np.copyto(_as_array(staged), _as_array(source))
-    target.copy_(staged, non_blocking=True)
 
 
 def _as_array(numbers: Tensor) -> np.ndarray:

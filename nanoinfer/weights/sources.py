@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,22 +16,27 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoinfer.checks import short
+from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import Roll
-from nanoinfer.weights.shards import Table, device_of_table
+from nanoinfer.weights.shards import Table, Target, device_of_table
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
 OTHER_MODELS = ("vision_tower.", "multi_modal_projector.", "visual.")  # begin the names of its other tensors
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}  # of numbers, as files name their types
 NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
 
 
 class Source(Protocol):
     """Gives the tensors that a table names when a model is loaded."""
 
-    def fill(self, table: Table) -> None:
-        """Fill every target of the table; raises ValueError, naming them, if tensors are missing or do not fit."""
+    def fill(self, table: Table, bar: MakeBar = no_bar) -> None:
+        """Fill every target of the table; raises ValueError, naming them, if tensors are missing or do not fit.
+
+        bar: counts the bytes that are read or drawn
+        """
         ...
 
 
@@ -40,20 +46,22 @@ class RandomSource:
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
 
-    def fill(self, table: Table) -> None:
-        """Fill every target of the table, always alike for the same seed."""
+    def fill(self, table: Table, bar: MakeBar = no_bar) -> None:
+        """Fill every target of the table, always alike for the same seed. bar: as for Source.fill"""
         shards = [shard for entries in table.values() for shard in entries if not (shard.replaces or shard.optional)]
         generator: torch.Generator | None = None
-        for shard in shards:
-            target = shard.target
-            numbers = target if isinstance(target, Tensor) else torch.empty(target.shape, device=self.device)
-            generator = generator or torch.Generator(numbers.device).manual_seed(self.seed)
-            if shard.random == "noise":
-                numbers.normal_(0, 0.02, generator=generator)
-            else:
-                numbers.fill_(float(shard.random == "ones"))
-            if not isinstance(target, Tensor):
-                target.copy_(numbers)
+        with bar(sum(_drawn_bytes(shard.target) for shard in shards)) as advance:
+            for shard in shards:
+                target = shard.target
+                numbers = target if isinstance(target, Tensor) else torch.empty(target.shape, device=self.device)
+                generator = generator or torch.Generator(numbers.device).manual_seed(self.seed)
+                if shard.random == "noise":
+                    numbers.normal_(0, 0.02, generator=generator)
+                else:
+                    numbers.fill_(float(shard.random == "ones"))
+                if not isinstance(target, Tensor):
+                    target.copy_(numbers)
+                advance(numbers.nbytes)
 
 
 class FileSource:
@@ -68,24 +76,32 @@ class FileSource:
         self.is_multimodal = is_multimodal
         self.files = _choose_files(Path(folder), self.what)
 
-    def fill(self, table: Table) -> None:
-        """Fill every target of the table; raises ValueError as Source.fill says."""
-        self.check(table)
-        name = find_not_finite(table, self.copy(table))
+    def fill(self, table: Table, bar: MakeBar = no_bar) -> None:
+        """Fill every target of the table; raises ValueError as Source.fill says. bar: as for Source.fill"""
+        with bar(self.check(table)) as advance:
+            copied = self.copy(table, advance)
+        name = find_not_finite(table, copied)
         if name is not None:
             raise ValueError(f"{self.what}: {describe_not_finite(table, name)}")
 
-    def check(self, table: Table) -> None:
-        """Raise ValueError if names, shapes or dtypes do not fit the table."""
+    def check(self, table: Table) -> int:
+        """Return how many bytes `copy` reads. Raise ValueError if names, shapes or dtypes do not fit the table."""
         roll = Roll(table, f"{self.what}: the checkpoint does not fit the model")
+        num_bytes = 0
         for name, tensor, file in self._tensors():
-            roll.tick(name, tensor.get_shape(), tensor.get_dtype(), file.name)
+            if roll.tick(name, tensor.get_shape(), tensor.get_dtype(), file.name):
+                numbers = sum(math.prod(shard.target.shape) for shard in table[name])
+                num_bytes += numbers * ITEM_BYTES[tensor.get_dtype()]
         roll.check(whole=True)
+        return num_bytes
 
-    def copy(self, table: Table) -> list[str]:
-        """Copy tensors, which fit, from the mapped files into their targets; returns the tensors' names."""
+    def copy(self, table: Table, advance: Advance = ignore) -> list[str]:
+        """Copy tensors, which fit, from the mapped files into their targets; returns the tensors' names.
+
+        advance: told the bytes that are read
+        """
         copied = []
-        uploads = Uploads(device_of_table(table))
+        uploads = Uploads(device_of_table(table), advance)
         for name, tensor, _ in self._tensors():
             if name in table:
                 for shard in table[name]:
@@ -166,6 +182,12 @@ class TensorSource:
                 roll.check()
             del tensor  # so that it can go before the next one comes
         roll.check(whole=not self.is_partial)
+
+
+def _drawn_bytes(target: Target) -> int:
+    """Return how many bytes of random numbers fill a target; those of one that is no tensor are rounded afterwards."""
+    dtype = target.dtype if isinstance(target, Tensor) else torch.get_default_dtype()
+    return math.prod(target.shape) * dtype.itemsize
 
 
 def _choose_files(folder: Path, what: str) -> list[Path]:

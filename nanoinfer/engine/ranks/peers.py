@@ -22,6 +22,7 @@ from nanoinfer.process.torch_state import fresh_torch_state
 
 STEPS = 100  # from one comparison to the next, at most
 MOST_SHOWN = 600  # characters of a line in an error message
+OWN = ("tensor_parallel_group", "use_tqdm")  # options that ranks may have unlike each other
 ADDRESS = re.compile("0x[0-9a-f]+")  # in an object's repr; it differs from rank to rank
 
 
@@ -44,7 +45,7 @@ class Peers:
         try:
             self._hosts.connect()
             for option in fields(config):
-                if option.init and option.name != "tensor_parallel_group":
+                if option.init and option.name not in OWN:
                     self.note(option.name, getattr(config, option.name))
             self.compare()
         except BaseException:

@@ -1,0 +1,75 @@
+"""Voice: what a start says on a terminal, once it has taken a while, and elsewhere in the log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from nanoinfer.config import Config
+from nanoinfer.process.bar import Advance, Bar, no_bar
+
+QUIET_SECONDS = 2.0  # a start that takes no longer says nothing on a terminal
+
+log = logging.getLogger("nanoinfer")
+
+
+class Voice:
+    """One for all processes that start together: rank 0 has it, of several replicas that of the first.
+
+    is_heard: the user wants it, a terminal watches, and the logger's own level lets INFO through
+    """
+
+    def __init__(self, config: Config, rank: int = 0) -> None:
+        self._is_first = rank == 0
+        self._began = config.began
+        self.is_heard = self._is_first and config.use_tqdm and log.level <= logging.INFO and _is_terminal()
+        processes = {"replica": config.data_parallel_size, "rank": config.tensor_parallel_size}
+        self._who = "".join(f", {name} 0 of {count}" for name, count in processes.items() if count > 1)
+
+    @property
+    def seconds(self) -> float:
+        """How long the start has taken so far."""
+        return time.monotonic() - self._began
+
+    def bar(self, what: str, unit: str, total: int) -> AbstractContextManager[Advance]:
+        """Return a context that shows a bar, unless the work ends before the start has taken long.
+
+        what: begins the bar; unit: "B" for bytes, which are shown in kB, MB and so on; total: how many there are
+        """
+        return self._bar(what, unit, total) if self.is_heard else no_bar(total)
+
+    @contextmanager
+    def _bar(self, what: str, unit: str, total: int) -> Iterator[Advance]:
+        delay = max(QUIET_SECONDS - self.seconds, 0.0)
+        how = {"unit": unit, "unit_scale": unit == "B", "delay": delay, "miniters": 1, "dynamic_ncols": True}
+        with Bar(total=total, desc=f"{what}{self._who}", **how) as bar:
+
+            def advance(done: int) -> None:
+                with Bar.get_lock():
+                    bar.update(done)
+
+            yield advance
+
+    def tell(self, line: str) -> None:
+        """Say a line in the end: on the terminal after a long start, unless the log shows it there; else in the log."""
+        is_logged = log.isEnabledFor(logging.INFO) and log.hasHandlers()
+        if self.is_heard and self.seconds > QUIET_SECONDS and not is_logged:
+            print(line, file=sys.stderr)
+        elif self._is_first:
+            log.info("%s", line)
+
+    def clear(self) -> None:
+        """Clear the terminal's line, in which a process that was killed may have left a bar."""
+        if self.is_heard and self.seconds > QUIET_SECONDS:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _is_terminal() -> bool:
+    """Whether standard error is a terminal; programs put all kinds of objects in its place."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # it is None, or can only be written to, or is closed
+        return False
