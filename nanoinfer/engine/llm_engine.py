@@ -197,12 +197,9 @@ class LLMEngine:
                 self.scheduler.block_manager.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
                 self.finish(seq, "error", why)
             record_extras(done.step, done.seqs, done.tokens.extras)
-        ready_at = self._ready_at = done.note_times(self._ready_at)
+        self._ready_at = done.note_times(self._ready_at)
         ended, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
-        result.finished = [*failed, *ended, *self._advance_matchers(done.guided)]
-        for seq in result.finished:
-            seq.finished_at = ready_at
-        done.note_tokens(num_dropped)
+        done.note_ends([*failed, *ended, *self._advance_matchers(done.guided)], num_dropped)
         self.counters.note_step(result, self.on_step)
         return result
 

@@ -31,8 +31,12 @@ class InFlight:
                     seq.first_token_at = seq.first_token_at or ready_at
         return ready_at
 
-    def note_tokens(self, num_dropped: int) -> None:
-        """Note which sequences the step was for, and how many tokens they got; the others were dropped."""
+    def note_ends(self, finished: list[Sequence], num_dropped: int) -> None:
+        """Note the sequences that ended with the step, and how many tokens all got; the others were dropped."""
+        assert self.tokens is not None
+        self.result.finished = finished
+        for seq in finished:
+            seq.finished_at = self.tokens.ready_at
         self.result.advanced = self.seqs
         self.result.num_generated_tokens = len(self.seqs) - num_dropped
         if not isinstance(self.step, PrefillStep):

@@ -33,6 +33,7 @@ from nanoinfer.requests.inputs import Inputs, Prepared
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.request import Request, Requests
 from nanoinfer.requests.text.tokenizer import load_tokenizer
+from nanoinfer.runner.voice import name_hardware
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 QUIET_SECONDS = 0.1  # without a report, while requests run
@@ -52,7 +53,8 @@ def run_replica(pipe: Connection, beats: Connection) -> None:
     life = Life(outbox, beats, config)
     try:
         replica = Replica(config, pipe, outbox, life)
-        outbox.send(Ready(replica.engine.memory, replica.engine.ranks.runner.hardware))
+        runner = replica.engine.ranks.runner
+        outbox.send(Ready(replica.engine.memory, name_hardware(runner.device, runner.threads)))
         life.is_running = True
         replica.run()
         replica.engine.close()

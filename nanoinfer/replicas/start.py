@@ -16,7 +16,7 @@ from nanoinfer.replicas.requests import ReplicaRequests
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.request import Requests
 from nanoinfer.runner.memory.plan import MemoryPlan
-from nanoinfer.runner.voice import Voice
+from nanoinfer.runner.voice import Voice, name_hardware
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +72,8 @@ class Start:
             return others, ReplicaRequests(others, config, tokenizer), line
         engine = LLMEngine(config, others)
         runner = engine.ranks.runner
-        line = _introduce(config, engine.memory, runner.hardware, Voice(config, runner.tp.rank))
+        hardware = name_hardware(runner.device, runner.threads)
+        line = _introduce(config, engine.memory, hardware, Voice(config, runner.tp.rank))
         return engine, Requests(engine, tokenizer), line
 
     def __exit__(

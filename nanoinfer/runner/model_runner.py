@@ -231,11 +231,6 @@ class ModelRunner:
     def _sharing_sizes(self) -> list[int]:
         return sharing_batch_sizes(self._graph_sizes) if self.config.shares_prefixes else []
 
-    @property
-    def hardware(self) -> str:
-        """What this rank computes with: the GPU's name, or the CPU and how many of its threads."""
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"the CPU with {self.threads}"
-
     def _make_cache(self, num_blocks: int) -> None:
         self.holdings.make_cache(num_blocks)
         make_steps = OneByOne if self.config.is_one_by_one else Steps

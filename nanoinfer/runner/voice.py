@@ -8,8 +8,11 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import torch
+
 from nanoinfer.config import Config
 from nanoinfer.process.bar import Advance, Bar, no_bar
+from nanoinfer.runner.threads import Threads
 
 QUIET_SECONDS = 2.0  # a start that takes no longer says nothing on a terminal
 
@@ -65,6 +68,11 @@ class Voice:
         """Clear the terminal's line, in which a process that was killed may have left a bar."""
         if self.is_heard and self.seconds > QUIET_SECONDS:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def name_hardware(device: torch.device, threads: Threads) -> str:
+    """Return what a rank computes with: the GPU's name, or the CPU and how many of its threads."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"the CPU with {threads}"
 
 
 def _is_terminal() -> bool:
