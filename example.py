@@ -17,14 +17,15 @@ QUESTIONS = ["introduce yourself", "list all prime numbers within 100"]
 def main() -> None:
     """Print each prompt and the text that the model generates."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=BUNDLED_MODEL, help="folder or Hub id (default: the bundled model)")
+    parser.add_argument("--model", default="bundled", help="folder or Hub id (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--stats", action="store_true", help="print in the end what the LLM has done")
     args = parser.parse_args()
 
     with LLM(args.model) as llm:
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-        if args.model == BUNDLED_MODEL:
+        if llm.config.model == BUNDLED_MODEL:
             prompts, outputs = SHAKESPEARE, llm.generate(SHAKESPEARE, params)
         elif llm.tokenizer is not None and llm.tokenizer.chat_template:
             chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -33,6 +34,8 @@ def main() -> None:
             prompts, outputs = QUESTIONS, llm.generate(QUESTIONS, params)
         for prompt, output in zip(prompts, outputs, strict=True):
             print(f"\n--- {prompt}\n{output['text']}")
+        if args.stats:
+            print(f"\n{llm.stats()}")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers 
 class Config:
     """The checked options of LLM, and the settings that the checkpoint's own files give.
 
-    model: a folder with config.json and *.safetensors, or a Hugging Face Hub id
+    model: a folder with config.json and *.safetensors, a Hugging Face Hub id, or "bundled", nanoinfer's small model
     max_num_batched_tokens: one step computes at most this many prompt tokens; longer prompts go in chunks
     max_num_seqs: at most this many sequences run at once. Their rows (logits, block tables, up to 4,096 tokens so far)
         may take at most half of the memory that may be in use

@@ -10,13 +10,17 @@ from nanoinfer.checks import short
 CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 CHECKPOINT_FILES = [*CONFIG_FILES, "*.safetensors"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+BUNDLED = "bundled"  # the name of BUNDLED_MODEL
+BUNDLED_MODEL = str(Path(__file__).parent / "bundled" / "shakespeare-qwen3")
+"""The folder of a small Qwen3 that ships with the package."""
 REVISIONS = {"model": "revision", "tokenizer": "tokenizer_revision"}
 
 
 def find_folder(option: str, source: str | Path, revision: str | None, files: list[str]) -> str:
     """Return the path of a folder, or download a Hub id's files first.
 
-    option: "model" or "tokenizer", which has the value `source`
+    option: "model" or "tokenizer", which has the value `source`. "bundled" is BUNDLED_MODEL, unless the working
+        directory has a folder of that name
     revision: the Hub id's branch, tag or commit; None: its main branch, as which a folder counts
 
     Raises ValueError if there is no such folder, or a folder has another revision.
@@ -28,6 +32,8 @@ def find_folder(option: str, source: str | Path, revision: str | None, files: li
         is_folder, is_file = folder.is_dir(), folder.is_file()
     except (OSError, RuntimeError, ValueError):  # the path is too long, has a null character, or is another user's
         is_folder = is_file = False
+    if source == BUNDLED and not is_folder:
+        folder, is_folder = Path(BUNDLED_MODEL), True
     if is_folder:
         if revision is not None and not (isinstance(revision, str) and revision == "main"):
             raise ValueError(
@@ -39,7 +45,8 @@ def find_folder(option: str, source: str | Path, revision: str | None, files: li
         raise ValueError(f"{option}={str(source)!r}: is a file; give the folder that holds the {option}'s files")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
         raise ValueError(
-            f"{option}={str(source)!r}: no such folder, nor is it a Hugging Face Hub id such as 'Qwen/Qwen3-0.6B'"
+            f"{option}={str(source)!r}: no such folder, nor is it a Hugging Face Hub id such as 'Qwen/Qwen3-0.6B';"
+            f" {BUNDLED!r} is the small model that ships with nanoinfer"
         )
     return _download(option, str(source), revision, files)
 

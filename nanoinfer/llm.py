@@ -21,16 +21,17 @@ from nanoinfer.requests.inputs import Chats, Inputs, Prepared, Prompt, Tokens
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
+from nanoinfer.requests.stats import KeepsStats
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.requests.vllm_methods import VllmMethods
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 
-class LLM(SearchesBeams, VllmMethods):
+class LLM(SearchesBeams, KeepsStats, VllmMethods):
     """A Hugging Face language model, ready to generate.
 
-    model: a folder with config.json and *.safetensors, or a Hub id
+    model: a folder with config.json and *.safetensors, a Hub id, or "bundled", nanoinfer's small model
     options: see Options of LLM (the fields of nanoinfer.config.Config), such as tensor_parallel_size=2
 
     An LLM has these attributes:
@@ -390,7 +391,6 @@ class LLM(SearchesBeams, VllmMethods):
         with self._turn(alone=True), no_full_collection(), self._requests:
             requests = self._requests.add_all(prompts)
             run_all(self._requests, len(requests), use_tqdm)
-            self._requests.take_finished()
             return [request.output() for request in requests]
 
     def _stream(self, prompts: list[Prepared]) -> Generator[StreamOutput, None, None]:

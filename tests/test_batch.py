@@ -18,17 +18,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
-from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingParams, __version__
 from nanoinfer.batch import Summary, job, run
 from nanoinfer.batch.cli import main
 from nanoinfer.batch.ledger import Ledger
 from nanoinfer.batch.lines import PROMPTS, complete, take_prompt
-from nanoinfer.batch.report import MOST_BUCKETS, Report
-from nanoinfer.engine.step_result import StepResult
 
 SMALL = {"dtype": "float32", "kvcache_block_size": 16, "max_model_len": 64, "num_kvcache_blocks": 256, "device": "cpu"}
 FORK = multiprocessing.get_context("fork")  # a new interpreter would take seconds to import torch
@@ -54,6 +51,9 @@ class NullLLM:
         self._asked.append((self._count, prompt, params))
         self._count += 1
         return self._count - 1
+
+    def stats(self) -> str:
+        return f"{self._count} requests so far"
 
     def step(self) -> list[RequestOutput]:
         time.sleep(self.step_seconds)
@@ -277,7 +277,8 @@ class TestBadLines:
     ) -> None:
         good, bad = {"id": "good", "prompt": "x"}, {"id": "bad", "prompt": "refused"}
         assert main([str(write(tmp_path / "in", [good, bad])), str(tmp_path / "out"), "--model", "m"]) == 1
-        last = capsys.readouterr().err.splitlines()[-1]
+        *_, kinds, last = capsys.readouterr().err.splitlines()
+        assert kinds == "errors by kind: 1 prompt is refused"
         assert last == (
             "nanoinfer-batch: 1 of 2 lines have results, 1 have errors; run the same command again to try these again"
         )
@@ -372,6 +373,18 @@ class TestResume:
         run(write(tmp_path / "in", rows[:3]), broken, BUNDLED_MODEL, **SMALL)
         run(write(tmp_path / "in", rows), broken, BUNDLED_MODEL, **SMALL, max_num_seqs=2)
         assert sorted(lines_of(broken)) == sorted(lines_of(whole))
+
+    def test_the_bundled_model_has_a_name_that_holds_for_each_installation(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        options = [text for name, value in SMALL.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        command = ["in", "out", "--model", "bundled", "--max-tokens", "2", *options]
+        for count in (1, 2):
+            write(tmp_path / "in", [{"id": i, "prompt": "ROMEO:"} for i in range(count)])
+            assert main(command) == 0
+            assert [row["id"] for row in read(tmp_path / "out")] == [*range(count)]
+        assert json.loads((tmp_path / "out.manifest.json").read_text(encoding="utf-8"))["model"] == "bundled"
 
     def test_rows_may_keep_the_order_of_their_lines(self, output: Path, tmp_path: Path, null: None) -> None:
         run(many(tmp_path / "in", 300), output, "model", keep_order=True)
@@ -559,43 +572,27 @@ class TestRefused:
             run(file, tmp_path / "out", "no model")
         assert run(file, tmp_path / "out", "a") == Summary(1, 0)
 
-
-class TestReport:
-    def test_a_page_shows_the_run(self, tmp_path: Path) -> None:
-        rows = [{"id": i, "prompt": "ROMEO:", "max_tokens": 6, "ignore_eos": True} for i in range(5)]
-        file = write(tmp_path / "in", [*rows, {"id": "<b>"}])
-        run(file, tmp_path / "out", BUNDLED_MODEL, report=tmp_path / "page.html", **SMALL)
-        page = (tmp_path / "page.html").read_text()
-        for title in ("Tokens per second", "Running rows", "KV-cache blocks in use", "Prompts by", "Samples by"):
-            assert title in page
-        assert "5 of 6 lines" in page
-        assert "4 to 7: 5<" in page  # five samples have six tokens
-        assert "line 6: has no prompt" in page
-        assert "http" not in page
-        ElementTree.fromstring(page.split("\n", 1)[1].replace('<meta charset="utf-8">', ""))  # every tag is closed
-
-    def test_a_long_run_takes_no_more_room(self, tmp_path: Path) -> None:
-        report = Report(str(tmp_path / "page.html"))
-        for second in range(10_000):
-            report.step(StepResult([], num_decode_tokens=5, ready_at=float(second), num_running=5, blocks_used=0.5))
-        report.write("a run", "done")
-        page = (tmp_path / "page.html").read_text()
-        assert page.count("<rect") < 3 * MOST_BUCKETS + 3
-        numbers = [float(number) for number in re.findall(r"s: ([\d.]+)</title>", page)]
-        count = len(numbers) // 3
-        rates, rows, blocks = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
-        assert rates[:-1] == pytest.approx([5] * (count - 1), rel=0.02)  # the last stretch has not ended
-        assert (set(rows), set(blocks)) == ({5.0}, {50.0})
-
-    def test_names_may_hold_bytes_that_are_no_text(self, tmp_path: Path) -> None:
-        """As each name that is not ASCII, where the locale is C."""
-        report = Report(str(tmp_path / "\udcff.html"))
-        report.write("in\udcc3\udca9.jsonl", "done")
-        assert r"<title>in\udcc3\udca9.jsonl</title>" in (tmp_path / "\udcff.html").read_text("utf-8")
-
-    def test_a_page_that_cannot_be_written(self, tmp_path: Path, null: None) -> None:
+    def test_a_report_that_cannot_be_written(self, file: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"report='.*/none/page.html': No such file"):
-            run(write(tmp_path / "in", []), tmp_path / "out", "no model", report=tmp_path / "none" / "page.html")
+            run(file, tmp_path / "out", "no model", report=tmp_path / "none" / "page.html")
+
+
+class TestStats:
+    @pytest.mark.parametrize("ends", ["well", "by an error"])
+    def test_they_are_printed_however_the_job_ends(
+        self, ends: str, tmp_path: Path, null: None, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        rows = [{"id": 1, "prompt": "x"}, {"id": 2, "prompt": "x" if ends == "well" else "refused"}]
+        arguments = [str(write(tmp_path / "in", rows)), str(tmp_path / "out"), "--model", "m", "--max-errors", "0"]
+        assert main([*arguments, "--stats"]) == (ends != "well")
+        said = capsys.readouterr().err.splitlines()
+        assert said[-2] == f"{1 + (ends == 'well')} requests so far"
+        assert main(arguments) == (ends != "well")
+        assert "requests so far" not in capsys.readouterr().err
+
+    def test_a_wrong_value_is_refused(self, tmp_path: Path, null: None) -> None:
+        with pytest.raises(ValueError, match="stats='yes': must be True or False"):
+            run(write(tmp_path / "in", []), tmp_path / "out", "m", stats="yes")
 
 
 class TestPipes:
@@ -673,6 +670,11 @@ class TestCommandLine:
     def test_a_stop_string_is_text(self, text: str, passed: dict[str, Any]) -> None:
         main(["in", "out", "--model", "m", "--stop", text])
         assert passed["stop"] == text
+
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit, match="0"):
+            main(["--version"])
+        assert capsys.readouterr().out == f"nanoinfer {__version__}\n"
 
     def test_help_names_every_option(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="0"):

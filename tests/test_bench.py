@@ -647,9 +647,10 @@ def test_a_workload_beyond_the_models_limit_is_refused(monkeypatch: pytest.Monke
 
 
 def test_the_example_recites() -> None:
-    text = run("example.py", "--temperature", "0", "--max-tokens", "24")
+    text = run("example.py", "--temperature", "0", "--max-tokens", "24", "--stats")
     assert "through yonder window breaks?" in text
     assert "of our discontent" in text
+    assert "\nrequests: 3 in " in text
 
 
 @pytest.mark.whole

@@ -304,6 +304,19 @@ class TestOptions:
             with pytest.raises(ValueError, match=f"^tokenizer_revision='v1': {message}"):
                 Config(BUNDLED_MODEL, tokenizer_revision="v1", **options)
 
+    def test_bundled_is_the_model_that_ships_with_the_package(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A folder of that name comes first, as every folder does."""
+        monkeypatch.chdir(tmp_path)
+        config = Config("bundled", tokenizer="bundled")
+        assert (config.model, config.tokenizer) == (BUNDLED_MODEL, BUNDLED_MODEL)
+        (tmp_path / "bundled").mkdir()
+        with pytest.raises(ValueError, match=r"bundled.*config\.json"):
+            Config("bundled")
+        with pytest.raises(ValueError, match=r"no such folder, .*; 'bundled' is the small model that ships with"):
+            Config("bundle")
+
     def test_a_hub_ids_revisions_are_downloaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []
 

@@ -129,7 +129,7 @@ class TestInCompany:
         _, difference = find_difference(maker(BUNDLED_MODEL, deterministic=False), SECONDS, 0, 10)
         assert difference is not None
         assert difference.alone != difference.in_company
-        assert "the first result that differs is that of blocks.0." in str(difference)
+        assert "the first result that differs is that of layers.0." in str(difference)
 
     @pytest.mark.whole
     @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
@@ -141,7 +141,7 @@ class TestInCompany:
         run = OneByOne._run_rows
 
         def disturbed(steps: OneByOne, num_rows: int, context: Context) -> torch.Tensor:
-            down_proj = steps.model.blocks[1].mlp.down_proj
+            down_proj = steps.model.layers[1].mlp.down_proj
             factor = 1.00001 if num_rows > 2 else 1
             hook = down_proj.register_forward_hook(lambda module, inputs, out: out * factor, prepend=True)
             try:
@@ -152,7 +152,7 @@ class TestInCompany:
         monkeypatch.setattr(OneByOne, "_run_rows", disturbed)
         _, difference = find_difference(maker(str(tmp_path)), SECONDS, 0, 10)
         assert difference is not None
-        assert "the first result that differs is that of blocks.1.mlp.down_proj, at position" in difference.cause
+        assert "the first result that differs is that of layers.1.mlp.down_proj, at position" in difference.cause
 
     @pytest.mark.whole
     def test_a_first_engine_that_differs_is_told_from_company(self) -> None:

@@ -36,7 +36,8 @@ def test_a_field_without_a_line_in_its_docstring_is_named() -> None:
         make_api.document(Half, {"told": make_api.Typed("int"), "untold": make_api.Typed("int")})
 
 
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]*)(?:#([\w-]+))?\)")
 
 
@@ -58,6 +59,26 @@ def test_every_linked_heading_is_there(page: Path) -> None:
             assert heading in {
                 title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
             }
+
+
+def test_the_readme_is_short() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 250
+    headings = re.findall(r"^## (.*)", text, flags=re.MULTILINE)
+    assert headings == ["Start", "Ten lines", "What it does", "Models", "Limits", "Further"]
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    assert {page.resolve() for page in PAGES} - {file.resolve() for _, file in links(README)} == {README}
+
+
+def test_a_clone_comes_from_the_projects_address() -> None:
+    urls = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.urls]")[1].split("\n\n")[0]
+    address, *others = re.findall(r'^\w+ = "(.*)"$', urls, flags=re.MULTILINE)
+    assert len(others) == 3
+    assert all(other.startswith(f"{address}/") for other in others)
+    for page in (README, ROOT / "CONTRIBUTING.md"):
+        assert f"    git clone {address}\n    cd {Path(address).name}\n" in page.read_text(encoding="utf-8")
 
 
 def names_in(file: Path) -> set[str]:
@@ -89,6 +110,66 @@ def test_every_named_function_is_in_its_file(page: Path) -> None:
 
 def test_the_tour_names_functions() -> None:
     assert sum(": " in text for text, _ in links(DOCS / "tour.md")) > 30
+
+
+TOUR = (DOCS / "tour.md").read_text(encoding="utf-8")
+TOPICS = ["Memory", "Scheduling", "Device", "Weights", "Ranks", "Failures", "Clients"]
+
+
+def section_of(title: str) -> str:
+    """A section of the tour, with the sections in it."""
+    return TOUR.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def cells(text: str) -> list[list[str]]:
+    """The cells of the tables in a text, row by row, without the rows of dashes."""
+    rows = re.findall(r"^\| (.*) \|$", text, flags=re.MULTILINE)
+    return [row.split(" | ") for row in rows]
+
+
+def test_the_tour_has_at_most_forty_questions_by_topic() -> None:
+    topics = dict(topic.split("\n", maxsplit=1) for topic in section_of("Where is it?").split("### ")[1:])
+    assert [*topics] == TOPICS
+    rows = {name: cells(table)[1:] for name, table in topics.items()}
+    assert all(len(table) >= 5 for table in rows.values())
+    questions = [question for table in rows.values() for question, _, _ in table]
+    assert len(questions) == len(set(questions)) <= 40
+    assert [question for question in questions if not question.endswith("?")] == []
+
+
+def test_each_question_of_the_tour_leads_to_named_places() -> None:
+    for question, _, place in cells(section_of("Where is it?")):
+        if question != "question":
+            named = [text for text, _, _ in LINK.findall(place) if re.fullmatch(r"[\w/\\]+\.py: [\w.\\]+", text)]
+            assert named, question
+            assert LINK.sub("", place).strip(", ") == "", question
+
+
+def test_no_cell_of_the_tour_is_long() -> None:
+    table = cells(TOUR)
+    assert len(table) > 90
+    assert [cell for row in table for cell in row if len(cell) > 300] == []
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "An option of LLM",
+        "A sampling setting that changes logits",
+        "A sampling setting that leaves tokens out of the draw",
+        "A weight format",
+        "A mixer",
+        "An integration",
+    ],
+)
+def test_the_tour_has_a_recipe(recipe: str) -> None:
+    """Numbered steps, of which some name code, and one names a test."""
+    steps = re.split(
+        r"^\d\. ", section_of("Recipes").split(f"### {recipe}\n")[1].split("\n### ")[0], flags=re.MULTILINE
+    )
+    assert len(steps) > 3
+    assert sum("nanoinfer/" in step for step in steps) > 1
+    assert any("tests/" in step for step in steps)
 
 
 def test_the_tour_says_for_every_file_which_tests_to_run() -> None:
@@ -214,33 +295,13 @@ def test_every_figure_says_when_and_where_it_was_measured() -> None:
     assert {entry["setup"] for entry in entries} == figures.setups.keys()
 
 
-README = (ROOT / "README.md").read_text()
-TRANSLATIONS = re.findall(r"^\|[^|]*\|[^|]*\| `([^|]*)` \|$", README, flags=re.MULTILINE)
-
-
-EXAMPLE, TRAINER = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-
-
-def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(EXAMPLE, {})
-    assert "glorious summer" in capsys.readouterr().out
-
-
-@pytest.mark.whole
-@pytest.mark.usefixtures("one_thread")
-def test_the_readmes_trainer_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    """The reward is a letter's share of the text: at first about 0.06, as in any English text."""
-    assert len(TRAINER.splitlines()) <= 25
-    exec(TRAINER, {})
-    rewards = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
-    assert len(rewards) == 16
-    assert max(rewards[:2]) < 0.08
-    assert min(rewards[-2:]) > 0.12
+ELSEWHERE = (DOCS / "coming-from-elsewhere.md").read_text(encoding="utf-8")
+TRANSLATIONS = re.findall(r"^\|[^|]*\|[^|]*\| `([^|]*)` \|$", ELSEWHERE, flags=re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def namespace() -> Iterator[dict[str, object]]:
-    """The names that the README's translations use."""
+    """The names that the translations use."""
     with LLM(BUNDLED_MODEL) as llm:
         prompts, params = ["ROMEO:\n"], SamplingParams(max_tokens=4, logprobs=1, n=2)
         output = llm.generate(prompts, params, use_tqdm=False)[0]
@@ -257,11 +318,11 @@ def namespace() -> Iterator[dict[str, object]]:
         }
 
 
-def test_the_readme_has_translations() -> None:
+def test_the_table_has_translations() -> None:
     assert len(TRANSLATIONS) >= 14
 
 
 # One statement closes the LLM, so it comes last.
 @pytest.mark.parametrize("statement", sorted(TRANSLATIONS, key="llm.close()".__eq__))
-def test_what_the_readme_tells_to_write_works(statement: str, namespace: dict[str, object]) -> None:
+def test_what_the_table_tells_to_write_works(statement: str, namespace: dict[str, object]) -> None:
     exec(statement, namespace)

@@ -18,8 +18,8 @@ from transformers import AutoConfig, PreTrainedModel
 from nanoinfer import LLM, RequestOutput, SamplingParams
 from nanoinfer.kernels.experts.products import expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import (
+    RouterScoring,
     Routes,
-    Scoring,
     group_reference,
     group_triton,
     route_reference,
@@ -43,7 +43,7 @@ def routes_of(experts: list[list[int]] | torch.Tensor) -> Routes:
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("count", "used"), [(4, 1), (5, 5), (60, 4), *whole_only([(128, 8), (512, 10)])])
-def test_route(count: int, used: int, scoring: Scoring, normalised: bool) -> None:
+def test_route(count: int, used: int, scoring: RouterScoring, normalised: bool) -> None:
     logits = randn(33, count)
     ours, expected = (f(logits, used, scoring, normalised) for f in (route_triton, route_reference))
     assert torch.equal(ours.experts, expected.experts)

@@ -244,7 +244,7 @@ class TestStructuredOutputs:
         call = llm.engine.ranks.runner.call
 
         def watched(method: str, *args: object) -> object:
-            if method == "finish":
+            if method == "draw_guided":
                 torch.cuda.set_sync_debug_mode("error")
             try:
                 return call(method, *args)

@@ -26,10 +26,10 @@ from tqdm.std import TqdmDefaultWriteLock
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.stats import Rates
 from nanoinfer.process import interrupts
 from nanoinfer.process.collector import NEVER, no_full_collection
 from nanoinfer.process.interrupts import delayed_interrupt
-from nanoinfer.requests.progress import Rates
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.plan import CPU_BUDGET
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
@@ -502,7 +502,7 @@ def test_each_steps_time_counts_for_its_own_kind(make_llm: Callable[..., LLM]) -
     llm, rates = make_llm(), Rates()
     llm.engine.add_request([30] * 1500, greedy(30, ignore_eos=True))
     while not llm.engine.is_finished:
-        rates.update(llm.engine.step())
+        rates.add(llm.engine.step())
     prefill, decode = re.fullmatch(r"prefill ([\d,]+) tok/s, decode ([\d,]+) tok/s", str(rates)).groups()
     prefill_seconds, decode_seconds = 1500 / int(prefill.replace(",", "")), 29 / int(decode.replace(",", ""))
     assert decode_seconds > prefill_seconds / 10

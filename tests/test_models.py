@@ -384,7 +384,7 @@ def test_an_activation_that_the_second_product_applies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So it is on a GPU in FP8, for several tokens: the launch that rounds them applies it."""
-    monkeypatch.setattr(RowParallelLinear, "rounds", lambda self, tokens: tokens > 1)
+    monkeypatch.setattr(RowParallelLinear, "can_apply_activation", lambda self, tokens: tokens > 1)
     folder, model = family(name)
     run(make_llm(folder, kvcache_block_size=16, max_model_len=320), model)
 
@@ -512,8 +512,8 @@ def test_the_different_layers_run_alone(
     folder, model = family("gemma3")
     llm = make_llm(folder)
     decoder, ran = llm.engine.ranks.runner.holdings.model, []
-    for layer, block in enumerate(decoder.blocks):
-        block.register_forward_pre_hook(lambda *_, layer=layer: ran.append(layer))
+    for number, layer in enumerate(decoder.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
     with decoder.one_of_each():
         llm.generate([[1, 2]], greedy(2), use_tqdm=False)
     assert ran == 2 * decoder.different_layers != 2 * list(range(decoder.num_layers))

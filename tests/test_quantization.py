@@ -183,7 +183,7 @@ class TestOnTheFly:
 
     def test_random_weights(self, make_llm: Callable[..., LLM]) -> None:
         llm = make_llm(load_format="dummy", quantization="fp8", **OPTIONS)
-        matrix = llm.engine.ranks.runner.steps.model.blocks[0].mlp.gate_up_proj.matrix
+        matrix = llm.engine.ranks.runner.steps.model.layers[0].mlp.gate_up_proj.matrix
         assert matrix.store.weight.dtype == FP8
         assert matrix.store.dense(torch.float32).std() == pytest.approx(0.02, rel=0.02)
         assert tokens_of(llm)

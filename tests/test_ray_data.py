@@ -19,14 +19,12 @@ import pytest
 ray = pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
 pytest.importorskip("ray.data", reason="needs ray.data: pip install -e '.[ray]'")
 
-import pandas as pd
 import pyarrow as pa
 from conftest import HAS_CUDA
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, WorkerError, batch
 from nanoinfer.integrations.ray_data import Generator, build
 
-ROOT = Path(__file__).parent.parent
 SMALL = {"dtype": "float32", "kvcache_block_size": 16, "max_model_len": 64, "num_kvcache_blocks": 256, "device": "cpu"}
 CHAT = [{"role": "user", "content": "Good morrow"}]
 
@@ -290,26 +288,6 @@ class TestCluster:
         while ranks() and time.monotonic() < deadline:
             time.sleep(0.1)
         assert ranks() == []
-
-    @pytest.mark.whole
-    def test_the_readmes_lines_run(self, tmp_path: Path) -> None:
-        section = (ROOT / "README.md").read_text().split("## Past one machine")[1]
-        block = section[section.index("    import ray") :].split("\n\nOther columns")[0]
-        lines = "\n".join(line[4:] for line in block.splitlines())
-        source, target = tmp_path / "prompts.jsonl", tmp_path / "results"
-        source.write_text('{"id": 1, "prompt": "ROMEO:"}\n{"id": 2, "prompt": null}\n')
-        for there, here in (
-            ('"Qwen/Qwen3-0.6B"', repr(BUNDLED_MODEL)),
-            ("max_model_len=2048", 'device="cpu"'),
-            ('"prompts.jsonl"', repr(str(source))),
-            ('"results"', repr(str(target))),
-        ):
-            assert there in lines
-            lines = lines.replace(there, here)
-        exec(lines, {})
-        first, second = sorted(pd.read_parquet(target).to_dict("records"), key=lambda row: row["id"])
-        assert first["text"]
-        assert "has no prompt" in second["error"]
 
     def test_build_refuses_before_anything_runs(self) -> None:
         rows = ray.data.from_items([{"prompt": "ROMEO:\n", "text": "mine"}])

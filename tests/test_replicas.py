@@ -212,6 +212,28 @@ class TestSameAsOne:
         assert sum(step.num_prefill_tokens for step in steps) == 8
         assert sum(step.num_decode_tokens for step in steps) == 8 * 4
 
+    def test_stats_count_what_all_do(self, one: LLM, two: LLM) -> None:
+        told = []
+        for llm in (one, two):
+            llm.reset_prefix_cache()
+            llm.reset_stats()
+            params = SamplingParams(n=3, max_tokens=5, ignore_eos=True)
+            outputs = llm.generate([[30 + i] * (i + 1) for i in range(20)], params, use_tqdm=False)
+            stats = llm.stats()
+            assert stats.num_cached_tokens == sum(output.num_cached_tokens for output in outputs)
+            assert all(output.timings.queue_seconds >= 0 for output in outputs)
+            told.append((stats.num_requests, stats.finish_reasons, stats.num_prompt_tokens, stats.num_generated_tokens))
+        assert told == [(20, {"length": 60}, 210, 300)] * 2
+
+    def test_stats_of_a_stream_that_is_left(self, two: LLM) -> None:
+        two.reset_stats()
+        stream = two.stream([[30], [31]], greedy(40, ignore_eos=True))
+        next(stream)
+        stream.close()
+        stats = two.stats()
+        assert (stats.num_requests, stats.finish_reasons) == (2, {"abort": 2})
+        assert stats.num_generated_tokens > 0
+
     def test_the_progress_bar(self, two: LLM, capsys: pytest.CaptureFixture[str]) -> None:
         two.generate([[30], [31]], greedy(3))
         bar = capsys.readouterr().err

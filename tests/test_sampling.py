@@ -161,12 +161,12 @@ def test_tokens_are_drawn_as_often_as_they_should(params: SamplingParams) -> Non
 
     positions = torch.full((draws,), len(tokens), dtype=torch.int32)
     group = LogitsProcessorGroup({0: wants(params, tokens)}, True, torch.device("cpu"))
-    shaped = group.forbid(group.shape(logits[None], positions[:1], torch.tensor([[*tokens, 0, 0]])))
+    allowed = group.forbid(group.penalize(logits[None], positions[:1], torch.tensor([[*tokens, 0, 0]])))
     temperatures, seeds = torch.full((draws,), params.temperature), torch.arange(draws) * 7 + 3
-    cutoff = group.find_cutoff(shaped, temperatures[:1])
+    cutoff = group.find_cutoff(allowed, temperatures[:1])
     if cutoff is not None:
         cutoff = cutoff[0].expand(draws), cutoff[1].expand(draws)
-    drawn = draw(shaped.expand(draws, -1), temperatures, seeds, positions, cutoff=cutoff)[1]
+    drawn = draw(allowed.expand(draws, -1), temperatures, seeds, positions, cutoff=cutoff)[1]
 
     counts = torch.bincount(drawn, minlength=12).double()
     assert set(counts.nonzero().flatten().tolist()) <= set(expected.nonzero().flatten().tolist())

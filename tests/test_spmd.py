@@ -6,8 +6,6 @@ import multiprocessing as mp
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -28,7 +26,6 @@ from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, Sampl
 
 RANKS = 2
 OPTIONS: dict[str, Any] = {"max_num_seqs": 16, "kvcache_block_size": 16, "num_kvcache_blocks": 400, "dtype": "float32"}
-ROOT = Path(__file__).parent.parent
 
 
 def live(rank: int, device: str, meeting_place: str, pipe: Connection) -> None:
@@ -484,20 +481,3 @@ def test_a_rank_that_hangs_or_dies_is_not_waited_for(
     assert trainer.result(RANKS - 1)[0] == "WorkerError"
     assert send(signal.SIGKILL) < 15
     trainer.end()
-
-
-@pytest.mark.whole
-def test_the_readmes_example_runs(tmp_path: Path) -> None:
-    (example,) = re.findall(
-        r"^    # torchrun.*\n(?:    .*\n|\n(?=    ))+", (ROOT / "README.md").read_text(), re.MULTILINE
-    )
-    script = tmp_path / "train.py"
-    script.write_text(re.sub("^    ", "", example, flags=re.MULTILINE) + "print(outputs[0].token_ids)\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "train.py"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # a machine may have one GPU
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = re.findall(r"\[[\d, ]+\]", done.stdout)
-    assert first == second

@@ -368,7 +368,7 @@ class TestCompany:
         monkeypatch.setattr(llm.engine.ranks.runner, "call", lambda *args: calls.append(args[0]) or call(*args))
         monkeypatch.setattr(llm.engine, "_read_back", lambda done: calls.append("read") or read_back(done))
         generate(llm, guided(structured_outputs={"regex": "[qz]{3}"}))
-        assert calls == ["launch", "finish", *["launch", "read", "finish"] * 3, "read"]
+        assert calls == ["launch", "draw_guided", *["launch", "read", "draw_guided"] * 3, "read"]
         calls.clear()
         generate(llm, SamplingParams(max_tokens=3, ignore_eos=True))
         assert calls == ["run", *["run", "read"] * 2, "read"]

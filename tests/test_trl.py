@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +28,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 
-README = Path(__file__).parent.parent / "README.md"
 TEXTS = ["ROMEO:\nBut, soft!", "JULIET:\n", "GLOUCESTER:\nNow is the winter", "O Romeo, Romeo!"]
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS]
 GENERATIONS, TOKENS, TEMPERATURE = 4, 8, 1.3
@@ -159,22 +156,6 @@ def test_the_weights_are_the_trainers(make_run: Callable[..., Run], llm: LLM, ma
         fresh.update_weights(call.weights)
         assert results(fresh) == (old if call.step == 0 else results(llm))
     assert results(llm) != old
-
-
-def test_the_readmes_lines_train(tmp_path: Path) -> None:
-    """They take the model's folder, the reward, GRPOConfig and the data set from elsewhere."""
-    lines = re.search(r"( {4}from nanoinfer\.integrations\.trl .*?)\n\n", README.read_text(), re.DOTALL)[1]
-    names = {
-        "GRPOTrainer": GRPOTrainer,
-        "LLM": LLM,
-        "model": BUNDLED_MODEL,
-        "reward": lambda completions, **_: [float(len(completion)) for completion in completions],
-        "args": GRPOConfig(str(tmp_path), **SETTINGS),
-        "prompts": Dataset.from_dict({"prompt": TEXTS}),
-    }
-    exec(textwrap.dedent(lines), names)
-    assert names["llm"].weights_version == 3
-    names["llm"].close()
 
 
 def test_a_step_that_generates_twice_takes_the_weights_once(make_run: Callable[..., Run]) -> None:

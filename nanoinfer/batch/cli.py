@@ -13,6 +13,7 @@ from typing import Any
 
 from nanoinfer.batch.job import DEFAULTS, run
 from nanoinfer.config import Config
+from nanoinfer.process.version import own_version
 from nanoinfer.sampling_params import SamplingParams
 
 FAILED, WRONG, INTERRUPTED = 1, 2, 130  # exit status
@@ -50,12 +51,14 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
+    parser.add_argument("--version", action="version", version=f"nanoinfer {own_version()}")
     parser.add_argument("input", metavar="INPUT", help="JSON lines, plain or OpenAI's; - is standard input")
     parser.add_argument("output", metavar="OUTPUT", help="the results, and earlier ones; - is standard output")
-    parser.add_argument("--model", required=True, help="a folder or a Hugging Face Hub id")
+    parser.add_argument("--model", required=True, help="a folder, a Hub id, or bundled, a small model to try with")
     parser.add_argument("--keep-order", action="store_true", help="write results in the order of their lines")
     parser.add_argument("--max-errors", type=int, help="end once more lines than this have failed")
-    parser.add_argument("--report", metavar="FILE", help="write a page of HTML there: speed, lengths, errors")
+    parser.add_argument("--report", metavar="FILE", help="write a page of HTML there: speed, lengths, results, errors")
+    parser.add_argument("--stats", action="store_true", help="print in the end what the LLM has done: see llm.stats")
     options = parser.add_argument_group("options of LLM")
     for field, text in _documented(Config):
         if field.name not in NOT_HERE:

@@ -61,6 +61,7 @@ def run(
     keep_order: bool = False,
     max_errors: int | None = None,
     report: str | os.PathLike[str] | None = None,
+    stats: bool = False,
     **options: Any,
 ) -> Summary:
     """Generate for every line of a file, and write a line for each into another; go on where an earlier run ended.
@@ -74,7 +75,9 @@ def run(
     keep_order: True: rows come in the order of their lines; False: as their requests end. Lines that failed and are
         tried again come behind those of the earlier run, in either case
     max_errors: the job ends once more lines than this have failed; None: it goes on
-    report: a file for a page of HTML, which shows this run's speed, lengths and errors; None: there is none
+    report: a file for a page of HTML, which shows this run's speed, lengths, first results and kinds of errors. Its
+        charts have axes where matplotlib is installed: pip install 'nanoinfer[plot]'. None: there is no page
+    stats: True: the job prints llm.stats() on standard error in the end, also when it breaks off
     options: those of LLM, and settings of SamplingParams, for lines that do not say them
 
     Beside the output lies its manifest, OUTPUT.manifest.json, which holds the job's settings. A line without a seed
@@ -87,6 +90,7 @@ def run(
     source, target = os.fspath(input), os.fspath(output)
     keep_order = check_flag("keep_order", keep_order)
     max_errors = None if max_errors is None else check_int("max_errors", max_errors, 0)
+    stats = check_flag("stats", stats)
     checked = SamplingParams(**{name: value for name, value in options.items() if name in DEFAULTS})
     defaults = {name: getattr(checked, name) for name in options if name in DEFAULTS}
     options = {name: value for name, value in options.items() if name not in DEFAULTS and value is not None}
@@ -105,11 +109,13 @@ def run(
                 interrupts.asked = True
             finally:
                 progress.show(is_last=True)
+                if stats:
+                    print(llm.stats(), file=sys.stderr)
                 if page is not None:
-                    page.write(f"{source} with {model}", str(progress))
+                    page.write(f"{source} with {model}", str(progress), progress.errors)
             if interrupts.asked:
                 raise KeyboardInterrupt(f"{progress.done:,} lines have results")
-            return Summary(progress.done, progress.errors)
+            return Summary(progress.done, len(progress.errors))
 
 
 @contextmanager

@@ -118,15 +118,14 @@ class Loop:
                 self._put(turn, row)
                 self._progress.add(sum(len(sample.token_ids) for sample in output.samples))
                 if self._report is not None:
-                    self._report.add(output)
+                    self._report.add(job.line, output)
 
     def _fail(self, turn: int, error: LineError) -> None:
         self._put(turn, error_row(error))
-        self._progress.add(0, is_error=True)
-        if self._report is not None:
-            self._report.fail(error)
-        if self._max_errors is not None and self._progress.errors > self._max_errors:
-            raise RuntimeError(f"max_errors={self._max_errors}: {self._progress.errors} lines have failed; {error}")
+        self._progress.fail(error)
+        count = len(self._progress.errors)
+        if self._max_errors is not None and count > self._max_errors:
+            raise RuntimeError(f"max_errors={self._max_errors}: {count} lines have failed; {error}")
 
     def _put(self, turn: int, row: Mapping[str, Any]) -> None:
         """Write a row, or hold it back until all lines before have theirs."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 import time
 
+from nanoinfer.batch.errors import Errors
+from nanoinfer.batch.lines import LineError
+
 ON_TERMINAL, ELSEWHERE = 0.2, 10.0  # seconds between two lines
 
 
@@ -13,12 +16,13 @@ class Progress:
 
     total: the lines of the input; None: nobody knows
     done: the lines that have their results, those of earlier runs included
-    errors: the lines that have failed in this run
+    errors: of the lines that have failed in this run
     """
 
     def __init__(self, total: int | None) -> None:
         self.total = total
-        self.done = self.errors = 0
+        self.done = 0
+        self.errors = Errors()
         self._is_terminal = sys.stderr.isatty()
         self._every = ON_TERMINAL if self._is_terminal else ELSEWHERE
         self._start = self._next = time.monotonic()
@@ -28,28 +32,37 @@ class Progress:
         """Count a line that an earlier run has done."""
         self.done += 1
 
-    def add(self, tokens: int, is_error: bool = False) -> None:
-        """Count a line that has ended, and its tokens."""
+    def add(self, tokens: int) -> None:
+        """Count a line that has its result, and the tokens of it."""
         self._new += 1
         self._tokens += tokens
-        self.errors += is_error
-        self.done += not is_error
+        self.done += 1
+
+    def fail(self, error: LineError) -> None:
+        """Count a line that has failed."""
+        self._new += 1
+        self.errors.add(error)
 
     def show(self, is_last: bool = False) -> None:
-        """Print a line if it is time for one; on a terminal, in the place of the line before."""
+        """Print a line if it is time for one; on a terminal, in the place of the line before.
+
+        is_last: it is time, and a line of all errors follows, if there are some
+        """
         now = time.monotonic()
         if now < self._next and not is_last:
             return
         self._next = now + self._every
         end = "\n" if is_last or not self._is_terminal else ""
         print(f"\r\x1b[K{self}" if self._is_terminal else self, end=end, file=sys.stderr, flush=True)
+        if is_last and len(self.errors):
+            print(self.errors, file=sys.stderr)
 
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
         count = f"{self.done:,}" if self.total is None else f"{self.done:,} of {self.total:,}"
-        parts = [f"{count} lines", f"{self._tokens / seconds:,.0f} tok/s", f"{self.errors:,} errors"]
+        parts = [f"{count} lines", f"{self._tokens / seconds:,.0f} tok/s", f"{len(self.errors):,} errors"]
         if self.total is not None and self._new:
-            left = self.total - self.done - self.errors
+            left = self.total - self.done - len(self.errors)
             parts.append(f"{_clock(left * seconds / self._new)} left")
         return ", ".join(parts)
 

@@ -90,7 +90,7 @@ class BlockManager:
         self._planned.clear()
 
     def plan(self, seq: Sequence, num_tokens: int) -> None:
-        """Name the blocks that the first `num_tokens` tokens fill once the step that is being planned has run.
+        """Name the blocks of the first `num_tokens` tokens that are full once the planned step has run.
 
         Other sequences of the same step may share these blocks: each layer writes all keys before it attends.
         """
@@ -103,13 +103,13 @@ class BlockManager:
             block_id = seq.block_table[index]
             block = self.blocks[block_id]
             if block.content is None:  # otherwise another sequence that shares the block has named it
-                self.names.give(block_id, self._content(seq, index, seq.last_serial))
+                self.names.add(block_id, self._content(seq, index, seq.last_serial))
             seq.num_named, seq.last_serial = index + 1, block.serial
 
     def release(self, seq: Sequence, num_tokens: int) -> None:
-        """Take back, from a sequence that goes on, the blocks that its first `num_tokens` tokens fill; all have names.
+        """Take back the blocks that the first `num_tokens` tokens of a running sequence fill; all have names.
 
-        The numbers of these blocks stay in the block table, where nobody reads them any more.
+        The block table keeps their numbers, which no later step reads.
         """
         num_released = num_tokens // self.block_size
         if num_released > seq.num_released:
@@ -128,7 +128,7 @@ class BlockManager:
         The newest prefill step may not have been launched: its blocks lose their names.
         """
         for block_id in self._planned:
-            self.names.take(block_id)
+            self.names.remove(block_id)
         for block in self.blocks:
             block.ref_count = 0
         held = [block_id for block_id in range(len(self.blocks)) if block_id not in self.free_blocks]
@@ -136,7 +136,7 @@ class BlockManager:
         self.free_blocks = OrderedDict.fromkeys(free)
 
     def forget_all(self, seqs: Iterable[Sequence]) -> None:
-        """Take the names of all blocks, so that no later sequence shares one.
+        """Remove the names of all blocks, so that no later sequence shares one.
 
         seqs: all sequences that hold blocks. The blocks that they fill from now on follow blocks without a name, so no
         other sequence finds them
@@ -146,9 +146,9 @@ class BlockManager:
             seq.last_serial = next(self._serials)
 
     def forget(self, seq: Sequence) -> None:
-        """Take the names of a sequence's blocks, so that no later sequence shares one; whoever holds them goes on."""
+        """Remove the names of a sequence's blocks. No later sequence shares one, but those that hold them go on."""
         for block_id in seq.block_table[seq.num_released :]:
-            self.names.take(block_id)
+            self.names.remove(block_id)
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         found: list[int] = []
@@ -183,7 +183,7 @@ class BlockManager:
 
     def _extend(self, seq: Sequence) -> None:
         block_id, _ = self.free_blocks.popitem(last=False)
-        self.names.take(block_id)
+        self.names.remove(block_id)
         block = self.blocks[block_id]
         block.serial, block.ref_count = next(self._serials), 1
         seq.block_table.append(block_id)

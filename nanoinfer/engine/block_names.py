@@ -9,9 +9,9 @@ class Block:
     """One block of the KV cache.
 
     ref_count: this many sequences hold the block
-    content: the block's name, the bytes of the serial of the block before and of its own tokens; None: it has none yet
+    content: the block's name, as bytes: the serial of the block before it, and its own tokens; None: it has no name
     digest: the content's hash
-    serial: in a named block, it stands for all tokens up to the end of this block, and never for any others
+    serial: of a named block, the number of its prefix: of all tokens up to the block's end. No other prefix has it
     """
 
     __slots__ = ("content", "digest", "ref_count", "serial")
@@ -24,9 +24,9 @@ class Block:
 
 
 class BlockNames:
-    """The names of blocks. Of blocks of equal content, one is found by it.
+    """The names of blocks. If several blocks have equal content, a lookup finds the first that was named.
 
-    by_hash: hash of a content -> the block that is found by it
+    by_hash: hash of a content -> the block that a lookup of the content finds
     collided: content whose hash leads to another content's block -> its own block
     """
 
@@ -39,7 +39,7 @@ class BlockNames:
         self._are_given = False  # some, since the last `clear`
 
     def find(self, content: bytes) -> int | None:
-        """Return the block that is found by a content; None: there is none."""
+        """Return a block of this content; None: a lookup finds none."""
         return self._find(content, self._hash(content))
 
     def _find(self, content: bytes, digest: int) -> int | None:
@@ -48,8 +48,8 @@ class BlockNames:
             return block_id
         return self.collided.get(content) if self.collided else None
 
-    def give(self, block_id: int, content: bytes) -> None:
-        """Give a block its name, and the serial of the block that is found by it: itself if there is none.
+    def add(self, block_id: int, content: bytes) -> None:
+        """Name a block by its content. If another block has that name, this one takes that one's serial.
 
         So blocks of equal content have one serial, and a lookup finds the blocks that follow any of them.
         """
@@ -62,8 +62,8 @@ class BlockNames:
         elif self.by_hash.setdefault(block.digest, block_id) != block_id:
             self.collided[content] = block_id
 
-    def take(self, block_id: int) -> None:
-        """Take the name of a block, if it has one."""
+    def remove(self, block_id: int) -> None:
+        """Remove the name of a block, if it has one."""
         block = self.blocks[block_id]
         if block.content is None:
             return
@@ -74,7 +74,7 @@ class BlockNames:
         block.content = None
 
     def clear(self) -> None:
-        """Take the names of all blocks."""
+        """Remove the names of all blocks."""
         if not self._are_given:
             return
         self._are_given = False

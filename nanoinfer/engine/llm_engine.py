@@ -18,10 +18,11 @@ from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.engine.record import record_extras
 from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.engine.row_map import RowMap
-from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
+from nanoinfer.engine.scheduler import Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.shared_prefixes import PrefixFinder
-from nanoinfer.engine.step_result import InFlight, StepResult
+from nanoinfer.engine.stats import Counters
+from nanoinfer.engine.step_result import InFlight, StepResult, planned
 from nanoinfer.grammar import Grammar
 from nanoinfer.kernels.attention.prefix_plan import rows_of_a_tile
 from nanoinfer.process.interrupts import delayed_interrupt
@@ -51,6 +52,8 @@ class LLMEngine:
         self.in_flight: deque[InFlight] = deque()
         self.on_step: Callable[[StepResult], None] | None = None  # called with each step that is read back
         self.num_requests = 0  # that have been added so far, ended ones included
+        self.counters = Counters()
+        self._ready_at = 0.0  # when the device was done with the newest step that was read back
 
     def add_request(
         self,
@@ -64,7 +67,7 @@ class LLMEngine:
 
         grammar: that of params.structured_outputs, if there are any
         seed: the request's; None: params.seed, or one that is made from the request's number
-        samples: the numbers of those that are wanted; None: all
+        samples: the numbers of the samples to compute; None: all
 
         The sequences' request_id counts the requests, from 0.
         """
@@ -115,25 +118,29 @@ class LLMEngine:
         """
         self.check_ready()
         with self.ranks.undivided():
-            result, launched = StepResult([]), None
+            result, launched = StepResult(), None
             if self.ranks.peers is not None:
                 self.ranks.peers.before_step(self.scheduler.running)
+            preempted_before = self.scheduler.num_preemptions
             step = self.scheduler.schedule(in_flight=bool(self.in_flight))
             if step is not None:
                 launched = self._launch(step)
+                launched.result.num_preemptions = self.scheduler.num_preemptions - preempted_before
                 self.in_flight.append(launched)
             if self.in_flight and (launched is None or len(self.in_flight) > 1):
                 result = self._read_back(self.in_flight.popleft())
             if launched is not None and launched.guided:
                 masks = self.matchers.masks(launched.guided)
-                launched.tokens = self.ranks.call("finish", masks)
+                launched.tokens = self.ranks.call("draw_guided", masks)
             return result
 
     def _launch(self, step: Step) -> InFlight:
+        now = time.perf_counter()
+        result = planned(step, now)
         message, seqs = self.row_map.describe(step)
         guided = self.matchers.guided(seqs)
         tokens = self.ranks.call("launch" if guided else "run", message)
-        return InFlight(step, seqs, guided, tokens)
+        return InFlight(step, seqs, guided, tokens, result, None if self.in_flight else now)
 
     def drain(self) -> list[StepResult]:
         """Read back every step in flight."""
@@ -181,7 +188,8 @@ class LLMEngine:
 
     def _read_back(self, done: InFlight) -> StepResult:
         assert done.tokens is not None
-        num_running, blocks_used = len(self.scheduler.running), self.scheduler.block_manager.share_used
+        result = done.result
+        result.num_running, result.blocks_used = len(self.scheduler.running), self.scheduler.block_manager.share_used
         with fresh_torch_state():
             token_ids = self.ranks.wait(done.tokens)
             failed = without_token(done.seqs, token_ids, self.config.dtype)
@@ -189,22 +197,13 @@ class LLMEngine:
                 self.scheduler.block_manager.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
                 self.finish(seq, "error", why)
             record_extras(done.step, done.seqs, done.tokens.extras)
-        ready_at = done.tokens.ready_at
-        result = StepResult([*failed], done.seqs, ready_at=ready_at, num_running=num_running, blocks_used=blocks_used)
-        if isinstance(done.step, PrefillStep):
-            for seq in done.seqs:
-                if not seq.is_finished:
-                    seq.first_token_at = seq.first_token_at or ready_at
+        ready_at = self._ready_at = done.note_times(self._ready_at)
         ended, num_dropped = self.scheduler.postprocess(done.step, zip(done.seqs, token_ids, strict=True))
-        result.finished += ended + self._advance_matchers(done.guided)
+        result.finished = [*failed, *ended, *self._advance_matchers(done.guided)]
         for seq in result.finished:
             seq.finished_at = ready_at
-        if isinstance(done.step, PrefillStep):
-            result.num_prefill_tokens = done.step.num_tokens
-        else:
-            result.num_decode_tokens = done.step.num_tokens - num_dropped
-        if self.on_step is not None:
-            self.on_step(result)
+        done.note_tokens(num_dropped)
+        self.counters.note_step(result, self.on_step)
         return result
 
     def _advance_matchers(self, guided: list[Sequence]) -> list[Sequence]:

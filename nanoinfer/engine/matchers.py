@@ -42,13 +42,13 @@ class Matchers:
         self._matchers.clear()
 
     def guided(self, seqs: list[Sequence]) -> list[Sequence]:
-        """Return those of the sequences that are guided, in their order."""
+        """Return the guided ones among the sequences, in their order."""
         return [seq for seq in seqs if seq in self._matchers] if self._matchers else []
 
     def advance(self, seq: Sequence) -> tuple[FinishReason, str | None] | None:
         """Read a sequence's newest token; returns why that ends the sequence, with what is wrong; None: it goes on.
 
-        A sequence that had ended before has no matcher, and its newest token is none of its own.
+        A sequence that ended before has no matcher: the token that the step has computed for it does not count.
         """
         if seq not in self._matchers:
             return None

@@ -23,7 +23,7 @@ class Chunk:
     seq: Sequence
     start: int
     end: int
-    is_last: bool  # the sequence's tokens end with it, and its next one is sampled from it, if it gets any
+    is_last: bool  # the sequence's tokens end with it: its logits give the next one, if there is one
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ Step = PrefillStep | DecodeStep
 class Scheduler:
     """First come, first served: gathered prompts before running sequences, the newest preempted first.
 
-    Of the requests of one call, those that may get more tokens count as the first, if there are rows for some only.
+    If there are rows for some requests of a call only, those that may get more tokens come first.
 
     `schedule` plans a step from lengths alone, so it may be called again before the tokens of the last step are
     known. `postprocess` takes each step's tokens, in the order of the steps.
@@ -265,7 +265,7 @@ class Scheduler:
             self._requeue(seq)
 
     def reset_prefix_cache(self) -> None:
-        """Let no later sequence share a block that has been computed, or that a sequence which has begun computes."""
+        """Let no later sequence share a block of any sequence that has begun so far."""
         self.block_manager.forget_all([seq for seq in self.unfinished if seq.block_table])
         for seq in self.waiting:
             if seq.routed_experts is not None and not seq.block_table:
@@ -309,9 +309,9 @@ class Scheduler:
 
         In a decode step, only the sequences in `due` can have such blocks.
 
-        Steps in flight may still read the blocks that are taken back here. They do so before the next owner writes:
-        steps run in order, and the next owner's step is planned later. So only later steps count when a block is judged
-        to be out of sight, and their queries begin at num_scheduled.
+        Steps in flight may still read the blocks that are taken back here. They run before any step of the blocks' next
+        owners, because those are planned later. So a block may go when no step that is still to be planned sees it. The
+        queries of such steps begin at num_scheduled.
         """
         if isinstance(step, PrefillStep):
             filled = [(chunk.seq, chunk.end) for chunk in step.chunks]
@@ -326,7 +326,7 @@ class Scheduler:
                     self.block_manager.release(seq, min(num_unseen, end))
 
     def _append(self, seq: Sequence, token_id: int) -> bool:
-        """Append a token that may end the sequence, or end it as a short one; returns whether it has ended."""
+        """Append a token, which may end the sequence, or start it again as a long one; returns whether it ended."""
         seq.token_ids.append(token_id)
         if token_id in seq.stop_ids:
             self.finish(seq, "stop", token_id if token_id in (seq.params.stop_token_ids or ()) else None)

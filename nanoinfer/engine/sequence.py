@@ -11,7 +11,7 @@ from nanoinfer.logprob import CandidatesLog
 from nanoinfer.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-NO_LOG = CandidatesLog()  # of all sequences that want none: most do, and each log is a thing for the garbage collector
+NO_LOG = CandidatesLog()  # one for all sequences that ask for none: the garbage collector visits every object
 
 
 class SequenceStatus(Enum):
@@ -55,6 +55,7 @@ class Sequence:
         "row",
         "sample_index",
         "seed",
+        "started_at",
         "status",
         "stop_ids",
         "stop_reason",
@@ -89,8 +90,8 @@ class Sequence:
         self.kept_tokens: list[tuple[int, float]] = []  # of the generated tokens, if asked for
         # Of the prompt's tokens but the first:
         self.prompt_logprobs = NO_LOG if params.prompt_logprobs is None else CandidatesLog()
-        self.routed_experts: RoutedExperts | None = None  # None: nobody asks
-        self.queued_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
+        self.routed_experts: RoutedExperts | None = None  # None: the LLM was not asked for them
+        self.queued_at = self.started_at = self.first_token_at = self.finished_at = 0.0  # on time.perf_counter's clock
         self.versions: list[tuple[int, int]] = []  # see `use_weights`
         most = max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         self.max_len = min(most, max_model_len)

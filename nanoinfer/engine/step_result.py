@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nanoinfer.engine.scheduler import Step
+from nanoinfer.engine.scheduler import PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
@@ -15,8 +15,28 @@ class InFlight:
 
     step: Step
     seqs: list[Sequence]  # in the order of the tokens
-    guided: list[Sequence]  # those of them that are guided
+    guided: list[Sequence]  # the guided ones among seqs
     tokens: PendingTokens | None  # None until guided rows have their masks
+    result: StepResult  # with the figures of the plan
+    began: float | None  # on time.perf_counter's clock; None: when the device was done with the step before
+
+    def note_times(self, previous: float) -> float:
+        """Note when the device was done with the step, and return it; previous: when it was with the step before."""
+        assert self.tokens is not None
+        ready_at = self.result.ready_at = self.tokens.ready_at
+        self.result.seconds = ready_at - (self.began or previous)
+        if isinstance(self.step, PrefillStep):
+            for seq in self.seqs:
+                if not seq.is_finished:
+                    seq.first_token_at = seq.first_token_at or ready_at
+        return ready_at
+
+    def note_tokens(self, num_dropped: int) -> None:
+        """Note which sequences the step was for, and how many tokens they got; the others were dropped."""
+        self.result.advanced = self.seqs
+        self.result.num_generated_tokens = len(self.seqs) - num_dropped
+        if not isinstance(self.step, PrefillStep):
+            self.result.num_decode_tokens -= num_dropped
 
 
 @dataclass
@@ -27,11 +47,34 @@ class StepResult:
     advanced stay empty here: the sequences are in the replicas' processes.
     """
 
-    finished: list[Sequence]
+    finished: list[Sequence] = field(default_factory=list)
     advanced: list[Sequence] = field(default_factory=list)  # those that the step computed a token for
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0  # a token after an end-of-sequence token does not count
     ready_at: float | None = None  # when the device was done with the step, on time.perf_counter's clock
     num_running: int = 0  # sequences whose prompts are scheduled whole and whose last token is not read back yet
     blocks_used: float = 0.0  # the share of the KV cache's blocks that sequences hold
+    seconds: float = 0.0  # since the step before was done; since its launch, if no step was in flight then
+    num_generated_tokens: int = 0  # that sequences got
+    num_prompt_tokens: int = 0  # of the prompts that began with the step, each once for all samples
+    num_cached_tokens: int = 0  # those of them that came from the KV cache
+    num_recomputed_tokens: int = 0  # that had been computed before their sequences lost their blocks
+    num_preemptions: int = 0  # just before the step
     replica: int = 0  # which of data_parallel_size made it
+
+
+def planned(step: Step, now: float) -> StepResult:
+    """Return the figures of a step that is to be launched `now`, and note that in the sequences that begin with it."""
+    if not isinstance(step, PrefillStep):
+        return StepResult(num_decode_tokens=step.num_tokens)
+    result = StepResult(num_prefill_tokens=step.num_tokens)
+    for chunk in step.chunks:
+        if not chunk.seq.is_fresh:  # the newest token is the only one that is computed for the first time
+            result.num_recomputed_tokens += min(chunk.end, len(chunk.seq) - 1) - chunk.start
+    for seq in [*(chunk.seq for chunk in step.chunks), *(fork.seq for fork in step.forks)]:
+        if seq.is_fresh and not seq.started_at:
+            seq.started_at = now
+            if seq.sample_index == 0:
+                result.num_prompt_tokens += seq.num_prompt_tokens
+                result.num_cached_tokens += seq.num_cached_tokens
+    return result

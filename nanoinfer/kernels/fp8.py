@@ -59,10 +59,7 @@ class Fp8Weight(NamedTuple):
         return rows // down, columns // across
 
 
-Block = tuple[int | None, int | None]
-
-
-def parts_of(weight: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None, Block]:
+def parts_of(weight: Tensor | Fp8Weight) -> tuple[Tensor, Tensor | None, tuple[int | None, int | None]]:
     """Return a weight's numbers, their scales, and the blocks' height and width; None: it is not in FP8."""
     return (*weight, weight.block) if isinstance(weight, Fp8Weight) else (weight, None, (None, None))
 

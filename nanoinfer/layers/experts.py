@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.kernels.experts.route import Routes, Scoring, route
+from nanoinfer.kernels.experts.route import RouterScoring, Routes, route
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_and_linear
 from nanoinfer.kernels.linear.in_order import InOrderWeight
@@ -25,7 +25,7 @@ class Router(nn.Module):
     """The matrix that scores the experts; every rank holds all of it."""
 
     def __init__(
-        self, names: tuple[str, ...], hidden_size: int, count: int, used: int, scoring: Scoring, normalised: bool
+        self, names: tuple[str, ...], hidden_size: int, count: int, used: int, scoring: RouterScoring, normalised: bool
     ) -> None:
         """names: the tensor's name without ".weight", and others that a checkpoint may store it under instead"""
         super().__init__()
@@ -106,7 +106,7 @@ class SharedExpert(nn.Module):
 
         Both are [tokens, hidden_size].
         """
-        later = self.down_proj.rounds(len(x))
+        later = self.down_proj.can_apply_activation(len(x))
         gated = self.gate_up_proj.project(x, None if later else self.activation)
         out = self.down_proj.project(gated, self.activation if later else None)
         gate = F.linear(x, self.gate) if self._in_order is None else self._in_order.product(x)
@@ -152,7 +152,7 @@ class MixtureOfExperts(nn.Module):
         return out if self.shared is None else out + self.shared(joined), residual
 
     def keep_taken(self, most: int) -> None:
-        """From now on, keep the experts that the tokens of each step take; CUDA graphs of before do not.
+        """From now on, keep the experts that the tokens of each step take. CUDA graphs captured before do not.
 
         most: tokens in a step, at most
         """

@@ -35,7 +35,7 @@ class ColumnParallelLinear(nn.Module):
     sizes: the outputs of each projection over all ranks, in units of head_dim
     head_dim: the outputs that stay together on a rank: a head's, or a single one. If a projection has fewer such units
         than there are ranks, several ranks hold the same unit
-    fp8: the format of the matrices, unless it leaves out these; None: the model's dtype
+    fp8: the format of the checkpoint's matrices, which may leave out these; None: all have the model's dtype
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class RowParallelLinear(nn.Module):
             assert share * tp.size == in_features
             self.matrix = make_matrix([Section(name, out_features, shape, tp.rank * share, dim=1)], share, bias, fp8)
 
-    def rounds(self, tokens: int) -> bool:
-        """Return whether a launch rounds so many tokens to FP8 for this product, and can apply an activation, too."""
-        return self.matrix.rounds(tokens)
+    def can_apply_activation(self, tokens: int) -> bool:
+        """Return whether a launch that prepares so many tokens for this product can apply an activation, too."""
+        return self.matrix.can_apply_activation(tokens)
 
     def forward(self, x: Tensor, before: Activation | None = None) -> Tensor:
         """Multiply [tokens, this rank's share of in_features]; returns [tokens, out_features].

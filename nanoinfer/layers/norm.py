@@ -87,7 +87,7 @@ class Joint(nn.Module):
         return x if self.scale == 1 else x * self.scale
 
     def lane(self, x: Tensor) -> VectorLane | None:
-        """Return a lane if the product that follows is to add up the ranks' parts of x, as it can for one token."""
+        """Return a lane if the next product can add up the ranks' parts of x itself, as for one token; else None."""
         inbox = self.tp.inbox
         if inbox is None or self.tp.keeps_order or not inbox.can_sum(x) or not takes_lane(x):
             return None

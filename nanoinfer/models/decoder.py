@@ -1,4 +1,4 @@
-"""The decoder: embeddings, blocks of attention and a gated MLP on a residual stream, and logits.
+"""The decoder: embeddings, layers of attention and a gated MLP on a residual stream, and logits.
 
     tokens --> embedding --> [ joint --> attention --> joint --> MLP ] x layers --> joint --> logits
 
@@ -99,7 +99,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
-        later = self.down_proj.rounds(x.shape[-2])
+        later = self.down_proj.can_apply_activation(x.shape[-2])
         gated, residual = self.gate_up_proj(x, residual, joint, None if later else self.activation)
         return self.down_proj(gated, self.activation if later else None), residual
 
@@ -109,7 +109,7 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | Mixtu
     experts, names, prefix = model.experts, model.names, f"model.layers.{layer}."
     if experts is None or not experts.layers[layer]:
         return MLP(model, layer, tp)
-    stack = f"{prefix}mlp"  # of the stacked tensors, whatever a checkpoint calls single experts
+    stack = f"{prefix}mlp"  # begins the names of stacked tensors, which are the same in all families
     share = experts.size // tp.size
     sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, tp.rank * share, share)
     tensors = ExpertTensors(
@@ -132,7 +132,7 @@ def _output_share(model: Description, tp: TensorParallel) -> OutputShare:
     return OutputShare(range(tp.rank * share, (tp.rank + 1) * share), partial(gather, tp=tp))
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """One layer: two branches, each after a joint. The next layer's first joint adds the second branch's result."""
 
     def __init__(
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         self.embedding_scale = torch.tensor(model.embedding_scale, dtype=self.embedding.weight.dtype).item()
         rotaries = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(model.ropes) if rope is not None}
         self.long_rotary = next((rotary for rotary in rotaries.values() if rotary.long_from is not None), None)
-        self.blocks = nn.ModuleList()
+        self.layers = nn.ModuleList()
         joints = _joints(model, tp)
         scaling = model.query_scaling
         scales = None if scaling is None else query_scales(scaling.beta, scaling.length, max_model_len)
@@ -185,7 +185,7 @@ class Decoder(nn.Module):
             rotary = None if rope is None else rotaries[rope]
             attention = SelfAttention(model, layer, rotary, scales, backend, tp)
             mlp = _make_mlp(model, layer, tp)
-            self.blocks.append(Block(next(joints), attention, next(joints), mlp))
+            self.layers.append(DecoderLayer(next(joints), attention, next(joints), mlp))
         self.joint = next(joints)
         self.lm_head = self.embedding
         if not model.tied or head_dtype != self.embedding.weight.dtype:
@@ -210,23 +210,23 @@ class Decoder(nn.Module):
         x, residual = self.embedding(token_ids), None
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
-        for block in self.blocks:
-            x, residual = block(x, residual, context)
+        for layer in self.layers:
+            x, residual = layer(x, residual, context)
         return self.joint(x, residual)[0]
 
     @contextmanager
     def one_of_each(self) -> Iterator[None]:
-        """Let a forward pass run the different layers alone: it launches every kernel, and has no result."""
-        whole, self.blocks = self.blocks, nn.ModuleList(self.blocks[layer] for layer in self.different_layers)
+        """Let a forward pass run one layer of each kind: it launches every kernel, and its result means nothing."""
+        whole, self.layers = self.layers, nn.ModuleList(self.layers[number] for number in self.different_layers)
         try:
             yield
         finally:
-            self.blocks = whole
+            self.layers = whole
 
     def fix_order(self, sizes: list[int], tokens: int) -> None:
         """Let a GPU's products add up in the order of the inputs; raises ValueError if they cannot.
 
-        sizes, tokens: of steps for which to compare bits: the rows of decode steps, and the tokens of a full step
+        sizes: the rows of decode steps whose bits are compared; tokens: those of a full step, which are compared too
         """
         for module in self.modules():
             if isinstance(module, (PlainMatrix, Fp8Matrix, MixtureOfExperts, SharedExpert)):

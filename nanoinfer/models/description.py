@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nanoinfer.kernels.experts.route import Scoring
+from nanoinfer.kernels.experts.route import RouterScoring
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
 from nanoinfer.layers.rotary import Rope
@@ -67,7 +67,7 @@ class Experts:
     used: int
     size: int
     normalised: bool
-    scoring: Scoring = "softmax"
+    scoring: RouterScoring = "softmax"
     shared_size: int | None = None
 
     @property
@@ -139,7 +139,7 @@ class Description:
 
     @property
     def widest(self) -> int:
-        """The most numbers of a token that ranks gather at once, if they split outputs."""
+        """The most features of a token that ranks gather at once, if they split outputs."""
         heads = self.num_heads + (2 * self.num_kv_heads if self.qk_norm == "full" else 0)
         most_used = 0 if self.experts is None else self.experts.used * self.experts.size
         return max(heads * self.head_dim, most_used, *self._intermediate_sizes.values())
@@ -198,7 +198,7 @@ class Description:
         elif self.hidden_size % ranks:
             fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
         elif self.fp8 is not None and self.fp8.own_block[0] == ROWS_TOGETHER:
-            # If the rows of a tile share a scale, the kernel applies it in another place; that for experts never does.
+            # If a tile's rows share a scale, the kernel applies it in another place; the experts' kernel never does.
             outputs = {name: size for name, size in self._outputs.items() if name != "moe_intermediate_size"}
             fault = _find_uneven(outputs, ROWS_TOGETHER * ranks, "with weights in FP8")
         if fault is not None:

@@ -28,13 +28,19 @@ class Task(NamedTuple):
 
 
 class StepFigures(NamedTuple):
-    """The figures of a step, as StepResult has them."""
+    """The figures of a step, as StepResult has them, and in its order."""
 
     num_prefill_tokens: int
     num_decode_tokens: int
     ready_at: float
     num_running: int
     blocks_used: float
+    seconds: float
+    num_generated_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_recomputed_tokens: int
+    num_preemptions: int
 
 
 class Report(NamedTuple):

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from itertools import count
 from multiprocessing.connection import Connection, wait
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any
 
@@ -35,6 +36,7 @@ from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 QUIET_SECONDS = 0.1  # without a report, while requests run
+FIGURES = attrgetter(*StepFigures._fields)
 
 
 @frozen()  # what is imported stays
@@ -169,9 +171,7 @@ class Replica:
             self._inbox.put(("close", ()))
 
     def _note_step(self, step: StepResult) -> None:
-        assert step.ready_at is not None
-        rows = step.num_running, step.blocks_used
-        self._steps.append(StepFigures(step.num_prefill_tokens, step.num_decode_tokens, step.ready_at, *rows))
+        self._steps.append(StepFigures._make(FIGURES(step)))
 
     def _report(self) -> None:
         """Tell what is new, all at once, if anything has begun or ended, and otherwise now and then."""

@@ -17,6 +17,7 @@ from nanoinfer.config import Config
 from nanoinfer.engine.ranks.sleeper import TAGS, check_awake
 from nanoinfer.engine.ranks.updater import check_whole
 from nanoinfer.engine.ranks.workers import CLOSE_SECONDS, WorkerError, check_spawning
+from nanoinfer.engine.stats import Counters
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.replicas.freight import Shape, load, shared_memory
@@ -56,6 +57,7 @@ class Replicas:
         """Start the processes, which import what they need and wait for `begin`. Of config, the options are enough."""
         check_spawning(f"data_parallel_size={config.data_parallel_size}", "replica")
         self.on_step: Callable[[StepResult], None] | None = None
+        self.counters = Counters()
         self.updater = ReplicaUpdater(self)
         self._owner = os.getpid()
         self._is_started = False
@@ -178,9 +180,8 @@ class Replicas:
         return plans
 
     def _note_steps(self, index: int, report: Report) -> None:
-        if self.on_step is not None:
-            for result in results_of(index, report):
-                self.on_step(result)
+        for result in results_of(index, report):
+            self.counters.note_step(result, self.on_step)
 
     def _lose(self, index: int) -> None:
         """Go on without a replica that is dead. Raises WorkerError if it was the last.

@@ -115,7 +115,7 @@ class ReplicaRequest:
         self.id, self.prompt, self.seed, self.key, self.streams = id, prompt, seed, key, streams
         self.samples = [StreamedSample(id, number, params, version) for number in range(count)] if streams else []
         self.is_aborted = False
-        self.num_running = count  # samples that have not ended
+        self.num_running = count
         self.results: list[SampleResult | None] = [None] * count
         self._decode = decode
         self._version = version
@@ -148,7 +148,7 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
     """The requests of several replicas."""
 
     def __init__(self, replicas: Replicas, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        super().__init__()
+        super().__init__(replicas.counters)
         self._replicas = replicas
         self._config = config
         self._decode = None if tokenizer is None else decoder(tokenizer, skip_special_tokens=False)
@@ -244,17 +244,12 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
             streamed = request.samples[sample]
             streamed.tell(piece)
             if piece["finish_reason"] is not None and self._sharing.end(index, (number, sample)):
-                self._count_down(request)
+                self._end_sample(request, piece["finish_reason"])
             self._changed.append(streamed)
 
     def _end(self, request: ReplicaRequest, result: SampleResult) -> None:
         request.results[result.number] = result
-        self._count_down(request)
-
-    def _count_down(self, request: ReplicaRequest) -> None:
-        request.num_running -= 1
-        if request.num_running == 0:
-            self.finished.append(self._running.pop(request.id))
+        self._end_sample(request, result.finish_reason)
 
     def _begin_again(self, again: list[Unit], given_up: list[Unit]) -> None:
         """Let samples of a dead replica wait for another, and end those that have seen two die."""
@@ -272,7 +267,7 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
         if request.streams:
             sample = request.samples[index]
             sample.end(reason, stop_reason)
-            self._count_down(request)
+            self._end_sample(request, reason)
             self._changed.append(sample)
         else:
             self._end(request, request.without_tokens(index, reason, stop_reason))

@@ -25,7 +25,7 @@ from nanoinfer.process.collector import no_full_collection
 from nanoinfer.requests.inputs import Inputs, Prepared, Prompt
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.outputs import Later, Output
-from nanoinfer.requests.progress import UseTqdm, check_use_tqdm, make_bar
+from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
 from nanoinfer.requests.text.spelling import decoder, whole_decoder
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vllm_arguments import NO_LORA
@@ -186,8 +186,11 @@ class SearchesBeams(ABC):
             )
             run = BeamSearches(engine, searches, num_likeliest, most_searches)
             with closing(make_bar(len(searches), use_tqdm, "Beam search")) as bar:
+                shown = Shown(bar)
                 while not run.is_finished:
-                    bar.update(run.step())
+                    newly, result = run.step()
+                    if use_tqdm:
+                        shown.update(newly, [result], is_last=run.is_finished)
 
     def _beam_output(self, prompt: Prepared, hypotheses: Hypotheses, params: BeamSearchParams) -> BeamSearchOutput:
         sequences = [self._beam_sequence(prompt, found, params) for found in hypotheses.finished]

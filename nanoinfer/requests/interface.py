@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from nanoinfer.checks import as_int, short
+from nanoinfer.engine.sequence import FinishReason
+from nanoinfer.engine.stats import Counters
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
@@ -37,10 +39,11 @@ class AnyUpdater(Protocol):
 class AnyEngine(Protocol):
     """Whoever computes: LLMEngine, or Replicas.
 
-    on_step: called with the figures of each step
+    on_step: called with the figures of each step, which counters add up
     """
 
     on_step: Callable[[StepResult], None] | None
+    counters: Counters
 
     @property
     def updater(self) -> AnyUpdater:
@@ -99,9 +102,10 @@ class AnySample(Protocol):
 
 
 class AnyRequest(Protocol):
-    """A prompt and its samples; id: its number among the LLM's requests."""
+    """A prompt and its samples; id: its number among the LLM's requests; num_running: samples that have not ended."""
 
     id: int
+    num_running: int
 
     @property
     def samples(self) -> Collection[AnySample]:
@@ -126,7 +130,8 @@ class AnyRequests(ABC, Generic[R, S]):
     finished: the requests whose samples have all ended, in the order in which they ended
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
         self.finished: list[R] = []
         self._running: dict[int, R] = {}  # by id
         self._changed: list[S] = []  # streaming samples, since the last take_changed
@@ -204,7 +209,8 @@ class AnyRequests(ABC, Generic[R, S]):
         """Drop every request, ended ones included."""
         self._is_settled = False
         self._drop()
-        self._running.clear()
+        dropped, self._running = self._running, {}
+        self._counters.drop([request.num_running for request in dropped.values()])
         self._changed.clear()
         self.finished.clear()
         self._is_settled = True
@@ -212,6 +218,13 @@ class AnyRequests(ABC, Generic[R, S]):
     @abstractmethod
     def _drop(self) -> None:
         """Let whoever computes drop every request."""
+
+    def _end_sample(self, request: R, reason: FinishReason) -> None:
+        """Note that a sample has ended, and its request if it was the last."""
+        request.num_running -= 1
+        if request.num_running == 0:
+            self.finished.append(self._running.pop(request.id))
+        self._counters.end_sample(reason, is_last=request.num_running == 0)
 
     def take_finished(self) -> list[R]:
         """Return the requests that have ended since the last call."""

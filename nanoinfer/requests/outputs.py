@@ -126,18 +126,41 @@ class SampleOutput(Output):
 
 
 class Timings(Output):
-    """When three things happened to a request, in seconds on time.perf_counter's clock.
+    """When four things happened to a request, in seconds on time.perf_counter's clock.
 
     queued: the request was added
+    started: the first step of its first sample was launched; None if the request ended before
     first_token: its first token was read back from the device; None if it ended before
     finished: its last token was read back, or it was aborted
+
+    Timings have these attributes too, which are no keys:
+
+    queue_seconds: from queued to started; None if it never started
+    first_token_seconds: from queued to the first token, often called TTFT; None if it had none
+    generation_seconds: from the first token to the end of all samples; None if it had none
     """
 
     __slots__ = ()
 
     queued: float
+    started: float | None
     first_token: float | None
     finished: float
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """The seconds from queued to started."""
+        return None if self.started is None else self.started - self.queued
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """The seconds from queued to the first token."""
+        return None if self.first_token is None else self.first_token - self.queued
+
+    @property
+    def generation_seconds(self) -> float | None:
+        """The seconds from the first token to the end of all samples."""
+        return None if self.first_token is None else self.finished - self.first_token
 
 
 class RequestOutput(SampleOutput):
@@ -149,7 +172,7 @@ class RequestOutput(SampleOutput):
     prompt_logprobs: like logprobs, for each token of the prompt; None for the first token, which nothing precedes, and
         for tokens before prompt_logprobs_start; None as a whole if SamplingParams did not ask
     num_cached_tokens: this many tokens of the prompt came from the KV cache
-    timings: when the request was queued, had its first token, and ended
+    timings: when the request was queued, started, had its first token, and ended, and the seconds between
     samples: all n samples, the first included
 
     A RequestOutput has these attributes too, which are no keys, by vLLM's names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -12,9 +12,12 @@ from typing import Any
 from tqdm import tqdm
 
 from nanoinfer.checks import check_flag, short
+from nanoinfer.engine.stats import Rates
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.requests.interface import AnyRequest, SomeRequests
 from nanoinfer.requests.outputs import StreamOutput
+
+REFRESH_SECONDS = 1.0  # of a bar's tokens and rates
 
 
 class Stream(Iterator[StreamOutput]):
@@ -44,34 +47,6 @@ class Stream(Iterator[StreamOutput]):
         self._outputs.close()
 
 
-class Rates:
-    """Tokens per second of prefill and of decode, each over the time that its steps took."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._last: dict[int, float] = {}  # by replica, when its last step was done
-        self._prefill: dict[int, list[float]] = {}  # by replica: tokens, seconds
-        self._decode: dict[int, list[float]] = {}
-
-    def update(self, result: StepResult) -> bool:
-        """Count one step, over the time since the step before it; returns whether it was a prefill step."""
-        if result.ready_at is None:
-            return False
-        replica = result.replica
-        counter = (self._prefill if result.num_prefill_tokens else self._decode).setdefault(replica, [0, 0.0])
-        counter[0] += result.num_prefill_tokens + result.num_decode_tokens
-        counter[1] += result.ready_at - self._last.get(replica, self._start)
-        self._last[replica] = result.ready_at
-        return result.num_prefill_tokens > 0
-
-    def __str__(self) -> str:
-        prefill, decode = (
-            sum(tokens / max(seconds, 1e-9) for tokens, seconds in counters.values())
-            for counters in (self._prefill, self._decode)
-        )
-        return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
-
-
 class Bar(tqdm):
     """A bar whose lock is for threads. tqdm's own is for processes too, and who makes it settles how they start."""
 
@@ -89,17 +64,44 @@ def check_use_tqdm(use_tqdm: UseTqdm) -> UseTqdm:
 
 
 def run_all(requests: SomeRequests, count: int, use_tqdm: UseTqdm) -> None:
-    """Step until all of `count` requests have ended, and show how far they are if use_tqdm says so."""
+    """Step until all of `count` requests have ended, and take them; show how far they are if use_tqdm says so."""
     with closing(make_bar(count, use_tqdm, "Generating")) as bar:
-        rates, num_finished = Rates(), 0
+        shown, num_finished = Shown(bar), 0
         while requests.num_running:
             results = requests.step()
             newly = len(requests.finished) - num_finished
             num_finished += newly
-            prefills = [rates.update(result) for result in results if use_tqdm]
-            if use_tqdm and (any(prefills) or newly):
-                bar.postfix = str(rates)
-                bar.update(newly)
+            if use_tqdm:
+                shown.update(newly, results, is_last=not requests.num_running)
+        requests.take_finished()
+
+
+class Shown:
+    """What a bar shows: requests that have ended, tokens so far, and the rates of late; in the end, those of all steps.
+
+    Tokens and rates are refreshed each second, also while no request ends.
+    """
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+        self._num_tokens = 0
+        self._all, self._late = Rates(), Rates()
+        self._next = time.perf_counter() + REFRESH_SECONDS
+
+    def update(self, newly: int, results: Iterable[StepResult], is_last: bool) -> None:
+        """Show `newly` more requests that have ended; results: the steps since the last call."""
+        for result in results:
+            self._num_tokens += result.num_generated_tokens
+            self._all.add(result)
+            self._late.add(result)
+        is_due = is_last or time.perf_counter() >= self._next
+        if is_due:
+            self._bar.postfix = f"{self._num_tokens:,} tokens, {self._all if is_last else self._late}"
+            self._late, self._next = Rates(), time.perf_counter() + REFRESH_SECONDS
+        if is_due or newly:
+            self._bar.update(newly)
+        if is_due and hasattr(self._bar, "refresh"):
+            self._bar.refresh()  # tqdm's `update` waits for more requests to end
 
 
 def make_bar(count: int, use_tqdm: UseTqdm, what: str) -> Any:

@@ -91,6 +91,7 @@ class Sample:
             stop_reason=seq.stop_reason,
             weights_versions=seq.weights_versions,
             num_cached_tokens=seq.num_cached_tokens,
+            started_at=seq.started_at,
             first_token_at=seq.first_token_at,
             finished_at=seq.finished_at,
             logprobs=None if params.logprobs is None else seq.logprobs,
@@ -121,6 +122,7 @@ class Sample:
         try:
             return decode(self._tokenizer, self.seq)
         except Exception as error:
+            self._engine.counters.change_end(self.seq.finish_reason or "abort", "error")
             self._fail(error)
             return ""
 
@@ -146,7 +148,7 @@ class Request:
         seqs = engine.add_request(prompt.token_ids, prompt.params, prompt.grammar, prompt.seed, prompt.samples)
         self.prompt = prompt
         self.samples = [Sample(seq, engine, tokenizer, streams) for seq in seqs]
-        self.num_running = len(self.samples)  # samples that have not ended, kept by Requests
+        self.num_running = len(self.samples)  # kept by Requests
         self.id = self.samples[0].seq.request_id
 
     def output(self) -> RequestOutput:
@@ -163,7 +165,7 @@ class Requests(AnyRequests[Request, Sample]):
     """The requests of one engine."""
 
     def __init__(self, engine: LLMEngine, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        super().__init__()
+        super().__init__(engine.counters)
         self._engine = engine
         self._tokenizer = tokenizer
         self._watched: dict[Sequence, Sample] = {}  # the samples to update after each of their steps
@@ -237,9 +239,6 @@ class Requests(AnyRequests[Request, Sample]):
             sample = self._watched.pop(seq, None)
             if sample is not None and sample.streams:
                 self._changed.append(sample)
-            request = self._running[seq.request_id]
-            request.num_running -= 1
-            if request.num_running == 0:
-                self.finished.append(self._running.pop(request.id))
+            self._end_sample(self._running[seq.request_id], seq.finish_reason or "abort")
         if not self._running:
             self._engine.drain()  # a stop string ends a sequence whose next token is still in flight

@@ -19,7 +19,7 @@ class SampleResult(NamedTuple):
     number: the sample's among its prompt's
     text, token_ids, finish_reason, stop_reason, weights_versions, kept_tokens, routed_experts: as SampleOutput has them
     num_cached_tokens: this many tokens of the prompt came from the KV cache
-    first_token_at, finished_at: on time.perf_counter's clock; 0.0: never
+    started_at, first_token_at, finished_at: on time.perf_counter's clock; 0.0: never
     logprobs: of the generated tokens, if asked for
     prompt_logprobs: of the prompt's tokens, if asked for and if this is the first sample
     """
@@ -31,6 +31,7 @@ class SampleResult(NamedTuple):
     stop_reason: int | str | None
     weights_versions: list[tuple[int, int]]
     num_cached_tokens: int = 0
+    started_at: float = 0.0
     first_token_at: float = 0.0
     finished_at: float = 0.0
     logprobs: CandidatesLog | None = None
@@ -79,6 +80,7 @@ def request_output(
         num_cached_tokens=first.num_cached_tokens,
         timings=Timings(
             queued=queued_at,
+            started=first.started_at or None,
             first_token=first.first_token_at or None,
             finished=max([result.finished_at for result in results]),
         ),

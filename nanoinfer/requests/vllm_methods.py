@@ -29,7 +29,7 @@ ABSENT = {
         ("start_draft_weight_update finish_weight_update reload_weights", OUR_WEIGHTS),
         ("get_weight_version update_weight_version", "llm.weights_version counts the changes of the weights"),
         ("start_profile stop_profile", "run the script under torch.profiler.profile()"),
-        ("get_metrics", "each output has timings and num_cached_tokens; use_tqdm=True shows tokens per second"),
+        ("get_metrics", "llm.stats() counts what has been done; each output has timings and num_cached_tokens"),
         ("get_world_size", "llm.config has tensor_parallel_size and data_parallel_size"),
         ("model_config", "llm.config has the options; llm.llm_engine.model_config answers by vLLM's names"),
         ("set_tokenizer", "LLM(tokenizer=...) takes a folder or a Hub id"),

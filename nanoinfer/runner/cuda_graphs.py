@@ -21,7 +21,7 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 def sharing_batch_sizes(sizes: list[int]) -> list[int]:
-    """Return the sizes, fewer of them, for which the step that reads shared prefixes once is captured.
+    """Return some of the sizes, for which the step that reads shared prefixes once is captured, too.
 
     sizes: from graph_batch_sizes, or none
     """

@@ -18,7 +18,7 @@ class Extras:
     logprobs: log-probabilities of the drawn tokens, by the token's place among them
     kept_tokens: how many tokens could have been drawn, by the drawn token's place
     prompt_logprobs: log-probabilities of prompts, by chunk
-    experts: [tokens, layers, used], the experts that all tokens of the step took; None: nobody asks
+    experts: [tokens, layers, used], the experts that all tokens of the step took; None: not asked for
     """
 
     logprobs: list[LogProbs] = field(default_factory=list)

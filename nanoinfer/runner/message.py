@@ -15,16 +15,16 @@ class ChunkMessage:
 
     token_ids: array[int]
     start: int  # position of the first token
-    block_table: list[int]  # a block that all layers' windows have left behind has a meaningless number
-    num_logprobs: int | None = None  # prompt_logprobs, for the token that follows each of these in the prompt
+    block_table: list[int]  # the numbers of blocks behind all layers' windows mean nothing
+    num_logprobs: int | None = None  # the request's prompt_logprobs, for the prompt's tokens that follow these
     temperature: float = 1.0  # for prompt_logprobs, where these are processed
-    num_unscored: int = 0  # for prompt_logprobs: nobody asks what follows these first tokens of the chunk
+    num_unscored: int = 0  # for prompt_logprobs: behind this many first tokens of the chunk, none is computed
     next_token: int | None = None  # for prompt_logprobs: the prompt's token behind this chunk, if it goes on
     is_long: bool = False  # whether the sequence has the rotary frequencies of long ones
 
     @property
     def scored(self) -> array[int]:
-        """The prompt's tokens whose log-probabilities the chunk gives: each follows one of its last tokens."""
+        """The prompt's tokens whose log-probabilities the chunk gives: those behind its tokens from num_unscored on."""
         if self.num_logprobs is None:
             return array("i")
         following = self.token_ids[1:] + array("i", [] if self.next_token is None else [self.next_token])
@@ -96,7 +96,7 @@ class DecodeMessage:
     new_blocks: list[tuple[int, int, int]]  # (row, column of the block table, block)
     max_context_len: int
     shares: bool = False  # whether decode attention is to read shared prefixes once
-    new_prefixes: PrefixMessage | None = None  # they have changed since the last step that shares
+    new_prefixes: PrefixMessage | None = None  # given if they have changed since the last step that shares
 
     @property
     def num_tokens(self) -> int:

@@ -40,10 +40,10 @@ from nanoinfer.runner.transfer import keep_for_ever
 
 log = logging.getLogger("nanoinfer")
 
-TIMED_ROWS = {1: 1, 16: 32}  # from so many tokens on, a step takes the threads that are best for so many rows
-TIMED_CACHE_BYTES = 2**28  # no more for the steps that are timed
+TIMED_ROWS = {1: 1, 16: 32}  # tokens: rows. A step of at least so many tokens takes the best threads for so many rows
+TIMED_CACHE_BYTES = 2**28  # at most, for the cache of the steps that are timed
 LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies 16-bit numbers
-CHECKED_TOKENS = 300  # of attention whose sums have one order: they see other numbers of keys' chunks
+CHECKED_TOKENS = 300  # whose attention is compared: more than a chunk of keys has, so that some see more chunks
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
 
@@ -71,7 +71,7 @@ class ModelRunner:
         self.device = config.device_of(tp.rank)
         self.has_host = tp.rank == 0 or not config.starts_ranks  # which wants this rank's results
         self.graphs = None
-        self._launched: Launched | None = None  # a step with guided rows, until `finish`
+        self._launched: Launched | None = None  # a step with guided rows, until `draw_guided`
         self._sent: deque[PendingTokens] = deque()  # until the device has done their steps, without an error
         self.threads = Threads()
         processes = tp.size * config.data_parallel_size
@@ -160,9 +160,9 @@ class ModelRunner:
                 self.threads.choose(tokens, partial(step, min(rows, num_blocks)))
 
     def _measure(self) -> int:
-        """Run the largest steps, over a cache of one block for all tables; returns the bytes that steps work in.
+        """Run the largest steps, whose block tables name one block everywhere; returns the bytes that they work in.
 
-        Returns 0 on the CPU, where nobody counts this memory.
+        Returns 0 on the CPU, where the plan does not count this memory.
         """
         if self.config.device == "cpu":
             return 0
@@ -195,7 +195,7 @@ class ModelRunner:
             run_side_by_side([prefill, draw, largest, *decode[:1]], decode[1:], self.device)
 
     def _try_decode(self, rows: int, max_len: int, shares: bool) -> None:
-        """Run an empty decode step, and if products in FP8 are others in a graph, run it as for a graph, too."""
+        """Run an empty decode step; with weights in FP8 also as for a graph, which has other kernels for products."""
         self.steps.decode_rows(rows, max_len, shares)
         if self.config.description.fp8 is not None:
             with recording():
@@ -281,12 +281,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, message: StepMessage) -> None:
-        """Launch a step that has guided rows. Its tokens wait for `finish`, and meanwhile the host makes the masks."""
+        """Launch a step that has guided rows. Its tokens wait for `draw_guided`: the host makes the masks."""
         with self.threads.of(message.num_tokens):
             self._launched = self._launch(message)
 
     @torch.inference_mode()
-    def finish(self, masks: MaskMessage) -> PendingTokens | None:
+    def draw_guided(self, masks: MaskMessage) -> PendingTokens | None:
         """Draw for the guided rows of the step that `launch` has launched; returns its tokens as `run` does."""
         launched, self._launched = self._launched, None
         assert launched is not None
@@ -357,7 +357,7 @@ class ModelRunner:
 
 
 def _share_of_threads(ranks: int) -> int:
-    """Return how many threads each of several ranks takes: those that fight for cores spin more than they compute.
+    """Return how many threads each of several ranks takes. Threads without a core of their own mostly wait.
 
     ranks: of all replicas together
     """

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-GAIN = 1.03  # twice the threads must be so many times faster: if a core gets other work, they are far slower
+GAIN = 1.03  # with twice the threads, a step must be this many times faster: beside other work it is far slower
 SECONDS = 0.2  # to time one number of threads
 STEPS = 8  # at most, to time one number of threads
 SLOW = 1.5  # times the usual seconds: what steps take beyond that adds up

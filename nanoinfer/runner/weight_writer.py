@@ -57,12 +57,12 @@ class WeightWriter:
 
     @cached_property
     def _twins(self) -> set[str]:
-        """The names of which a checkpoint has either, or both for one tensor."""
+        """The names of tensors that a checkpoint may store under one name, under another, or under both."""
         firsts = [shards[0] for shards in self.table.values() if shards[0].entry is None]
         return {name for shard in firsts if shard.replaces for name in (shard.name, *shard.replaces)}
 
     def begin(self, goes_on: bool) -> None:
-        """Forget what was written before. goes_on: but for that which must be equal in all parts of the weights"""
+        """Forget what was written before. goes_on: remember which tensors came that may come under two names"""
         self._waiting.clear()  # an interrupt may have come before `end`
         self._written.clear()
         self._holders = {key: name for key, name in self._holders.items() if goes_on and name in self._twins}
@@ -71,7 +71,7 @@ class WeightWriter:
     def write(self, name: str, tensor: Tensor, stays: bool) -> None:
         """Write what this rank needs of a whole tensor, from any device and dtype.
 
-        stays: nobody changes the tensor before `end`, so that it can be copied together with others
+        stays: the tensor stays as it is until `end`, so that it can be copied together with others
 
         A mixture of experts has thousands of tensors: this takes few microseconds.
         """

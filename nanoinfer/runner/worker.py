@@ -47,7 +47,7 @@ def run_worker(rank: int, port: int, segment: str, semaphores: list[Semaphore], 
 
 
 def _live_with_parent(receiver: Receiver) -> None:
-    """Show rank 0 that this process lives, and end it when rank 0 is gone: nobody else would tell it to stop."""
+    """Show rank 0 that this process lives, and end this process when rank 0 is gone."""
     parent = mp.parent_process()
     assert parent is not None
     receiver.beat()

@@ -36,7 +36,7 @@ class Fp8Matrix(nn.Module):
         self._in_order: Fp8InOrderWeight | None = None
         self._is_in_parts = False
 
-    def rounds(self, tokens: int) -> bool:
+    def can_apply_activation(self, tokens: int) -> bool:
         """Return whether the launch that rounds so many tokens to FP8 can apply an activation to them, too."""
         return self._in_order is None and tokens > 1 and can_multiply_fp8(self._dtype, self._in_fp8)
 

@@ -35,8 +35,8 @@ class PlainMatrix(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._in_order: InOrderWeight | WeightInParts | None = None
 
-    def rounds(self, tokens: int) -> bool:
-        """Return False: nothing is rounded to FP8 here."""
+    def can_apply_activation(self, tokens: int) -> bool:
+        """Return False: no launch before the product changes its input."""
         return False
 
     def product(

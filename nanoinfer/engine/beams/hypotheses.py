@@ -34,8 +34,8 @@ class Hypothesis:
     """What a beam has generated: its parent's tokens and one more. Beams that have begun alike share parents.
 
     logprob: the sum of the tokens' log-probabilities
-    num_tokens: how many there are
-    token_id: the last; likeliest: those among which it was
+    num_tokens: how many tokens it has generated
+    token_id: the last of them; likeliest: the tokens among which that one was chosen
     """
 
     logprob: float = 0.0

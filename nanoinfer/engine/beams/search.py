@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import deque
 
 from nanoinfer.engine.beams.hypotheses import Hypotheses, Likeliest
 from nanoinfer.engine.beams.rules import Candidate, Rules
 from nanoinfer.engine.llm_engine import LLMEngine
-from nanoinfer.engine.scheduler import Chunk
+from nanoinfer.engine.scheduler import Chunk, PrefillStep
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.step_result import StepResult
+from nanoinfer.engine.step_result import StepResult, planned
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.message import ChunkMessage, PrefillMessage
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
-ANY_TOKEN = 0  # in place of the next token, which nobody knows: only the likeliest ones in its place count
+ANY_TOKEN = 0  # stands for a beam's next token, which is not chosen yet: only the likeliest in its place count
 
 
 class BeamSearch:
@@ -56,29 +57,31 @@ class BeamSearches:
         self._num_likeliest, self._most_searches = num_likeliest, most_searches
         self._waiting = deque(searches)
         self._running: dict[BeamSearch, int] = {}  # each with the number of blocks that it may need
-        self._likeliest: dict[Sequence, Likeliest] = {}  # behind the sequences that are computed whole
+        self._likeliest: dict[Sequence, Likeliest] = {}  # the next tokens of the sequences that are computed whole
         self._copies: list[tuple[int, int]] = []  # (block, its copy), to be copied before the next step
-        engine.row_map.clear()  # what it has are rows of requests that have ended
+        self._since = time.perf_counter()  # when the next step began
+        engine.row_map.clear()  # it still has the rows of requests that have ended
 
     @property
     def is_finished(self) -> bool:
         """Whether all searches have ended."""
         return not (self._waiting or self._running)
 
-    def step(self) -> int:
-        """Run one step; returns how many searches have ended with it."""
+    def step(self) -> tuple[int, StepResult]:
+        """Run one step; returns how many searches have ended with it, and its figures."""
         self._engine.check_ready()
         self._admit()
         chunks = self._plan()
         with self._engine.ranks.undivided():
-            self._run(chunks)
+            result = self._run(chunks)
         complete = [search for search in self._running if all(seq in self._likeliest for seq in search.seqs)]
         for search in complete:
             self._advance(search)
         ended = [search for search in complete if not search.seqs]
         for search in ended:
             del self._running[search]
-        return len(ended)
+        self._engine.counters.end_searches(len(ended))
+        return len(ended), result
 
     def _admit(self) -> None:
         """Let searches begin while there are blocks for all their beams, and room for these in a step."""
@@ -116,7 +119,7 @@ class BeamSearches:
             seq.is_long = self._is_long(len(seq))
             num_cached = self._blocks.allocate(seq)
             assert num_cached is not None
-            seq.num_scheduled = num_cached
+            seq.num_scheduled = seq.num_cached_tokens = num_cached
         elif self._blocks.needs_block(seq):
             self._blocks.append(seq)
 
@@ -125,8 +128,9 @@ class BeamSearches:
         long_from = self._engine.scheduler.long_from
         return long_from is not None and num_tokens > long_from
 
-    def _run(self, chunks: list[Chunk]) -> None:
+    def _run(self, chunks: list[Chunk]) -> StepResult:
         """Let the ranks run a step, and read what is likely behind each sequence that it has completed."""
+        result = planned(PrefillStep(chunks, []), time.perf_counter())
         ranks, copies, self._copies = self._engine.ranks, self._copies, []
         if ranks.peers is not None:
             ranks.peers.before_step([chunk.seq for chunk in chunks])
@@ -137,7 +141,8 @@ class BeamSearches:
             for logprobs in pending.extras.prompt_logprobs:
                 for index, (_, *token_ids), (_, *values), _ in logprobs.entries():
                     self._likeliest[chunks[index].seq] = Likeliest(array("i", token_ids), array("f", values))
-        self._report(chunks, pending.ready_at)
+        self._tell(result, chunks, pending.ready_at)
+        return result
 
     def _describe(self, chunk: Chunk) -> ChunkMessage:
         seq = chunk.seq
@@ -149,14 +154,15 @@ class BeamSearches:
             message.next_token = ANY_TOKEN
         return message
 
-    def _report(self, chunks: list[Chunk], ready_at: float) -> None:
-        """Tell LLMEngine.on_step the step's figures."""
-        result = StepResult([], ready_at=ready_at, blocks_used=self._blocks.share_used)
+    def _tell(self, result: StepResult, chunks: list[Chunk], ready_at: float) -> None:
+        """Complete the step's figures, and tell them."""
+        result.ready_at, result.blocks_used = ready_at, self._blocks.share_used
+        result.seconds, self._since = ready_at - self._since, ready_at
         result.num_running = sum(len(search.seqs) for search in self._running)
-        result.num_prefill_tokens = sum(chunk.end - chunk.start for chunk in chunks if chunk.seq.is_fresh)
         result.num_decode_tokens = sum(chunk.end - chunk.start for chunk in chunks if not chunk.seq.is_fresh)
-        if self._engine.on_step is not None:
-            self._engine.on_step(result)
+        result.num_prefill_tokens -= result.num_decode_tokens
+        result.num_generated_tokens = sum(chunk.is_last for chunk in chunks)
+        self._engine.counters.note_step(result, self._engine.on_step)
 
     def _advance(self, search: BeamSearch) -> None:
         """Give a search's beams their next tokens, or end it."""

@@ -22,7 +22,7 @@ from nanoinfer.process.torch_state import fresh_torch_state
 
 STEPS = 100  # from one comparison to the next, at most
 MOST_SHOWN = 600  # characters of a line in an error message
-ADDRESS = re.compile("0x[0-9a-f]+")  # in an object's repr, and another one on each rank
+ADDRESS = re.compile("0x[0-9a-f]+")  # in an object's repr; it differs from rank to rank
 
 
 class Peers:
@@ -85,7 +85,7 @@ class Peers:
         if (hashes == hashes[0]).all():
             return
         notes_of_ranks = [text.splitlines() for text in self._gather(notes)]
-        with suppress(RuntimeError):  # one that leaves at once may cut others off, which still read
+        with suppress(RuntimeError):  # a rank that leaves at once may cut off others, which still read
             self._hosts.min(0, CPU)
         for lines in zip_longest(*notes_of_ranks, fillvalue="nothing"):
             if len(set(lines)) > 1:

@@ -22,7 +22,7 @@ from nanoinfer.process.interrupts import interrupts_blocked
 from nanoinfer.process.start_method import start_method_open
 from nanoinfer.runner.worker import run_worker
 
-VERDICT_SECONDS = 4 * BEAT_SECONDS  # a step is waited for this much longer: the watcher's error says more
+VERDICT_SECONDS = 4 * BEAT_SECONDS  # rank 0 waits this much longer for a step, because the watcher's error says more
 START_SECONDS = 120.0  # at least, while the ranks start: imports and drivers may hold the GIL for long
 CLOSE_SECONDS = 5.0
 
@@ -189,7 +189,7 @@ class Workers:
         Returns whether they end by themselves, together with rank 0.
         """
         deadline = time.monotonic() + CLOSE_SECONDS
-        failed = failed or self._stopping  # then they have been told or killed before
+        failed = failed or self._stopping  # if so, they have been told to end before, or killed
         self._stopping = True
 
         def check() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
-Scoring = Literal["softmax", "sigmoid"]
+RouterScoring = Literal["softmax", "sigmoid"]
 
 FEW, MANY = 2048, 16384  # choices that a program reads at a time: of a decode step, or of a long prompt
 
@@ -39,7 +39,7 @@ class Groups(NamedTuple):
     tiles: Tensor
 
 
-def route(logits: Tensor, used: int, scoring: Scoring = "softmax", normalised: bool = False) -> Routes:
+def route(logits: Tensor, used: int, scoring: RouterScoring = "softmax", normalised: bool = False) -> Routes:
     """Choose each token's experts: those of its `used` largest scores. Among equals the first experts win.
 
     If a token's logits are NaN, its weights are NaN, and its experts are any.
@@ -50,7 +50,7 @@ def route(logits: Tensor, used: int, scoring: Scoring = "softmax", normalised: b
     return (route_triton if logits.is_cuda else route_reference)(logits, used, scoring, normalised)
 
 
-def route_reference(logits: Tensor, used: int, scoring: Scoring = "softmax", normalised: bool = False) -> Routes:
+def route_reference(logits: Tensor, used: int, scoring: RouterScoring = "softmax", normalised: bool = False) -> Routes:
     """route in torch."""
     wide = (logits if logits.dim() == 2 else logits.sum(dim=0)).float()
     scores = wide.softmax(dim=-1) if scoring == "softmax" else wide.sigmoid()
@@ -61,7 +61,7 @@ def route_reference(logits: Tensor, used: int, scoring: Scoring = "softmax", nor
     return Routes(experts[:, :used].int(), weights)
 
 
-def route_triton(logits: Tensor, used: int, scoring: Scoring = "softmax", normalised: bool = False) -> Routes:
+def route_triton(logits: Tensor, used: int, scoring: RouterScoring = "softmax", normalised: bool = False) -> Routes:
     """route as one launch."""
     tokens, count = logits.shape[-2:]
     experts = torch.empty((tokens, used), dtype=torch.int32, device=logits.device)

@@ -53,8 +53,8 @@ def linear(
     before: if given, x has gates in its first half and ups in its second, [tokens, 2 * in_features]: what is multiplied
         is act(gate) * up. With several tokens and a weight in FP8, the launch that rounds them applies it
     """
-    rounds = isinstance(weight, Fp8Weight) and len(x) > 1
-    if before is not None and not rounds:
+    is_rounded = isinstance(weight, Fp8Weight) and len(x) > 1
+    if before is not None and not is_rounded:
         x = gate_mul(x, before)
     if isinstance(weight, (InOrderWeight, WeightInParts, Fp8InOrderWeight)):
         return weight.product(x, bias, activation)
@@ -63,7 +63,7 @@ def linear(
     elif _is_one_row(x):
         return one_row_linear(x, weight, bias, activation)
     elif isinstance(weight, Fp8Weight):
-        in_fp8 = fp8_gate_mul_triton(x, before) if rounds and before is not None else quantize(x)
+        in_fp8 = fp8_gate_mul_triton(x, before) if is_rounded and before is not None else quantize(x)
         out = fp8_linear(in_fp8, weight, bias, may_split and activation is None)
     elif wave := find_one_wave(x, weight, activation is not None, may_split):
         return one_wave_linear(x, weight, wave, bias, activation)

@@ -26,16 +26,16 @@ class KeptTokens:
     keys: list[int]
 
     @staticmethod
-    def of(shaped: Tensor, kept: Tensor, temperatures: Tensor, rows: Tensor, keys: list[int]) -> KeptTokens:
+    def of(penalized: Tensor, kept: Tensor, temperatures: Tensor, rows: Tensor, keys: list[int]) -> KeptTokens:
         """Compute the KeptTokens of some rows.
 
-        shaped: [n, vocabulary] float32, the logits before any token was left out
+        penalized: [n, vocabulary] float32, the logits before any token was left out
         kept: [n, vocabulary] float32, as kernels.sampling.distribution makes it
         temperatures: [n]; at temperature 0 the kept token has all the mass
-        rows: [tokens], those of the n rows that are wanted
+        rows: [tokens], which of the n rows to return
         """
         counts = kept.isneginf().logical_not().sum(dim=1, dtype=torch.int32)
-        shares = kept.logsumexp(dim=1) - at_temperature(shaped, temperatures).logsumexp(dim=1)
+        shares = kept.logsumexp(dim=1) - at_temperature(penalized, temperatures).logsumexp(dim=1)
         return KeptTokens(counts[rows], shares.clamp(max=0).where(temperatures > 0, 0)[rows], keys)
 
     def to_host(self) -> KeptTokens:

@@ -37,18 +37,18 @@ class LogitsProcessorGroup:
     """Rows that are drawn together.
 
     row_numbers: [rows] int64, these rows in the batch
-    is_shaped: whether these rows, all of them, need their logits in float32, to change them or to tell of changed ones
+    needs_float32: whether all of these rows need logits in float32, to change them or to tell of changed ones
     is_drawn: whether any of these rows draws another token than a temperature alone gives
     needs_tokens: whether penalties or bans of any of these rows need the tokens so far
     is_guided: whether these rows, all of them, have masks
     asks, asks_kept: whether any of these rows asks for log-probabilities, or for kept_tokens
     """
 
-    def __init__(self, wanted: dict[int, LogitsMessage], is_shaped: bool, device: torch.device) -> None:
+    def __init__(self, wanted: dict[int, LogitsMessage], needs_float32: bool, device: torch.device) -> None:
         self._numbers, self._messages, self._device = list(wanted), list(wanted.values()), device
         self._params = [message.params for message in self._messages]
         self.row_numbers = self._ints(self._numbers).long()
-        self.is_shaped = is_shaped
+        self.needs_float32 = needs_float32
         self.is_drawn = any(changes_logits(message) or filters_of(message.params) for message in self._messages)
         self.is_guided = self._params[0].is_guided
         self.needs_tokens = any(map(needs_tokens, self._params))
@@ -70,7 +70,7 @@ class LogitsProcessorGroup:
             return x[start - first_row : start - first_row + len(self._numbers)]
         return x[self.row_numbers - first_row]
 
-    def shape(self, logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
+    def penalize(self, logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
         """Return the logits as penalties change them.
 
         logits: [rows, vocabulary] float32, like the result; positions: [rows], of the tokens to be drawn
@@ -81,7 +81,7 @@ class LogitsProcessorGroup:
         return logits
 
     def ban(self, logits: Tensor, positions: Tensor, tokens: Tensor | None) -> Tensor:
-        """Return the logits with -inf for the tokens that bans forbid; the arguments are as for `shape`."""
+        """Return the logits with -inf for the tokens that bans forbid; the arguments are as for `penalize`."""
         for ban in self._bans:
             logits = ban(logits, positions, tokens)
         return logits
@@ -120,15 +120,15 @@ class LogitsProcessorGroup:
             logits, token_ids = logits[self._asked_rows], token_ids[self._asked_rows]
         return LogProbs.by_count(logits, token_ids, counts, keys)
 
-    def kept_tokens(self, shaped: Tensor, kept: Tensor, temperatures: Tensor, first_row: int) -> list[KeptTokens]:
+    def kept_tokens(self, penalized: Tensor, kept: Tensor, temperatures: Tensor, first_row: int) -> list[KeptTokens]:
         """Return the KeptTokens asked for, by row from first_row on; the tensors are as for KeptTokens.of."""
         if not self.asks_kept:
             return []
         keys = [self._numbers[i] - first_row for i in self._kept]
-        return [KeptTokens.of(shaped, kept, temperatures, self._kept_rows, keys)]
+        return [KeptTokens.of(penalized, kept, temperatures, self._kept_rows, keys)]
 
     def _make(self, penalties: list[Penalty]) -> list[Change]:
-        """Return the functions of those penalties that any row asks for."""
+        """Return the functions of the penalties that at least one row asks for."""
         wanted = [penalty for penalty in penalties if any(map(penalty.is_set, self._params))]
         return [penalty.make(self._messages, self._device) for penalty in wanted]
 
@@ -152,7 +152,7 @@ class LogitsProcessorGroup:
         return masks
 
     def _find_cutoff_settings(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return top_k, top_p and min_p of the rows; None if none of them wants one."""
+        """Return top_k, top_p and min_p of the rows; None if no row asks for one."""
         wants = [any(own.keep is None for own in filters_of(params)) for params in self._params]
         if not any(wants):
             return None

@@ -48,7 +48,7 @@ class LogitsProcessors:
 
         is_processed: whether log-probabilities are those of the distributions that tokens are drawn from
         is_alone: whether each row is drawn by itself
-        is_deterministic: whether a row is drawn by itself for which torch's own functions compute: their bits may
+        is_deterministic: whether rows that need torch's own functions are drawn one by one: these functions' bits may
             depend on the number of rows
         """
         self.wanted: dict[int, LogitsMessage] = {}
@@ -116,7 +116,7 @@ class LogitsProcessors:
         logits: [rows, this rank's token ids]; temperatures, seeds, positions: [rows], as for kernels.sampling.draw
         token_ids: [rows] int32, the tokens drawn for all rows from first_row on; the new draws replace theirs
         extras: gets what the rows' requests ask for beside the tokens
-        masks: for those of these rows that are guided; None if none is
+        masks: for the guided ones among these rows; None if no row is guided
         """
         if first_row > 0:
             groups = self._divide([row for row in self.wanted if row >= first_row])
@@ -128,12 +128,12 @@ class LogitsProcessors:
             at = group.row_numbers - first_row
             group_temperatures, group_positions = temperatures[at], positions[at]
             some = self.gather(group.select(logits, first_row))
-            shaped = allowed = some
-            if group.is_shaped:
+            penalized = allowed = some
+            if group.needs_float32:
                 some = some.float()
                 history = self._history.of(group.row_numbers) if group.needs_tokens else None
-                shaped = group.shape(some, group_positions, history)
-                allowed = group.ban(shaped, group_positions, history)
+                penalized = group.penalize(some, group_positions, history)
+                allowed = group.ban(penalized, group_positions, history)
                 allowed = group.forbid(allowed, next(groups_masks) if group.is_guided else None)
                 allowed = group.filter(allowed, group_temperatures)
             cutoff = group.find_cutoff(allowed, group_temperatures)
@@ -146,7 +146,7 @@ class LogitsProcessors:
                 self._history.write(group.row_numbers, group_positions, drawn)
             if group.asks_kept or (group.asks and self.is_processed):
                 kept = distribution(allowed, group_temperatures, drawn, cutoff)
-                extras.kept_tokens += group.kept_tokens(shaped, kept, group_temperatures, first_row)
+                extras.kept_tokens += group.kept_tokens(penalized, kept, group_temperatures, first_row)
                 some = kept if self.is_processed else some
             extras.logprobs += group.logprobs(some, drawn, first_row)
         self._count_draw(first_row)
@@ -184,17 +184,17 @@ class LogitsProcessors:
         themselves have groups of their own, too; if one of the guided rows is such a row, all of them.
         """
         alone = {row for row in rows if self._is_drawn_alone(self.wanted[row])}
-        shaped = [row for row in rows if self._is_shaped(self.wanted[row])]
-        plain = sorted(set(rows).difference(shaped))
-        guided = sorted(row for row in shaped if self.wanted[row].params.is_guided)
-        others = [row for row in shaped if not self.wanted[row].params.is_guided]
+        in_float32 = [row for row in rows if self._needs_float32(self.wanted[row])]
+        plain = sorted(set(rows).difference(in_float32))
+        guided = sorted(row for row in in_float32 if self.wanted[row].params.is_guided)
+        others = [row for row in in_float32 if not self.wanted[row].params.is_guided]
         parts = [(part, False) for part in _split(plain, alone, self._max_num_seqs)]
         parts += [(part, True) for part in _split(others, alone, LOGITS_AT_ONCE)]
         guided_alone = set(guided) if alone.intersection(guided) else set()
         parts += [(part, True) for part in _split(guided, guided_alone, LOGITS_AT_ONCE)]
         return [
-            LogitsProcessorGroup({row: self.wanted[row] for row in part}, is_shaped, self.device)
-            for part, is_shaped in parts
+            LogitsProcessorGroup({row: self.wanted[row] for row in part}, needs_float32, self.device)
+            for part, needs_float32 in parts
         ]
 
     def _is_drawn_alone(self, message: LogitsMessage) -> bool:
@@ -202,7 +202,7 @@ class LogitsProcessors:
         params = message.params
         return self._is_alone or (self._is_deterministic and (params.kept_tokens or bool(params.logprobs)))
 
-    def _is_shaped(self, message: LogitsMessage) -> bool:
+    def _needs_float32(self, message: LogitsMessage) -> bool:
         """Whether the row needs its logits in float32, to change them or to tell of changed ones."""
         params = message.params
         return changes_logits(message) or params.kept_tokens or (self.is_processed and params.logprobs is not None)

@@ -1,7 +1,7 @@
 """Settings that need logits, each declared once: penalties change logits, bans and filters leave out tokens.
 
-Whatever stands in PENALTIES, BANS or FILTERS is by that alone in the second draw, in kept_tokens, and in
-log-probabilities of the distributions that tokens are drawn from.
+A setting needs no more than its entry in PENALTIES, BANS or FILTERS. The second draw reads these lists. So do
+kept_tokens, and log-probabilities of the distributions that tokens are drawn from.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Penalty:
     """Settings that make tokens less likely, or more likely; as one of BANS, impossible.
 
     is_set: whether a request asks for it
-    make: takes the messages of some rows, and their device; returns the function that changes these rows' logits. That
-        takes the logits, [rows, vocabulary] float32, the positions of the tokens to be drawn, [rows] int32, and the
+    make: takes the messages of some rows, and their device; returns the function that changes these rows' logits. Its
+        arguments are the logits, [rows, vocabulary] float32; the positions of the tokens to be drawn, [rows] int32; the
         tokens so far, [rows, longest] int32, or None. It returns new logits; rows that do not ask keep theirs
     needs_tokens: it depends on the tokens so far
     """

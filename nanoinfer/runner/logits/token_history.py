@@ -45,7 +45,7 @@ class TokenHistory:
             self._tokens = self._tokens[:, :0].clone()  # the memory goes back
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return the tokens of these rows, [rows, longest] int32; those of a row that is not known mean nothing."""
+        """Return the tokens of these rows, [rows, longest] int32; a row that was never added has any numbers."""
         return self._tokens[rows, : self._longest]
 
     def write(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:

@@ -20,7 +20,7 @@ BLOCKS_AT_ONCE = 4  # in a copy
 class KVCacheSpec:
     """The shape of one rank's KV cache, but for the number of blocks.
 
-    by_head: a head's keys of a block lie side by side in memory, as the CPU's products want them; else a token's heads
+    by_head: a block's keys of one head lie side by side in memory, as the CPU's products want; else a token's heads do
     """
 
     layers: int

@@ -33,7 +33,7 @@ class MemoryPlan:
     total: the device's memory; on the CPU, the machine's
     limit: at most this much may be in use once the engine is up; on the CPU, 4 GiB and what is used
     used: this much was in use before there was a KV cache, by every process together; on the CPU, by this rank's model
-    steps: the largest step takes this much while it runs; on the CPU 0, as nobody measures it
+    steps: the largest step takes this much while it runs; on the CPU 0, because it is not measured there
     graphs: the CUDA graphs keep about this much
     block_bytes: one block of the KV cache takes this much
     blocks: the KV cache has this many blocks

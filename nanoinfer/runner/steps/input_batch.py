@@ -14,7 +14,7 @@ from nanoinfer.kernels.rows import advance_rows, locate_rows
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, PrefillMessage
 from nanoinfer.runner.transfer import upload, upload_all
 
-TABLE_STEP = 16  # tables have a multiple of so many columns: for strides that are none, Triton would compile anew
+TABLE_STEP = 16  # a table has a multiple of so many columns: for other strides, Triton would compile anew
 
 
 class InputBatch:
@@ -140,7 +140,7 @@ class PrefillInputs:
 def _pack_chunks(chunks: list[ChunkMessage], block_size: int, width: int) -> list[array[int]]:
     """Return the chunks' tokens, positions, slots, block tables and context lengths, and the sums of two lengths.
 
-    The sums: where each chunk's queries begin, and the last one's end; and likewise where the contexts would
+    The sums say where each chunk's queries begin and the last one's end, and the same of contexts laid end to end.
     """
     tokens, positions, slots = array("i"), array("i"), array("i")
     tables, context_lens = array("i"), array("i")

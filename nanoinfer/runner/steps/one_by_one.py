@@ -20,7 +20,7 @@ from nanoinfer.runner.steps.steps import Steps
 
 
 class OneByOne(Steps):
-    """Steps of the CPU, whose libraries add up in another order if there are other tokens beside.
+    """Steps on the CPU, whose libraries add up in another order when they compute more tokens at once.
 
     A prompt's token and a generated one run through the model alike, as a chunk of one token. Chunks come in the order
     in which the step was planned. So the blocks that a prompt shares are filled before it reads them.

@@ -19,7 +19,7 @@ POLL_SECONDS = 50e-6
 class Launched:
     """A step whose rows have tokens that were drawn by temperature alone.
 
-    first_row: these rows' first; logits: [rows, this rank's token ids], in the order of the rows
+    first_row: the first of these rows; logits: [rows, this rank's token ids], in the order of the rows
     extras: what the step gave so far beside the tokens
     """
 

@@ -141,7 +141,7 @@ class Steps:
         drawn, token_ids = batch.drawn[rows], batch.last_tokens[rows]
         if not self.logits_processors.wanted:
             return drawn
-        # The rows have advanced: batch.positions are the drawn tokens'.
+        # The rows have advanced: batch.positions are those of the drawn tokens.
         how = batch.temperatures[rows], batch.seeds[rows], batch.positions[rows]
         none_left = self.logits_processors.redraw(first_row, logits, token_ids, *how, launched.extras, masks)
         return drawn.where(drawn < 0, token_ids.masked_fill(none_left, NONE_LEFT))
