@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer import LLM, SamplingParams
 from nanoinfer.benchmark.compare import SAMPLING_OPTIONS, report_transformers, run_transformers
 from nanoinfer.benchmark.files import check_files, write_files
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
@@ -208,7 +208,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", default=BUNDLED_MODEL, help="folder or Hub id (default: the bundled model)")
+    which.add_argument("--model", default="bundled", help="folder or Hub id (default: %(default)s)")
     which.add_argument("--config", choices=SHAPES, help="random weights of this shape")
     parser.add_argument(
         "--routing", choices=["even", "skewed"], default="even",

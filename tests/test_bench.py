@@ -604,8 +604,8 @@ def test_a_long_repeat_shows_how_far_it_is(
     status.begin("repeat 1 of 1")
     bench.time_repeat(tiny, work, 1, bench.SAMPLING, status)
     assert capsys.readouterr().err.splitlines()[1:] == [
-        f"repeat 1 of 1: prefill {prefill} tokens, decode {decode} of 3"
-        for prefill, decode in ((300, 0), (300, 1), (300, 2), (303, 2), (303, 3))
+        f"repeat 1 of 1: {prefill} tokens of prefill, {generated} of 5 generated"
+        for prefill, generated in ((300, 1), (300, 2), (300, 3), (303, 4), (303, 5))
     ]
 
 

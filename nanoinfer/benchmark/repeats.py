@@ -24,30 +24,30 @@ class Repeat:
 class Watch:
     """Keeps the steps of a repeat, and tells now and then how many tokens they computed.
 
-    num_decode_tokens: of the whole repeat
+    tokens_out: of the whole repeat
     """
 
-    def __init__(self, num_decode_tokens: int, status: StatusLine) -> None:
+    def __init__(self, tokens_out: int, status: StatusLine) -> None:
         self.steps: list[StepResult] = []
-        self._num_decode_tokens = num_decode_tokens
+        self._tokens_out = tokens_out
         self._status = status
-        self._prefill = self._decode = 0
+        self._prefill = self._generated = 0
 
     def add(self, step: StepResult) -> None:
         """Keep a step."""
         self.steps.append(step)
         self._prefill += step.num_prefill_tokens
-        self._decode += step.num_decode_tokens
+        self._generated += step.num_generated_tokens
         if self._status.is_due:
-            decoded = f"{self._decode:,} of {self._num_decode_tokens:,}"
-            self._status.tell(f"prefill {self._prefill:,} tokens, decode {decoded}")
+            generated = f"{self._generated:,} of {self._tokens_out:,}"
+            self._status.tell(f"{self._prefill:,} tokens of prefill, {generated} generated")
 
 
 def time_repeat(llm: LLM, work: Workload, index: int, sampling: SamplingParams, status: StatusLine) -> Repeat:
     """Generate all that the workload asks for, with the tokens of repeat `index`; `status` shows how far it is."""
     prompts = work.repeat(index, llm.config.description.vocab_size)
     params = [replace(sampling, max_tokens=out, n=work.samples) for out in work.output_lens]
-    watch = Watch(work.tokens_out - work.samples * len(prompts), status)  # a prefill step makes each first token
+    watch = Watch(work.tokens_out, status)
     llm.engine.on_step = watch.add
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
