@@ -1,62 +1,50 @@
 """How fast is nanoinfer on this machine, and how far from the most that the machine allows?
 
-    python bench.py                             # the bundled model
+    python bench.py                             # the bundled model; on the CPU in less than a minute
     python bench.py --model PATH                # any supported checkpoint
     python bench.py --config 8b                 # random weights of a published shape, nothing to download
     python bench.py --compare transformers      # the same prompts through transformers too
     python bench.py --plot run.png              # draw the last repeat, step by step
     python bench.py --config 8b --weights       # how long weights take to change, and memory to go and come back
 
-The prompts are random tokens from seed 0. --help lists the workloads.
+The prompts are random tokens from seed 0. --help lists the workloads. Standard error says what the command is at.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
-import json
-import os
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.benchmark.compare import SAMPLING_OPTIONS, report_transformers, run_transformers
+from nanoinfer.benchmark.files import check_files, write_files
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
 from nanoinfer.benchmark.least_steps import Limits
+from nanoinfer.benchmark.repeats import Repeat, time_repeat
+from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, has_experts, write_config
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
-from nanoinfer.engine.step_result import StepResult
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.linear.fp8_linear import HAS_FP8
 from nanoinfer.models import describe
 
 SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
-SAMPLING_OPTIONS = ("temperature", "top_k", "top_p")
-OUTPUT_BYTES = 1 << 18  # more than a file of --json or --plot needs
+SEQS_ON_CPU = 32  # requests of a run without options, which takes less than a minute on two cores
 
 
-@dataclass
-class Repeat:
-    """One timed run: when it began on time.perf_counter's clock, how long it took, and the engine's steps."""
-
-    start: float
-    seconds: float
-    steps: list[StepResult]
-
-
-def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any], Repeat]:
+def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> tuple[dict[str, Any], Repeat]:
     """Start, warm up, time the repeats; returns the figures and the last repeat."""
     recipe: Recipe = args.recipe
     start = time.perf_counter()
@@ -66,9 +54,14 @@ def run_nanoinfer(args: argparse.Namespace, folder: str) -> tuple[dict[str, Any]
         config = llm.config
         work = recipe.draw(config.description.vocab_size)
         check_fits(work, config)
+        status.begin("warming up")
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
         count = args.repeats or (3 if config.device == "cuda" else 1)
-        repeats = [time_repeat(llm, work, index, args.sampling) for index in range(count)]
+        repeats = []
+        for index in range(count):
+            status.begin(f"repeat {index + 1} of {count}")
+            repeats.append(time_repeat(llm, work, index, args.sampling, status))
+        status.begin("measuring the memory's bandwidth and the matrix rate")
         # Measure beside the engine: on an H200, memory that the engine has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
         layer_flops = measure_flops("cuda", FP8) if multiplies_fp8(config) else flops
@@ -131,6 +124,7 @@ def limits_of(config: Config) -> Limits:
 
 def make_llm(args: argparse.Namespace, folder: str) -> LLM:
     """Make the LLM that the command line asks for; exit with the error's message if that cannot be."""
+    print(f"starting {args.config or args.model}", file=sys.stderr)  # it stays: the LLM may write below it
     try:
         length = args.max_model_len or min(args.recipe.max_model_len, longest_of(folder))
         return LLM(
@@ -157,13 +151,14 @@ def longest_of(folder: str) -> int:
     return describe(Checkpoint.open(find_folder("model", folder, None, CHECKPOINT_FILES)).hf_config).max_position
 
 
-def run_weights(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+def run_weights(args: argparse.Namespace, folder: str, status: StatusLine) -> dict[str, Any]:
     """Time changes of the weights and sleep, and print each row; returns the figures."""
     with make_llm(args, folder) as llm:
         device = torch.cuda.get_device_name() if llm.config.device == "cuda" else "cpu"
         print(f"{args.config or args.model} on {device}, {args.tp} ranks; {llm.memory}")
         rows = []
-        for row in time_weights(llm, args.repeats or 5):
+        for row in time_weights(llm, args.repeats or 5, status):
+            status.clear()
             print(row, flush=True)
             rows.append(asdict(row))
     name = args.config or args.model
@@ -182,87 +177,6 @@ def check_fits(work: Workload, config: Config) -> None:
         )
 
 
-def time_repeat(llm: LLM, work: Workload, index: int, sampling: SamplingParams) -> Repeat:
-    """Generate all that the workload asks for, with the tokens of repeat `index`."""
-    prompts = work.repeat(index, llm.config.description.vocab_size)
-    params = [replace(sampling, max_tokens=out, n=work.samples) for out in work.output_lens]
-    steps: list[StepResult] = []
-    llm.engine.on_step = steps.append
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    lens = [len(sample.token_ids) for output in outputs for sample in output.samples]
-    assert lens == [out for out in work.output_lens for _ in range(work.samples)]
-    return Repeat(start, seconds, steps)
-
-
-def plot(repeat: Repeat, title: str, file: str) -> None:
-    """Draw tokens per second over the repeat's time into `file`, and each replica's running rows and used blocks."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    rates, rows, blocks = figure.subplots(3, sharex=True)
-    steps = sorted(repeat.steps, key=lambda step: step.ready_at or 0.0)  # replicas tell theirs a little later
-    times = times_of(steps, repeat.start)
-    for name, color in (("prefill", "tab:orange"), ("decode", "tab:blue")):
-        tokens = [getattr(step, f"num_{name}_tokens") for step in steps]
-        rates.stairs(*binned_rate(times, tokens), color=color, label=name)
-    for replica in sorted({step.replica for step in steps}):
-        own = [step for step in steps if step.replica == replica]
-        rows.stairs([step.num_running for step in own], times_of(own, repeat.start), label=f"replica {replica}")
-        blocks.stairs([100 * step.blocks_used for step in own], times_of(own, repeat.start))
-    if any(step.replica for step in steps):
-        rows.legend()
-    rates.set(title=title, ylabel="tokens per second", yscale="log")
-    rates.legend()
-    rows.set(ylabel="running rows")
-    blocks.set(ylabel="KV-cache blocks in use, %", xlabel="seconds", xlim=(0, times[-1]))
-    figure.savefig(file)
-
-
-def times_of(steps: list[StepResult], start: float) -> list[float]:
-    """When the first step began, 0.0, and when each was done, in seconds after `start`."""
-    return [0.0, *(step.ready_at - start for step in steps if step.ready_at is not None)]
-
-
-def binned_rate(times: list[float], tokens: list[int], bins: int = 100) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens per second in equal bins, and the bins' edges; step i runs evenly from times[i] to times[i + 1]."""
-    edges = np.linspace(0, times[-1], bins + 1)
-    done = np.interp(edges, times, np.cumsum([0, *tokens]))
-    return np.diff(done) / np.diff(edges), edges
-
-
-def run_transformers(args: argparse.Namespace, folder: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Run the same prompts as one left-padded batch through transformers' generate."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # here, for ranks and replicas import this file, too
-
-    device = "cpu" if result["device"] == "cpu" else "cuda"
-    if args.config:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    else:
-        model = AutoModelForCausalLM.from_pretrained(folder)
-    model = model.to(device, getattr(torch, result["dtype"])).eval()
-    work = args.recipe.draw(model.config.vocab_size)
-    longest, most = max(map(len, work.prompts)), max(work.output_lens)
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in work.prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in work.prompts], device=device)
-    start = time.perf_counter()
-    with torch.inference_mode():
-        length = {"max_new_tokens": most, "min_new_tokens": most, "num_return_sequences": work.samples}
-        model.generate(ids, attention_mask=mask, pad_token_id=0, **transformers_sampling(args.sampling), **length)
-        if device == "cuda":
-            torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "tokens_per_second": work.tokens_out / seconds, "ratio": seconds / result["seconds"]}
-
-
-def transformers_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the same settings as transformers' generate takes them."""
-    if sampling.is_greedy:
-        return {"do_sample": False}
-    return {"do_sample": True, **{name: getattr(sampling, name) for name in SAMPLING_OPTIONS}}
-
-
 def installed_version(package: str) -> str | None:
     """Return the version of a package, None if it is not installed."""
     try:
@@ -271,15 +185,18 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def report(result: dict[str, Any]) -> None:
-    """Print the figures of nanoinfer's run, for a person to read."""
+def report(result: dict[str, Any], is_short: bool) -> None:
+    """Print the figures of nanoinfer's run, for a person to read. is_short: it ran fewer requests than a GPU would"""
     print(f"{result['config']} on {result['device']}: ready after {result['startup_seconds']:.1f} s")
     runs = ", ".join(f"{seconds:.2f}" for seconds in result["repeats"])
     print(
-        f"{result['workload']}: {result['num_seqs']} requests, {result['tokens_in']:,} tokens in,"
+        f"workload {result['workload']}: {result['num_seqs']} requests, {result['tokens_in']:,} tokens in,"
         f" {result['tokens_out']:,} out: {result['seconds']:.2f} s (runs: {runs}),"
         f" {result['tokens_per_second']:,.0f} tok/s"
     )
+    if is_short:
+        whole = WORKLOADS["nano"].num_seqs
+        print(f"on the CPU {SEQS_ON_CPU} requests run unless you ask for others; --num-seqs {whole} runs all of nano")
     print(
         f"floor: {result['floor_seconds']:.2f} s at {result['bandwidth_bytes_per_second'] / 1e12:.3f} TB/s and"
         f" {result['matrix_flops'] / 1e12:.2f} TFLOP/s; reached {result['fraction_of_floor']:.1%} of it",
@@ -287,45 +204,19 @@ def report(result: dict[str, Any]) -> None:
     )
 
 
-def report_transformers(other: dict[str, Any]) -> None:
-    """Print how the run of transformers compares."""
-    print(
-        f"transformers: {other['seconds']:.2f} s, {other['tokens_per_second']:,.0f} tok/s;"
-        f" nanoinfer is {other['ratio']:.2f} times as fast"
-    )
-
-
-def write_outputs(args: argparse.Namespace, result: dict[str, Any], last: Repeat | None) -> None:
-    """Write the files of --json and --plot. If one cannot be written, write the other, and exit with an error."""
-    errors = []
-    if args.json:
-        figures = json.dumps(result, indent=2) + "\n"
-        try:
-            Path(args.json).write_text(figures, "utf-8")
-        except OSError as error:
-            print(figures, end="")
-            errors.append(f"--json {args.json}: {error.strerror}: the figures were printed instead")
-    if args.plot and last is not None:
-        try:
-            plot(last, f"{result['config']} on {result['device']}: {result['workload']}", args.plot)
-        except OSError as error:
-            errors.append(f"--plot {args.plot}: {error.strerror or error}")
-    if errors:
-        raise SystemExit(f"bench.py: error: {'; '.join(errors)}")
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", default=BUNDLED_MODEL, help="folder or Hub id (default: the bundled model)")
+    which.add_argument("--model", default="bundled", help="folder or Hub id (default: %(default)s)")
     which.add_argument("--config", choices=SHAPES, help="random weights of this shape")
     parser.add_argument(
         "--routing", choices=["even", "skewed"], default="even",
         help="of random experts: how often tokens use each; skewed follows Zipf's law (default: even)",
     )  # fmt: skip
     listed = "; ".join(f"{name}: {recipe.num_seqs} x {recipe}" for name, recipe in WORKLOADS.items())
-    parser.add_argument("--workload", choices=WORKLOADS, default="nano", help=f"tokens of {listed} (default: nano)")
+    of_nano = f"default: nano; on the CPU {SEQS_ON_CPU} of its requests"
+    parser.add_argument("--workload", choices=WORKLOADS, help=f"tokens of {listed} ({of_nano})")
     parser.add_argument("--num-seqs", type=int, help="requests (this and the next four default to the workload's)")
     parser.add_argument("--min-len", type=int, help="shortest prompt and shortest output of nano, refill and prefix")
     parser.add_argument("--max-len", type=int, help="longest prompt and longest output of nano, refill and prefix")
@@ -359,13 +250,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--weights: times one engine, without --dp")
     args.load_format = "safetensors" if not args.config else "dummy" if args.routing == "even" else "dummy_skewed"
     try:
+        args.is_short = not (args.workload or args.num_seqs) and is_cpu(args.device)
+        args.workload = args.workload or "nano"
         args.recipe = choose_recipe(args)
         sampling = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
         args.sampling = replace(SAMPLING, **sampling, logprobs=args.logprobs)
-        check_outputs(args)
+        check_files(args)
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def is_cpu(device: str) -> bool:
+    """Whether an LLM with this `device` runs on the CPU."""
+    return device == "cpu" or (device == "auto" and torch.cuda.device_count() == 0)
 
 
 def choose_recipe(args: argparse.Namespace) -> Recipe:
@@ -375,6 +273,8 @@ def choose_recipe(args: argparse.Namespace) -> Recipe:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     names = ("num_seqs", "max_num_seqs", "max_model_len")
     recipe = replace(WORKLOADS[args.workload], **{name: value for name in names if (value := getattr(args, name))})
+    if args.is_short:
+        recipe = replace(recipe, num_seqs=SEQS_ON_CPU)
     if not (args.min_len or args.max_len):
         return recipe
     low, high = recipe.prompt_lens
@@ -386,61 +286,25 @@ def choose_recipe(args: argparse.Namespace) -> Recipe:
     return replace(recipe, prompt_lens=lens, output_lens=lens)
 
 
-def check_outputs(args: argparse.Namespace) -> None:
-    """Raise ValueError for a --json or --plot file that cannot be written."""
-    if args.plot:
-        check_plot(args.plot)
-    for option, file in (("json", args.json), ("plot", args.plot)):
-        if file:
-            check_writable(option, Path(file))
-
-
-def check_writable(option: str, file: Path) -> None:
-    """Raise ValueError if the file cannot be written or the disk is full; leave no file where none was."""
-    try:
-        existed = file.exists()
-        with file.open("ab", buffering=0) as opened:
-            if file.is_file():  # a terminal or a pipe cannot take back the test's bytes
-                size = opened.tell()
-                try:
-                    if opened.write(bytes(OUTPUT_BYTES)) < OUTPUT_BYTES:
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                finally:
-                    opened.truncate(size)
-                    if not existed:
-                        file.unlink()
-    except OSError as error:
-        raise ValueError(f"--{option} {file}: {error.strerror}") from None
-
-
-def check_plot(file: str) -> None:
-    """Raise ValueError if matplotlib is missing, or does not write files of this suffix."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(f"--plot {file} needs matplotlib: pip install matplotlib") from None
-    known = Figure().canvas.get_supported_filetypes()
-    if (suffix := Path(file).suffix[1:].lower()) not in known:
-        raise ValueError(f"--plot {file}: matplotlib does not write {suffix!r} files, only {', '.join(sorted(known))}")
-
-
 def main() -> None:
     """Measure, print, write."""
     args = parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, StatusLine() as status:
         folder = scratch if args.config else args.model
         if args.config:
             write_config(args.config, scratch)
         last: Repeat | None = None
         if args.weights:
-            result = run_weights(args, folder)
+            result = run_weights(args, folder, status)
         else:
-            result, last = run_nanoinfer(args, folder)
-            report(result)
+            result, last = run_nanoinfer(args, folder, status)
+            status.clear()
+            report(result, args.is_short)
         if args.compare:
-            result["transformers"] = run_transformers(args, folder, result)
+            result["transformers"] = run_transformers(args, folder, result, status)
+            status.clear()
             report_transformers(result["transformers"])
-    write_outputs(args, result, last)
+    write_files(args, result, last)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,12 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.block_names import BlockNames
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
 from nanoinfer.kernels.launch import launch_in_between
+from nanoinfer.process.collector import no_collection
 
 DEVICE = "cuda" if HAS_CUDA else "cpu"
-BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take memory of the same GPU
+BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ  # other tests take cores, and memory of the same GPU
+if BESIDE_OTHERS:
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, as of this one below
 if not HAS_CUDA:  # a fork cannot use a device that its server has seen
     fork_what_spawns()
 torch.set_num_threads(1 if BESIDE_OTHERS else 2)  # the models are tiny: more threads wait for each other
@@ -59,6 +63,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (needed,) = mark.args or (2,)
             if gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {gpus}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave all that is imported, transformers above all, out of full collections: each LLM makes one when it ends."""
+    with no_collection():
+        result = yield
+    gc.freeze()
+    return result
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or Triton's bindings tell of leaks when the process ends
 
 
 def whole_only(cases: Iterable[Any]) -> list[Any]:

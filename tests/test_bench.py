@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -22,7 +23,12 @@ sys.path.insert(0, str(ROOT))
 import bench
 from example import QUESTIONS
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
+from nanoinfer.benchmark import figures as figures_command
+from nanoinfer.benchmark import status_line
+from nanoinfer.benchmark.files import check_writable
 from nanoinfer.benchmark.least_steps import Steps, decode_steps
+from nanoinfer.benchmark.plot import binned_rate
+from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.models import describe
 from nanoinfer.models.description import Experts
@@ -99,13 +105,13 @@ def test_prefixes_are_cached_within_a_repeat_and_not_beyond_it(tiny: LLM, name: 
     recipe = replace(bench.WORKLOADS[name], num_seqs=3, prompt_lens=(257, 300), output_lens=(1, 3))
     work = recipe.draw(vocab_size=2048)
     for index in range(3):
-        steps = bench.time_repeat(tiny, work, index, bench.SAMPLING).steps
+        steps = bench.time_repeat(tiny, work, index, bench.SAMPLING, StatusLine()).steps
         assert sum(step.num_prefill_tokens for step in steps) == work.tokens_in - 2 * num_shared
 
 
 def test_the_engine_tells_its_observer_what_each_step_found(tiny: LLM) -> None:
     work = bench.Workload([[1] * 300, [2] * 3], [3, 2])
-    repeat = bench.time_repeat(tiny, work, 0, bench.SAMPLING)
+    repeat = bench.time_repeat(tiny, work, 0, bench.SAMPLING, StatusLine())
     blocks = len(tiny.engine.scheduler.block_manager.blocks)
     assert [(step.num_prefill_tokens, step.num_decode_tokens) for step in repeat.steps] == [
         (300, 0), (0, 1), (0, 1), (3, 0), (0, 1),
@@ -394,12 +400,15 @@ def test_skewed_routing_of_a_model_without_experts(model: list[str], capsys: pyt
     assert "--routing skewed: needs a --config with experts" in capsys.readouterr().err
 
 
-def test_random_weights_and_json(tmp_path: Path) -> None:
+def test_random_weights_and_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "figures.json"
-    text = run(
-        "bench.py", "--config", "tiny", "--num-seqs", "8", "--min-len", "4", "--max-len", "12", "--repeats", "3",
-        "--device", "cpu", "--json", str(file),
-    )  # fmt: skip
+    command = "bench.py --config tiny --num-seqs 8 --min-len 4 --max-len 12 --repeats 3 --device cpu --json"
+    monkeypatch.setattr(sys, "argv", [*command.split(), str(file)])
+    monkeypatch.setattr(status_line, "ELSEWHERE", 1000)
+    bench.main()
+    told = capsys.readouterr()
     figures = json.loads(file.read_text())
     assert {
         "command", "kv_cache_tokens",
@@ -413,8 +422,12 @@ def test_random_weights_and_json(tmp_path: Path) -> None:
     assert figures["tokens_per_second"] == pytest.approx(figures["tokens_out"] / figures["seconds"])
     assert 0 < figures["fraction_of_floor"] < 1
     assert {"torch", "triton"} <= set(figures["versions"])
-    assert "tok/s" in text
-    assert "floor" in text
+    assert "tok/s" in told.out
+    assert "floor" in told.out
+    assert told.err.splitlines() == [
+        "starting tiny", "warming up", "repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3",
+        "measuring the memory's bandwidth and the matrix rate",
+    ]  # fmt: skip
 
 
 @pytest.mark.whole
@@ -440,19 +453,37 @@ def test_plot_writes_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_binned_rates_keep_every_token() -> None:
-    rates, edges = bench.binned_rate([0.0, 1.0, 4.0], [10, 60], bins=4)
+    rates, edges = binned_rate([0.0, 1.0, 4.0], [10, 60], bins=4)
     assert edges.tolist() == [0, 1, 2, 3, 4]
     assert rates.tolist() == [10, 20, 20, 20]
 
 
 def test_the_command_line_overrides_the_workload() -> None:
-    assert bench.parse_args([]).recipe == bench.WORKLOADS["nano"]
+    assert bench.parse_args(["--workload", "nano"]).recipe == bench.WORKLOADS["nano"]
     short = bench.parse_args(["--workload", "prefix", "--num-seqs", "4", "--max-len", "200"]).recipe
     assert short == replace(bench.WORKLOADS["prefix"], num_seqs=4, prompt_lens=(100, 200), output_lens=(100, 200))
     assert str(short) == "1024 + 100-200 in, 100-200 out"
     limits = bench.parse_args(["--workload", "stream", "--max-num-seqs", "1", "--max-model-len", "640"]).recipe
     assert limits == replace(bench.WORKLOADS["stream"], max_num_seqs=1, max_model_len=640)
     assert str(limits) == "128 in, 512 out"
+
+
+def test_without_options_the_cpu_runs_few_requests_and_a_gpu_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, whole = replace(bench.WORKLOADS["nano"], num_seqs=bench.SEQS_ON_CPU), bench.WORKLOADS["nano"]
+    assert few.num_seqs < whole.num_seqs
+    for gpus, on_auto in ((0, few), (1, whole)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert bench.parse_args([]).recipe == on_auto
+        assert bench.parse_args(["--device", "cpu"]).recipe == few
+        assert bench.parse_args(["--device", "cuda"]).recipe == whole
+        assert bench.parse_args(["--max-num-seqs", "8"]).recipe == replace(on_auto, max_num_seqs=8)
+
+
+@pytest.mark.parametrize("options", ["--workload nano", "--num-seqs 256", "--workload prefix", "--num-seqs 4"])
+def test_on_the_cpu_options_mean_what_they_say(options: str) -> None:
+    args = bench.parse_args(["--device", "cpu", *options.split()])
+    assert args.recipe.num_seqs == int(options.split()[1] if "--num-seqs" in options else 256)
+    assert not args.is_short
 
 
 @pytest.mark.parametrize(
@@ -495,7 +526,7 @@ def test_a_full_disk_is_noticed_before_the_run(tmp_path: Path) -> None:
     old.write_text("{}")
     for file in (old, new):
         with full_disk(), pytest.raises(ValueError, match=f"--json {file}: No space left on device"):
-            bench.check_writable("json", file)
+            check_writable("json", file)
     assert old.read_text() == "{}"
     assert not new.exists()
 
@@ -520,12 +551,17 @@ def test_a_disk_that_fills_up_costs_no_figures(
 def test_figures_are_printed_before_the_comparison(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = "bench.py --config tiny --num-seqs 3 --min-len 4 --max-len 12 --device cpu --compare transformers"
+    """And they say that the run was short."""
+    command = "bench.py --config tiny --min-len 4 --max-len 12 --device cpu --compare transformers"
+    monkeypatch.setattr(bench, "SEQS_ON_CPU", 3)
     monkeypatch.setattr(sys, "argv", command.split())
     monkeypatch.setattr(bench, "run_transformers", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.main()
-    assert "tok/s" in capsys.readouterr().out
+    begin = ["tiny on cpu", "workload nano 4-12 in, 4-12 out: 3 requests", "on the CPU 3 requests run", "floor"]
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(start) for line, start in zip(lines, begin, strict=True))
+    assert "tok/s" in lines[1]
 
 
 @pytest.mark.parametrize(
@@ -553,6 +589,53 @@ def test_a_plot_without_matplotlib_is_refused_before_the_run(
     with pytest.raises(SystemExit):
         bench.parse_args(["--plot", "run.png"])
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_a_long_repeat_shows_how_far_it_is(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = bench.Workload([[1] * 300, [2] * 3], [3, 2])
+    status = StatusLine()
+    status.begin("repeat 1 of 1")
+    bench.time_repeat(tiny, work, 0, bench.SAMPLING, status)
+    assert capsys.readouterr().err == "repeat 1 of 1\n"  # the repeat took less time than lies between two lines
+    monkeypatch.setattr(status_line, "ELSEWHERE", 0)
+    status = StatusLine()
+    status.begin("repeat 1 of 1")
+    bench.time_repeat(tiny, work, 1, bench.SAMPLING, status)
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        f"repeat 1 of 1: {prefill} tokens of prefill, {generated} of 5 generated"
+        for prefill, generated in ((300, 1), (300, 2), (300, 3), (303, 4), (303, 5))
+    ]
+
+
+def test_a_terminal_has_one_line_that_is_replaced_and_taken_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+    replace_line = "\r\x1b[K"
+    with StatusLine() as status:
+        status.begin("warming up")
+        assert not status.is_due
+        status.tell("so far that it does not fit")
+    assert capsys.readouterr().err == f"{replace_line}warming up{replace_line}warming up: so far {replace_line}"
+
+
+def test_the_command_of_the_figures_says_what_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("figures.json", "speed.md"):
+        shutil.copy(ROOT / "docs" / name, tmp_path)
+    monkeypatch.setattr(figures_command, "DOCS", tmp_path)
+    monkeypatch.setattr(figures_command.Figures, "draw", lambda _, file: file.write_text("drawn", "utf-8"))
+    monkeypatch.setattr(sys, "argv", ["figures.py"])
+    figures_command.main()
+    told = capsys.readouterr()
+    assert not told.out
+    steps = told.err.splitlines()
+    assert [step.split()[-1] for step in steps] == ["docs/figures.json", "docs/speed.md", "docs/speed.svg"]
+    assert {file.name for file in tmp_path.iterdir()} == {"figures.json", "speed.md", "speed.svg"}
 
 
 def test_a_workload_beyond_the_models_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

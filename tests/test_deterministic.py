@@ -175,6 +175,7 @@ class TestInCompany:
         limits = ["--seconds", "0", "--requests", "4"]
         ran = subprocess.run([*command, *limits, *formats], capture_output=True, text=True, check=False)
         assert "results compared: all bits equal" in ran.stdout, ran.stdout + ran.stderr
+        assert "requests alone\nrequests in company\n" in ran.stderr
         assert ran.returncode == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -115,9 +116,11 @@ def unit(monkeypatch: pytest.MonkeyPatch) -> int:
     return 16
 
 
-@pytest.mark.parametrize("in_fp8", [False, True])
-@pytest.mark.parametrize("shape", of_each_kind(zip([(4, 4, 64, 16), (8, 2, 128, 256), (4, 1, 128, 48)]), 1), ids=str)
-def test_attention_of_a_step(shape: tuple[int, int, int, int], in_fp8: bool, unit: int) -> None:
+SHAPES = (4, 4, 64, 16), (8, 2, 128, 256), (4, 1, 128, 48)
+
+
+@pytest.mark.parametrize(("in_fp8", "shape"), of_each_kind(product((False, True), SHAPES), 1, 5), ids=str)
+def test_attention_of_a_step(in_fp8: bool, shape: tuple[int, int, int, int], unit: int) -> None:
     """Prompts with and without stretches, with and without a cached context, that begin and end anywhere."""
     heads, _, head_dim, _ = shape
     query_lens = [2 * unit, 3, 4 * unit - 5, 4 * unit + 1, unit + 1, 3 * unit]

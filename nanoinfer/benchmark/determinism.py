@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.benchmark.first_difference import Recorder, first_difference
+from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.config import Config
 from nanoinfer.llm import LLM
 from nanoinfer.requests.outputs import RequestOutput
@@ -125,6 +126,17 @@ def bits_of(output: RequestOutput) -> Bits:
     return bits
 
 
+def run_alone(llm: LLM, cases: list[Case], status: StatusLine) -> dict[int, Bits]:
+    """Run each request alone, with no prefix cached; returns the bits by the case's id()."""
+    bits = {}
+    for case in cases:
+        llm.reset_prefix_cache()
+        bits[id(case)] = bits_of(llm.generate([case.prompt], case.params, use_tqdm=False)[0])
+        if status.is_due:
+            status.tell(f"{len(bits)} of {len(cases)}")
+    return bits
+
+
 def run_in_company(llm: LLM, cases: list[Case], rng: random.Random) -> Iterator[tuple[Case, RequestOutput]]:
     """Run requests that come at random times, some of them twice and some to be aborted; yield the results."""
     waiting = cases + rng.sample(cases, len(cases) // 4)
@@ -152,33 +164,38 @@ def find_difference(
 ) -> tuple[int, Difference | None]:
     """Run requests alone on one rank, and then in company by LEAST_ENGINES engines, and more while there is time.
 
-    Returns how many results were compared, and the first difference, if there is one.
+    Returns how many results were compared, and the first difference, if there is one. Says on standard error how far
+    it is.
 
     make_llm: makes an engine of the model with the options of draw_options; each engine is closed again
     seed: of all that is drawn; count: of the requests; longest: as for draw_cases; ranks: as for draw_options
     """
     rng = random.Random(seed)
-    with make_llm(max_model_len=sum(longest)) as llm:
-        cases = draw_cases(rng, llm.config.description.vocab_size, count, longest)
-        expected = {}
-        for case in cases:
-            llm.reset_prefix_cache()
-            expected[id(case)] = bits_of(llm.generate([case.prompt], case.params, use_tqdm=False)[0])
-    compared, deadline = 0, time.monotonic() + seconds
-    for number, options in enumerate(draw_options(rng, sum(longest), ranks)):
-        if number >= LEAST_ENGINES and time.monotonic() > deadline:
-            break
-        drawn, difference = rng.getstate(), None
-        with make_llm(**options) as llm:
-            for case, output in run_in_company(llm, cases, rng):
-                compared += 1
-                alone = expected[id(case)]
-                if difference := _compare(alone, bits_of(output)):
-                    break
-        if difference is not None:
-            rng.setstate(drawn)
-            cause = find_cause(make_llm, options, cases, rng, case, output.request_id, alone)
-            return compared, Difference(case, options, *difference, cause)
+    with StatusLine() as status:
+        status.begin("requests alone")
+        with make_llm(max_model_len=sum(longest)) as llm:
+            cases = draw_cases(rng, llm.config.description.vocab_size, count, longest)
+            expected = run_alone(llm, cases, status)
+        status.begin("requests in company")
+        compared, start = 0, time.monotonic()
+        for number, options in enumerate(draw_options(rng, sum(longest), ranks)):
+            if number >= LEAST_ENGINES and time.monotonic() - start > seconds:
+                break
+            drawn, difference = rng.getstate(), None
+            with make_llm(**options) as llm:
+                for case, output in run_in_company(llm, cases, rng):
+                    compared += 1
+                    if status.is_due:
+                        spent = f"{time.monotonic() - start:.0f} of {seconds:g} seconds"
+                        status.tell(f"{compared} results compared, engine {number + 1}, {spent}")
+                    alone = expected[id(case)]
+                    if difference := _compare(alone, bits_of(output)):
+                        break
+            if difference is not None:
+                status.begin("a result differs: the request runs again, to find the first tensor that does")
+                rng.setstate(drawn)
+                cause = find_cause(make_llm, options, cases, rng, case, output.request_id, alone)
+                return compared, Difference(case, options, *difference, cause)
     return compared, None
 
 

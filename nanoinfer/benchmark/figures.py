@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.benchmark.status_line import StatusLine
+
 DOCS = Path(__file__).parents[2] / "docs"
 OURS = "nanoinfer"
 SYSTEMS = {OURS: "#1f6feb", "vLLM": "#9aa4b2", "nano-vLLM": "#c9d1d9"}  # and their colours
@@ -195,10 +197,14 @@ def main() -> None:
     setup, *files = sys.argv[1:] or [""]
     for file in files:
         figures.add(setup, json.loads(Path(file).read_text("utf-8")))
-    (DOCS / "figures.json").write_text(figures.text(), "utf-8")
-    page = DOCS / "speed.md"
-    page.write_text(fill(page.read_text("utf-8"), figures.tables()), "utf-8")
-    figures.draw(DOCS / "speed.svg")
+    with StatusLine() as status:
+        status.begin(f"writing {len(figures.runs)} runs into docs/figures.json")
+        (DOCS / "figures.json").write_text(figures.text(), "utf-8")
+        page, tables = DOCS / "speed.md", figures.tables()
+        status.begin(f"writing the tables {', '.join(tables)} into docs/speed.md")
+        page.write_text(fill(page.read_text("utf-8"), tables), "utf-8")
+        status.begin("drawing docs/speed.svg")
+        figures.draw(DOCS / "speed.svg")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.llm import LLM
 
@@ -44,7 +45,7 @@ class Row:
         return f"{self.what}: {1e3 * median:,.1f} ms{rate} (runs: {runs})"
 
 
-def time_weights(llm: LLM, repeats: int) -> Iterator[Row]:
+def time_weights(llm: LLM, repeats: int, status: StatusLine) -> Iterator[Row]:
     """Yield a row for each level of sleep, and for each way to change the weights, as it has been timed.
 
     The KV cache sleeps while weights change: so a GPU has room for the new ones too.
@@ -53,6 +54,7 @@ def time_weights(llm: LLM, repeats: int) -> Iterator[Row]:
     shapes = shapes_of(llm)
     num_bytes = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in shapes)
     for level in (1, 2):
+        status.begin(f"timing sleep, level {level}")
         yield from _time_sleep(llm, level, repeats, device, num_bytes)
     llm.sleep(level=2)
     llm.wake_up(["weights"])
@@ -62,14 +64,17 @@ def time_weights(llm: LLM, repeats: int) -> Iterator[Row]:
         runs = [_seconds(lambda: llm.update_weights(tensors), device) for _ in range(repeats)]
         return Row(f"update_weights, {len(tensors):,} tensors of {what}", num_bytes, runs)
 
+    status.begin("timing update_weights")
     tensors = make_tensors(shapes, device)
     yield updates("this process", tensors)
     if num_bytes <= MOST_ON_DISK:
+        status.begin("timing load_weights; first a checkpoint is written")
         with saved(tensors) as folder:
             llm.load_weights(folder)  # fills the page cache
             runs = [_seconds(lambda: llm.load_weights(folder), device) for _ in range(repeats)]
             yield Row("load_weights from the page cache", num_bytes, runs)
     if device.type == "cuda":
+        status.begin("timing update_weights from another process")
         tensors.clear()
         torch.cuda.empty_cache()
         with of_another_process(shapes) as theirs:
