@@ -258,7 +258,7 @@ def main() -> int:
     formats = {"dtype": args.dtype, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
 
     def make_llm(**options: int) -> LLM:
-        return LLM(args.model, device=args.device, deterministic=True, **formats, **options)
+        return LLM(args.model, device=args.device, deterministic=True, use_tqdm=False, **formats, **options)
 
     longest = LONGEST[Config(args.model, device=args.device).device]
     compared, difference = find_difference(make_llm, args.seconds, args.seed, args.requests, longest, args.ranks)
