@@ -576,6 +576,19 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"report='.*/none/page.html': No such file"):
             run(file, tmp_path / "out", "no model", report=tmp_path / "none" / "page.html")
 
+    @pytest.mark.parametrize("name", ["in.jsonl", "link", "out", "out.manifest.json", "-"])
+    def test_a_report_in_the_place_of_a_file_of_the_job(self, name: str, tmp_path: Path, null: None) -> None:
+        source = write(tmp_path / "in.jsonl", [{"id": 1, "prompt": "a"}])
+        (tmp_path / "link").symlink_to(source)
+        run(source, tmp_path / "out", "m")
+        before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+        report = name if name == "-" else tmp_path / name
+        with pytest.raises(
+            ValueError, match=r"report='.*': (is the (input|output|output's manifest) too|must be a file)"
+        ):
+            run(source, tmp_path / "out", "m", report=report)
+        assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+
 
 class TestStats:
     @pytest.mark.parametrize("ends", ["well", "by an error"])

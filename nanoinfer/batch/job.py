@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from nanoinfer.batch.files import STANDARD, Lines, Writer, codec_of, is_regular
 from nanoinfer.batch.interrupts import Interrupts
-from nanoinfer.batch.ledger import Ledger
+from nanoinfer.batch.ledger import Ledger, manifest_of
 from nanoinfer.batch.lines import LineError
 from nanoinfer.batch.loop import Loop, read_jobs
 from nanoinfer.batch.progress import Progress
@@ -98,7 +98,7 @@ def run(
     seed = options.get("seed", 0)
     with _open_input(source, target) as lines, _open_output(source, target, model, options, defaults) as (writer, done):
         total = _survey(source, defaults, seed, max_errors) if is_regular(source) else None
-        page = None if report is None else Report(os.fspath(report))
+        page = None if report is None else _open_report(os.fspath(report), source, target)
         with LLM(model, **options) as llm, Interrupts() as interrupts:
             progress = Progress(total)
             loop = Loop(llm, model, writer.write, progress, page, keep_order, max_errors)
@@ -150,6 +150,16 @@ def _open_output(
     settings = json.dumps({"model": model, "input": name, **same, **defaults}, default=str, allow_nan=False)
     with closing(Ledger(target, json.loads(settings))) as ledger:
         yield ledger.writer, ledger.done
+
+
+def _open_report(file: str, source: str, target: str) -> Report:
+    """Open the report. Raises ValueError if it cannot be written, or would take the place of a file of the job."""
+    if file == STANDARD:
+        raise ValueError(f"report={file!r}: must be a file")
+    for what, name in {"input": source, "output": target, "output's manifest": manifest_of(target)}.items():
+        if os.path.isfile(file) and os.path.exists(name) and os.path.samefile(file, name):
+            raise ValueError(f"report={file!r}: is the {what} too; give another file")
+    return Report(file)
 
 
 def _survey(source: str, defaults: Mapping[str, Any], seed: int, max_errors: int | None) -> int:
