@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import fields
@@ -19,6 +18,7 @@ from nanoinfer.batch.progress import Progress
 from nanoinfer.batch.report import Report
 from nanoinfer.checks import check_flag, check_int
 from nanoinfer.llm import LLM
+from nanoinfer.process.standard_error import say
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vllm_arguments import ARGUMENTS
 
@@ -111,7 +111,7 @@ def run(
             finally:
                 progress.show(is_last=True)
                 if stats:
-                    print(llm.stats(), file=sys.stderr)
+                    say(llm.stats())
                 if page is not None:
                     page.write(f"{source} with {model}", str(progress), progress.errors)
             if interrupts.asked:
@@ -171,9 +171,9 @@ def _survey(source: str, defaults: Mapping[str, Any], seed: int, max_errors: int
             if isinstance(job, LineError):
                 bad += 1
                 if bad <= MOST_NAMED:
-                    print(f"{source}: {job}", file=sys.stderr)
+                    say(f"{source}: {job}")
     if bad > MOST_NAMED:
-        print(f"{source}: {bad - MOST_NAMED:,} more lines cannot run", file=sys.stderr)
+        say(f"{source}: {bad - MOST_NAMED:,} more lines cannot run")
     if max_errors is not None and bad > max_errors:
         raise ValueError(f"max_errors={max_errors}: {bad:,} lines of {source} cannot run")
     return total
