@@ -148,6 +148,16 @@ class TestAxes:
             assert page_of(report) == expected
             assert matplotlib.rcParams["text.usetex"]
 
+    def test_one_that_is_broken_is_as_none(self, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+        from matplotlib.figure import Figure
+
+        def fail(*_: object, **__: object) -> None:
+            raise AttributeError("module 'numpy' has no attribute 'product'")
+
+        monkeypatch.setattr(Figure, "savefig", fail)
+        take_steps(report, [0.1, 0.2, 0.3])
+        assert page_of(report).count("<figcaption>") == 3
+
     def test_a_run_without_steps_has_none(self, report: Report) -> None:
         assert "<svg" not in page_of(report)
 
