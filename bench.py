@@ -39,6 +39,7 @@ from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.linear.fp8_linear import HAS_FP8
 from nanoinfer.models import describe
+from nanoinfer.process.standard_error import say
 
 SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
 SEQS_ON_CPU = 32  # requests of a run without options, which takes less than a minute on two cores
@@ -124,7 +125,7 @@ def limits_of(config: Config) -> Limits:
 
 def make_llm(args: argparse.Namespace, folder: str) -> LLM:
     """Make the LLM that the command line asks for; exit with the error's message if that cannot be."""
-    print(f"starting {args.config or args.model}", file=sys.stderr)  # it stays: the LLM may write below it
+    say(f"starting {args.config or args.model}")  # it stays: the LLM may write below it
     try:
         length = args.max_model_len or min(args.recipe.max_model_len, longest_of(folder))
         return LLM(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ from nanoinfer.batch import Summary, job, run
 from nanoinfer.batch.cli import main
 from nanoinfer.batch.ledger import Ledger
 from nanoinfer.batch.lines import PROMPTS, complete, take_prompt
+from nanoinfer.batch.progress import Progress
 
 SMALL = {"dtype": "float32", "kvcache_block_size": 16, "max_model_len": 64, "num_kvcache_blocks": 256, "device": "cpu"}
 FORK = multiprocessing.get_context("fork")  # a new interpreter would take seconds to import torch
@@ -468,6 +470,34 @@ class TestWhateverHappens:
         run(tmp_path / "in", output, "m")
         assert sorted(lines_of(output)) == expected
 
+    @pytest.mark.parametrize("stderr", ["closed", "full"])
+    def test_messages_that_nobody_can_hear_end_nothing(
+        self,
+        stderr: str,
+        tmp_path: Path,
+        null: None,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        """Nor do they come among the results on standard output."""
+        rows = [{"id": 1, "prompt": "a"}, {"id": 2}]
+        with open("/dev/full", "wb", buffering=0) as full:
+            monkeypatch.setattr(
+                sys, "stderr", None if stderr == "closed" else io.TextIOWrapper(full, write_through=True)
+            )
+            assert main([str(write(tmp_path / "in", rows)), "-", "--model", "m", "--stats"]) == 1
+        assert {json.loads(line)["id"] for line in capfd.readouterr().out.split("\n")[:-1]} == {1, 2}
+
+    def test_a_narrow_terminal_has_one_line_until_the_end(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        monkeypatch.setenv("COLUMNS", "10")
+        progress = Progress(20)
+        progress.show()
+        progress.show(is_last=True)
+        assert capsys.readouterr().err == "\r\x1b[K0 of 20 l\r\x1b[K0 of 20 lines, 0 tok/s, 0 errors\n"
+
     @pytest.mark.whole
     def test_many_lines_take_little_memory(self, tmp_path: Path, null: None) -> None:
         many(tmp_path / "in", 100_000)
@@ -575,6 +605,19 @@ class TestRefused:
     def test_a_report_that_cannot_be_written(self, file: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"report='.*/none/page.html': No such file"):
             run(file, tmp_path / "out", "no model", report=tmp_path / "none" / "page.html")
+
+    @pytest.mark.parametrize("name", ["in.jsonl", "link", "out", "out.manifest.json", "-"])
+    def test_a_report_in_the_place_of_a_file_of_the_job(self, name: str, tmp_path: Path, null: None) -> None:
+        source = write(tmp_path / "in.jsonl", [{"id": 1, "prompt": "a"}])
+        (tmp_path / "link").symlink_to(source)
+        run(source, tmp_path / "out", "m")
+        before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+        report = name if name == "-" else tmp_path / name
+        with pytest.raises(
+            ValueError, match=r"report='.*': (is the (input|output|output's manifest) too|must be a file)"
+        ):
+            run(source, tmp_path / "out", "m", report=report)
+        assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 class TestStats:

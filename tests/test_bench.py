@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -620,6 +621,18 @@ def test_a_terminal_has_one_line_that_is_replaced_and_taken_away(
         assert not status.is_due
         status.tell("so far that it does not fit")
     assert capsys.readouterr().err == f"{replace_line}warming up{replace_line}warming up: so far {replace_line}"
+
+
+@pytest.mark.parametrize("how", ["closed", "full"])
+def test_progress_that_nobody_can_hear_ends_nothing(
+    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stderr", None if how == "closed" else io.TextIOWrapper(full, write_through=True))
+        with StatusLine() as status:
+            status.begin("warming up")
+            status.tell("so far")
+    assert capsys.readouterr().out == ""
 
 
 def test_the_command_of_the_figures_says_what_it_writes(

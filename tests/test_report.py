@@ -13,8 +13,8 @@ from test_batch import SMALL, write
 from nanoinfer import BUNDLED_MODEL, RequestOutput, SampleOutput
 from nanoinfer.batch import run
 from nanoinfer.batch.errors import MOST_KEPT, MOST_KINDS, OTHERS, Errors, kind_of
-from nanoinfer.batch.lines import Line, LineError
-from nanoinfer.batch.report import MOST_BUCKETS, MOST_OF_PROMPT, MOST_OF_TEXT, MOST_RESULTS, Report
+from nanoinfer.batch.lines import MOST_OF_REASON, Line, LineError
+from nanoinfer.batch.report import MOST_BUCKETS, MOST_OF_ID, MOST_OF_PROMPT, MOST_OF_TEXT, MOST_RESULTS, Report
 from nanoinfer.engine.step_result import StepResult
 
 
@@ -148,6 +148,16 @@ class TestAxes:
             assert page_of(report) == expected
             assert matplotlib.rcParams["text.usetex"]
 
+    def test_one_that_is_broken_is_as_none(self, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+        from matplotlib.figure import Figure
+
+        def fail(*_: object, **__: object) -> None:
+            raise AttributeError("module 'numpy' has no attribute 'product'")
+
+        monkeypatch.setattr(Figure, "savefig", fail)
+        take_steps(report, [0.1, 0.2, 0.3])
+        assert page_of(report).count("<figcaption>") == 3
+
     def test_a_run_without_steps_has_none(self, report: Report) -> None:
         assert "<svg" not in page_of(report)
 
@@ -155,10 +165,11 @@ class TestAxes:
 class TestResults:
     def test_the_page_has_the_beginnings_of_the_first(self, report: Report) -> None:
         for line in range(2 * MOST_RESULTS):
-            add_result(report, line, "p" * 1000, "t" * 1000)
+            add_result(report, f"{line} {'i' * 1000}", "p" * 1000, "t" * 1000)
         rows = rows_of(page_of(report), 0)
         begins = [f"{'p' * MOST_OF_PROMPT}...", f"{'t' * MOST_OF_TEXT}..."]
-        assert rows == [[str(line), *begins, "3", "length"] for line in range(MOST_RESULTS)]
+        ids = [f"{line} {'i' * (MOST_OF_ID - 2)}..." for line in range(MOST_RESULTS)]
+        assert rows == [[line_id, *begins, "3", "length"] for line_id in ids]
 
     def test_any_text_can_be_shown(self, report: Report) -> None:
         add_result(report, "<b>", "a & \ud800 \x00\x1b\n", "</td><script>\udc00 é🙂")
@@ -175,6 +186,11 @@ class TestErrors:
         ("kind", "reasons"),
         [
             ("prompt has ... tokens", ["prompt has 100 tokens: must be fewer", "prompt has 2,000 tokens: must be"]),
+            ("prompt['messages'] has ... tokens", ["prompt['messages'] has 70 tokens: must be fewer"]),
+            (
+                "prompt['messages'] has ...",
+                ["prompt['messages'] has {'role': 'x'}: must be", "prompt['messages'] has 5"],
+            ),
             ("is no JSON", ["is no JSON: Expecting value: line 1", "is no JSON: Extra data: line 1 column 5"]),
             ("temperature=...", ["temperature=-1: must be", "temperature='a: b': must be"]),
             ("is ...", ["is [1, {'a: b': 2}]: must be a JSON object", "is 'text': must be", "is -5: must be"]),
@@ -205,3 +221,9 @@ class TestErrors:
         assert (kinds[0].name, kinds[0].num_errors) == (OTHERS, count - MOST_KINDS)
         assert len(errors) == count
         assert len(errors.messages) == MOST_KEPT
+
+    def test_a_message_has_a_limit(self, report: Report) -> None:
+        errors, reason = Errors(), "unknown argument '" + "k" * 100_000
+        errors.add(error(reason))
+        assert errors.messages == [f"line 1: {reason[:MOST_OF_REASON]}..."]
+        assert len(page_of(report, errors)) < 10_000

@@ -248,6 +248,7 @@ def test_the_template_and_the_tokenizer(vllm: ModuleType) -> None:
 
     tokenizer = get_tokenizer(BUNDLED_MODEL, tokenizer_mode="auto", trust_remote_code=True, revision=None)
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(BUNDLED_MODEL).chat_template
+    assert get_tokenizer("bundled").get_vocab() == tokenizer.get_vocab()
     assert resolve_chat_template(tokenizer, None, None, model_config=None) == tokenizer.chat_template
     assert resolve_chat_template(tokenizer, "{{ messages }}") == "{{ messages }}"
     tokenizer.chat_template = None

@@ -6,13 +6,13 @@ import argparse
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import Field, fields
 from typing import Any
 
 from nanoinfer.batch.job import DEFAULTS, run
 from nanoinfer.config import Config
+from nanoinfer.process.standard_error import say
 from nanoinfer.process.version import own_version
 from nanoinfer.sampling_params import SamplingParams
 
@@ -99,5 +99,5 @@ def _reader(annotation: str) -> Callable[[str], Any]:
 
 
 def _say(status: int, message: str) -> int:
-    print(f"nanoinfer-batch: {message}", file=sys.stderr)
+    say(f"nanoinfer-batch: {message}")
     return status

@@ -14,7 +14,7 @@ MOST_KEPT = 100  # errors whose messages are kept
 MOST_CHARACTERS = 60  # of a kind's name
 OTHERS = "others"
 # What differs among errors of a kind: a setting's value, a quoted or bracketed one and all behind it, a number.
-VALUE = re.compile(r"(?<=\w=).*|(?<!\w)['\"\[{].*|(?<!\w)-?\d[\d,.]*", re.DOTALL)
+VALUE = re.compile(r"(?<=\w=).*|(?<![\w\[])['\"\[{].*|(?<!\w)-?\d[\d,.]*", re.DOTALL)
 
 
 def kind_of(reason: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import fields
@@ -12,13 +11,14 @@ from typing import Any, NamedTuple
 
 from nanoinfer.batch.files import STANDARD, Lines, Writer, codec_of, is_regular
 from nanoinfer.batch.interrupts import Interrupts
-from nanoinfer.batch.ledger import Ledger
+from nanoinfer.batch.ledger import Ledger, manifest_of
 from nanoinfer.batch.lines import LineError
 from nanoinfer.batch.loop import Loop, read_jobs
 from nanoinfer.batch.progress import Progress
 from nanoinfer.batch.report import Report
 from nanoinfer.checks import check_flag, check_int
 from nanoinfer.llm import LLM
+from nanoinfer.process.standard_error import say
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vllm_arguments import ARGUMENTS
 
@@ -98,7 +98,7 @@ def run(
     seed = options.get("seed", 0)
     with _open_input(source, target) as lines, _open_output(source, target, model, options, defaults) as (writer, done):
         total = _survey(source, defaults, seed, max_errors) if is_regular(source) else None
-        page = None if report is None else Report(os.fspath(report))
+        page = None if report is None else _open_report(os.fspath(report), source, target)
         with LLM(model, **options) as llm, Interrupts() as interrupts:
             progress = Progress(total)
             loop = Loop(llm, model, writer.write, progress, page, keep_order, max_errors)
@@ -111,7 +111,7 @@ def run(
             finally:
                 progress.show(is_last=True)
                 if stats:
-                    print(llm.stats(), file=sys.stderr)
+                    say(llm.stats())
                 if page is not None:
                     page.write(f"{source} with {model}", str(progress), progress.errors)
             if interrupts.asked:
@@ -152,6 +152,16 @@ def _open_output(
         yield ledger.writer, ledger.done
 
 
+def _open_report(file: str, source: str, target: str) -> Report:
+    """Open the report. Raises ValueError if it cannot be written, or would take the place of a file of the job."""
+    if file == STANDARD:
+        raise ValueError(f"report={file!r}: must be a file")
+    for what, name in {"input": source, "output": target, "output's manifest": manifest_of(target)}.items():
+        if os.path.isfile(file) and os.path.exists(name) and os.path.samefile(file, name):
+            raise ValueError(f"report={file!r}: is the {what} too; give another file")
+    return Report(file)
+
+
 def _survey(source: str, defaults: Mapping[str, Any], seed: int, max_errors: int | None) -> int:
     """Count the lines of a file, and name those that cannot run. Raises ValueError if these are too many."""
     total = bad = 0
@@ -161,9 +171,9 @@ def _survey(source: str, defaults: Mapping[str, Any], seed: int, max_errors: int
             if isinstance(job, LineError):
                 bad += 1
                 if bad <= MOST_NAMED:
-                    print(f"{source}: {job}", file=sys.stderr)
+                    say(f"{source}: {job}")
     if bad > MOST_NAMED:
-        print(f"{source}: {bad - MOST_NAMED:,} more lines cannot run", file=sys.stderr)
+        say(f"{source}: {bad - MOST_NAMED:,} more lines cannot run")
     if max_errors is not None and bad > max_errors:
         raise ValueError(f"max_errors={max_errors}: {bad:,} lines of {source} cannot run")
     return total

@@ -28,7 +28,7 @@ class Ledger:
 
         Raises ValueError for an output that cannot be written, of another job, or in use.
         """
-        manifest = f"{output}.manifest.json"
+        manifest = manifest_of(output)
         try:
             self._lock = _lock(manifest)
             try:
@@ -52,6 +52,11 @@ class Ledger:
             self.writer.close()
         finally:
             os.close(self._lock)
+
+
+def manifest_of(output: str) -> str:
+    """Return the name of the file that lies beside an output, and has its job's settings."""
+    return f"{output}.manifest.json"
 
 
 def _lock(manifest: str) -> int:

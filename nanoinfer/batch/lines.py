@@ -29,6 +29,7 @@ REFUSED = {
 }
 ID_BYTES = 12  # of a digest: among a billion ids, two share one with a probability of 1e-11
 MOST_SHOWN = 60  # characters of a value in an error message
+MOST_OF_REASON = 1000  # characters that an error's message has
 
 
 class Line(NamedTuple):
@@ -54,10 +55,11 @@ class Job(NamedTuple):
 
 
 class LineError(ValueError):
-    """A line that cannot run, or that failed, and the reason."""
+    """A line that cannot run, or that failed, and the reason, of which the message has the beginning."""
 
     def __init__(self, line: Line, reason: str) -> None:
-        super().__init__(f"line {line.number}: {reason}")
+        shown = reason if len(reason) <= MOST_OF_REASON else f"{reason[:MOST_OF_REASON]}..."
+        super().__init__(f"line {line.number}: {shown}")
         self.line = line
         self.reason = reason
 

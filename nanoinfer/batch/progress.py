@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from nanoinfer.batch.errors import Errors
 from nanoinfer.batch.lines import LineError
+from nanoinfer.process.standard_error import is_terminal, replace_line, say
 
 ON_TERMINAL, ELSEWHERE = 0.2, 10.0  # seconds between two lines
 
@@ -23,7 +23,7 @@ class Progress:
         self.total = total
         self.done = 0
         self.errors = Errors()
-        self._is_terminal = sys.stderr.isatty()
+        self._is_terminal = is_terminal()
         self._every = ON_TERMINAL if self._is_terminal else ELSEWHERE
         self._start = self._next = time.monotonic()
         self._new = self._tokens = 0  # of this run
@@ -52,10 +52,12 @@ class Progress:
         if now < self._next and not is_last:
             return
         self._next = now + self._every
-        end = "\n" if is_last or not self._is_terminal else ""
-        print(f"\r\x1b[K{self}" if self._is_terminal else self, end=end, file=sys.stderr, flush=True)
+        if self._is_terminal:
+            replace_line("" if is_last else str(self))
+        if is_last or not self._is_terminal:
+            say(self)
         if is_last and len(self.errors):
-            print(self.errors, file=sys.stderr)
+            say(self.errors)
 
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)

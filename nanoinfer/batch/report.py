@@ -15,7 +15,7 @@ from nanoinfer.requests.outputs import RequestOutput
 
 MOST_BUCKETS = 240  # of the run's time; once there are more, each takes twice the time
 MOST_RESULTS = 10  # that are shown
-MOST_OF_PROMPT, MOST_OF_TEXT = 120, 300  # characters of a result's texts that are shown
+MOST_OF_ID, MOST_OF_PROMPT, MOST_OF_TEXT = 60, 120, 300  # characters of a result's texts that are shown
 
 
 class Bucket(NamedTuple):
@@ -109,7 +109,7 @@ def _halved(buckets: list[Bucket]) -> list[Bucket]:
 def _shown(line: Line, output: RequestOutput) -> Result:
     assert output.finish_reason is not None
     return Result(
-        str(line.id),
+        _beginning(str(line.id), MOST_OF_ID),
         _beginning(output.prompt or str(output.prompt_token_ids), MOST_OF_PROMPT),
         _beginning(output.text or str(output.token_ids), MOST_OF_TEXT),
         len(output.token_ids),

@@ -105,7 +105,7 @@ def draw(charts: Sequence[Chart]) -> str:
         return ""
     try:
         return f"<figure>{_by_matplotlib(charts)}</figure>"
-    except (ImportError, OSError):  # it is not installed, or finds no place for its cache
+    except Exception:  # it is not installed, finds no place for its cache, or does not fit another package
         return "\n".join(map(_by_hand, charts))
 
 

@@ -20,8 +20,8 @@ figure {{ margin: 1.5em 0 }} rect {{ fill: #4878a8 }} text {{ font-size: 11px; f
 h1 {{ font-size: 22px }} h2 {{ font-size: 18px; margin: 1.5em 0 0.5em }}
 table {{ border-collapse: collapse; width: 100%; font-size: 13px }}
 th, td {{ text-align: left; vertical-align: top; padding: 4px 14px 4px 0; border-bottom: 1px solid #ddd }}
-td {{ overflow-wrap: break-word; max-width: 300px }} .number {{ text-align: right; width: 1% }}
-details {{ margin-top: 1em }}</style></head>
+td {{ overflow-wrap: anywhere; min-width: 45px }} td:first-child {{ min-width: 130px }}
+.number {{ text-align: right; width: 1% }} details {{ margin-top: 1em }}</style></head>
 <body><h1>{title}</h1><p>{summary}</p>
 {body}
 </body></html>

@@ -12,6 +12,7 @@ import torch
 
 from nanoinfer.config import Config
 from nanoinfer.process.bar import Advance, Bar, no_bar
+from nanoinfer.process.standard_error import is_terminal
 from nanoinfer.runner.threads import Threads
 
 QUIET_SECONDS = 2.0  # a start that takes no longer says nothing on a terminal
@@ -28,7 +29,7 @@ class Voice:
     def __init__(self, config: Config, rank: int = 0) -> None:
         self._is_first = rank == 0
         self._began = config.began
-        self.is_heard = self._is_first and config.use_tqdm and log.level <= logging.INFO and _is_terminal()
+        self.is_heard = self._is_first and config.use_tqdm and log.level <= logging.INFO and is_terminal()
         processes = {"replica": config.data_parallel_size, "rank": config.tensor_parallel_size}
         self._who = "".join(f", {name} 0 of {count}" for name, count in processes.items() if count > 1)
 
@@ -73,11 +74,3 @@ class Voice:
 def name_hardware(device: torch.device, threads: Threads) -> str:
     """Return what a rank computes with: the GPU's name, or the CPU and how many of its threads."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"the CPU with {threads}"
-
-
-def _is_terminal() -> bool:
-    """Whether standard error is a terminal; programs put all kinds of objects in its place."""
-    try:
-        return sys.stderr.isatty()
-    except (AttributeError, ValueError):  # it is None, or can only be written to, or is closed
-        return False

@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from nanoinfer.hub import BUNDLED, find_tokenizer
+
 
 def get_tokenizer(
     tokenizer_name: str,
@@ -16,7 +18,7 @@ def get_tokenizer(
     download_dir: str | None = None,
     **options: Any,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or a Hub id by transformers.
+    """Load the tokenizer of a folder, of a Hub id or of "bundled", nanoinfer's small model, by transformers.
 
     tokenizer_mode: "slow": the tokenizer in Python, if there is one
     trust_remote_code: not used: no remote code runs here
@@ -24,6 +26,8 @@ def get_tokenizer(
     """
     if tokenizer_mode == "slow":
         options["use_fast"] = False
+    if tokenizer_name == BUNDLED:
+        tokenizer_name = find_tokenizer(BUNDLED, None)
     return AutoTokenizer.from_pretrained(
         tokenizer_name, revision=revision or "main", cache_dir=download_dir, trust_remote_code=False, **options
     )
