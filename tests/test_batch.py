@@ -519,6 +519,15 @@ class TestWhateverHappens:
         assert len(lines_of(tmp_path / "out")) == 100_000
 
 
+def test_the_time_left_is_told_until_nothing_is_left() -> None:
+    progress = Progress(2)
+    progress.add(tokens=5)
+    assert str(progress).endswith(" left")
+    progress.add(tokens=5)
+    assert str(progress).startswith("2 of 2 lines")
+    assert "left" not in str(progress)
+
+
 class TestRefused:
     """Each is named before the model loads."""
 

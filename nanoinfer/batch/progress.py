@@ -65,7 +65,8 @@ class Progress:
         parts = [f"{count} lines", f"{self._tokens / seconds:,.0f} tok/s", f"{len(self.errors):,} errors"]
         if self.total is not None and self._new:
             left = self.total - self.done - len(self.errors)
-            parts.append(f"{_clock(left * seconds / self._new)} left")
+            if left:
+                parts.append(f"{_clock(left * seconds / self._new)} left")
         return ", ".join(parts)
 
 
