@@ -19,6 +19,7 @@ import make_api
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
 from nanoinfer.benchmark.figures import PANELS, Figures, fill
+from nanoinfer.benchmark.figures import main as figures_main
 
 
 def test_the_reference_is_what_the_docstrings_say() -> None:
@@ -275,6 +276,15 @@ def test_figures_take_a_run_from_benchs_file() -> None:
         figures.add("theirs", result)
     with pytest.raises(ValueError, match=r"command '--model here': must have --config"):
         figures.add("ours", {**result, "command": "--model here"})
+
+
+def test_help_of_figures_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(Path, "write_text", lambda *args: pytest.fail("a file is written"))
+    monkeypatch.setattr(sys, "argv", ["figures", "--help"])
+    with pytest.raises(SystemExit) as exited:
+        figures_main()
+    assert exited.value.code == 0
+    assert "run.json" in capsys.readouterr().out
 
 
 def test_only_runs_on_one_machine_stand_beside_each_other() -> None:

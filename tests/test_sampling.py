@@ -163,6 +163,7 @@ def test_tokens_are_drawn_as_often_as_they_should(params: SamplingParams) -> Non
     group = LogitsProcessorGroup({0: wants(params, tokens)}, True, torch.device("cpu"))
     allowed = group.forbid(group.penalize(logits[None], positions[:1], torch.tensor([[*tokens, 0, 0]])))
     temperatures, seeds = torch.full((draws,), params.temperature), torch.arange(draws) * 7 + 3
+    allowed = group.filter(allowed, temperatures[:1])
     cutoff = group.find_cutoff(allowed, temperatures[:1])
     if cutoff is not None:
         cutoff = cutoff[0].expand(draws), cutoff[1].expand(draws)

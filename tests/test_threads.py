@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import SimpleNamespace
@@ -204,3 +207,27 @@ def test_one_thread_lets_mkl_find_the_type_of_the_processor(
     first, *others = seen.counts
     assert first == 1  # so few numbers are not shared by threads
     assert max(others) == 256 * 32
+
+
+FORKS = """
+import os, signal, torch
+from nanoinfer import LLM, SamplingParams
+params = SamplingParams(temperature=0, max_tokens=2)
+generate = lambda: LLM("bundled", device="cpu", use_tqdm=False).generate(["ROMEO:"], params, use_tqdm=False)
+torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # starts OpenMP's threads
+torch.ones(2_000_000).exp()
+expected = generate()[0].token_ids
+if os.fork() == 0:
+    signal.alarm(40)
+    torch.set_num_threads(1)
+    os._exit(0 if generate()[0].token_ids == expected else 1)
+print(os.wait()[1])
+"""
+
+
+def test_a_forked_child_computes_with_one_thread() -> None:
+    """As the README's limits say: OpenMP's threads do not outlive a fork."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", FORKS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "0\n"

@@ -12,9 +12,9 @@ lists the arguments that the page has, in its order. The page has all of "others
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -193,10 +193,13 @@ def _code(text: str) -> str:
 
 def main() -> None:
     """Add runs to docs/figures.json, if the command line has some; write docs/speed.md and docs/speed.svg."""
+    parser = argparse.ArgumentParser(prog="python -m nanoinfer.benchmark.figures", description=main.__doc__)
+    parser.add_argument("setup", nargs="?", help="the name in figures.json of the system that ran")
+    parser.add_argument("files", nargs="*", metavar="run.json", help="files of bench.py --json")
+    args = parser.parse_args()
     figures = Figures.read()
-    setup, *files = sys.argv[1:] or [""]
-    for file in files:
-        figures.add(setup, json.loads(Path(file).read_text("utf-8")))
+    for file in args.files:
+        figures.add(args.setup, json.loads(Path(file).read_text("utf-8")))
     with StatusLine() as status:
         status.begin(f"writing {len(figures.runs)} runs into docs/figures.json")
         (DOCS / "figures.json").write_text(figures.text(), "utf-8")
