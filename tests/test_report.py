@@ -189,11 +189,18 @@ class TestErrors:
             ("prompt['messages'] has ... tokens", ["prompt['messages'] has 70 tokens: must be fewer"]),
             (
                 "prompt['messages'] has ...",
-                ["prompt['messages'] has {'role': 'x'}: must be", "prompt['messages'] has 5"],
+                ["prompt['messages'] has {'role': 'x'}: no", "prompt['messages'] has 5"],
             ),
             ("is no JSON", ["is no JSON: Expecting value: line 1", "is no JSON: Extra data: line 1 column 5"]),
-            ("temperature=...", ["temperature=-1: must be", "temperature='a: b': must be"]),
-            ("is ...", ["is [1, {'a: b': 2}]: must be a JSON object", "is 'text': must be", "is -5: must be"]),
+            ("temperature=...", ["temperature=-1", "temperature='a: b': no"]),
+            (
+                "temperature=...: must be a number, at least ...",
+                ["temperature=-1: must be a number, at least 0", "temperature=': must ': must be a number, at least 2"],
+            ),
+            (
+                "is ...: must be a JSON object",
+                ["is [1, {'a: b': 2}]: must be a JSON object", "is 'text': must be a JSON object"],
+            ),
             ("an earlier line has its id ...", ["an earlier line has its id 'a'", "an earlier line has its id 7"]),
             ("unknown argument ...", ["unknown argument 'max_new_tokens': did you mean 'max_tokens'"]),
             ("a batch file's results come whole", ["a batch file's  results\ncome whole"]),
@@ -206,7 +213,7 @@ class TestErrors:
         errors = Errors()
         for number, reason in enumerate(["is no JSON: a", "prompt has 70 tokens: <b>", "prompt has 80 tokens: c"], 1):
             errors.add(error(reason, number))
-        assert str(errors) == "errors by kind: 2 prompt has ... tokens, 1 is no JSON"
+        assert str(errors) == "errors by kind: 2 prompt has ... tokens; 1 is no JSON"
         assert rows_of(page_of(report, errors), 0) == [
             ["prompt has ... tokens", "2", "line 2: prompt has 70 tokens: <b>"],
             ["is no JSON", "1", "line 1: is no JSON: a"],

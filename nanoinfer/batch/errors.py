@@ -11,8 +11,9 @@ from nanoinfer.batch.lines import LineError
 
 MOST_KINDS = 20  # that are counted; errors of further kinds count together
 MOST_KEPT = 100  # errors whose messages are kept
-MOST_CHARACTERS = 60  # of a kind's name
+MOST_CHARACTERS = 80  # of a kind's name
 OTHERS = "others"
+RULE = ": must "  # begins what a value should have been, in our messages
 # What differs among errors of a kind: a setting's value, a quoted or bracketed one and all behind it, a number.
 VALUE = re.compile(r"(?<=\w=).*|(?<![\w\[])['\"\[{].*|(?<!\w)-?\d[\d,.]*", re.DOTALL)
 
@@ -20,9 +21,13 @@ VALUE = re.compile(r"(?<=\w=).*|(?<![\w\[])['\"\[{].*|(?<!\w)-?\d[\d,.]*", re.DO
 def kind_of(reason: str) -> str:
     """Return what the reasons of one kind share: the words before the first ": ", with "..." for each value.
 
-    "prompt has 100 tokens: must be ..." is of the kind "prompt has ... tokens", "n=0: must be ..." of "n=...".
+    Where they end in a value, the rule that it breaks comes behind them. So "prompt has 9 tokens: must be ..." is of
+    the kind "prompt has ... tokens", and "n=0: must be at least 1" of "n=...: must be at least ...".
     """
     clause = VALUE.sub("...", reason).split(": ")[0]
+    _, is_known, rule = reason.rpartition(RULE)
+    if clause.endswith("...") and is_known:
+        clause += RULE + VALUE.sub("...", rule)
     return " ".join(clause.split())[:MOST_CHARACTERS]
 
 
@@ -64,4 +69,4 @@ class Errors:
             yield Kind(name, count, self._examples[name])
 
     def __str__(self) -> str:
-        return "errors by kind: " + ", ".join(f"{kind.num_errors:,} {kind.name}" for kind in self.kinds())
+        return "errors by kind: " + "; ".join(f"{kind.num_errors:,} {kind.name}" for kind in self.kinds())
