@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ class Voice:
     def __init__(self, config: Config, rank: int = 0) -> None:
         self._is_first = rank == 0
         self._began = config.began
-        self.is_heard = self._is_first and config.use_tqdm and log.level <= logging.INFO and _is_terminal()
+        self.is_heard = self._is_first and config.use_tqdm and log.level <= logging.INFO and _is_terminal(sys.stderr)
         processes = {"replica": config.data_parallel_size, "rank": config.tensor_parallel_size}
         self._who = "".join(f", {name} 0 of {count}" for name, count in processes.items() if count > 1)
 
@@ -57,12 +58,11 @@ class Voice:
             yield advance
 
     def tell(self, line: str) -> None:
-        """Say a line in the end: on the terminal after a long start, unless the log shows it there; else in the log."""
-        is_logged = log.isEnabledFor(logging.INFO) and log.hasHandlers()
-        if self.is_heard and self.seconds > QUIET_SECONDS and not is_logged:
-            print(line, file=sys.stderr)
-        elif self._is_first:
+        """Say a line in the end: in the log, and after a long start on the terminal, unless the log shows it there."""
+        if self._is_first:
             log.info("%s", line)
+        if self.is_heard and self.seconds > QUIET_SECONDS and not _log_is_shown():
+            print(line, file=sys.stderr)
 
     def clear(self) -> None:
         """Clear the terminal's line, in which a process that was killed may have left a bar."""
@@ -75,9 +75,21 @@ def name_hardware(device: torch.device, threads: Threads) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"the CPU with {threads}"
 
 
-def _is_terminal() -> bool:
-    """Whether standard error is a terminal; programs put all kinds of objects in its place."""
+def _log_is_shown() -> bool:
+    """Whether the log shows INFO on a terminal. Handlers without a stream of text, such as rich's, count as shown."""
+    node: logging.Logger | None = log if log.isEnabledFor(logging.INFO) else None
+    while node is not None:
+        for handler in node.handlers:
+            is_silent = handler.level > logging.INFO or isinstance(handler, (logging.NullHandler, logging.FileHandler))
+            if not is_silent and (not hasattr(handler, "stream") or _is_terminal(handler.stream)):
+                return True
+        node = node.parent if node.propagate else None
+    return False
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal; programs put all kinds of objects in the place of standard error."""
     try:
-        return sys.stderr.isatty()
+        return stream.isatty()
     except (AttributeError, ValueError):  # it is None, or can only be written to, or is closed
         return False
