@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import random
@@ -620,6 +622,25 @@ def test_a_terminal_has_one_line_that_is_replaced_and_taken_away(
         assert not status.is_due
         status.tell("so far that it does not fit")
     assert capsys.readouterr().err == f"{replace_line}warming up{replace_line}warming up: so far {replace_line}"
+
+
+class FullDisk(io.StringIO):
+    """Standard error in a file, on a disk that has no room left."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("stderr", [None, FullDisk()])
+def test_a_measurement_goes_on_where_nobody_can_read_how_far_it_is(
+    stderr: FullDisk | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", stderr)
+        with StatusLine() as status:
+            status.begin("warming up")
+            status.tell("so far")
+    assert capsys.readouterr().out == ""
 
 
 def test_the_command_of_the_figures_says_what_it_writes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from contextlib import suppress
 
 ON_TERMINAL, ELSEWHERE = 1.0, 10.0  # seconds between two lines of one stage
 
@@ -16,7 +17,7 @@ class StatusLine:
     """
 
     def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
+        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._every = ON_TERMINAL if self._is_terminal else ELSEWHERE
         self._stage = ""
         self._next = 0.0
@@ -44,11 +45,18 @@ class StatusLine:
     def clear(self) -> None:
         """Take the line off a terminal, so that figures get a line of their own."""
         if self._is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            _write("\r\x1b[K")
 
     def _show(self, line: str) -> None:
         self._next = time.monotonic() + self._every
         self.clear()
         if self._is_terminal:
             line = line[: shutil.get_terminal_size().columns - 1]  # a line that wraps could not be replaced
-        print(line, end="" if self._is_terminal else "\n", file=sys.stderr, flush=True)
+        _write(line if self._is_terminal else f"{line}\n")
+
+
+def _write(text: str) -> None:
+    """Write to standard error, if there is one: figures of a minute must not be lost because nobody can read this."""
+    with suppress(OSError):  # a full disk, or a pipe that nobody reads
+        if sys.stderr is not None:
+            print(text, end="", file=sys.stderr, flush=True)
