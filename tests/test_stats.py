@@ -19,6 +19,7 @@ from nanoinfer.engine.scheduler import PrefillStep, Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stats import Counters
 from nanoinfer.engine.step_result import StepResult, planned
+from nanoinfer.process.bar import Bar
 from nanoinfer.requests.outputs import RequestOutput, Timings
 
 BLOCK = 16
@@ -364,6 +365,29 @@ class TestTimings:
         assert dict(timings) == {"queued": 1.0, "started": 1.5, "first_token": 2.0, "finished": 5.0}
 
 
+class TestNarrowBar:
+    """On a narrow terminal a bar shows whole figures, and the most important first."""
+
+    @pytest.mark.parametrize(
+        ("columns", "shown"),
+        [
+            (100, "Generating: 12/256 [00:08<02:52, 99,966 tokens, decode 4,100 tok/s, prefill 342 tok/s]"),
+            (80, "Generating: 12/256 [00:08<02:52, 99,966 tokens, decode 4,100 tok/s]"),
+            (50, "Generating: 12/256 [00:08<02:52, 99,966 tokens]"),
+            (40, "Generating: 12/256, 99,966 tokens"),
+            (20, "Generating: 12/256, "),
+        ],
+    )
+    def test_parts_go_rather_than_halves(self, columns: int, shown: str) -> None:
+        figures = "99,966 tokens, decode 4,100 tok/s, prefill 342 tok/s"
+        assert Bar.format_meter(12, 256, 8.5, columns, prefix="Generating", postfix=figures) == shown
+
+    @pytest.mark.parametrize("columns", [None, 80])
+    def test_a_wide_one_is_tqdms(self, columns: int | None) -> None:
+        how = {"prefix": "Weights", "unit": "B", "unit_scale": True}
+        assert Bar.format_meter(5e6, 6e6, 2.0, columns, **how) == tqdm.format_meter(5e6, 6e6, 2.0, columns, **how)
+
+
 class RecordingBar:
     """A bar that does what a user's must, and records what it shows; it has no `refresh`. Its call returns it."""
 
@@ -402,23 +426,23 @@ class TestBar:
         bar = RecordingBar()
         self.run(llm, bar)
         rates = [re.sub("[1-9][0-9,]*", "N", text.split(", ", 1)[1]) for _, text in bar.shown]
-        assert rates[1] == "prefill N tok/s, decode 0 tok/s"
-        assert rates[2:-1] == ["prefill 0 tok/s, decode N tok/s"] * 10
-        assert rates[-1] == "prefill N tok/s, decode N tok/s"
+        assert rates[1] == "decode 0 tok/s, prefill N tok/s"
+        assert rates[2:-1] == ["decode N tok/s, prefill 0 tok/s"] * 10
+        assert rates[-1] == "decode N tok/s, prefill N tok/s"
 
     def test_it_is_seldom_refreshed(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("nanoinfer.requests.progress.REFRESH_SECONDS", 1e6)
         bar = RecordingBar()
         self.run(llm, bar)
         assert [newly for newly, _ in bar.shown] == [1]
-        assert bar.shown[0][1].startswith("12 tokens, prefill ")
+        assert bar.shown[0][1].startswith("12 tokens, decode ")
 
     def test_tqdms_own_bar_shows_the_tokens_of_a_long_request(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         """Also when requests have ended so fast before that tqdm waits for many more."""
         monkeypatch.setattr("nanoinfer.requests.progress.REFRESH_SECONDS", 0.0)
         written = io.StringIO()
         self.run(llm, partial(tqdm, file=written, miniters=1000))
-        assert all(f" {count} tokens, prefill" in written.getvalue() for count in range(13))
+        assert all(f" {count} tokens, decode" in written.getvalue() for count in range(13))
 
     def test_a_beam_search_shows_its_tokens(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("nanoinfer.requests.progress.REFRESH_SECONDS", 0.0)

@@ -125,7 +125,7 @@ class Rates:
 
     def __str__(self) -> str:
         prefill, decode = self.prefill.tokens_per_second, self.decode.tokens_per_second
-        return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
+        return f"decode {decode:,.0f} tok/s, prefill {prefill:,.0f} tok/s"  # a narrow line shows the first alone
 
 
 class Counters:
