@@ -20,6 +20,8 @@ from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stats import Counters
 from nanoinfer.engine.step_result import StepResult, planned
 from nanoinfer.process.bar import Bar
+from nanoinfer.replicas.messages import Report, StepFigures
+from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.requests.outputs import RequestOutput, Timings
 
 BLOCK = 16
@@ -363,6 +365,20 @@ class TestTimings:
         timings = Timings(queued=1.0, started=1.5, first_token=2.0, finished=5.0)
         assert (timings.queue_seconds, timings.first_token_seconds, timings.generation_seconds) == (0.5, 1.0, 3.0)
         assert dict(timings) == {"queued": 1.0, "started": 1.5, "first_token": 2.0, "finished": 5.0}
+
+
+def test_what_replicas_did_before_a_reset_does_not_count_when_they_tell_it_later() -> None:
+    replicas = Replicas.__new__(Replicas)
+    replicas.counters, seen = Counters(), []
+    replicas.on_step = seen.append
+    now = time.perf_counter()
+    for ready_at in (now - 1, now + 1):
+        report = Report(0, 0, [], [], [StepFigures(0, 1, ready_at, 1, 0.0, 0.1, 1, 0, 0, 0, 0)])
+        replicas._note_steps(0, report)
+    assert counts(replicas.counters.stats()) == {
+        "num_generated_tokens": 1, "num_decode_steps": 1, "num_decode_tokens": 1,
+    }  # fmt: skip
+    assert len(seen) == 2
 
 
 class TestNarrowBar:
