@@ -23,6 +23,7 @@ from nanoinfer.process.bar import Bar
 from nanoinfer.replicas.messages import Report, StepFigures
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.requests.outputs import RequestOutput, Timings
+from nanoinfer.requests.progress import make_bar
 
 BLOCK = 16
 
@@ -398,8 +399,8 @@ class TestNarrowBar:
         figures = "99,966 tokens, decode 4,100 tok/s, prefill 342 tok/s"
         assert Bar.format_meter(12, 256, 8.5, columns, prefix="Generating", postfix=figures) == shown
 
-    @pytest.mark.parametrize("columns", [None, 80])
-    def test_a_wide_one_is_tqdms(self, columns: int | None) -> None:
+    @pytest.mark.parametrize("columns", [None, 0, 80])  # 0: a terminal that does not tell
+    def test_others_are_tqdms(self, columns: int | None) -> None:
         how = {"prefix": "Weights", "unit": "B", "unit_scale": True}
         assert Bar.format_meter(5e6, 6e6, 2.0, columns, **how) == tqdm.format_meter(5e6, 6e6, 2.0, columns, **how)
 
@@ -422,7 +423,21 @@ class RecordingBar:
         self.is_closed = True
 
 
+class Locked:
+    """A bar that nothing can be set in."""
+
+    __slots__ = ()
+
+    def update(self, newly: int) -> None: ...
+    def close(self) -> None: ...
+
+
 class TestBar:
+    def test_one_without_room_for_figures_is_refused(self) -> None:
+        """Before anything runs, and not at its first figures."""
+        with pytest.raises(ValueError, match="use_tqdm=.*must make a bar as tqdm does: .*'postfix'"):
+            make_bar(1, lambda **options: Locked(), "Generating")
+
     def run(self, llm: LLM, make: Callable[..., object], max_tokens: int = 12) -> None:
         llm.generate([[30] * 20], greedy(max_tokens, ignore_eos=True), use_tqdm=make)
 
