@@ -399,7 +399,7 @@ class TestNarrowBar:
         figures = "99,966 tokens, decode 4,100 tok/s, prefill 342 tok/s"
         assert Bar.format_meter(12, 256, 8.5, columns, prefix="Generating", postfix=figures) == shown
 
-    @pytest.mark.parametrize("columns", [None, 0, 80])  # 0: a terminal that does not tell
+    @pytest.mark.parametrize("columns", [None, 80])
     def test_others_are_tqdms(self, columns: int | None) -> None:
         how = {"prefix": "Weights", "unit": "B", "unit_scale": True}
         assert Bar.format_meter(5e6, 6e6, 2.0, columns, **how) == tqdm.format_meter(5e6, 6e6, 2.0, columns, **how)
@@ -422,6 +422,12 @@ class RecordingBar:
     def close(self) -> None:
         self.is_closed = True
 
+    @pytest.mark.parametrize("columns", [0, -1])
+    def test_a_terminal_that_does_not_tell_its_width_has_a_whole_line(self, columns: int) -> None:
+        line = Bar.format_meter(1, 2, 2.0, columns, prefix="Generating", postfix="9 tokens")
+        assert line == Bar.format_meter(1, 2, 2.0, prefix="Generating", postfix="9 tokens")
+        assert line.endswith(", 9 tokens]")
+
 
 class Locked:
     """A bar that nothing can be set in."""
@@ -435,7 +441,7 @@ class Locked:
 class TestBar:
     def test_one_without_room_for_figures_is_refused(self) -> None:
         """Before anything runs, and not at its first figures."""
-        with pytest.raises(ValueError, match="use_tqdm=.*must make a bar as tqdm does: .*'postfix'"):
+        with pytest.raises(ValueError, match=r"use_tqdm=.*must make a bar as tqdm does: .*'postfix'"):
             make_bar(1, lambda **options: Locked(), "Generating")
 
     def run(self, llm: LLM, make: Callable[..., object], max_tokens: int = 12) -> None:

@@ -25,7 +25,9 @@ class Bar(tqdm):
     def format_meter(n: float, total: float, elapsed: float, ncols: int | None = None, **how: Any) -> str:
         """Return the line. A narrow one has no bar, and if need be fewer parts of postfix, rather than half of one."""
         line = tqdm.format_meter(n, total, elapsed, **how)
-        if not ncols or len(line) - CELLS < ncols:  # 0: the terminal does not tell
+        if ncols is None or ncols <= 0:  # nobody tells how wide the terminal is
+            return line
+        if len(line) - CELLS < ncols:
             return tqdm.format_meter(n, total, elapsed, ncols, **how)
         parts = (how.pop("postfix", None) or "").split(", ")
         for form, count in product(NARROW, range(len(parts), 0, -1)):
