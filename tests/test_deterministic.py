@@ -21,6 +21,7 @@ from test_models import CASES, Case, build
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention.context import Context
+from nanoinfer.benchmark import determinism
 from nanoinfer.benchmark.determinism import LONGEST, Bits, bits_of, draw_cases, find_difference
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.models import describe
@@ -177,6 +178,20 @@ class TestInCompany:
         assert "results compared: all bits equal" in ran.stdout, ran.stdout + ran.stderr
         assert "requests alone\nrequests in company\n" in ran.stderr
         assert ran.returncode == 0
+
+    def test_engines_of_the_command_write_nothing_into_its_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An engine that starts for long would leave bars and a line of its own."""
+        options: list[dict[str, object]] = []
+
+        def find(make_llm: Callable[..., LLM], *_: object) -> tuple[int, None]:
+            make_llm(max_num_seqs=2)
+            return 0, None
+
+        monkeypatch.setattr(determinism, "LLM", lambda model, **given: options.append(given))
+        monkeypatch.setattr(determinism, "find_difference", find)
+        monkeypatch.setattr(sys, "argv", ["determinism", BUNDLED_MODEL, "--device", "cpu"])
+        assert determinism.main() == 0
+        assert [(given["use_tqdm"], given["max_num_seqs"]) for given in options] == [(False, 2)]
 
 
 class TestChanges:

@@ -503,7 +503,7 @@ def test_each_steps_time_counts_for_its_own_kind(make_llm: Callable[..., LLM]) -
     llm.engine.add_request([30] * 1500, greedy(30, ignore_eos=True))
     while not llm.engine.is_finished:
         rates.add(llm.engine.step())
-    prefill, decode = re.fullmatch(r"prefill ([\d,]+) tok/s, decode ([\d,]+) tok/s", str(rates)).groups()
+    decode, prefill = re.fullmatch(r"decode ([\d,]+) tok/s, prefill ([\d,]+) tok/s", str(rates)).groups()
     prefill_seconds, decode_seconds = 1500 / int(prefill.replace(",", "")), 29 / int(decode.replace(",", ""))
     assert decode_seconds > prefill_seconds / 10
     assert prefill_seconds > decode_seconds / 100

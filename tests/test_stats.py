@@ -19,7 +19,11 @@ from nanoinfer.engine.scheduler import PrefillStep, Scheduler
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.stats import Counters
 from nanoinfer.engine.step_result import StepResult, planned
+from nanoinfer.process.bar import Bar
+from nanoinfer.replicas.messages import Report, StepFigures
+from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.requests.outputs import RequestOutput, Timings
+from nanoinfer.requests.progress import make_bar
 
 BLOCK = 16
 
@@ -364,6 +368,43 @@ class TestTimings:
         assert dict(timings) == {"queued": 1.0, "started": 1.5, "first_token": 2.0, "finished": 5.0}
 
 
+def test_what_replicas_did_before_a_reset_does_not_count_when_they_tell_it_later() -> None:
+    replicas = Replicas.__new__(Replicas)
+    replicas.counters, seen = Counters(), []
+    replicas.on_step = seen.append
+    now = time.perf_counter()
+    for ready_at in (now - 1, now + 1):
+        report = Report(0, 0, [], [], [StepFigures(0, 1, ready_at, 1, 0.0, 0.1, 1, 0, 0, 0, 0)])
+        replicas._note_steps(0, report)
+    assert counts(replicas.counters.stats()) == {
+        "num_generated_tokens": 1, "num_decode_steps": 1, "num_decode_tokens": 1,
+    }  # fmt: skip
+    assert len(seen) == 2
+
+
+class TestNarrowBar:
+    """On a narrow terminal a bar shows whole figures, and the most important first."""
+
+    @pytest.mark.parametrize(
+        ("columns", "shown"),
+        [
+            (100, "Generating: 12/256 [00:08<02:52, 99,966 tokens, decode 4,100 tok/s, prefill 342 tok/s]"),
+            (80, "Generating: 12/256 [00:08<02:52, 99,966 tokens, decode 4,100 tok/s]"),
+            (50, "Generating: 12/256 [00:08<02:52, 99,966 tokens]"),
+            (40, "Generating: 12/256, 99,966 tokens"),
+            (20, "Generating: 12/256, "),
+        ],
+    )
+    def test_parts_go_rather_than_halves(self, columns: int, shown: str) -> None:
+        figures = "99,966 tokens, decode 4,100 tok/s, prefill 342 tok/s"
+        assert Bar.format_meter(12, 256, 8.5, columns, prefix="Generating", postfix=figures) == shown
+
+    @pytest.mark.parametrize("columns", [None, 80])
+    def test_others_are_tqdms(self, columns: int | None) -> None:
+        how = {"prefix": "Weights", "unit": "B", "unit_scale": True}
+        assert Bar.format_meter(5e6, 6e6, 2.0, columns, **how) == tqdm.format_meter(5e6, 6e6, 2.0, columns, **how)
+
+
 class RecordingBar:
     """A bar that does what a user's must, and records what it shows; it has no `refresh`. Its call returns it."""
 
@@ -381,8 +422,28 @@ class RecordingBar:
     def close(self) -> None:
         self.is_closed = True
 
+    @pytest.mark.parametrize("columns", [0, -1])
+    def test_a_terminal_that_does_not_tell_its_width_has_a_whole_line(self, columns: int) -> None:
+        line = Bar.format_meter(1, 2, 2.0, columns, prefix="Generating", postfix="9 tokens")
+        assert line == Bar.format_meter(1, 2, 2.0, prefix="Generating", postfix="9 tokens")
+        assert line.endswith(", 9 tokens]")
+
+
+class Locked:
+    """A bar that nothing can be set in."""
+
+    __slots__ = ()
+
+    def update(self, newly: int) -> None: ...
+    def close(self) -> None: ...
+
 
 class TestBar:
+    def test_one_without_room_for_figures_is_refused(self) -> None:
+        """Before anything runs, and not at its first figures."""
+        with pytest.raises(ValueError, match=r"use_tqdm=.*must make a bar as tqdm does: .*'postfix'"):
+            make_bar(1, lambda **options: Locked(), "Generating")
+
     def run(self, llm: LLM, make: Callable[..., object], max_tokens: int = 12) -> None:
         llm.generate([[30] * 20], greedy(max_tokens, ignore_eos=True), use_tqdm=make)
 
@@ -402,23 +463,23 @@ class TestBar:
         bar = RecordingBar()
         self.run(llm, bar)
         rates = [re.sub("[1-9][0-9,]*", "N", text.split(", ", 1)[1]) for _, text in bar.shown]
-        assert rates[1] == "prefill N tok/s, decode 0 tok/s"
-        assert rates[2:-1] == ["prefill 0 tok/s, decode N tok/s"] * 10
-        assert rates[-1] == "prefill N tok/s, decode N tok/s"
+        assert rates[1] == "decode 0 tok/s, prefill N tok/s"
+        assert rates[2:-1] == ["decode N tok/s, prefill 0 tok/s"] * 10
+        assert rates[-1] == "decode N tok/s, prefill N tok/s"
 
     def test_it_is_seldom_refreshed(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("nanoinfer.requests.progress.REFRESH_SECONDS", 1e6)
         bar = RecordingBar()
         self.run(llm, bar)
         assert [newly for newly, _ in bar.shown] == [1]
-        assert bar.shown[0][1].startswith("12 tokens, prefill ")
+        assert bar.shown[0][1].startswith("12 tokens, decode ")
 
     def test_tqdms_own_bar_shows_the_tokens_of_a_long_request(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         """Also when requests have ended so fast before that tqdm waits for many more."""
         monkeypatch.setattr("nanoinfer.requests.progress.REFRESH_SECONDS", 0.0)
         written = io.StringIO()
         self.run(llm, partial(tqdm, file=written, miniters=1000))
-        assert all(f" {count} tokens, prefill" in written.getvalue() for count in range(13))
+        assert all(f" {count} tokens, decode" in written.getvalue() for count in range(13))
 
     def test_a_beam_search_shows_its_tokens(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("nanoinfer.requests.progress.REFRESH_SECONDS", 0.0)

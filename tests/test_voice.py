@@ -124,13 +124,31 @@ class TestLongStart:
         assert terminal.shown.endswith(f"\n{llm!r}\n")
         assert logged(caplog) == []
 
-    def test_a_line_that_is_logged_is_not_shown_twice(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_line_that_the_log_shows_is_not_shown_twice(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         with caplog.at_level(logging.INFO, logger="nanoinfer"), Terminal() as terminal:
+            monkeypatch.setattr(voice.log, "handlers", [logging.StreamHandler(sys.stderr)])
             llm = LLM(BUNDLED_MODEL, **OPTIONS)
         llm.close()
         assert "Weights: 100%" in terminal.shown
-        assert "ready in" not in terminal.shown
+        assert terminal.shown.count("ready in") == 1
         assert logged(caplog) == [repr(llm)]
+
+    @pytest.mark.parametrize("kind", ["a file", "none", "warnings"])
+    def test_a_log_that_the_terminal_does_not_show_takes_no_line_from_it(
+        self, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        with caplog.at_level(logging.INFO, logger="nanoinfer"), Terminal() as terminal:
+            file, warnings = logging.FileHandler(tmp_path / "log"), logging.StreamHandler(sys.stderr)
+            warnings.setLevel(logging.WARNING)
+            handler = {"a file": file, "none": logging.NullHandler(), "warnings": warnings}[kind]
+            monkeypatch.setattr(voice.log, "handlers", [handler])
+            monkeypatch.setattr(voice.log, "propagate", False)
+            Voice(Config(BUNDLED_MODEL, device="cpu")).tell("a line")
+        file.close()
+        assert terminal.shown == "a line\n"
+        assert ("a line" in (tmp_path / "log").read_text("utf-8")) == (kind == "a file")
 
     def test_use_tqdm_silences_it(self) -> None:
         with Terminal() as terminal:

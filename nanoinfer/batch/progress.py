@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from nanoinfer.batch.errors import Errors
@@ -23,7 +24,7 @@ class Progress:
         self.total = total
         self.done = 0
         self.errors = Errors()
-        self._is_terminal = is_terminal()
+        self._is_terminal = is_terminal(sys.stderr)
         self._every = ON_TERMINAL if self._is_terminal else ELSEWHERE
         self._start = self._next = time.monotonic()
         self._new = self._tokens = 0  # of this run

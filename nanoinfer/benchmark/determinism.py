@@ -182,6 +182,8 @@ def find_difference(
             if number >= LEAST_ENGINES and time.monotonic() - start > seconds:
                 break
             drawn, difference = rng.getstate(), None
+            if status.is_due:
+                status.tell(f"{compared} results compared, engine {number + 1} starts")
             with make_llm(**options) as llm:
                 for case, output in run_in_company(llm, cases, rng):
                     compared += 1
@@ -258,6 +260,7 @@ def main() -> int:
     formats = {"dtype": args.dtype, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
 
     def make_llm(**options: int) -> LLM:
+        # The line of the status is all that a terminal shows.
         return LLM(args.model, device=args.device, deterministic=True, use_tqdm=False, **formats, **options)
 
     longest = LONGEST[Config(args.model, device=args.device).device]

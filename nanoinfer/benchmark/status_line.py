@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from nanoinfer.process.standard_error import is_terminal, replace_line, say
@@ -16,7 +17,7 @@ class StatusLine:
     """
 
     def __init__(self) -> None:
-        self._is_terminal = is_terminal()
+        self._is_terminal = is_terminal(sys.stderr)
         self._every = ON_TERMINAL if self._is_terminal else ELSEWHERE
         self._stage = ""
         self._next = 0.0

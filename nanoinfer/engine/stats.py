@@ -34,6 +34,8 @@ class Stats:
     decode_seconds: the time of these steps; with several replicas, the sum over all
     decode_tokens_per_second: num_decode_tokens by that time; with several replicas, the sum of their rates
 
+    With several replicas, what another computes anew after one has died counts again: prompts, tokens and steps.
+
     A step's time begins when the step before ends, so that it holds what the host does in between. Time without
     requests counts for no step.
 
@@ -125,7 +127,7 @@ class Rates:
 
     def __str__(self) -> str:
         prefill, decode = self.prefill.tokens_per_second, self.decode.tokens_per_second
-        return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
+        return f"decode {decode:,.0f} tok/s, prefill {prefill:,.0f} tok/s"  # a narrow line shows the first alone
 
 
 class Counters:
@@ -142,6 +144,10 @@ class Counters:
         self._num_requests = 0
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
         self._num_preemptions = self._num_recomputed_tokens = 0
+
+    def covers(self, result: StepResult) -> bool:
+        """Whether a step ended after the last reset; a replica may tell of one much later."""
+        return result.ready_at is not None and result.ready_at >= self._since
 
     def note_step(self, result: StepResult, on_step: Callable[[StepResult], None] | None = None) -> None:
         """Count a step, then call the user's on_step with it."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import sys
 from contextlib import suppress
+from typing import Any
 
 
-def is_terminal() -> bool:
-    """Whether standard error is a terminal; programs put all kinds of objects in its place."""
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal; programs put all kinds of objects in the place of standard error."""
     try:
-        return sys.stderr.isatty()
+        return bool(stream.isatty())
     except (AttributeError, ValueError):  # it is None, or can only be written to, or is closed
         return False
 

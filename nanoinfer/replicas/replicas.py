@@ -187,7 +187,10 @@ class Replicas:
 
     def _note_steps(self, index: int, report: Report) -> None:
         for result in results_of(index, report):
-            self.counters.note_step(result, self.on_step)
+            if self.counters.covers(result):
+                self.counters.note_step(result, self.on_step)
+            elif self.on_step is not None:
+                self.on_step(result)
 
     def _lose(self, index: int) -> None:
         """Go on without a replica that is dead. Raises WorkerError if it was the last.

@@ -102,6 +102,7 @@ def make_bar(count: int, use_tqdm: UseTqdm, what: str) -> Any:
     try:
         bar = make(total=count, desc=what, dynamic_ncols=True)
         _ = bar.update, bar.close  # what is called below
+        bar.postfix = getattr(bar, "postfix", "")  # what is set below
     except Exception as error:
         raise ValueError(f"use_tqdm={short(use_tqdm)}: must make a bar as tqdm does: {error!r}") from error
     return bar

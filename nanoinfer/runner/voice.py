@@ -12,7 +12,7 @@ import torch
 
 from nanoinfer.config import Config
 from nanoinfer.process.bar import Advance, Bar, no_bar
-from nanoinfer.process.standard_error import is_terminal
+from nanoinfer.process.standard_error import is_terminal, replace_line, say
 from nanoinfer.runner.threads import Threads
 
 QUIET_SECONDS = 2.0  # a start that takes no longer says nothing on a terminal
@@ -29,7 +29,7 @@ class Voice:
     def __init__(self, config: Config, rank: int = 0) -> None:
         self._is_first = rank == 0
         self._began = config.began
-        self.is_heard = self._is_first and config.use_tqdm and log.level <= logging.INFO and is_terminal()
+        self.is_heard = self._is_first and config.use_tqdm and log.level <= logging.INFO and is_terminal(sys.stderr)
         processes = {"replica": config.data_parallel_size, "rank": config.tensor_parallel_size}
         self._who = "".join(f", {name} 0 of {count}" for name, count in processes.items() if count > 1)
 
@@ -58,19 +58,30 @@ class Voice:
             yield advance
 
     def tell(self, line: str) -> None:
-        """Say a line in the end: on the terminal after a long start, unless the log shows it there; else in the log."""
-        is_logged = log.isEnabledFor(logging.INFO) and log.hasHandlers()
-        if self.is_heard and self.seconds > QUIET_SECONDS and not is_logged:
-            print(line, file=sys.stderr)
-        elif self._is_first:
+        """Say a line in the end: in the log, and after a long start on the terminal, unless the log shows it there."""
+        if self._is_first:
             log.info("%s", line)
+        if self.is_heard and self.seconds > QUIET_SECONDS and not _log_is_shown():
+            say(line)
 
     def clear(self) -> None:
         """Clear the terminal's line, in which a process that was killed may have left a bar."""
         if self.is_heard and self.seconds > QUIET_SECONDS:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            replace_line("")
 
 
 def name_hardware(device: torch.device, threads: Threads) -> str:
     """Return what a rank computes with: the GPU's name, or the CPU and how many of its threads."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"the CPU with {threads}"
+
+
+def _log_is_shown() -> bool:
+    """Whether the log shows INFO on a terminal. Handlers without a stream of text, such as rich's, count as shown."""
+    node: logging.Logger | None = log if log.isEnabledFor(logging.INFO) else None
+    while node is not None:
+        for handler in node.handlers:
+            is_silent = handler.level > logging.INFO or isinstance(handler, (logging.NullHandler, logging.FileHandler))
+            if not is_silent and (not hasattr(handler, "stream") or is_terminal(handler.stream)):
+                return True
+        node = node.parent if node.propagate else None
+    return False
