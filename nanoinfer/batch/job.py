@@ -15,7 +15,7 @@ from nanoinfer.batch.ledger import Ledger, manifest_of
 from nanoinfer.batch.lines import LineError
 from nanoinfer.batch.loop import Loop, read_jobs
 from nanoinfer.batch.progress import Progress
-from nanoinfer.batch.report import Report
+from nanoinfer.batch.report.report import Report
 from nanoinfer.checks import check_flag, check_int
 from nanoinfer.llm import LLM
 from nanoinfer.process.standard_error import say

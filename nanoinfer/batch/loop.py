@@ -9,7 +9,7 @@ from nanoinfer.batch.files import Lines
 from nanoinfer.batch.interrupts import Interrupts
 from nanoinfer.batch.lines import Job, LineError, digest, read_job, read_line
 from nanoinfer.batch.progress import Progress
-from nanoinfer.batch.report import Report
+from nanoinfer.batch.report.report import Report
 from nanoinfer.batch.results import encode, error_row, result_row
 from nanoinfer.checks import short
 from nanoinfer.llm import LLM

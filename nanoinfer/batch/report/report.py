@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from nanoinfer.batch.errors import Errors
 from nanoinfer.batch.lines import Line
-from nanoinfer.batch.report_charts import Histogram, OverTime
-from nanoinfer.batch.report_page import Result, make_page
+from nanoinfer.batch.report.charts import Histogram, OverTime
+from nanoinfer.batch.report.page import Result, make_page
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.requests.outputs import RequestOutput
 
