@@ -404,6 +404,21 @@ class TestNarrowBar:
         how = {"prefix": "Weights", "unit": "B", "unit_scale": True}
         assert Bar.format_meter(5e6, 6e6, 2.0, columns, **how) == tqdm.format_meter(5e6, 6e6, 2.0, columns, **how)
 
+    @pytest.mark.parametrize("columns", [0, -1])
+    def test_a_terminal_that_does_not_tell_its_width_has_a_whole_line(self, columns: int) -> None:
+        line = Bar.format_meter(1, 2, 2.0, columns, prefix="Generating", postfix="9 tokens")
+        assert line == Bar.format_meter(1, 2, 2.0, prefix="Generating", postfix="9 tokens")
+        assert line.endswith(", 9 tokens]")
+
+    def test_a_terminal_without_rows_shows_the_line(self) -> None:
+        """So it is under programs that run a command on a terminal of their own, and leave its size at 0."""
+        terminal = io.StringIO()
+        with Bar(total=2, desc="Generating", file=terminal) as bar:
+            bar.nrows = -1  # tqdm counts one less
+            bar.refresh()
+            bar.nrows = -1
+        assert terminal.getvalue().count("Generating:   0%") == 3  # made, refreshed, closed
+
 
 class RecordingBar:
     """A bar that does what a user's must, and records what it shows; it has no `refresh`. Its call returns it."""
@@ -421,12 +436,6 @@ class RecordingBar:
 
     def close(self) -> None:
         self.is_closed = True
-
-    @pytest.mark.parametrize("columns", [0, -1])
-    def test_a_terminal_that_does_not_tell_its_width_has_a_whole_line(self, columns: int) -> None:
-        line = Bar.format_meter(1, 2, 2.0, columns, prefix="Generating", postfix="9 tokens")
-        assert line == Bar.format_meter(1, 2, 2.0, prefix="Generating", postfix="9 tokens")
-        assert line.endswith(", 9 tokens]")
 
 
 class Locked:

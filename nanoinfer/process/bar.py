@@ -13,13 +13,14 @@ from tqdm import tqdm
 Advance = Callable[[int], object]  # told how much more is done; any thread may call it
 MakeBar = Callable[[int], AbstractContextManager[Advance]]  # of how much there is to do
 
-
 CELLS = 10  # of a bar whose line has no limit
 NARROW = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]", "{desc}: {n_fmt}/{total_fmt}{postfix}"
 
 
 class Bar(tqdm):
     """A bar whose lock is for threads. tqdm's own is for processes too, and who makes it settles how they start."""
+
+    nrows: int | None
 
     @staticmethod
     def format_meter(n: float, total: float, elapsed: float, ncols: int | None = None, **how: Any) -> str:
@@ -36,6 +37,13 @@ class Bar(tqdm):
             if len(line) <= ncols:
                 break
         return line[:ncols]
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
+        """Show the line, also on a terminal whose size nobody has set. It says that it has 0 rows, too few for tqdm."""
+        if self.nrows is not None and self.nrows < 1:
+            self.nrows = None
+        shown: bool | None = super().display(msg, pos)
+        return shown
 
 
 Bar.set_lock(threading.RLock())
