@@ -29,7 +29,7 @@ from nanoinfer.benchmark.compare import SAMPLING_OPTIONS, report_transformers, r
 from nanoinfer.benchmark.files import check_files, write_files
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
 from nanoinfer.benchmark.least_steps import Limits
-from nanoinfer.benchmark.repeats import Repeat, time_repeat
+from nanoinfer.benchmark.repeats import Repeat, count_steps, time_repeat
 from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, has_experts, write_config
@@ -88,7 +88,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "dtype": config.dtype,
         "quantization": args.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
-        "kv_cache_tokens": limits.blocks * limits.block_size,
+        "kv_cache_tokens": limits.tokens_held,
         "num_seqs": recipe.num_seqs,
         "tokens_in": work.tokens_in,
         "tokens_out": work.tokens_out,
@@ -101,6 +101,8 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "layer_matrix_flops": layer_flops,
         "floor_seconds": floor_seconds,
         "fraction_of_floor": floor_seconds / seconds,
+        "floor_decode_steps": floor.decode_steps,
+        **count_steps(repeats, work.tokens_in),
         "versions": {name: installed_version(name) for name in ("torch", "triton", "transformers", "flash-attn")},
     }, repeats[-1]
 
@@ -127,7 +129,9 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
     """Make the LLM that the command line asks for; exit with the error's message if that cannot be."""
     say(f"starting {args.config or args.model}")  # it stays: the LLM may write below it
     try:
-        length = args.max_model_len or min(args.recipe.max_model_len, longest_of(folder))
+        blocks = args.recipe.num_blocks(Config.kvcache_block_size)
+        room = args.recipe.max_model_len if blocks is None else blocks * Config.kvcache_block_size
+        length = args.max_model_len or min(args.recipe.max_model_len, longest_of(folder), room)
         return LLM(
             folder,
             tensor_parallel_size=args.tp,
@@ -136,6 +140,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             enforce_eager=args.enforce_eager,
             max_num_seqs=args.recipe.max_num_seqs,
             max_model_len=length,
+            num_kvcache_blocks=blocks,
             dtype=args.dtype,
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
@@ -167,10 +172,12 @@ def run_weights(args: argparse.Namespace, folder: str, status: StatusLine) -> di
 
 
 def check_fits(work: Workload, config: Config) -> None:
-    """Exit when a request is longer than max_model_len, which the model's own limit may have lowered."""
+    """Exit when a request is longer than max_model_len, which the model or the KV cache may have lowered."""
     longest = max(len(prompt) + out for prompt, out in zip(work.prompts, work.output_lens, strict=True))
     limit = config.description.max_position
     remedy = "raise --max-model-len" if longest <= limit else f"this model has {limit} at most, take another"
+    if longest <= limit and longest > limits_of(config).tokens_held:
+        remedy = f"raise --kv-tokens to {longest}"
     if longest > config.max_model_len:
         raise SystemExit(
             f"bench.py: error: a request needs {longest} tokens, max_model_len is {config.max_model_len}: {remedy},"
@@ -195,6 +202,12 @@ def report(result: dict[str, Any], is_short: bool) -> None:
         f" {result['tokens_out']:,} out: {result['seconds']:.2f} s (runs: {runs}),"
         f" {result['tokens_per_second']:,.0f} tok/s"
     )
+    again = f"; preemptions: {result['preemptions']:,}, tokens computed again: {result['recomputed_tokens']:,}"
+    share = f", {result['recomputed_share']:.1%} of those in"
+    print(
+        f"decode steps: {result['decode_steps']:,}, at least {result['floor_decode_steps']:,}"
+        f"{f'{again}{share}' if result['preemptions'] else ''}"
+    )
     if is_short:
         whole = WORKLOADS["nano"].num_seqs
         print(f"on the CPU {SEQS_ON_CPU} requests run unless you ask for others; --num-seqs {whole} runs all of nano")
@@ -218,11 +231,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     listed = "; ".join(f"{name}: {recipe.num_seqs} x {recipe}" for name, recipe in WORKLOADS.items())
     of_nano = f"default: nano; on the CPU {SEQS_ON_CPU} of its requests"
     parser.add_argument("--workload", choices=WORKLOADS, help=f"tokens of {listed} ({of_nano})")
-    parser.add_argument("--num-seqs", type=int, help="requests (this and the next four default to the workload's)")
-    parser.add_argument("--min-len", type=int, help="shortest prompt and shortest output of nano, refill and prefix")
-    parser.add_argument("--max-len", type=int, help="longest prompt and longest output of nano, refill and prefix")
+    parser.add_argument("--num-seqs", type=int, help="requests (this and the next five default to the workload's)")
+    parser.add_argument("--min-len", type=int, help="shortest prompt and shortest output, where lengths are drawn")
+    parser.add_argument("--max-len", type=int, help="longest prompt and longest output, where lengths are drawn")
     parser.add_argument("--max-num-seqs", type=int, help="the most requests that run at once")
     parser.add_argument("--max-model-len", type=int, help="the most tokens of a request, prompt and output")
+    parser.add_argument("--kv-tokens", type=int, help="tokens of the KV cache, rounded up to whole blocks")
     parser.add_argument("--temperature", type=float, default=SAMPLING.temperature, help="0 is greedy (default: 0.6)")
     parser.add_argument("--top-k", type=int, default=SAMPLING.top_k, help="default: all tokens")
     parser.add_argument("--top-p", type=float, default=SAMPLING.top_p, help="default: 1")
@@ -269,10 +283,10 @@ def is_cpu(device: str) -> bool:
 
 def choose_recipe(args: argparse.Namespace) -> Recipe:
     """Return the workload's recipe with the command line's values. Raises ValueError for values that make no sense."""
-    for name in ("num_seqs", "min_len", "max_len", "max_num_seqs", "max_model_len", "repeats"):
+    for name in ("num_seqs", "min_len", "max_len", "max_num_seqs", "max_model_len", "kv_tokens", "repeats"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    names = ("num_seqs", "max_num_seqs", "max_model_len")
+    names = ("num_seqs", "max_num_seqs", "max_model_len", "kv_tokens")
     recipe = replace(WORKLOADS[args.workload], **{name: value for name in names if (value := getattr(args, name))})
     if args.is_short:
         recipe = replace(recipe, num_seqs=SEQS_ON_CPU)

@@ -138,6 +138,7 @@ class Config:
 
     began: float = field(default_factory=time.monotonic, init=False, repr=False, compare=False)  # when the start did
     fits_length: bool = field(init=False, repr=False)  # max_model_len was left out: it is what fits
+    fits_memory: bool = field(init=False, repr=False)  # num_kvcache_blocks was left out: it is what fits
     description: Description = field(init=False, repr=False)  # the model's structure
     eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
     generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
@@ -309,30 +310,27 @@ class Config:
         if self.max_model_len > limit:
             length = short(self.max_model_len)
             raise ValueError(f"max_model_len={length}: must be at most {limit}, the longest sequence of this model")
-        needed = -(-self.max_model_len // self.kvcache_block_size)
+        size = self.kvcache_block_size
+        needed = -(-self.max_model_len // size)
         if blocks is not None and blocks < needed:
             raise ValueError(
                 f"num_kvcache_blocks={blocks}: one sequence of max_model_len={self.max_model_len} needs {needed} blocks"
-                f" of {self.kvcache_block_size} tokens; raise it, or lower max_model_len"
+                f" of {size} tokens; raise it, or lower max_model_len to {blocks * size}"
             )
 
     def _check_deterministic(self) -> None:
         if not self.deterministic:
             return
-        if self.device != "cpu":
-            self._check_in_order()
-        if self.tensor_parallel_size > 1:
-            self.description.check_ranks_in_order(self.tensor_parallel_size, self.device == "cpu")
-
-    def _check_in_order(self) -> None:
-        """Raise ValueError if the device cannot fix the order of all sums."""
-        if self.attention_backend != "triton":
+        if self.device != "cpu" and self.attention_backend != "triton":
             raise ValueError(
                 f"deterministic=True: attention_backend={self.attention_backend!r} adds up in other orders in other"
                 " steps; on CUDA it must be 'triton', or 'auto'"
             )
+        if self.tensor_parallel_size > 1:
+            self.description.check_ranks_in_order(self.tensor_parallel_size, self.device == "cpu")
 
     def _check_num_blocks(self) -> None:
+        self.fits_memory = self.num_kvcache_blocks is None
         if self.num_kvcache_blocks is None:
             return
         self.num_kvcache_blocks = check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)

@@ -18,6 +18,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchOutput, BeamSearchParams, SamplingParams
 from nanoinfer.engine.beams.rules import VllmRules
+from nanoinfer.engine.step_result import StepResult
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the models are tiny
 
@@ -209,14 +210,20 @@ def test_a_gpu_finds_what_the_cpu_finds(llm: LLM, make_llm: Callable[..., LLM]) 
 
 def test_as_many_prompts_run_at_once_as_are_allowed(llm: LLM) -> None:
     running: list[int] = []
-    llm.engine.on_step = lambda step: running.append(step.num_running)
+    waiting: list[int] = []
+
+    def note(step: StepResult) -> None:
+        running.append(step.num_running)
+        waiting.append(step.num_waiting)
+
+    llm.engine.on_step = note
     params = BeamSearchParams(3, 6, ignore_eos=True)
     together = llm.beam_search(PROMPTS, params)
-    assert max(running) == 12
+    assert (max(running), max(waiting)) == (12, 0)
     running.clear()
     alone = llm.beam_search(PROMPTS, params, concurrency_limit=1)
     llm.engine.on_step = None
-    assert max(running) == 3
+    assert (max(running), max(waiting), waiting[-1]) == (3, 3, 0)
     assert [[found.tokens for found in output.sequences] for output in alone] == [
         [found.tokens for found in output.sequences] for output in together
     ]
@@ -411,7 +418,7 @@ class TestErrors:
             (BeamSearchParams(2048, 1), r"beam_width=2048: must be at most 2047, .* beside those that end a sequence"),
             (
                 BeamSearchParams(20, 90),
-                r"beam_width=20: the beams of prompts\[0\].* num_kvcache_blocks=48; .*max_tokens",
+                r"beam_width=20: the beams of prompts\[0\].* num_kvcache_blocks=48; .*max_tokens.*; or raise num_kv",
             ),
         ],
         ids=lambda value: str(value)[:30],

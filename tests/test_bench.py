@@ -6,6 +6,7 @@ import io
 import json
 import math
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -28,9 +29,11 @@ from nanoinfer.benchmark import figures as figures_command
 from nanoinfer.benchmark import status_line
 from nanoinfer.benchmark.files import check_writable
 from nanoinfer.benchmark.least_steps import Steps, decode_steps
-from nanoinfer.benchmark.plot import binned_rate
+from nanoinfer.benchmark.plot import binned_rate, plot
+from nanoinfer.benchmark.repeats import Repeat, count_steps
 from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.engine.step_result import StepResult
 from nanoinfer.models import describe
 from nanoinfer.models.description import Experts
 
@@ -62,6 +65,7 @@ def test_weights_times_updates_and_sleep(tmp_path: Path) -> None:
     [
         ("nano", 256, 142_827, 133_966, 2011),
         ("refill", 1024, 580_663, 583_802, 2004),
+        ("tight", 256, 142_827, 133_966, 2011),
         ("stream", 1, 128, 512, 128 + 512),
         ("prefix", 256, 142_827 + 256 * 1024, 133_966, 1024 + 2011),
         ("long", 8, 8 * 32768, 8 * 256, 32768 + 256),
@@ -118,6 +122,7 @@ def test_the_engine_tells_its_observer_what_each_step_found(tiny: LLM) -> None:
         (300, 0), (0, 1), (0, 1), (3, 0), (0, 1),
     ]  # fmt: skip
     assert [step.num_running for step in repeat.steps] == [1] * 5
+    assert [step.num_waiting for step in repeat.steps] == [1, 1, 1, 0, 0]
     assert [step.blocks_used * blocks for step in repeat.steps] == pytest.approx([2, 2, 2, 1, 1])
     times = [step.ready_at for step in repeat.steps]
     assert repeat.start < times[0]
@@ -296,6 +301,17 @@ def test_the_steps_of_a_short_cache_by_nano_vllms_workload() -> None:
     assert len(decode_steps(work, None, replace(ample, blocks=790), 0)) == 1  # one block less: not all at once
 
 
+def test_tight_is_nano_with_the_fewest_blocks_that_hold_110_000_tokens() -> None:
+    """429 blocks of 256 hold 109,824. Its floor: 538,558 = 1,252 * 430 + 198, so that 1,253 steps decode."""
+    nano, tight = bench.WORKLOADS["nano"], bench.WORKLOADS["tight"]
+    assert replace(tight, kv_tokens=None) == nano
+    assert (tight.num_blocks(256), tight.num_blocks(100), nano.num_blocks(256)) == (430, 1100, None)
+    assert str(tight) == "100-1024 in, 100-1024 out, 110,000 in the KV cache"
+    limits = bench.Limits(tight.max_num_seqs, 16384, 430, 256)
+    assert limits.tokens_held == 110_080
+    assert floor_of(tight.draw(vocab_size=151936), limits).decode_steps == 1253
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_order_of_the_requests_takes_less_than_the_least_steps(seed: int) -> None:
     """Begin requests in random order, each as soon as its row and all its blocks are free."""
@@ -425,10 +441,43 @@ def test_random_weights_and_json(
     assert {"torch", "triton"} <= set(figures["versions"])
     assert "tok/s" in told.out
     assert "floor" in told.out
+    assert figures["preemptions"] == figures["recomputed_tokens"] == figures["recomputed_share"] == 0
+    assert figures["decode_steps"] == figures["floor_decode_steps"]
+    assert f"\ndecode steps: {figures['decode_steps']}, at least {figures['decode_steps']}\n" in told.out
     assert told.err.splitlines() == [
         "starting tiny", "warming up", "repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3",
         "measuring the memory's bandwidth and the matrix rate",
     ]  # fmt: skip
+
+
+def test_a_short_cache_shows_what_it_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three requests of 300 tokens in and 300 out begin with two blocks each, and end with three of the seven."""
+    file = tmp_path / "figures.json"
+    command = "bench.py --config tiny --num-seqs 3 --min-len 300 --max-len 300 --kv-tokens 1700 --device cpu --json"
+    monkeypatch.setattr(sys, "argv", [*command.split(), str(file)])
+    bench.main()
+    figures = json.loads(file.read_text())
+    again = figures["recomputed_tokens"]
+    assert figures["kv_cache_tokens"] == 7 * 256
+    assert figures["workload"] == "nano 300 in, 300 out, 1,700 in the KV cache"
+    assert figures["preemptions"] >= 1
+    assert 256 <= again < 600
+    assert figures["recomputed_share"] == again / 900
+    assert figures["decode_steps"] > figures["floor_decode_steps"] == 299
+    assert capsys.readouterr().out.splitlines()[2] == (
+        f"decode steps: {figures['decode_steps']}, at least 299; preemptions: {figures['preemptions']},"
+        f" tokens computed again: {again}, {again / 900:.1%} of those in"
+    )
+
+
+def test_the_steps_are_those_of_the_median_repeat() -> None:
+    prompt = StepResult(num_prefill_tokens=9, num_recomputed_tokens=4, num_preemptions=1)
+    repeats = [Repeat(0.0, 1.0, [prompt] * again + [StepResult()] * 10 * again) for again in (2, 5, 1)]
+    assert count_steps(repeats, tokens_in=80) == {
+        "decode_steps": 20, "preemptions": 2, "recomputed_tokens": 8, "recomputed_share": 0.1,
+    }  # fmt: skip
 
 
 @pytest.mark.whole
@@ -453,6 +502,21 @@ def test_plot_writes_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert min(height, width) >= 500
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_plot_tells_what_each_line_is(replicas: int, tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+    steps = [StepResult(num_decode_tokens=1, ready_at=float(1 + index), replica=index) for index in range(replicas)]
+    file = tmp_path / "run.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot(Repeat(0.0, 2.0, steps), "a title", str(file))
+    texts = re.findall(r">([a-zA-Z][^<]*)</text>", file.read_text(encoding="utf-8"))
+    of = [""] if replicas == 1 else [" on replica 0", " on replica 1"]
+    assert sorted(texts) == sorted([
+        "a title", "tokens per second", "prefill", "decode", "sequences", "KV-cache blocks held, %",
+        "tokens computed again", "seconds", *(f"{what}{which}" for what in ("running", "waiting") for which in of),
+    ])  # fmt: skip
+
+
 def test_binned_rates_keep_every_token() -> None:
     rates, edges = binned_rate([0.0, 1.0, 4.0], [10, 60], bins=4)
     assert edges.tolist() == [0, 1, 2, 3, 4]
@@ -467,6 +531,8 @@ def test_the_command_line_overrides_the_workload() -> None:
     limits = bench.parse_args(["--workload", "stream", "--max-num-seqs", "1", "--max-model-len", "640"]).recipe
     assert limits == replace(bench.WORKLOADS["stream"], max_num_seqs=1, max_model_len=640)
     assert str(limits) == "128 in, 512 out"
+    tight = bench.parse_args(["--workload", "stream", "--kv-tokens", "700"]).recipe
+    assert tight == replace(bench.WORKLOADS["stream"], kv_tokens=700)
 
 
 def test_without_options_the_cpu_runs_few_requests_and_a_gpu_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,6 +561,8 @@ def test_on_the_cpu_options_mean_what_they_say(options: str) -> None:
         ("--min-len 5 --max-len 4", "--max-len 4 is less than --min-len 5"),
         ("--max-len 50", "--max-len 50 is less than --min-len 100"),
         ("--workload long --max-len 50", "--workload long has fixed lengths"),
+        ("--kv-tokens 0", "--kv-tokens 0: must be at least 1"),
+        ("--kv-tokens 1e5", "argument --kv-tokens: invalid int value: '1e5'"),
         ("--repeats 0", "--repeats 0: must be at least 1"),
         ("--top-p 2", "top_p=2.0: must be a number above 0, at most 1"),
         ("--json /no/such/folder/file", "--json /no/such/folder/file: No such file"),
@@ -509,6 +577,23 @@ def test_a_senseless_command_is_refused_before_the_run(
     with pytest.raises(SystemExit):
         bench.parse_args(command.split())
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--kv-tokens 512", "a request needs 640 tokens, max_model_len is 512: raise --kv-tokens to 640"),
+        ("--kv-tokens 512 --max-model-len 640", "num_kvcache_blocks=2: one sequence of max_model_len=640 needs 3"),
+        ("--kv-tokens 1000000000000", "num_kvcache_blocks=3906250000: must be at most 8388608"),
+    ],
+)
+def test_a_cache_that_is_too_short_or_too_large_is_refused(
+    options: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = f"bench.py --config tiny --workload stream --device cpu {options}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    with pytest.raises(SystemExit, match=f"bench.py: error: {message}"):
+        bench.main()
 
 
 @contextmanager
@@ -559,7 +644,8 @@ def test_figures_are_printed_before_the_comparison(
     monkeypatch.setattr(bench, "run_transformers", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.main()
-    begin = ["tiny on cpu", "workload nano 4-12 in, 4-12 out: 3 requests", "on the CPU 3 requests run", "floor"]
+    workload = "workload nano 4-12 in, 4-12 out: 3 requests"
+    begin = ["tiny on cpu", workload, "decode steps", "on the CPU 3 requests run", "floor"]
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith(start) for line, start in zip(lines, begin, strict=True))
     assert "tok/s" in lines[1]

@@ -23,6 +23,7 @@ from nanoinfer.runner.logits.token_history import COLUMNS, TokenHistory
 from nanoinfer.runner.memory import plan
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.plan import CPU_BUDGET, MemoryPlan, plan_memory
+from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.trainer.reference import reference
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -149,7 +150,7 @@ class TestCache:
 
     def test_a_length_that_was_asked_for_is_refused(self) -> None:
         message = "num_kvcache_blocks=7: one sequence of max_model_len=113 needs 8 blocks of 16 tokens; raise it, or"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"{message} lower max_model_len to 112"):
             LLM(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=7, max_model_len=113)
         with LLM(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=7, max_model_len=112) as llm:
             assert llm.config.max_model_len == 112
@@ -178,6 +179,30 @@ class TestCache:
             LLM(BUNDLED_MODEL, **{**SMALL, "kvcache_block_size": 4096}, max_num_seqs=4)
         with pytest.raises(ValueError, match=r"has 1 MiB, but one sequence of max_model_len=2048 needs 16 MiB"):
             LLM(BUNDLED_MODEL, **SMALL, max_num_seqs=4, max_model_len=2048)
+
+    @pytest.mark.parametrize(
+        ("options", "remedy"),
+        [
+            ({"max_model_len": 2048}, "; 128 tokens fit: lower max_model_len, or set num_kvcache_blocks to more"),
+            (
+                {"kvcache_block_size": 4096},
+                "; 0 tokens fit: lower kvcache_block_size, or set num_kvcache_blocks to more",
+            ),
+            (
+                {"max_model_len": 2048, "device": "cuda"},
+                "; 128 tokens fit: lower max_model_len, or raise gpu_memory_uti",
+            ),
+        ],
+        ids=["length", "block", "gpu"],
+    )
+    def test_the_refusal_says_what_fits(
+        self, options: dict[str, Any], remedy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gpus(monkeypatch, 1)
+        config = Config(BUNDLED_MODEL, **{**SMALL, **options})
+        spec = KVCacheSpec(1, config.kvcache_block_size, 1, 16, torch.float32, by_head=False)
+        with pytest.raises(ValueError, match=remedy):
+            plan._blocks_that_fit(config, spec, 128 * 1 * 2 * 16 * 4)
 
     @pytest.mark.usefixtures("budget")
     def test_two_ranks_have_one_length(self) -> None:
@@ -242,7 +267,7 @@ class TestCache:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        gpus(monkeypatch, 2)
         config = Config(BUNDLED_MODEL, **{**SMALL, "device": "cuda", **options})
         made = MemoryPlan(1, 1, 1, 1, 1, block_bytes=1, blocks=5, max_model_len=length, max_position=2048)
         with caplog.at_level(logging.INFO, logger="nanoinfer"):
@@ -269,6 +294,102 @@ class TestCache:
             assert not two.engine._config.fits_length
         assert {len(output.token_ids) for output in outputs} == {63}
         assert "max_model_len=64: the model allows 2048" in told(caplog)[0]
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let this machine have so many GPUs, which convert FP8."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+class TestRoom:
+    """A prompt that is too long is refused with the tokens that fit, and with the options that make room."""
+
+    def test_each_limit_has_its_remedy(self) -> None:
+        def refusal(tokens: int) -> str:
+            with pytest.raises(ValueError, match=r"prompts\[0\] has .* max_model_len=64") as caught:
+                llm.generate([[30] * tokens], use_tqdm=False)
+            return str(caught.value).split("; ")[1]
+
+        with LLM(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=7, max_model_len=64) as llm:
+            assert refusal(64) == refusal(111) == "112 tokens fit: raise max_model_len"
+            assert (
+                refusal(112) == refusal(2047) == "112 tokens fit: raise max_model_len, and raise num_kvcache_blocks=7"
+            )
+            assert refusal(2048) == "the model allows 2048 at most"
+            with pytest.raises(
+                ValueError, match="65 tokens: must be at most max_model_len=64; 112 tokens fit: raise max"
+            ):
+                llm.generate([[30] * 65], greedy(0, prompt_logprobs=0), use_tqdm=False)
+            assert llm.engine.is_finished
+
+    def test_the_model_may_be_the_only_limit(self) -> None:
+        with (
+            LLM(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=200) as llm,
+            pytest.raises(ValueError, match=r"max_model_len=2048, .* a token; the model allows 2048 at most$"),
+        ):
+            llm.generate([[30] * 2048], use_tqdm=False)
+
+    def test_blocks_that_were_asked_for_and_those_that_fit(self, budget: int) -> None:
+        for options, remedy in (
+            ({"num_kvcache_blocks": 7}, "raise num_kvcache_blocks=7"),
+            ({}, "set num_kvcache_blocks"),
+        ):
+            with LLM(BUNDLED_MODEL, **SMALL, **options, max_num_seqs=4) as llm:
+                length = llm.config.max_model_len
+                with pytest.raises(ValueError, match=f"; {length} tokens fit: {remedy}"):
+                    llm.generate([[30] * length], use_tqdm=False)
+            assert length == (112 if options else budget // llm.memory.block_bytes * 16)
+
+    @pytest.mark.parametrize(
+        ("options", "count", "remedy"),
+        [
+            (
+                {},
+                1,
+                "raise gpu_memory_utilization=0.9, or lower STEPS, or set kv_cache_dtype='fp8' or quantization='fp8'",
+            ),
+            (
+                {"kv_cache_dtype": "fp8"},
+                2,
+                "raise gpu_memory_utilization=0.9 or tensor_parallel_size=1, or lower STEPS, or set quantization='fp8'",
+            ),
+            (
+                {"quantization": "fp8", "gpu_memory_utilization": 1},
+                4,
+                "raise tensor_parallel_size=1, or lower STEPS, or set kv_cache_dtype='fp8'",
+            ),
+            (
+                {"quantization": "fp8", "kv_cache_dtype": "fp8", "gpu_memory_utilization": 1, "data_parallel_size": 2},
+                3,
+                "lower STEPS",
+            ),
+            (
+                {"quantization": "fp8", "kv_cache_dtype": "fp8", "tensor_parallel_size": 8},
+                16,
+                "raise gpu_memory_utilization=0.9, or lower STEPS",
+            ),
+            ({"num_kvcache_blocks": 9}, 2, "raise num_kvcache_blocks=9"),
+        ],
+        ids=["all", "cache in fp8", "weights in fp8", "all taken", "ranks enough", "blocks"],
+    )
+    def test_only_options_that_would_help_are_named(
+        self, options: dict[str, Any], count: int, remedy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gpus(monkeypatch, count)
+        config = Config(BUNDLED_MODEL, **{**SMALL, "device": "cuda", **options})
+        steps = "max_num_batched_tokens=16384 or max_num_seqs=512"
+        assert what_makes_room(config) == remedy.replace("STEPS", steps)
+
+    def test_a_gpu_that_cannot_convert_fp8_and_a_model_that_cannot_be_split(
+        self, make_qwen3: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gpus(monkeypatch, 8)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+        folder = make_qwen3(num_attention_heads=3, num_key_value_heads=3)
+        made = what_makes_room(Config(folder, **{**SMALL, "device": "cuda"}))
+        assert "kv_cache_dtype" not in made
+        assert "tensor_parallel_size" not in made
 
 
 class TestTokenHistory:

@@ -7,6 +7,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -368,13 +369,19 @@ class TestTimings:
         assert dict(timings) == {"queued": 1.0, "started": 1.5, "first_token": 2.0, "finished": 5.0}
 
 
+def test_a_replica_tells_the_figures_of_a_step_in_their_order() -> None:
+    finished, advanced, *told, replica = (field.name for field in fields(StepResult))
+    assert (finished, advanced, replica) == ("finished", "advanced", "replica")
+    assert list(StepFigures._fields) == told
+
+
 def test_what_replicas_did_before_a_reset_does_not_count_when_they_tell_it_later() -> None:
     replicas = Replicas.__new__(Replicas)
     replicas.counters, seen = Counters(), []
     replicas.on_step = seen.append
     now = time.perf_counter()
     for ready_at in (now - 1, now + 1):
-        report = Report(0, 0, [], [], [StepFigures(0, 1, ready_at, 1, 0.0, 0.1, 1, 0, 0, 0, 0)])
+        report = Report(0, 0, [], [], [StepFigures(0, 1, ready_at, 1, 0, 0.0, 0.1, 1, 0, 0, 0, 0)])
         replicas._note_steps(0, report)
     assert counts(replicas.counters.stats()) == {
         "num_generated_tokens": 1, "num_decode_steps": 1, "num_decode_tokens": 1,

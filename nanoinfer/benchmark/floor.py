@@ -30,9 +30,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time a workload can take: for each load the longer of reading and computing."""
+    """The least time a workload can take: for each load the longer of reading and computing.
+
+    decode_steps: the fewest that the workload needs
+    """
 
     loads: list[Load]
+    decode_steps: int
 
     @classmethod
     def of(
@@ -60,7 +64,8 @@ class Floor:
         head, in_layers = model.vocab_size * model.hidden_size, matrix_itemsize or itemsize
         dense, routers, expert = _layer_weights(model), _router_weights(model), _expert_weights(model)
         q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        keys = _keys_read(work, model, sum(steps.count for steps in decode))
+        num_steps = sum(steps.count for steps in decode)
+        keys = _keys_read(work, model, num_steps)
         loads = [
             Load(2 * keys * kv_size * (cache_itemsize or itemsize), 0),
             Load(0, 4 * q_size * _pairs(work, model)),
@@ -72,7 +77,7 @@ class Floor:
                 Load(steps.count * routers * itemsize, 2 * steps.rows * routers),
             ]
         loads += [Load(steps.count * head * itemsize, 2 * steps.rows * head) for steps in (*decode, last)]
-        return cls(loads)
+        return cls(loads, num_steps)
 
     def seconds(self, bandwidth: float, rate: float, devices: int, matrix_rate: float | None = None) -> float:
         """Return the least time on `devices` of this bandwidth, in bytes a second, and rate, in operations a second.

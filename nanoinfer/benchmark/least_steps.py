@@ -23,6 +23,11 @@ class Limits:
     blocks: int
     block_size: int
 
+    @property
+    def tokens_held(self) -> int:
+        """How many tokens the KV cache has room for."""
+        return self.blocks * self.block_size
+
 
 @dataclass(frozen=True)
 class Steps:

@@ -22,26 +22,37 @@ def check_plot(file: str) -> None:
 
 
 def plot(repeat: Repeat, title: str, file: str) -> None:
-    """Draw tokens per second over the repeat's time into `file`, and each replica's running rows and used blocks."""
+    """Draw the repeat over its time into `file`.
+
+    The picture has tokens per second, the tokens that were computed again so far, and for each replica the rows that
+    run, the sequences that wait and the blocks that are held.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    rates, rows, blocks = figure.subplots(3, sharex=True)
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    rates, rows, blocks, again = figure.subplots(4, sharex=True)
     steps = sorted(repeat.steps, key=lambda step: step.ready_at or 0.0)  # replicas tell theirs a little later
     times = times_of(steps, repeat.start)
     for name, color in (("prefill", "tab:orange"), ("decode", "tab:blue")):
         tokens = [getattr(step, f"num_{name}_tokens") for step in steps]
         rates.stairs(*binned_rate(times, tokens), color=color, label=name)
-    for replica in sorted({step.replica for step in steps}):
+    replicas = sorted({step.replica for step in steps})
+    for replica in replicas:
         own = [step for step in steps if step.replica == replica]
-        rows.stairs([step.num_running for step in own], times_of(own, repeat.start), label=f"replica {replica}")
-        blocks.stairs([100 * step.blocks_used for step in own], times_of(own, repeat.start))
-    if any(step.replica for step in steps):
-        rows.legend()
+        own_times, of = times_of(own, repeat.start), f" on replica {replica}" if len(replicas) > 1 else ""
+        color = f"C{replica % 10}"
+        rows.stairs([step.num_running for step in own], own_times, color=color, label=f"running{of}")
+        rows.stairs([step.num_waiting for step in own], own_times, color=color, linestyle=":", label=f"waiting{of}")
+        blocks.stairs([100 * step.blocks_used for step in own], own_times, color=color)
+    recomputed = np.cumsum([step.num_recomputed_tokens for step in steps])
+    again.stairs(recomputed, times, baseline=None, color="tab:red")
     rates.set(title=title, ylabel="tokens per second", yscale="log")
     rates.legend()
-    rows.set(ylabel="running rows")
-    blocks.set(ylabel="KV-cache blocks in use, %", xlabel="seconds", xlim=(0, times[-1]))
+    rows.set(ylabel="sequences", ylim=(0, None))
+    rows.legend()
+    blocks.set(ylabel="KV-cache blocks held, %", ylim=(0, 105))
+    again.set(ylabel="tokens computed again", ylim=(0, max(1.05 * recomputed[-1], 1)))
+    again.set(xlabel="seconds", xlim=(0, times[-1]))
     figure.savefig(file)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,26 @@ class Repeat:
     start: float
     seconds: float
     steps: list[StepResult]
+
+    def sum(self, name: str) -> int:
+        """Add up a figure of the steps."""
+        return sum(getattr(step, name) for step in self.steps)
+
+    @property
+    def decode_steps(self) -> int:
+        """How many steps computed no prompt; with several replicas, those of all."""
+        return sum(not step.num_prefill_tokens for step in self.steps)
+
+
+def count_steps(repeats: list[Repeat], tokens_in: int) -> dict[str, float]:
+    """Return the repeats' medians of decode steps, preemptions and tokens computed again; tokens_in: of a repeat."""
+    recomputed = statistics.median_low(repeat.sum("num_recomputed_tokens") for repeat in repeats)
+    return {
+        "decode_steps": statistics.median_low(repeat.decode_steps for repeat in repeats),
+        "preemptions": statistics.median_low(repeat.sum("num_preemptions") for repeat in repeats),
+        "recomputed_tokens": recomputed,
+        "recomputed_share": recomputed / tokens_in,
+    }
 
 
 class Watch:

@@ -78,6 +78,7 @@ class Recipe:
     samples: int = 1  # of each prompt
     max_num_seqs: int = 512
     max_model_len: int = 4096
+    kv_tokens: int | None = None  # the KV cache has the fewest blocks that hold so many; None: what the memory holds
 
     def draw(self, vocab_size: int) -> Workload:
         """Draw prompts and output lengths from seed 0, in nano-vLLM's order; the shared prefix is drawn last."""
@@ -92,12 +93,18 @@ class Recipe:
         prompt, output = ("-".join(map(str, sorted(set(lens)))) for lens in (self.prompt_lens, self.output_lens))
         prefix = f"{self.prefix_len} + " if self.prefix_len else ""
         samples = f", {self.samples} samples" if self.samples > 1 else ""
-        return f"{prefix}{prompt} in, {output} out{samples}"
+        cache = f", {self.kv_tokens:,} in the KV cache" if self.kv_tokens else ""
+        return f"{prefix}{prompt} in, {output} out{samples}{cache}"
+
+    def num_blocks(self, block_size: int) -> int | None:
+        """Return how many blocks of so many tokens the KV cache has; None: as many as the memory holds."""
+        return None if self.kv_tokens is None else -(-self.kv_tokens // block_size)
 
 
 WORKLOADS = {
     "nano": Recipe(),  # nano-vLLM's own
     "refill": Recipe(num_seqs=1024, max_num_seqs=256),  # waiting requests fill the rows of those that end
+    "tight": Recipe(kv_tokens=110_000),  # what 30b-a3b leaves of 80 GB
     "stream": Recipe(num_seqs=1, prompt_lens=(128, 128), output_lens=(512, 512)),
     "prefix": Recipe(prefix_len=1024),
     "samples": Recipe(num_seqs=32, prompt_lens=(1024, 1024), output_lens=(512, 512), samples=16),

@@ -189,7 +189,7 @@ class LLMEngine:
     def _read_back(self, done: InFlight) -> StepResult:
         assert done.tokens is not None
         result = done.result
-        result.num_running, result.blocks_used = len(self.scheduler.running), self.scheduler.block_manager.share_used
+        done.note_load(self.scheduler)
         with fresh_torch_state():
             token_ids = self.ranks.wait(done.tokens)
             failed = without_token(done.seqs, token_ids, self.config.dtype)

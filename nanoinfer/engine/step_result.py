@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nanoinfer.engine.scheduler import PrefillStep, Step
+from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
@@ -19,6 +19,11 @@ class InFlight:
     tokens: PendingTokens | None  # None until guided rows have their masks
     result: StepResult  # with the figures of the plan
     began: float | None  # on time.perf_counter's clock; None: when the device was done with the step before
+
+    def note_load(self, scheduler: Scheduler) -> None:
+        """Note what runs and waits, and how much of the KV cache is held, before the step's tokens are read back."""
+        self.result.num_running, self.result.num_waiting = len(scheduler.running), len(scheduler.waiting)
+        self.result.blocks_used = scheduler.block_manager.share_used
 
     def note_times(self, previous: float) -> float:
         """Note when the device was done with the step, and return it; previous: when it was with the step before."""
@@ -48,7 +53,8 @@ class StepResult:
     """The step that one call of LLMEngine.step read back; without one, all is empty or 0.
 
     num_running and blocks_used still count the sequences that ended with the step. With several replicas, finished and
-    advanced stay empty here: the sequences are in the replicas' processes.
+    advanced stay empty here: the sequences are in the replicas' processes. num_waiting counts those that the replica
+    holds then, not the LLM's queue.
     """
 
     finished: list[Sequence] = field(default_factory=list)
@@ -57,6 +63,7 @@ class StepResult:
     num_decode_tokens: int = 0  # a token after an end-of-sequence token does not count
     ready_at: float | None = None  # when the device was done with the step, on time.perf_counter's clock
     num_running: int = 0  # sequences whose prompts are scheduled whole and whose last token is not read back yet
+    num_waiting: int = 0  # sequences that wait for a row or for blocks, or whose prompts are scheduled in part
     blocks_used: float = 0.0  # the share of the KV cache's blocks that sequences hold
     seconds: float = 0.0  # since the step before was done; since its launch, if no step was in flight then
     num_generated_tokens: int = 0  # that sequences got

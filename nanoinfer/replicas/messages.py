@@ -34,6 +34,7 @@ class StepFigures(NamedTuple):
     num_decode_tokens: int
     ready_at: float
     num_running: int
+    num_waiting: int
     blocks_used: float
     seconds: float
     num_generated_tokens: int

@@ -27,6 +27,7 @@ from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
 from nanoinfer.requests.text.spelling import decoder, whole_decoder
+from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vllm_arguments import NO_LORA
 
@@ -171,7 +172,7 @@ class SearchesBeams(ABC):
             raise ValueError(
                 f"params.beam_width={rules.params.beam_width}: the beams of prompts[{index}], of up to {seq.max_len}"
                 f" tokens, may need {needed} blocks of the KV cache, which has num_kvcache_blocks={blocks}; fewer beams"
-                f" or less than max_tokens={rules.params.max_tokens} would work, or more blocks"
+                f" or less than max_tokens={rules.params.max_tokens} would work; or {what_makes_room(self.config)}"
             )
         return search
 

@@ -14,6 +14,7 @@ from nanoinfer.grammar import Grammar, Grammars
 from nanoinfer.requests.bans import find_bans
 from nanoinfer.requests.chat.renderer import ChatRenderer, other_medium
 from nanoinfer.requests.text.spelling import whole_decoder
+from nanoinfer.runner.memory.room import room_for
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vllm_arguments import NO_LORA
 
@@ -270,10 +271,12 @@ class Inputs:
         self._check_range(name, token_ids)
         length, most = len(token_ids), self.config.max_model_len
         if params.max_tokens == 0 and length > most:
-            raise ValueError(f"{name} has {length} tokens: must be at most max_model_len={most}")
+            room = room_for(self.config, length)
+            raise ValueError(f"{name} has {length} tokens: must be at most max_model_len={most}; {room}")
         if params.max_tokens != 0 and length >= most:
             raise ValueError(
-                f"{name} has {length} tokens: must be fewer than max_model_len={most}, to leave room for a token"
+                f"{name} has {length} tokens: must be fewer than max_model_len={most}, to leave room for a token;"
+                f" {room_for(self.config, length + 1)}"
             )
         if params.prompt_logprobs_start >= length:
             start = short(params.prompt_logprobs_start)

@@ -159,6 +159,7 @@ class BeamSearches:
         result.ready_at, result.blocks_used = ready_at, self._blocks.share_used
         result.seconds, self._since = ready_at - self._since, ready_at
         result.num_running = sum(len(search.seqs) for search in self._running)
+        result.num_waiting = len(self._waiting)
         result.num_decode_tokens = sum(chunk.end - chunk.start for chunk in chunks if not chunk.seq.is_fresh)
         result.num_prefill_tokens -= result.num_decode_tokens
         result.num_generated_tokens = sum(chunk.is_last for chunk in chunks)

@@ -15,6 +15,7 @@ from nanoinfer.config import MAX_SLOTS, Config
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.logits.token_history import PLANNED_TOKENS
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
+from nanoinfer.runner.memory.room import what_makes_room
 
 CPU_BUDGET = 4 << 30  # for the KV cache, whose pages cost memory only once they are written
 MAX_ROWS_SHARE = 0.5  # of the limit: steps and the KV cache need the rest
@@ -158,19 +159,9 @@ def _why(config: Config, plan: MemoryPlan) -> str:
     """Say what keeps sequences shorter than the model allows, and how they may be longer."""
     if plan.max_model_len < plan.blocks * config.kvcache_block_size:
         return f"attention_backend={config.attention_backend!r} reads as many keys of every row: set max_model_len"
-    if config.num_kvcache_blocks is not None:
+    if not config.fits_memory:
         return f"num_kvcache_blocks={config.num_kvcache_blocks} hold no longer sequence: raise it"
-    if config.device == "cpu":
-        return "the KV cache holds no longer sequence: set num_kvcache_blocks to more"
-    return (
-        f"the KV cache holds no longer sequence: raise gpu_memory_utilization={config.gpu_memory_utilization:g} or"
-        f" tensor_parallel_size={config.tensor_parallel_size}, or lower {_what_steps_take(config)}"
-    )
-
-
-def _what_steps_take(config: Config) -> str:
-    """Return the options by which the steps take less memory."""
-    return f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}"
+    return f"the KV cache holds no longer sequence: {what_makes_room(config)}"
 
 
 def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
@@ -178,14 +169,11 @@ def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
     length = min(config.max_model_len, spec.block_size) if config.fits_length else config.max_model_len
     needed = -(-length // spec.block_size) * spec.block_bytes
     if budget < needed:
-        remedy = (
-            f"raise gpu_memory_utilization={config.gpu_memory_utilization:g}, or lower max_model_len,"
-            f" {_what_steps_take(config)}"
-            if config.device == "cuda"
-            else "set num_kvcache_blocks, or lower max_model_len or kvcache_block_size"
-        )
+        fit = max(budget, 0) // spec.block_bytes * spec.block_size
+        lowered = "max_model_len" if fit else "kvcache_block_size"
         raise ValueError(
             f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of max_model_len={length} needs"
-            f" {needed / 2**20:,.0f} MiB in blocks of kvcache_block_size={spec.block_size} tokens: {remedy}"
+            f" {needed / 2**20:,.0f} MiB in blocks of kvcache_block_size={spec.block_size} tokens; {fit} tokens fit:"
+            f" lower {lowered}, or {what_makes_room(config)}"
         )
     return min(budget // spec.block_bytes, MAX_SLOTS // spec.block_size)

@@ -1,0 +1,73 @@
+"""Room: which options would let the KV cache hold a longer sequence, as things stand."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoinfer.attention import choose_backend
+from nanoinfer.config import MAX_RANKS, Config
+
+
+def room_for(config: Config, needed: int) -> str:
+    """Say how many tokens fit, and what would make room for a sequence of `needed` tokens.
+
+    config: of an LLM that has started; its max_model_len is less than `needed`
+    """
+    limit, blocks = config.description.max_position, config.num_kvcache_blocks
+    assert blocks is not None
+    held = blocks * config.kvcache_block_size
+    if needed > limit:
+        return f"the model allows {limit} at most"
+    if needed <= held:
+        return f"{min(held, limit)} tokens fit: raise max_model_len"
+    first = "" if config.max_model_len == held else "raise max_model_len, and "
+    return f"{held} tokens fit: {first}{what_makes_room(config)}"
+
+
+def what_makes_room(config: Config) -> str:
+    """Say which options would let the KV cache hold more tokens; those that change no results come first."""
+    if not config.fits_memory:
+        return f"raise num_kvcache_blocks={config.num_kvcache_blocks}"
+    if config.device == "cpu":
+        return "set num_kvcache_blocks to more"
+    parts = []
+    share = config.gpu_memory_utilization
+    raised = [f"gpu_memory_utilization={share:g}"] if share < 1 else []
+    if _may_double_ranks(config):
+        raised.append(f"tensor_parallel_size={config.tensor_parallel_size}")
+    if raised:
+        parts.append(f"raise {' or '.join(raised)}")
+    parts.append(f"lower max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}")
+    eight_bits = ["kv_cache_dtype='fp8'"] if _may_cache_fp8(config) else []
+    if config.description.fp8 is None:
+        eight_bits.append("quantization='fp8'")
+    if eight_bits:
+        parts.append(f"set {' or '.join(eight_bits)}")
+    return ", or ".join(parts)
+
+
+def _may_double_ranks(config: Config) -> bool:
+    """Whether there are GPUs for twice as many ranks, and the model can be split over these."""
+    ranks = 2 * config.tensor_parallel_size
+    has_gpus = torch.cuda.device_count() >= ranks * config.data_parallel_size
+    if not config.starts_ranks or ranks > MAX_RANKS or not has_gpus:
+        return False
+    try:
+        config.description.check_ranks(ranks)
+        if config.deterministic:
+            config.description.check_ranks_in_order(ranks, on_cpu=False)
+    except ValueError:
+        return False
+    return True
+
+
+def _may_cache_fp8(config: Config) -> bool:
+    """Whether the KV cache is not in FP8, and the backend could read such a one."""
+    if config.kv_cache_dtype == "fp8":
+        return False
+    sizes = config.torch_dtype, config.kvcache_block_size, config.description.head_dim
+    try:
+        choose_backend(config.attention_backend, config.device, *sizes, in_fp8=True)
+    except ValueError:
+        return False
+    return True
