@@ -272,7 +272,7 @@ class TestBadLines:
         rows = [{"id": 1, "token_ids": [5] * 100}, {"id": 2, "prompt": "x", "max_tokens": 2}]
         assert run(write(tmp_path / "in", rows), tmp_path / "out", BUNDLED_MODEL, **SMALL) == Summary(1, 1)
         (error,) = [row["error"] for row in read(tmp_path / "out") if row.get("error")]
-        assert error == {"line": 1, "message": f"prompt has 100 tokens: {error['message'].split(': ')[1]}"}
+        assert error == {"line": 1, "message": f"prompt has 100 tokens: {error['message'].split(': ', 1)[1]}"}
 
     def test_status_and_last_line_say_how_many(
         self, tmp_path: Path, null: None, capsys: pytest.CaptureFixture[str]

@@ -329,10 +329,20 @@ class TestInterrupts:
             assert not llm.has_unfinished_requests()
             assert token_ids(llm, [[30]], greedy(8)) == expected
 
-    def test_interrupted_while_it_closes_an_llm_closes_whole(self, make_two: Callable[..., LLM]) -> None:
+    def test_interrupted_while_it_closes_an_llm_closes_whole(
+        self, make_two: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         llm = make_two()
         remains = Remains.of(llm)
-        interrupt_after(0.1, os.getpid())
+        workers = llm.engine.ranks.workers
+        assert workers is not None
+        stop = workers.stop
+
+        def interrupted_stop(failed: bool = False) -> bool:
+            os.kill(os.getpid(), signal.SIGINT)
+            return stop(failed)
+
+        monkeypatch.setattr(workers, "stop", interrupted_stop)
         with pytest.raises(KeyboardInterrupt):
             llm.close()
         remains.check_gone()
