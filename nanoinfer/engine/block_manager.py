@@ -55,6 +55,14 @@ class BlockManager:
             self._extend(seq)
         return len(cached) * self.block_size
 
+    def num_shared(self, seq: Sequence) -> int:
+        """Return how many blocks of other sequences a sequence that holds none would share."""
+        return sum(block_id not in self.free_blocks for block_id in self._cached_prefix(seq))
+
+    def num_own(self, seq: Sequence) -> int:
+        """Return how many blocks a sequence holds that no other one does."""
+        return sum(self.blocks[block_id].ref_count == 1 for block_id in seq.block_table[seq.num_released :])
+
     def can_fork(self, seq: Sequence) -> bool:
         """Whether `fork` finds the block that it needs: one for a copy of the last block, or none if that is full."""
         return self.num_free > 0 or len(seq) % self.block_size == 0

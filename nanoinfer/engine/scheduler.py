@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
+from nanoinfer.engine.admission.admission import Admission
+from nanoinfer.engine.admission.waiting import Waiting
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
 
@@ -103,7 +105,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
         self.long_from = long_from
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # an aborted one leaves at once, wherever it waits
+        self.waiting = Waiting()
+        self.admission = Admission(self.waiting, block_manager, window)
         self.running: deque[Sequence] = deque()
         self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
         self.full: list[Sequence] = []  # those of `decoding` that need a block for that step
@@ -111,12 +114,13 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind the others."""
-        self.waiting[seq] = None
+        self.waiting.add(seq)
+        self.admission.note_added(seq)
 
     def put_longest_first(self) -> None:
-        """If there are fewer rows than waiting sequences, let those begin sooner that may get more tokens."""
-        if len(self.waiting) > self.max_num_seqs:
-            self.waiting = OrderedDict.fromkeys(sorted(self.waiting, key=lambda seq: len(seq) - seq.max_len))
+        """If there are too few rows or blocks for all, let those begin sooner that may get more tokens."""
+        if len(self.waiting) > self.max_num_seqs or not self.admission.is_roomy:
+            self.waiting.put_longest_first()
 
     @property
     def is_finished(self) -> bool:
@@ -135,40 +139,30 @@ class Scheduler:
         """
         return (self._prefill_is_due() and self._schedule_prefill()) or self._schedule_decode(in_flight)
 
-    @property
-    def _next(self) -> Sequence:
-        """The first of the waiting sequences."""
-        return next(iter(self.waiting))
-
     def _prefill_is_due(self) -> bool:
         """Whether the next step is to prefill, while decoding waits.
 
         A prefill is due when nothing can decode, a prompt is half done, or there are free rows for all waiting prompts.
         It is also due when many rows are free, or the prompts that can start have many tokens.
         """
-        if not self.waiting:
+        if not self.waiting or (self.admission.is_shut and self.decoding):
             return False
         free_rows = self.max_num_seqs - len(self.running)
         many_rows = max(1, int(self.max_num_seqs * MAX_FREE_ROWS))
-        if not self.decoding or self._next.block_table or free_rows >= min(len(self.waiting), many_rows):
+        if not self.decoding or self.waiting.first.block_table or free_rows >= min(len(self.waiting), many_rows):
             return True
         return sum(map(len, islice(self.waiting, free_rows))) >= MIN_PREFILL_TOKENS
 
     def _schedule_prefill(self) -> PrefillStep | None:
         self.block_manager.begin_prefill()
+        self.admission.begin()
         chunks: list[Chunk] = []
         forks: list[Fork] = []
         budget = self.max_num_batched_tokens
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self._next
-            if not seq.block_table:
-                seq.is_long = self.long_from is not None and len(seq) > self.long_from
-                num_cached = self.block_manager.allocate(seq)
-                if num_cached is None:
-                    break
-                seq.num_scheduled = num_cached
-                if seq.is_fresh:
-                    seq.num_cached_tokens = num_cached
+            seq = self.admission.choose(self.running)
+            if seq is None or not (seq.block_table or self._begin(seq)):
+                break
             start = seq.num_scheduled
             end = min(len(seq), start + budget)
             chunks.append(Chunk(seq, start, end, is_last=end == len(seq)))
@@ -180,15 +174,31 @@ class Scheduler:
                 forks += self._fork(seq)
         return PrefillStep(chunks, forks) if chunks else None
 
+    def _begin(self, seq: Sequence) -> bool:
+        """Give a waiting sequence its blocks; returns whether there were enough."""
+        seq.is_long = self.long_from is not None and len(seq) > self.long_from
+        num_cached = self.block_manager.allocate(seq)
+        if num_cached is None:
+            self.admission.is_shut = True
+            return False
+        self.admission.note_begun(seq)
+        seq.num_scheduled = num_cached
+        if seq.is_fresh:
+            seq.num_cached_tokens = num_cached
+        return True
+
     def _fork(self, seq: Sequence) -> list[Fork]:
         """Start the further samples of a prompt that has just been scheduled whole, while rows and blocks are free."""
         forks: list[Fork] = []
         while self.waiting and len(self.running) < self.max_num_seqs and self.block_manager.can_fork(seq):
-            other = self._next
+            other = self.waiting.first
             if other.sample_index == 0 or other.request_id != seq.request_id or not (other.is_fresh and seq.is_fresh):
+                break
+            if not self.admission.fits(other, len(seq) // self.block_manager.block_size):
                 break
             other.is_long = seq.is_long
             forks.append(Fork(other, seq, self.block_manager.fork(seq, other)))
+            self.admission.note_begun(other)
             other.num_scheduled = other.num_cached_tokens = len(seq)
             self._start(other)
         return forks
@@ -197,7 +207,7 @@ class Scheduler:
         while len(self.full) > self.block_manager.num_free:
             if in_flight:
                 return None  # a preempted sequence starts again from its tokens, which must be known
-            self._preempt(self.decoding[-1])
+            self._preempt(self._cheapest())
         if not self.decoding:
             return None
         seqs, grown, due, longest = self.decoding.copy(), self.full.copy(), [], 0
@@ -215,7 +225,7 @@ class Scheduler:
         return DecodeStep(seqs, grown, due, longest)
 
     def _start(self, seq: Sequence) -> None:
-        del self.waiting[seq]
+        self.waiting.remove(seq)
         seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
         self.decoding.append(seq)
@@ -239,20 +249,28 @@ class Scheduler:
             seq.check_at = min(seq.check_at, self.long_from)
 
     def _preempt(self, seq: Sequence) -> None:
-        assert seq is self.running[-1]
         self._requeue(seq)
+        self.admission.is_shut = True  # who lost blocks does not push out others in turn
         self.num_preemptions += 1
+
+    def _cheapest(self) -> Sequence:
+        """Return the running sequence that loses the fewest tokens with its blocks, of equal ones the newest.
+
+        The oldest stays, if there are others, so that one always comes to its end.
+        """
+        block_size = self.block_manager.block_size
+
+        def cost(seq: Sequence) -> int:
+            return seq.num_scheduled - (len(seq.block_table) - self.block_manager.num_own(seq)) * block_size
+
+        return min(reversed(list(islice(self.running, 1, None))), key=cost, default=self.running[0])
 
     def _requeue(self, seq: Sequence) -> None:
         """Let a sequence start again from its tokens, which are all known, before the others that wait."""
         self._stop(seq)
         seq.num_scheduled = 0
         seq.status = SequenceStatus.WAITING
-        first = self._next if self.waiting else seq
-        self.waiting[seq] = None
-        self.waiting.move_to_end(seq, last=False)
-        if first.block_table:  # a half-done prompt stays first: otherwise it would hold its blocks for nothing
-            self.waiting.move_to_end(first, last=False)
+        self.waiting.put_first(seq)
 
     def restart(self) -> None:
         """Let every sequence that has begun start again from its tokens. No step is in flight."""
@@ -274,6 +292,7 @@ class Scheduler:
     def _stop(self, seq: Sequence) -> None:
         """Take back a running sequence's blocks, and its place among those that run."""
         self.block_manager.free(seq)
+        self.admission.is_shut = False
         for seqs in (self.running, self.decoding, self.full):
             if seq in seqs:
                 seqs.remove(seq)
@@ -324,6 +343,7 @@ class Scheduler:
                 if self.window is not None:
                     num_unseen = seq.num_scheduled - self.window + 1
                     self.block_manager.release(seq, min(num_unseen, end))
+                    self.admission.is_shut = False
 
     def _append(self, seq: Sequence, token_id: int) -> bool:
         """Append a token, which may end the sequence, or start it again as a long one; returns whether it ended."""
@@ -344,15 +364,17 @@ class Scheduler:
         """
         assert not seq.is_finished
         if seq.status is SequenceStatus.WAITING:
-            del self.waiting[seq]
+            self.waiting.remove(seq)
             self.block_manager.free(seq)
         else:
             self._stop(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
+        self.admission.note_ended(seq)
 
     def abort_all(self) -> None:
         """Drop every sequence, those in flight included, whatever state an interrupt left them in."""
         for seqs in (self.waiting, self.running, self.decoding, self.full):
             seqs.clear()
+        self.admission.clear()
         self.block_manager.free_all()
