@@ -28,6 +28,7 @@ class Admission:
         self._lengths = Lengths()
         self._most = 0  # blocks of all unfinished sequences at their greatest lengths, if they shared none
         self._forecast: Forecast | None = None  # of the prefill step that is being planned
+        self._all_fit = False  # by that forecast
         self._refused: set[Sequence] = set()  # by that forecast, which grows fuller
         self.is_shut = False
 
@@ -56,7 +57,7 @@ class Admission:
 
     def begin(self) -> None:
         """Begin to plan a prefill step."""
-        self._forecast = None
+        self._forecast, self._all_fit = None, False
         self._refused.clear()
 
     def choose(self, running: Collection[Sequence]) -> Sequence | None:
@@ -67,10 +68,11 @@ class Admission:
         first = self._waiting.first
         if first.block_table or self.is_roomy or not running:
             return first
-        candidates = list(self._waiting.candidates())
         if self._forecast is None:
             self._forecast = self._look_ahead(running)
-        for seq in candidates:
+            if len(self._waiting) <= MOST_TIMES:
+                self._all_fit = self._forecast.fit_all(list(self._waiting), list(map(self._needed, self._waiting)))
+        for seq in list(self._waiting.candidates()):
             if seq not in self._refused:
                 if self.fits(seq):
                     self._waiting.let_pass(seq)
@@ -81,14 +83,17 @@ class Admission:
 
     def fits(self, seq: Sequence, num_shared: int | None = None) -> bool:
         """Whether a sequence fits beside those that run; num_shared: blocks that it shares with them, if known."""
-        if self._forecast is None:
+        if self._forecast is None or self._all_fit:
             return True
-        needed = -(-len(seq) // self._block_manager.block_size)
+        needed = self._needed(seq)
         if num_shared is not None:
             return self._forecast.fits(seq, needed - num_shared)
         return self._forecast.fits(seq, needed) or (
             (shared := self._block_manager.num_shared(seq)) > 0 and self._forecast.fits(seq, needed - shared)
         )
+
+    def _needed(self, seq: Sequence) -> int:
+        return -(-len(seq) // self._block_manager.block_size)
 
     def note_begun(self, seq: Sequence) -> None:
         """Count in a sequence that has got its blocks."""

@@ -8,8 +8,8 @@ from itertools import islice
 
 from nanoinfer.engine.sequence import Sequence
 
-MOST_LOOKED_AT = 64  # from the first on, for one that fits
-MOST_PASSES = 64  # so often others are let in before one that waits longer
+MOST_LOOKED_AT = 256  # from the first on, for one that fits
+MOST_PASSES = 256  # so often others are let in before one that waits longer
 
 
 class Waiting:
