@@ -194,7 +194,7 @@ class Scheduler:
             other = self.waiting.first
             if other.sample_index == 0 or other.request_id != seq.request_id or not (other.is_fresh and seq.is_fresh):
                 break
-            if not self.admission.fits(other, len(seq) // self.block_manager.block_size):
+            if not self.admission.fits_beside(seq, other):
                 break
             other.is_long = seq.is_long
             forks.append(Fork(other, seq, self.block_manager.fork(seq, other)))

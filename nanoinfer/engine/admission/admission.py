@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import islice
+from itertools import islice, zip_longest
 
 from nanoinfer.engine.admission.forecast import MOST_TIMES, Forecast
 from nanoinfer.engine.admission.lengths import Lengths, has_known_end
 from nanoinfer.engine.admission.waiting import Waiting
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.sequence import Sequence
+
+MOST_LOOKED_UP = 16  # of those that wait, in the prefix cache: that takes longer than a forecast
 
 
 class Admission:
@@ -29,7 +31,6 @@ class Admission:
         self._most = 0  # blocks of all unfinished sequences at their greatest lengths, if they shared none
         self._forecast: Forecast | None = None  # of the prefill step that is being planned
         self._all_fit = False  # by that forecast
-        self._refused: set[Sequence] = set()  # by that forecast, which grows fuller
         self.is_shut = False
 
     def _most_blocks(self, seq: Sequence) -> int:
@@ -58,7 +59,6 @@ class Admission:
     def begin(self) -> None:
         """Begin to plan a prefill step."""
         self._forecast, self._all_fit = None, False
-        self._refused.clear()
 
     def choose(self, running: Collection[Sequence]) -> Sequence | None:
         """Return the sequence that is to begin next, and put it first; None: nobody fits.
@@ -66,34 +66,44 @@ class Admission:
         running: those whose prompts are planned whole. If there are none, the first always fits
         """
         first = self._waiting.first
-        if first.block_table or self.is_roomy or not running:
+        if first.block_table or self.is_roomy or self._all_fit or not running:
             return first
         if self._forecast is None:
             self._forecast = self._look_ahead(running)
-            if len(self._waiting) <= MOST_TIMES:
-                self._all_fit = self._forecast.fit_all(list(self._waiting), list(map(self._needed, self._waiting)))
-        for seq in list(self._waiting.candidates()):
-            if seq not in self._refused:
-                if self.fits(seq):
-                    self._waiting.let_pass(seq)
+        chosen = self._first_that_fits(self._forecast)
+        if chosen is None:
+            self.is_shut = True
+        elif not self._all_fit:
+            self._waiting.let_pass(chosen)
+        return chosen
+
+    def _first_that_fits(self, forecast: Forecast) -> Sequence | None:
+        candidates = list(self._waiting.candidates())
+        for _ in range(2):
+            for seq in candidates:
+                if forecast.fits(seq):
                     return seq
-                self._refused.add(seq)
-        self.is_shut = True
+            new = [seq for seq in candidates if seq not in forecast.asked]
+            if not new:
+                break
+            is_all = len(candidates) == len(self._waiting) and not forecast.asked
+            if forecast.ask(new, self._needed(new)) and is_all:
+                self._all_fit = True
+                return candidates[0]
         return None
 
-    def fits(self, seq: Sequence, num_shared: int | None = None) -> bool:
-        """Whether a sequence fits beside those that run; num_shared: blocks that it shares with them, if known."""
+    def fits_beside(self, source: Sequence, seq: Sequence) -> bool:
+        """Whether a further sample of a prompt fits, which shares the full blocks of `source`."""
         if self._forecast is None or self._all_fit:
             return True
-        needed = self._needed(seq)
-        if num_shared is not None:
-            return self._forecast.fits(seq, needed - num_shared)
-        return self._forecast.fits(seq, needed) or (
-            (shared := self._block_manager.num_shared(seq)) > 0 and self._forecast.fits(seq, needed - shared)
-        )
+        return self._forecast.fits_with(seq, len(source) % self._block_manager.block_size > 0)
 
-    def _needed(self, seq: Sequence) -> int:
-        return -(-len(seq) // self._block_manager.block_size)
+    def _needed(self, seqs: list[Sequence]) -> list[int]:
+        """Return how many blocks each needs at once; of the first ones, without what they share with others."""
+        manager = self._block_manager
+        shared = [manager.num_shared(seq) for seq in seqs[:MOST_LOOKED_UP]]
+        needed = [-(-len(seq) // manager.block_size) for seq in seqs]
+        return [count - own for count, own in zip_longest(needed, shared, fillvalue=0)]
 
     def note_begun(self, seq: Sequence) -> None:
         """Count in a sequence that has got its blocks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
+import numpy.typing as npt
 
 from nanoinfer.engine.admission.lengths import Floats, Ints, Survival, has_known_end
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -27,11 +28,15 @@ class Forecast:
     def __init__(
         self, room: int, block_size: int, window: int | None, survival: Survival, seqs: Collection[Sequence]
     ) -> None:
-        """room: blocks that there are; seqs: all that the forecast will be asked about"""
+        """room: blocks that there are
+
+        seqs: those that run, and those that may begin"""
         self._room, self._block_size, self._window, self._survival = room, block_size, window, survival
         self._times = self._choose_times(seqs)
         self._mean = np.zeros(len(self._times))
         self._variance = np.zeros(len(self._times))
+        self._fitting: dict[Sequence, tuple[Floats, Floats]] = {}  # what is expected of those that may fit
+        self.asked: set[Sequence] = set()
 
     def _choose_times(self, seqs: Collection[Sequence]) -> Ints:
         left = [_steps_left(seq) for seq in seqs]
@@ -50,21 +55,36 @@ class Forecast:
         self._mean += mean.sum(axis=0)
         self._variance += variance.sum(axis=0)
 
-    def fits(self, seq: Sequence, held: int) -> bool:
-        """Whether a further sequence fits at all times; held: the blocks that it needs at once."""
-        if self._mean[0] + held > self._room:
-            return False
-        mean, variance = self._expect([seq], [held])
-        most = self._mean + mean[0] + MARGIN * np.sqrt(self._variance + variance[0])
-        return bool((most <= self._room).all())
+    def ask(self, seqs: list[Sequence], held: list[int]) -> bool:
+        """Ask about further sequences, which `fits` then tells of one by one; returns whether all fit, more or less.
 
-    def fit_all(self, seqs: Collection[Sequence], held: Collection[int]) -> bool:
-        """Whether all these fit, more or less; held: the blocks that each needs at once."""
-        room = self._room * OPTIMISM
-        if self._mean[0] + sum(held) > room:
+        held: the blocks that each needs at once
+        """
+        mean, variance = self._expect(seqs, held)
+        self.asked.update(seqs)
+        for index in np.flatnonzero(self._holds(mean, variance)):
+            self._fitting[seqs[index]] = mean[index], variance[index]
+        return bool((self._mean + mean.sum(axis=0) <= self._room * OPTIMISM).all())
+
+    def fits(self, seq: Sequence) -> bool:
+        """Whether one of those that were asked about fits at all times."""
+        expected = self._fitting.get(seq)
+        if expected is None:
             return False
-        mean, _ = self._expect(seqs, held)
-        return bool((self._mean + mean.sum(axis=0) <= room).all())
+        if self._holds(*expected):
+            return True
+        del self._fitting[seq]  # the forecast only grows fuller
+        return False
+
+    def fits_with(self, seq: Sequence, held: int) -> bool:
+        """Whether a sequence that needs so many blocks at once fits at all times."""
+        mean, variance = self._expect([seq], [held])
+        return bool(self._holds(mean[0], variance[0]))
+
+    def _holds(self, mean: Floats, variance: Floats) -> npt.NDArray[np.bool_]:
+        """Return whether there are blocks for one more sequence: [...], from [..., time]."""
+        most = self._mean + mean + MARGIN * np.sqrt(self._variance + variance)
+        return np.asarray((most <= self._room).all(axis=-1))
 
     def _expect(self, seqs: Collection[Sequence], held: Collection[int]) -> tuple[Floats, Floats]:
         """Return mean and variance of the blocks that each sequence holds at each time: [sequence, time]."""
@@ -73,8 +93,8 @@ class Forecast:
         output = now - np.array([seq.num_prompt_tokens for seq in seqs], dtype=np.int64)
         known = np.array([has_known_end(seq) for seq in seqs], dtype=bool)
         own = np.array(held, dtype=np.int64)[:, None]
-        grown = -(-(now[:, None] + self._times) // self._block_size) + (now // -self._block_size)[:, None]
-        blocks = own + grown
+        later = np.minimum(now[:, None] + self._times, (now + left - 1)[:, None])  # the last token is not computed
+        blocks = own - (-later // self._block_size) + (-now // self._block_size)[:, None]
         if self._window is not None:  # and it gives back what lies behind its window
             blocks = np.minimum(blocks, np.maximum(own, -(-self._window // self._block_size) + 2))
         alive = (self._times <= left[:, None]).astype(np.float64)
