@@ -42,7 +42,7 @@ class BlockManager:
         position whose logits are needed. With too few free blocks, returns None and changes nothing.
         """
         assert not seq.block_table
-        cached = self._cached_prefix(seq)
+        cached = self.cached_prefix(seq)
         needed = -(-len(seq) // self.block_size) - len(cached)
         if needed + sum(block in self.free_blocks for block in cached) > self.num_free:
             return None
@@ -54,14 +54,6 @@ class BlockManager:
         for _ in range(needed):
             self._extend(seq)
         return len(cached) * self.block_size
-
-    def num_shared(self, seq: Sequence) -> int:
-        """Return how many blocks of other sequences a sequence that holds none would share."""
-        return sum(block_id not in self.free_blocks for block_id in self._cached_prefix(seq))
-
-    def num_own(self, seq: Sequence) -> int:
-        """Return how many blocks a sequence holds that no other one does."""
-        return sum(self.blocks[block_id].ref_count == 1 for block_id in seq.block_table[seq.num_released :])
 
     def can_fork(self, seq: Sequence) -> bool:
         """Whether `fork` finds the block that it needs: one for a copy of the last block, or none if that is full."""
@@ -158,7 +150,8 @@ class BlockManager:
         for block_id in seq.block_table[seq.num_released :]:
             self.names.remove(block_id)
 
-    def _cached_prefix(self, seq: Sequence) -> list[int]:
+    def cached_prefix(self, seq: Sequence) -> list[int]:
+        """Return the blocks that hold a sequence's first tokens already, whether or not they are free."""
         found: list[int] = []
         serial = int(seq.is_long)
         for index in range(seq.num_reusable // self.block_size):

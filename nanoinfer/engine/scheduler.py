@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 from nanoinfer.engine.admission.admission import Admission
-from nanoinfer.engine.admission.waiting import Waiting
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
 
@@ -74,9 +73,7 @@ Step = PrefillStep | DecodeStep
 
 
 class Scheduler:
-    """First come, first served: gathered prompts before running sequences, the newest preempted first.
-
-    If there are rows for some requests of a call only, those that may get more tokens come first.
+    """Gathered prompts before running sequences; who begins and who is preempted is Admission's to say.
 
     `schedule` plans a step from lengths alone, so it may be called again before the tokens of the last step are
     known. `postprocess` takes each step's tokens, in the order of the steps.
@@ -105,8 +102,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
         self.long_from = long_from
-        self.waiting = Waiting()
-        self.admission = Admission(self.waiting, block_manager, window)
+        self.admission = Admission(block_manager, window)
+        self.waiting = self.admission.waiting
         self.running: deque[Sequence] = deque()
         self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
         self.full: list[Sequence] = []  # those of `decoding` that need a block for that step
@@ -114,8 +111,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind the others."""
-        self.waiting.add(seq)
-        self.admission.note_added(seq)
+        self.admission.add(seq)
 
     def put_longest_first(self) -> None:
         """If there are too few rows or blocks for all, let those begin sooner that may get more tokens."""
@@ -145,11 +141,14 @@ class Scheduler:
         A prefill is due when nothing can decode, a prompt is half done, or there are free rows for all waiting prompts.
         It is also due when many rows are free, or the prompts that can start have many tokens.
         """
-        if not self.waiting or (self.admission.is_shut and self.decoding):
+        if not self.waiting:
+            return False
+        if not self.decoding or self.waiting.first.block_table:
+            return True
+        if self.admission.is_shut:
             return False
         free_rows = self.max_num_seqs - len(self.running)
-        many_rows = max(1, int(self.max_num_seqs * MAX_FREE_ROWS))
-        if not self.decoding or self.waiting.first.block_table or free_rows >= min(len(self.waiting), many_rows):
+        if free_rows >= min(len(self.waiting), max(1, int(self.max_num_seqs * MAX_FREE_ROWS))):
             return True
         return sum(map(len, islice(self.waiting, free_rows))) >= MIN_PREFILL_TOKENS
 
@@ -159,10 +158,17 @@ class Scheduler:
         chunks: list[Chunk] = []
         forks: list[Fork] = []
         budget = self.max_num_batched_tokens
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self.admission.choose(self.running)
-            if seq is None or not (seq.block_table or self._begin(seq)):
-                break
+        while budget > 0 and len(self.running) < self.max_num_seqs and (seq := self.admission.choose(self.running)):
+            if not seq.block_table:
+                seq.is_long = self.long_from is not None and len(seq) > self.long_from
+                num_cached = self.block_manager.allocate(seq)
+                if num_cached is None:
+                    self.admission.is_shut = True
+                    break
+                self.admission.note_begun(seq)
+                seq.num_scheduled = num_cached
+                if seq.is_fresh:
+                    seq.num_cached_tokens = num_cached
             start = seq.num_scheduled
             end = min(len(seq), start + budget)
             chunks.append(Chunk(seq, start, end, is_last=end == len(seq)))
@@ -173,19 +179,6 @@ class Scheduler:
                 self._start(seq)
                 forks += self._fork(seq)
         return PrefillStep(chunks, forks) if chunks else None
-
-    def _begin(self, seq: Sequence) -> bool:
-        """Give a waiting sequence its blocks; returns whether there were enough."""
-        seq.is_long = self.long_from is not None and len(seq) > self.long_from
-        num_cached = self.block_manager.allocate(seq)
-        if num_cached is None:
-            self.admission.is_shut = True
-            return False
-        self.admission.note_begun(seq)
-        seq.num_scheduled = num_cached
-        if seq.is_fresh:
-            seq.num_cached_tokens = num_cached
-        return True
 
     def _fork(self, seq: Sequence) -> list[Fork]:
         """Start the further samples of a prompt that has just been scheduled whole, while rows and blocks are free."""
@@ -207,7 +200,9 @@ class Scheduler:
         while len(self.full) > self.block_manager.num_free:
             if in_flight:
                 return None  # a preempted sequence starts again from its tokens, which must be known
-            self._preempt(self._cheapest())
+            self._requeue(self.admission.cheapest(self.running))
+            self.admission.is_shut = True  # who has lost blocks does not push out others in turn
+            self.num_preemptions += 1
         if not self.decoding:
             return None
         seqs, grown, due, longest = self.decoding.copy(), self.full.copy(), [], 0
@@ -247,23 +242,6 @@ class Scheduler:
         seq.check_at = min((seq.num_scheduled // block_size + 1) * block_size, seq.max_len - 1)
         if self.long_from is not None and not seq.is_long:
             seq.check_at = min(seq.check_at, self.long_from)
-
-    def _preempt(self, seq: Sequence) -> None:
-        self._requeue(seq)
-        self.admission.is_shut = True  # who lost blocks does not push out others in turn
-        self.num_preemptions += 1
-
-    def _cheapest(self) -> Sequence:
-        """Return the running sequence that loses the fewest tokens with its blocks, of equal ones the newest.
-
-        The oldest stays, if there are others, so that one always comes to its end.
-        """
-        block_size = self.block_manager.block_size
-
-        def cost(seq: Sequence) -> int:
-            return seq.num_scheduled - (len(seq.block_table) - self.block_manager.num_own(seq)) * block_size
-
-        return min(reversed(list(islice(self.running, 1, None))), key=cost, default=self.running[0])
 
     def _requeue(self, seq: Sequence) -> None:
         """Let a sequence start again from its tokens, which are all known, before the others that wait."""
@@ -374,7 +352,7 @@ class Scheduler:
 
     def abort_all(self) -> None:
         """Drop every sequence, those in flight included, whatever state an interrupt left them in."""
-        for seqs in (self.waiting, self.running, self.decoding, self.full):
+        for seqs in (self.running, self.decoding, self.full):
             seqs.clear()
         self.admission.clear()
         self.block_manager.free_all()

@@ -19,12 +19,13 @@ class Admission:
 
     It knows lengths and ends alone, never the time: ranks that plan each for itself choose alike.
 
+    waiting: those that have not begun, or must begin again; a half-done prompt is the first
     is_shut: nobody fits, until a sequence comes or gives back blocks
     """
 
-    def __init__(self, waiting: Waiting, block_manager: BlockManager, window: int | None) -> None:
+    def __init__(self, block_manager: BlockManager, window: int | None) -> None:
         """window: as for Scheduler"""
-        self._waiting = waiting
+        self.waiting = Waiting()
         self._block_manager = block_manager
         self._window = window
         self._lengths = Lengths()
@@ -33,27 +34,26 @@ class Admission:
         self._all_fit = False  # by that forecast
         self.is_shut = False
 
-    def _most_blocks(self, seq: Sequence) -> int:
-        return -(-seq.max_len // self._block_manager.block_size)
-
     @property
     def is_roomy(self) -> bool:
         """Whether all that wait and run fit at once, however long they get."""
         return self._most <= len(self._block_manager.blocks)
 
-    def note_added(self, seq: Sequence) -> None:
-        """Count a new sequence in."""
-        self._most += self._most_blocks(seq)
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence behind the others."""
+        self.waiting.add(seq)
+        self._most += -(-seq.max_len // self._block_manager.block_size)
         self.is_shut = False
 
     def note_ended(self, seq: Sequence) -> None:
         """Count an ended sequence out, and learn from its length."""
-        self._most -= self._most_blocks(seq)
+        self._most -= -(-seq.max_len // self._block_manager.block_size)
         self._lengths.note(seq)
         self.is_shut = False
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Let all that wait leave, and count none."""
+        self.waiting.clear()
         self._most, self.is_shut = 0, False
 
     def begin(self) -> None:
@@ -61,11 +61,13 @@ class Admission:
         self._forecast, self._all_fit = None, False
 
     def choose(self, running: Collection[Sequence]) -> Sequence | None:
-        """Return the sequence that is to begin next, and put it first; None: nobody fits.
+        """Return the sequence that is to begin or go on next, and put it first; None: nobody waits, or nobody fits.
 
         running: those whose prompts are planned whole. If there are none, the first always fits
         """
-        first = self._waiting.first
+        if not self.waiting:
+            return None
+        first = self.waiting.first
         if first.block_table or self.is_roomy or self._all_fit or not running:
             return first
         if self._forecast is None:
@@ -74,11 +76,12 @@ class Admission:
         if chosen is None:
             self.is_shut = True
         elif not self._all_fit:
-            self._waiting.let_pass(chosen)
+            self.waiting.let_pass(chosen)
         return chosen
 
     def _first_that_fits(self, forecast: Forecast) -> Sequence | None:
-        candidates = list(self._waiting.candidates())
+        """Ask the forecast about those that may begin; it is asked again when others have moved up."""
+        candidates = list(self.waiting.candidates())
         for _ in range(2):
             for seq in candidates:
                 if forecast.fits(seq):
@@ -86,7 +89,7 @@ class Admission:
             new = [seq for seq in candidates if seq not in forecast.asked]
             if not new:
                 break
-            is_all = len(candidates) == len(self._waiting) and not forecast.asked
+            is_all = len(candidates) == len(self.waiting) and not forecast.asked
             if forecast.ask(new, self._needed(new)) and is_all:
                 self._all_fit = True
                 return candidates[0]
@@ -101,18 +104,22 @@ class Admission:
     def _needed(self, seqs: list[Sequence]) -> list[int]:
         """Return how many blocks each needs at once; of the first ones, without what they share with others."""
         manager = self._block_manager
-        shared = [manager.num_shared(seq) for seq in seqs[:MOST_LOOKED_UP]]
+        shared = [
+            sum(block_id not in manager.free_blocks for block_id in manager.cached_prefix(seq))
+            for seq in seqs[:MOST_LOOKED_UP]
+        ]
         needed = [-(-len(seq) // manager.block_size) for seq in seqs]
         return [count - own for count, own in zip_longest(needed, shared, fillvalue=0)]
 
     def note_begun(self, seq: Sequence) -> None:
         """Count in a sequence that has got its blocks."""
         if self._forecast is not None:
-            self._forecast.add([seq], [self._block_manager.num_own(seq)])
+            self._forecast.add([seq], [self._num_own(seq)])
 
     def _look_ahead(self, running: Collection[Sequence]) -> Forecast:
+        """Return the forecast of those that run."""
         outputs = [seq.num_output_tokens for seq in running if not has_known_end(seq)]
-        asked = [*running, *islice(self._waiting, MOST_TIMES)]
+        asked = [*running, *islice(self.waiting, MOST_TIMES)]
         most = max(seq.max_len - seq.num_prompt_tokens for seq in asked)
         manager = self._block_manager
         forecast = Forecast(
@@ -132,3 +139,21 @@ class Admission:
             held.append(len(seen) - before)
         forecast.add(ordered, held)
         return forecast
+
+    def cheapest(self, running: Collection[Sequence]) -> Sequence:
+        """Return the running sequence that loses the fewest tokens with its blocks, of equal ones the newest.
+
+        running: in the order in which they began. The first stays, if there are others, so that one always ends
+        """
+        block_size = self._block_manager.block_size
+
+        def cost(seq: Sequence) -> int:
+            return seq.num_scheduled - (len(seq.block_table) - self._num_own(seq)) * block_size
+
+        oldest, *others = running
+        return min(reversed(others), key=cost, default=oldest)
+
+    def _num_own(self, seq: Sequence) -> int:
+        """Return how many blocks a sequence holds that no other one does."""
+        blocks = self._block_manager.blocks
+        return sum(blocks[block_id].ref_count == 1 for block_id in seq.block_table[seq.num_released :])

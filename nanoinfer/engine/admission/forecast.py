@@ -11,11 +11,11 @@ from nanoinfer.engine.admission.lengths import Floats, Ints, Survival, has_known
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
 MOST_TIMES = 256  # of a forecast
-# Standard deviations of the needed blocks that stay free. Where outputs end at random, 1 lets 16% of all prompt tokens be
-# computed again, 1.5 lets 4%, and 2 takes 1% more steps.
+# Standard deviations of the needed blocks that stay free. Where outputs end at random, 1 lets 16% of all prompt tokens
+# be computed again, 1.5 lets 4%, and 2 takes 1% more steps.
 MARGIN = 1.5
-# If all that wait need no more than this share of the blocks, all begin. The last few would otherwise often run after the
-# others, alone: 900 steps for want of 3 blocks. More would let 8% of all prompt tokens be computed again.
+# If all that wait need no more than this share of the blocks, all begin. The last few would otherwise often run after
+# the others, alone: 900 steps for want of 3 blocks. With 1.1, 8% of all prompt tokens are computed again.
 OPTIMISM = 1.06
 
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from nanoinfer.engine.sequence import Sequence
 
 RECENT = 1024  # ends that count: a stream of requests may change, and a forecast sorts them
-# Ends that count before any has been seen, spread evenly up to the greatest length. Without them too few begin at first:
-# benchmark workloads of 256 requests with short KV caches then take 10% more steps.
+# Ends that count before any has been seen, spread evenly up to the greatest length. Without them too few begin at
+# first: 256 requests with a short KV cache then take 10% more steps.
 SUPPOSED = 32
 
 Floats = npt.NDArray[np.float64]

@@ -9,11 +9,11 @@ from itertools import islice
 from nanoinfer.engine.sequence import Sequence
 
 MOST_LOOKED_AT = 256  # from the first on, for one that fits
-MOST_PASSES = 256  # so often others are let in before one that waits longer
+MOST_PASSES = 256  # so often others are let in before one that waits longer; then all behind it wait
 
 
 class Waiting:
-    """A queue that one may leave from any place, and in which smaller ones may pass bigger ones, though not for ever."""
+    """A queue that one may leave from any place. Smaller ones may pass bigger ones in it, though not for ever."""
 
     def __init__(self) -> None:
         self._passes: OrderedDict[Sequence, int] = OrderedDict()  # how often others have been let in before each
