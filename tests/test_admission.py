@@ -6,6 +6,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from nanoinfer import SamplingParams
 from nanoinfer.benchmark.least_steps import Limits, decode_steps
 from nanoinfer.benchmark.workloads import WORKLOADS, Workload
-from nanoinfer.engine.admission.lengths import SUPPOSED, Lengths
+from nanoinfer.engine.admission.lengths import Lengths
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler
 from nanoinfer.engine.sequence import Sequence
@@ -91,6 +92,15 @@ def test_unknown_ends_are_learned_from_those_that_ended() -> None:
     work.output_lens = [min(1024, 1 + int(rand.expovariate(1 / 400))) for _ in work.prompts]
     reached, again = play_workload(work, LIMITS, most=1024)
     assert reached >= 0.80
+    assert again < 0.08
+
+
+def test_a_greatest_length_far_above_the_real_ones_keeps_nobody_out() -> None:
+    rand = random.Random(1)
+    work = WORKLOADS["nano"].draw(10001)
+    work.output_lens = [1 + int(rand.expovariate(1 / 300)) for _ in work.prompts]
+    reached, again = play_workload(work, LIMITS, most=32768)
+    assert reached >= 0.90
     assert again < 0.08
 
 
@@ -180,20 +190,20 @@ def test_who_loses_the_fewest_tokens_is_preempted_and_never_the_oldest() -> None
     assert sched.num_preemptions == 1
 
 
-def test_those_that_run_tell_of_ends_too() -> None:
-    """Of four that got to 10 tokens, one ended there; both that got further ended at 20."""
+def test_those_that_run_tell_of_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four that got to 10 tokens, one ended there. Both that are known to have got to 20 ended there."""
+    monkeypatch.setattr("nanoinfer.engine.admission.lengths.SUPPOSED", 0)
     lengths = Lengths()
     for length in (10, 20, 20):
         seq = sequence([OTHER], 100, 0, is_known=False)
         seq.token_ids.extend([OTHER] * length)
         seq.finish_reason = "stop"
         lengths.note(seq)
-    survival = lengths.survival(running=[12], most=10**6)
-    first = 1 - 1 / (3 + SUPPOSED)  # the first of the supposed ends is at 1, the others are far away
-    assert survival.shares[0] == 1
-    assert survival.beyond([0, 9, 10, 19, 20])[2:].tolist() == pytest.approx(
-        [value * survival.shares[1] for value in (1 - 1 / (3 + SUPPOSED), first, first * (1 - 2 / (1 + SUPPOSED)))]
-    )
+    survival = lengths.survival(running=[12], most=100)
+    after_9, after_10, after_19, after_20 = survival.beyond(np.array([9, 10, 19, 20]))
+    assert after_10 == pytest.approx(after_9 * 3 / 4)
+    assert after_19 == after_10
+    assert after_20 == 0
 
 
 @settings(max_examples=60, deadline=None)

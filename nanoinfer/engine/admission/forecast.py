@@ -28,9 +28,7 @@ class Forecast:
     def __init__(
         self, room: int, block_size: int, window: int | None, survival: Survival, seqs: Collection[Sequence]
     ) -> None:
-        """room: blocks that there are
-
-        seqs: those that run, and those that may begin"""
+        """room: blocks that there are; seqs: those that run, and those that may begin."""
         self._room, self._block_size, self._window, self._survival = room, block_size, window, survival
         self._times = self._choose_times(seqs)
         self._mean = np.zeros(len(self._times))
@@ -93,7 +91,9 @@ class Forecast:
         output = now - np.array([seq.num_prompt_tokens for seq in seqs], dtype=np.int64)
         known = np.array([has_known_end(seq) for seq in seqs], dtype=bool)
         own = np.array(held, dtype=np.int64)[:, None]
-        later = np.minimum(now[:, None] + self._times, (now + left - 1)[:, None])  # the last token is not computed
+        later = np.minimum(
+            now[:, None] + self._times, (now + np.maximum(left - 1, 0))[:, None]
+        )  # the last token is not computed
         blocks = own - (-later // self._block_size) + (-now // self._block_size)[:, None]
         if self._window is not None:  # and it gives back what lies behind its window
             blocks = np.minimum(blocks, np.maximum(own, -(-self._window // self._block_size) + 2))
