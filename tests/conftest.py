@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
 from nanoinfer.benchmark.workloads import write_config
+from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.block_names import BlockNames
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
@@ -258,6 +259,12 @@ def write_random_checkpoint(name: str, folder: Path) -> None:
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     model.save_pretrained(folder)
+
+
+@pytest.fixture
+def no_foresight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are let in as if all fitted, so that blocks run out."""
+    monkeypatch.setattr(Admission, "is_roomy", True)
 
 
 def greedy(max_tokens: int = 32, **settings: Any) -> SamplingParams:

@@ -130,15 +130,15 @@ def test_contents_of_one_hash_are_all_found_and_forgotten() -> None:
     again = [sequence([token] * 5) for token in range(4)]
     for seq in seqs:
         fill(manager, seq)
-    assert [manager._cached_prefix(seq) for seq in again] == [seq.block_table for seq in seqs]
+    assert [manager.cached_prefix(seq) for seq in again] == [seq.block_table for seq in seqs]
     manager.free(seqs[0])
     big = sequence([50] * 12)
     fill(manager, big)  # takes all blocks that are free, the first content's among them
-    assert [manager._cached_prefix(seq) for seq in again] == [[], *(seq.block_table for seq in seqs[1:])]
+    assert [manager.cached_prefix(seq) for seq in again] == [[], *(seq.block_table for seq in seqs[1:])]
     for seq in [*seqs[1:], big]:
         manager.free(seq)
     fill(manager, sequence(list(range(100, 124))))  # takes all blocks
-    assert [manager._cached_prefix(seq) for seq in again] == [[]] * 4
+    assert [manager.cached_prefix(seq) for seq in again] == [[]] * 4
     assert len(manager.names.by_hash) + len(manager.names.collided) == 6
 
 

@@ -227,6 +227,7 @@ class TestSampling:
         seqs = [seq for seed in seeds for seq in engine.add_request([30], SamplingParams(seed=seed, n=500))]
         assert len({seq.seed for seq in seqs}) == len(seqs)
 
+    @pytest.mark.usefixtures("no_foresight")
     def test_a_preempted_sequence_draws_the_same_tokens(self, make_llm: Callable[..., LLM]) -> None:
         params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=9)
         prompts = [[30 + i] * 20 for i in range(6)]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
+from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import MIN_PREFILL_TOKENS, DecodeStep, PrefillStep, Scheduler, Step
@@ -136,6 +137,7 @@ def test_a_few_prompts_that_are_all_start_at_once() -> None:
     assert len(prefill(sched.schedule(in_flight=True))) == 1
 
 
+@pytest.mark.usefixtures("no_foresight")
 def test_the_newest_is_preempted_once_nothing_is_in_flight_and_comes_back_first() -> None:
     sched = scheduler(blocks=4)
     old, new, later = sequence(7, 20), sequence(7, 20, start=30), sequence(7, 20, start=50)
@@ -557,10 +559,11 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
     window=st.none() | st.integers(1, 20),
     long_from=st.none() | st.integers(1, 38),
     kind=st.sampled_from([BlockManager, CollidingBlockManager]),
+    foresight=st.booleans(),
     arrivals=st.integers(0, 2**32).map(random.Random),  # st.randoms() seldom draws what is not close to 0
 )
 def test_every_request_ends_with_its_own_tokens(
-    depth, requests, blocks, rows, budget, worth, window, long_from, kind, arrivals
+    depth, requests, blocks, rows, budget, worth, window, long_from, kind, foresight, arrivals
 ) -> None:
     """Random requests, some with several samples, arrive and are aborted at random times. Weights change.
 
@@ -572,6 +575,8 @@ def test_every_request_ends_with_its_own_tokens(
             patch.setattr(f"nanoinfer.engine.scheduler.{name}", value)
         for name, value in (("MIN_ROWS", 2), ("MIN_TOKENS", BLOCK), ("MIN_SAVED", 1)):
             patch.setattr(f"nanoinfer.engine.shared_prefixes.{name}", value)
+        if not foresight:
+            patch.setattr(Admission, "is_roomy", True)
         sched = scheduler(blocks, rows, budget, window, long_from, kind)
         serve_random_requests(sched, depth, requests, arrivals)
     assert sched.block_manager.num_free == blocks

@@ -80,6 +80,7 @@ def test_four_choices_prefill_their_context_once(
 
 
 @pytest.mark.whole
+@pytest.mark.usefixtures("no_foresight")
 def test_beside_requests_that_generate_and_are_preempted(
     make_llm: Callable[..., LLM], oracle: Oracle, mixed_prompts: Tokens, mixed_expected: Tokens
 ) -> None:

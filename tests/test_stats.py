@@ -116,6 +116,7 @@ class TestCounts:
         stats = llm.stats()
         assert (stats.num_prompt_tokens, stats.num_prefill_tokens, stats.num_prefill_steps) == (40, 40, 3)
 
+    @pytest.mark.usefixtures("no_foresight")
     def test_what_preemption_computes_again(self, tight: LLM) -> None:
         """A sequence that starts again computes its newest token for the first time."""
         outputs = tight.generate([[30 + index] * 30 for index in range(6)], greedy(40, ignore_eos=True), use_tqdm=False)
@@ -287,6 +288,7 @@ def sequence(length: int, max_tokens: int, sample_index: int = 0) -> Sequence:
 class TestPlannedFigures:
     """A step's figures, from its plan: blocks of 4 tokens."""
 
+    @pytest.mark.usefixtures("no_foresight")
     def test_a_preempted_sequence_computes_again_what_its_old_blocks_no_longer_hold(self) -> None:
         sched = Scheduler(BlockManager(4, 4), max_num_seqs=8, max_num_batched_tokens=5)
         old, new = sequence(7, 3), sequence(8, 20)
@@ -349,6 +351,7 @@ class TestTimings:
         assert 0 <= output.timings.queue_seconds <= output.timings.finished - output.timings.queued
         assert (output.timings.first_token_seconds, output.timings.generation_seconds) == (None, None)
 
+    @pytest.mark.usefixtures("no_foresight")
     def test_preemption_keeps_the_first_start(self, tight: LLM) -> None:
         tight.reset_stats()
         started: dict[int, float] = {}

@@ -300,6 +300,7 @@ def expected_alone() -> list[RequestOutput]:
 
 
 class TestCompany:
+    @pytest.mark.usefixtures("no_foresight")
     @pytest.mark.parametrize(
         "options",
         [

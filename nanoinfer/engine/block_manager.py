@@ -42,7 +42,7 @@ class BlockManager:
         position whose logits are needed. With too few free blocks, returns None and changes nothing.
         """
         assert not seq.block_table
-        cached = self._cached_prefix(seq)
+        cached = self.cached_prefix(seq)
         needed = -(-len(seq) // self.block_size) - len(cached)
         if needed + sum(block in self.free_blocks for block in cached) > self.num_free:
             return None
@@ -150,7 +150,8 @@ class BlockManager:
         for block_id in seq.block_table[seq.num_released :]:
             self.names.remove(block_id)
 
-    def _cached_prefix(self, seq: Sequence) -> list[int]:
+    def cached_prefix(self, seq: Sequence) -> list[int]:
+        """Return the blocks that hold a sequence's first tokens already, whether or not they are free."""
         found: list[int] = []
         serial = int(seq.is_long)
         for index in range(seq.num_reusable // self.block_size):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
+from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
 
@@ -72,9 +73,7 @@ Step = PrefillStep | DecodeStep
 
 
 class Scheduler:
-    """First come, first served: gathered prompts before running sequences, the newest preempted first.
-
-    If there are rows for some requests of a call only, those that may get more tokens come first.
+    """Gathered prompts before running sequences; who begins and who is preempted is Admission's to say.
 
     `schedule` plans a step from lengths alone, so it may be called again before the tokens of the last step are
     known. `postprocess` takes each step's tokens, in the order of the steps.
@@ -103,7 +102,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
         self.long_from = long_from
-        self.waiting: OrderedDict[Sequence, None] = OrderedDict()  # an aborted one leaves at once, wherever it waits
+        self.admission = Admission(block_manager, window)
+        self.waiting = self.admission.waiting
         self.running: deque[Sequence] = deque()
         self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
         self.full: list[Sequence] = []  # those of `decoding` that need a block for that step
@@ -111,12 +111,12 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind the others."""
-        self.waiting[seq] = None
+        self.admission.add(seq)
 
     def put_longest_first(self) -> None:
-        """If there are fewer rows than waiting sequences, let those begin sooner that may get more tokens."""
-        if len(self.waiting) > self.max_num_seqs:
-            self.waiting = OrderedDict.fromkeys(sorted(self.waiting, key=lambda seq: len(seq) - seq.max_len))
+        """If there are too few rows or blocks for all, let those begin sooner that may get more tokens."""
+        if len(self.waiting) > self.max_num_seqs or not self.admission.is_roomy:
+            self.waiting.put_longest_first()
 
     @property
     def is_finished(self) -> bool:
@@ -135,11 +135,6 @@ class Scheduler:
         """
         return (self._prefill_is_due() and self._schedule_prefill()) or self._schedule_decode(in_flight)
 
-    @property
-    def _next(self) -> Sequence:
-        """The first of the waiting sequences."""
-        return next(iter(self.waiting))
-
     def _prefill_is_due(self) -> bool:
         """Whether the next step is to prefill, while decoding waits.
 
@@ -148,24 +143,29 @@ class Scheduler:
         """
         if not self.waiting:
             return False
+        if not self.decoding or self.waiting.first.block_table:
+            return True
+        if self.admission.is_shut:
+            return False
         free_rows = self.max_num_seqs - len(self.running)
-        many_rows = max(1, int(self.max_num_seqs * MAX_FREE_ROWS))
-        if not self.decoding or self._next.block_table or free_rows >= min(len(self.waiting), many_rows):
+        if free_rows >= min(len(self.waiting), max(1, int(self.max_num_seqs * MAX_FREE_ROWS))):
             return True
         return sum(map(len, islice(self.waiting, free_rows))) >= MIN_PREFILL_TOKENS
 
     def _schedule_prefill(self) -> PrefillStep | None:
         self.block_manager.begin_prefill()
+        self.admission.begin()
         chunks: list[Chunk] = []
         forks: list[Fork] = []
         budget = self.max_num_batched_tokens
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self._next
+        while budget > 0 and len(self.running) < self.max_num_seqs and (seq := self.admission.choose(self.running)):
             if not seq.block_table:
                 seq.is_long = self.long_from is not None and len(seq) > self.long_from
                 num_cached = self.block_manager.allocate(seq)
                 if num_cached is None:
+                    self.admission.is_shut = True
                     break
+                self.admission.note_begun(seq)
                 seq.num_scheduled = num_cached
                 if seq.is_fresh:
                     seq.num_cached_tokens = num_cached
@@ -184,11 +184,14 @@ class Scheduler:
         """Start the further samples of a prompt that has just been scheduled whole, while rows and blocks are free."""
         forks: list[Fork] = []
         while self.waiting and len(self.running) < self.max_num_seqs and self.block_manager.can_fork(seq):
-            other = self._next
+            other = self.waiting.first
             if other.sample_index == 0 or other.request_id != seq.request_id or not (other.is_fresh and seq.is_fresh):
+                break
+            if not self.admission.fits_beside(seq, other):
                 break
             other.is_long = seq.is_long
             forks.append(Fork(other, seq, self.block_manager.fork(seq, other)))
+            self.admission.note_begun(other)
             other.num_scheduled = other.num_cached_tokens = len(seq)
             self._start(other)
         return forks
@@ -197,7 +200,9 @@ class Scheduler:
         while len(self.full) > self.block_manager.num_free:
             if in_flight:
                 return None  # a preempted sequence starts again from its tokens, which must be known
-            self._preempt(self.decoding[-1])
+            self._requeue(self.admission.cheapest(self.running))
+            self.admission.is_shut = True  # who has lost blocks does not push out others in turn
+            self.num_preemptions += 1
         if not self.decoding:
             return None
         seqs, grown, due, longest = self.decoding.copy(), self.full.copy(), [], 0
@@ -215,7 +220,7 @@ class Scheduler:
         return DecodeStep(seqs, grown, due, longest)
 
     def _start(self, seq: Sequence) -> None:
-        del self.waiting[seq]
+        self.waiting.remove(seq)
         seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
         self.decoding.append(seq)
@@ -238,21 +243,12 @@ class Scheduler:
         if self.long_from is not None and not seq.is_long:
             seq.check_at = min(seq.check_at, self.long_from)
 
-    def _preempt(self, seq: Sequence) -> None:
-        assert seq is self.running[-1]
-        self._requeue(seq)
-        self.num_preemptions += 1
-
     def _requeue(self, seq: Sequence) -> None:
         """Let a sequence start again from its tokens, which are all known, before the others that wait."""
         self._stop(seq)
         seq.num_scheduled = 0
         seq.status = SequenceStatus.WAITING
-        first = self._next if self.waiting else seq
-        self.waiting[seq] = None
-        self.waiting.move_to_end(seq, last=False)
-        if first.block_table:  # a half-done prompt stays first: otherwise it would hold its blocks for nothing
-            self.waiting.move_to_end(first, last=False)
+        self.waiting.put_first(seq)
 
     def restart(self) -> None:
         """Let every sequence that has begun start again from its tokens. No step is in flight."""
@@ -274,6 +270,7 @@ class Scheduler:
     def _stop(self, seq: Sequence) -> None:
         """Take back a running sequence's blocks, and its place among those that run."""
         self.block_manager.free(seq)
+        self.admission.is_shut = False
         for seqs in (self.running, self.decoding, self.full):
             if seq in seqs:
                 seqs.remove(seq)
@@ -324,6 +321,7 @@ class Scheduler:
                 if self.window is not None:
                     num_unseen = seq.num_scheduled - self.window + 1
                     self.block_manager.release(seq, min(num_unseen, end))
+                    self.admission.is_shut = False
 
     def _append(self, seq: Sequence, token_id: int) -> bool:
         """Append a token, which may end the sequence, or start it again as a long one; returns whether it ended."""
@@ -344,15 +342,17 @@ class Scheduler:
         """
         assert not seq.is_finished
         if seq.status is SequenceStatus.WAITING:
-            del self.waiting[seq]
+            self.waiting.remove(seq)
             self.block_manager.free(seq)
         else:
             self._stop(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
+        self.admission.note_ended(seq)
 
     def abort_all(self) -> None:
         """Drop every sequence, those in flight included, whatever state an interrupt left them in."""
-        for seqs in (self.waiting, self.running, self.decoding, self.full):
+        for seqs in (self.running, self.decoding, self.full):
             seqs.clear()
+        self.admission.clear()
         self.block_manager.free_all()

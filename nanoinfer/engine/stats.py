@@ -22,7 +22,7 @@ class Stats:
     num_prompt_tokens: tokens of the prompts that have begun; a prompt counts once for all its samples
     num_cached_tokens: those of num_prompt_tokens that came from the KV cache
     num_generated_tokens: tokens that samples got; in a beam search, one for each beam and step
-    num_preemptions: how often a sequence lost its blocks of the KV cache to older ones
+    num_preemptions: how often a sequence lost its blocks of the KV cache to others
     num_recomputed_tokens: tokens that were computed again, after a preemption or for new weights; those of prompts
         without a first token do not count
     num_prefill_steps: steps that computed prompts, parts of them, or tokens again

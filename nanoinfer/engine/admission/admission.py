@@ -1,0 +1,159 @@
+"""Admission: whether a waiting sequence fits, now and at the fullest moment of the future."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import islice, zip_longest
+
+from nanoinfer.engine.admission.forecast import MOST_TIMES, Forecast
+from nanoinfer.engine.admission.lengths import Lengths, has_known_end
+from nanoinfer.engine.admission.waiting import Waiting
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.sequence import Sequence
+
+MOST_LOOKED_UP = 16  # of those that wait, in the prefix cache: that takes longer than a forecast
+
+
+class Admission:
+    """Chooses who begins next, by what is known of the ends of those that run.
+
+    It knows lengths and ends alone, never the time: ranks that plan each for itself choose alike.
+
+    waiting: those that have not begun, or must begin again; a half-done prompt is the first
+    is_shut: nobody fits, until a sequence comes or gives back blocks
+    """
+
+    def __init__(self, block_manager: BlockManager, window: int | None) -> None:
+        """window: as for Scheduler"""
+        self.waiting = Waiting()
+        self._block_manager = block_manager
+        self._window = window
+        self._lengths = Lengths()
+        self._most = 0  # blocks of all unfinished sequences at their greatest lengths, if they shared none
+        self._forecast: Forecast | None = None  # of the prefill step that is being planned
+        self._all_fit = False  # by that forecast
+        self.is_shut = False
+
+    @property
+    def is_roomy(self) -> bool:
+        """Whether all that wait and run fit at once, however long they get."""
+        return self._most <= len(self._block_manager.blocks)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence behind the others."""
+        self.waiting.add(seq)
+        self._most += -(-seq.max_len // self._block_manager.block_size)
+        self.is_shut = False
+
+    def note_ended(self, seq: Sequence) -> None:
+        """Count an ended sequence out, and learn from its length."""
+        self._most -= -(-seq.max_len // self._block_manager.block_size)
+        self._lengths.note(seq)
+        self.is_shut = False
+
+    def clear(self) -> None:
+        """Let all that wait leave, and count none."""
+        self.waiting.clear()
+        self._most, self.is_shut = 0, False
+
+    def begin(self) -> None:
+        """Begin to plan a prefill step."""
+        self._forecast, self._all_fit = None, False
+
+    def choose(self, running: Collection[Sequence]) -> Sequence | None:
+        """Return the sequence that is to begin or go on next, and put it first; None: nobody waits, or nobody fits.
+
+        running: those whose prompts are planned whole. If there are none, the first always fits
+        """
+        if not self.waiting:
+            return None
+        first = self.waiting.first
+        if first.block_table or self.is_roomy or self._all_fit or not running:
+            return first
+        if self._forecast is None:
+            self._forecast = self._look_ahead(running)
+        chosen = self._first_that_fits(self._forecast)
+        if chosen is None:
+            self.is_shut = True
+        elif not self._all_fit:
+            self.waiting.let_pass(chosen)
+        return chosen
+
+    def _first_that_fits(self, forecast: Forecast) -> Sequence | None:
+        """Ask the forecast about those that may begin; it is asked again when others have moved up."""
+        candidates = list(self.waiting.candidates())
+        for _ in range(2):
+            for seq in candidates:
+                if forecast.fits(seq):
+                    return seq
+            new = [seq for seq in candidates if seq not in forecast.asked]
+            if not new:
+                break
+            is_all = len(candidates) == len(self.waiting) and not forecast.asked
+            if forecast.ask(new, self._needed(new)) and is_all:
+                self._all_fit = True
+                return candidates[0]
+        return None
+
+    def fits_beside(self, source: Sequence, seq: Sequence) -> bool:
+        """Whether a further sample of a prompt fits, which shares the full blocks of `source`."""
+        if self._forecast is None or self._all_fit:
+            return True
+        return self._forecast.fits_with(seq, len(source) % self._block_manager.block_size > 0)
+
+    def _needed(self, seqs: list[Sequence]) -> list[int]:
+        """Return how many blocks each needs at once; of the first ones, without what they share with others."""
+        manager = self._block_manager
+        shared = [
+            sum(block_id not in manager.free_blocks for block_id in manager.cached_prefix(seq))
+            for seq in seqs[:MOST_LOOKED_UP]
+        ]
+        needed = [-(-len(seq) // manager.block_size) for seq in seqs]
+        return [count - own for count, own in zip_longest(needed, shared, fillvalue=0)]
+
+    def note_begun(self, seq: Sequence) -> None:
+        """Count in a sequence that has got its blocks."""
+        if self._forecast is not None:
+            self._forecast.add([seq], [self._num_own(seq)])
+
+    def _look_ahead(self, running: Collection[Sequence]) -> Forecast:
+        """Return the forecast of those that run."""
+        outputs = [seq.num_output_tokens for seq in running if not has_known_end(seq)]
+        asked = [*running, *islice(self.waiting, MOST_TIMES)]
+        most = max(seq.max_len - seq.num_prompt_tokens for seq in asked)
+        manager = self._block_manager
+        forecast = Forecast(
+            len(manager.blocks),
+            manager.block_size,
+            self._window,
+            self._lengths.survival(outputs, most),
+            asked,
+        )
+        # Blocks that several share count for the one that may run longest.
+        ordered = sorted(running, key=lambda seq: seq.num_scheduled - seq.max_len)
+        seen: set[int] = set()
+        held: list[int] = []
+        for seq in ordered:
+            before = len(seen)
+            seen.update(seq.block_table[seq.num_released :])
+            held.append(len(seen) - before)
+        forecast.add(ordered, held)
+        return forecast
+
+    def cheapest(self, running: Collection[Sequence]) -> Sequence:
+        """Return the running sequence that loses the fewest tokens with its blocks, of equal ones the newest.
+
+        running: in the order in which they began. The first stays, if there are others, so that one always ends
+        """
+        block_size = self._block_manager.block_size
+
+        def cost(seq: Sequence) -> int:
+            return seq.num_scheduled - (len(seq.block_table) - self._num_own(seq)) * block_size
+
+        oldest, *others = running
+        return min(reversed(others), key=cost, default=oldest)
+
+    def _num_own(self, seq: Sequence) -> int:
+        """Return how many blocks a sequence holds that no other one does."""
+        blocks = self._block_manager.blocks
+        return sum(blocks[block_id].ref_count == 1 for block_id in seq.block_table[seq.num_released :])
