@@ -450,6 +450,7 @@ def test_random_weights_and_json(
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("no_foresight")
 def test_a_short_cache_shows_what_it_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -259,7 +259,7 @@ def outputs(llm: LLM, most: int) -> list[list[list[int]]]:
     return [[list(sample.token_ids) for sample in result.outputs] for result in results]
 
 
-@pytest.mark.usefixtures("cheap")
+@pytest.mark.usefixtures("cheap", "no_foresight")
 class TestGenerate:
     """Tokens in float32 equal those of the engine that reads every prefix for each row."""
 
