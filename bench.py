@@ -88,7 +88,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "dtype": config.dtype,
         "quantization": args.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
-        "kv_cache_tokens": limits.tokens_held,
+        "kv_cache_tokens": config.cache_layout.tokens_of(limits.blocks, config.max_model_len),
         "num_seqs": recipe.num_seqs,
         "tokens_in": work.tokens_in,
         "tokens_out": work.tokens_out,
@@ -120,8 +120,8 @@ def limits_of(config: Config) -> Limits:
     return Limits(
         rows=config.max_num_seqs,
         tokens=config.max_num_batched_tokens,
-        blocks=config.num_kvcache_blocks,
-        block_size=config.kvcache_block_size,
+        blocks=config.cache_layout.pool_of(config.num_kvcache_blocks),
+        groups=config.cache_layout.groups,
     )
 
 
@@ -176,7 +176,7 @@ def check_fits(work: Workload, config: Config) -> None:
     longest = max(len(prompt) + out for prompt, out in zip(work.prompts, work.output_lens, strict=True))
     limit = config.description.max_position
     remedy = "raise --max-model-len" if longest <= limit else f"this model has {limit} at most, take another"
-    if longest <= limit and longest > limits_of(config).tokens_held:
+    if longest <= limit and longest > config.cache_layout.longest(limits_of(config).blocks, longest):
         remedy = f"raise --kv-tokens to {longest}"
     if longest > config.max_model_len:
         raise SystemExit(

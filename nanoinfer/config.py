@@ -9,9 +9,10 @@ from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
-from nanoinfer.attention import choose_backend
+from nanoinfer.attention import block_unit, choose_backend
+from nanoinfer.attention.cache_layout import CacheLayout, lay_out
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
@@ -19,6 +20,7 @@ from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models import describe
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.parallel.group import MAX_RANKS, size_of_group
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vllm_arguments import our_value
 from nanoinfer.weights.fp8_format import Fp8Format
@@ -33,7 +35,6 @@ SAVE_FIRST = "; transformers' save_pretrained writes *.safetensors"
 OWN_QUANTIZATION = "; leave it out if the checkpoint is quantized: its config.json says how"
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LONGEST_BY_TORCH = 4096  # of max_model_len if it is left out: on a GPU, each step reads so many keys of every row
-MAX_RANKS = 8
 MAX_REPLICAS = 64
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
@@ -58,8 +59,10 @@ class Config:
         machine, makes an LLM with the same options, and calls the same methods with the same arguments. All return the
         results. tensor_parallel_size is left out then. None: the LLM starts the ranks itself
     enforce_eager: True: the host launches a decode step's kernels one by one instead of replaying a CUDA graph
-    kvcache_block_size: a KV-cache block holds this many tokens, a multiple of 16 (with flash_attn, of 256)
-    num_kvcache_blocks: the KV cache has this many blocks, 2^31 tokens at most; None: as many as the memory holds
+    kvcache_block_size: a KV-cache block holds this many tokens, a multiple of 16 (with flash_attn, of 256). If some
+        layers have windows and others not, each kind has its own number, and a shared prefix is at least so long
+    num_kvcache_blocks: the KV cache holds this many blocks of kvcache_block_size tokens, 2^31 tokens at most, or more
+        tokens where some layers have windows. None: as many as the memory holds
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" ("half") or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on
         the CPU
@@ -138,6 +141,7 @@ class Config:
 
     began: float = field(default_factory=time.monotonic, init=False, repr=False, compare=False)  # when the start did
     fits_length: bool = field(init=False, repr=False)  # max_model_len was left out: it is what fits
+    cache_layout: CacheLayout = field(init=False, repr=False)  # what a block of the KV cache holds
     fits_memory: bool = field(init=False, repr=False)  # num_kvcache_blocks was left out: it is what fits
     description: Description = field(init=False, repr=False)  # the model's structure
     eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
@@ -165,7 +169,7 @@ class Config:
     def _check_options(self) -> None:
         self._check_numbers()
         if self.tensor_parallel_group is not None:
-            self.tensor_parallel_size = _size_of_group(self.tensor_parallel_group, self.tensor_parallel_size)
+            self.tensor_parallel_size = size_of_group(self.tensor_parallel_group, self.tensor_parallel_size)
         for name in [option.name for option in fields(self) if option.init and option.type == "bool"]:
             setattr(self, name, check_flag(name, getattr(self, name)))
         self.load_format = check_choice("load_format", self.load_format, LOAD_FORMATS, SAVE_FIRST)
@@ -208,7 +212,6 @@ class Config:
         )
         self._check_num_blocks()
         self._check_max_model_len()
-        self.description = self.description.within(self.max_model_len)
         self._check_deterministic()
 
     def add_end(self, token_id: int) -> None:
@@ -304,18 +307,34 @@ class Config:
         limit, blocks = self.description.max_position, self.num_kvcache_blocks
         self.fits_length = cast("int | None", self.max_model_len) is None
         if self.fits_length:
-            held = limit if blocks is None else blocks * self.kvcache_block_size
             by_backend = LONGEST_BY_TORCH if (self.attention_backend, self.device) == ("torch", "cuda") else limit
-            self.max_model_len = min(limit, held, by_backend)
+            self.max_model_len = min(limit, by_backend)
         if self.max_model_len > limit:
             length = short(self.max_model_len)
             raise ValueError(f"max_model_len={length}: must be at most {limit}, the longest sequence of this model")
-        size = self.kvcache_block_size
-        needed = -(-self.max_model_len // size)
-        if blocks is not None and blocks < needed:
+        self._lay_out_cache()
+        longest = self.max_model_len
+        if blocks is not None:
+            longest = self.cache_layout.longest(self.cache_layout.pool_of(blocks), longest)
+        if self.fits_length:
+            self.max_model_len = longest
+        elif longest < self.max_model_len:
+            needed = -(-self.max_model_len // self.kvcache_block_size)
             raise ValueError(
                 f"num_kvcache_blocks={blocks}: one sequence of max_model_len={self.max_model_len} needs {needed} blocks"
-                f" of {size} tokens; raise it, or lower max_model_len to {blocks * size}"
+                f" of {self.kvcache_block_size} tokens; raise it, or lower max_model_len to {longest}"
+            )
+
+    def _lay_out_cache(self) -> None:
+        """Decide what a block of the KV cache holds; raises ValueError if there are to be too many blocks."""
+        self.description = self.description.within(self.max_model_len)
+        unit = block_unit(self.attention_backend, self.kvcache_block_size, self.description.head_dim)
+        self.cache_layout = lay_out(self.description.memory(self.tensor_parallel_size), self.kvcache_block_size, unit)
+        most = self.cache_layout.asked_by(MAX_SLOTS // self.cache_layout.most_slots)
+        if self.num_kvcache_blocks is not None and self.num_kvcache_blocks > most:
+            raise ValueError(
+                f"num_kvcache_blocks={short(self.num_kvcache_blocks)}: must be at most {most}: with"
+                f" kvcache_block_size={self.kvcache_block_size}, that is {MAX_SLOTS} tokens"
             )
 
     def _check_deterministic(self) -> None:
@@ -334,12 +353,6 @@ class Config:
         if self.num_kvcache_blocks is None:
             return
         self.num_kvcache_blocks = check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
-        most = MAX_SLOTS // self.kvcache_block_size
-        if self.num_kvcache_blocks > most:
-            raise ValueError(
-                f"num_kvcache_blocks={short(self.num_kvcache_blocks)}: must be at most {most}: with"
-                f" kvcache_block_size={self.kvcache_block_size}, that is {MAX_SLOTS} tokens"
-            )
 
 
 def _resolve_device(device: str | torch.device, ranks: int, replicas: int) -> str:
@@ -362,23 +375,6 @@ def _resolve_device(device: str | torch.device, ranks: int, replicas: int) -> st
             f" {replicas * ranks} GPUs, and {found}"
         )
     return "cuda"
-
-
-def _size_of_group(group: object, size: int) -> int:
-    """Return how many ranks a group has, if this process is one of them; size: tensor_parallel_size, 1 if unset."""
-    if not isinstance(group, ProcessGroup):
-        raise ValueError(
-            f"tensor_parallel_group={short(group)}: must be a torch.distributed.ProcessGroup that this process belongs"
-            " to, such as new_group or DeviceMesh.get_group returns"
-        )
-    if group not in distributed_c10d._world.pg_map:
-        raise ValueError(f"tensor_parallel_group={group}: must be a group of torch.distributed that is not destroyed")
-    num_ranks = group.size()
-    if num_ranks > MAX_RANKS:
-        raise ValueError(f"tensor_parallel_group has {num_ranks} ranks: must have at most {MAX_RANKS}")
-    if size not in (1, num_ranks):
-        raise ValueError(f"tensor_parallel_size={size}: must be left out, or {num_ranks} as tensor_parallel_group has")
-    return num_ranks
 
 
 def _name(dtype: str | torch.dtype) -> str:

@@ -66,7 +66,7 @@ class LLM(SearchesBeams, KeepsStats, VllmMethods, Started):
             self.tokenizer = load_tokenizer(self.config)
             self.engine, self._requests, self._line = start.finish(self.config, self.tokenizer)
         self.memory = self.engine.memory
-        self.config.num_kvcache_blocks, self.config.max_model_len = self.memory.blocks, self.memory.max_model_len
+        self.config.num_kvcache_blocks, self.config.max_model_len = self.memory.asked, self.memory.max_model_len
         self._inputs = Inputs(self.config, self.tokenizer)
         self._busy = threading.Lock()
 

@@ -22,10 +22,11 @@ from forking import fork_what_spawns, spawning
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
+from nanoinfer.attention.cache_layout import CacheLayout, Pages, lay_out
 from nanoinfer.benchmark.workloads import write_config
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.block_names import BlockNames
+from nanoinfer.engine.prefix_tree import PrefixTree
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.process.collector import no_collection
@@ -237,20 +238,23 @@ def make_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return make
 
 
-class CollidingNames(BlockNames):
-    """Names of which many have the same hash: it is cut to two bits."""
+def alike(block_size: int, window: int | None = None) -> CacheLayout:
+    """Return the layout of a model whose layers are alike."""
+    return lay_out([Pages(1, 1, window)], block_size, block_size)
+
+
+class CollidingTree(PrefixTree):
+    """A tree of nodes of which many have the same hash: it is cut to two bits."""
 
     @staticmethod
     def _hash(content: bytes) -> int:
-        return BlockNames._hash(content) & 3
+        return PrefixTree._hash(content) & 3
 
 
 class CollidingBlockManager(BlockManager):
-    """A BlockManager whose blocks' names collide."""
+    """A BlockManager whose nodes' hashes collide."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
-        self.names = CollidingNames(self.blocks)
+    make_tree = CollidingTree
 
 
 def write_random_checkpoint(name: str, folder: Path) -> None:

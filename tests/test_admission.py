@@ -72,7 +72,7 @@ def play_workload(work: Workload, limits: Limits, most: int | None = None) -> tu
         sequence(prompt, most or length, number, is_known=most is None): length
         for number, (prompt, length) in enumerate(zip(work.prompts, work.output_lens, strict=True))
     }
-    manager = BlockManager(limits.blocks, limits.block_size)
+    manager = BlockManager(limits.blocks, alike(256))
     run = play(Scheduler(manager, limits.rows, limits.tokens), lengths)
     fewest = sum(steps.count for steps in decode_steps(work, None, limits, used=1))
     return fewest / run.decode_steps, run.again / work.tokens_in
@@ -105,7 +105,7 @@ def test_a_greatest_length_far_above_the_real_ones_keeps_nobody_out() -> None:
 
 
 def small(blocks: int = 12, rows: int = 8) -> Scheduler:
-    return Scheduler(BlockManager(blocks, 4), rows, max_num_batched_tokens=64)
+    return Scheduler(BlockManager(blocks, alike(4)), rows, max_num_batched_tokens=64)
 
 
 def begin(sched: Scheduler, *seqs: Sequence) -> list[Sequence]:
@@ -217,7 +217,7 @@ def test_known_ends_preempt_nobody(requests: list[tuple[int, int]], blocks: int,
     seqs = {sequence(prompt(i, length), most, i): most for i, (length, most) in enumerate(requests)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanoinfer.engine.admission.forecast.OPTIMISM", 1)
-        run = play(Scheduler(BlockManager(blocks, 4), rows, budget), seqs)
+        run = play(Scheduler(BlockManager(blocks, alike(4)), rows, budget), seqs)
     assert run.preemptions == 0
 
 
@@ -238,7 +238,7 @@ def test_all_end_and_nobody_is_passed_too_often(requests: list, blocks: int, row
         for sample in range(samples):
             seq = sequence(prompt(number % 3, length), most, number, sample, is_known)
             seqs[seq] = most if is_known else min(most, end)
-    sched = Scheduler(BlockManager(blocks, 4), rows, max_num_batched_tokens=30)
+    sched = Scheduler(BlockManager(blocks, alike(4)), rows, max_num_batched_tokens=30)
     most_passes = [0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanoinfer.engine.admission.waiting.MOST_PASSES", passes)

@@ -290,7 +290,7 @@ class TestPlannedFigures:
 
     @pytest.mark.usefixtures("no_foresight")
     def test_a_preempted_sequence_computes_again_what_its_old_blocks_no_longer_hold(self) -> None:
-        sched = Scheduler(BlockManager(4, 4), max_num_seqs=8, max_num_batched_tokens=5)
+        sched = Scheduler(BlockManager(4, alike(4)), max_num_seqs=8, max_num_batched_tokens=5)
         old, new = sequence(7, 3), sequence(8, 20)
         for seq in (old, new):
             sched.add(seq)
@@ -312,7 +312,7 @@ class TestPlannedFigures:
         assert told == [(5, 7, 0), (5, 8, 0), (5, 0, 0), (5, 0, 4)]
 
     def test_a_prompt_begins_once_and_so_does_its_time(self) -> None:
-        sched = Scheduler(BlockManager(8, 4), max_num_seqs=8, max_num_batched_tokens=6)
+        sched = Scheduler(BlockManager(8, alike(4)), max_num_seqs=8, max_num_batched_tokens=6)
         first, second = sequence(10, 3), sequence(10, 3, sample_index=1)
         for seq in (first, second):
             sched.add(seq)

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+import math
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.context import Context, Scoring
+from nanoinfer.attention.cache_layout import CacheLayout
+from nanoinfer.attention.context import Context, GroupContext, Scoring
 from nanoinfer.checks import check_choice
 
 
 class AttentionBackend(Protocol):
     """The interface of a backend. layers/attention.py calls it once the new keys and values are in the cache.
 
-    The tensors have the shapes that kernels/attention/paged_prefill.py and paged_decode.py describe.
+    The tensors have the shapes that kernels/attention/paged_prefill.py and paged_decode.py describe. group: the layer's
     """
 
     def prepare_decode(self, context: Context) -> None:
         """Compute what all layers of a decode step need. The runner calls this before the first layer."""
         ...
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
+    def prefill(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
+    ) -> Tensor:
         """Attend from packed queries, each to the keys that it sees (Scoring.window) in its sequence's context."""
         ...
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
+    def decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
+    ) -> Tensor:
         """Attend from one query per sequence, to the keys that it sees (Scoring.window) in its context."""
         ...
 
@@ -57,17 +62,27 @@ def choose_backend(
     return name
 
 
-def make_backend(name: str, windows: Iterable[int | None], in_order: bool = False) -> AttentionBackend:
+def block_unit(name: str, block_size: int, head_dim: int) -> int:
+    """Return of how many tokens a block should have a multiple, so that the backend's kernels read whole tiles of keys.
+
+    block_size: tokens in a block of a model whose layers are alike
+    """
+    if name == "flash_attn":
+        return block_size
+    return math.gcd(block_size, 64 if head_dim > 128 else 128)
+
+
+def make_backend(name: str, layout: CacheLayout, in_order: bool = False) -> AttentionBackend:
     """Create the backend of one of the names in BACKENDS; imports only what that backend needs.
 
-    windows: each layer's window, as in Scoring
+    layout: of the KV cache
     in_order: of "triton", the one that gives a token the same bits in any company
     """
     if in_order:
         from nanoinfer.attention.in_order_backend import InOrderBackend
 
         assert name == "triton"
-        return InOrderBackend(windows)
+        return InOrderBackend(layout)
     if name == "flash_attn":
         from nanoinfer.attention.flash_attn_backend import FlashAttnBackend
 
@@ -75,10 +90,10 @@ def make_backend(name: str, windows: Iterable[int | None], in_order: bool = Fals
     if name == "triton":
         from nanoinfer.attention.triton_backend import TritonBackend
 
-        return TritonBackend(windows)
+        return TritonBackend(layout)
     from nanoinfer.attention.torch_backend import TorchBackend
 
-    return TorchBackend(windows)
+    return TorchBackend(layout)
 
 
 def _flash_attn_problem(device: str, dtype: torch.dtype, block_size: int, head_dim: int, in_fp8: bool) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,19 +35,32 @@ class PackedQueries:
 
 
 @dataclass(slots=True)
+class GroupContext:
+    """Where the keys and values of a step's tokens live, for one group of layers (see CacheLayout). A block is a page.
+
+    slot_mapping: [tokens] int32, page * block_size + offset; -1: the layers write nothing
+    block_tables: [seqs, max blocks] int32, in pages
+    divided_tables: [pieces, max blocks] int32, of PackedQueries.divided, if it is given
+    plan: the attention backend's, of a decode step
+    """
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+    divided_tables: Tensor | None = None
+    plan: Any = None
+
+
+@dataclass(slots=True)
 class Context:
     """One step's tokens and where their keys and values live. Decode has one token a sequence."""
 
-    kv_cache: Tensor  # [2, layers, blocks, block_size, kv_heads, head_dim], keys before values
+    layers: Mapping[int, tuple[Tensor, Tensor]]  # of the KV cache: for each layer, its keys and its values
+    groups: list[GroupContext]  # of layers
     positions: Tensor  # [tokens] int32; -1: a padding token
-    slot_mapping: Tensor  # [tokens] int32, block * block_size + offset; -1: the layers write nothing
-    block_tables: Tensor  # [seqs, max blocks] int32
     context_lens: Tensor  # [seqs] int32
     max_context_len: int  # at least the longest context
     prefill: PackedQueries | None = None  # None: a decode step
-    prefixes: SharedPrefixes | None = None  # which a decode step reads once for all rows that share them
-    # The attention backend's plans for a decode step: layers with the same window share one.
-    decode_plans: dict[int | None, Any] = field(default_factory=dict)
+    prefixes: SharedPrefixes | None = None  # which layers of the first group read once for all rows that share them
     rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables: `positions`, or set later
 
     def __post_init__(self) -> None:

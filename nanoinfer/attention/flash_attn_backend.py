@@ -5,7 +5,7 @@ from __future__ import annotations
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from nanoinfer.attention.context import Context, Scoring
+from nanoinfer.attention.context import Context, GroupContext, Scoring
 
 
 class FlashAttnBackend:
@@ -14,7 +14,9 @@ class FlashAttnBackend:
     def prepare_decode(self, context: Context) -> None:
         """Do nothing: flash-attn makes no plan ahead."""
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
+    def prefill(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
+    ) -> Tensor:
         """Attend from packed queries."""
         packed = context.prefill
         assert packed is not None
@@ -30,17 +32,19 @@ class FlashAttnBackend:
             causal=True,
             window_size=_window_size(scoring),
             softcap=scoring.softcap or 0.0,
-            block_table=context.block_tables,
+            block_table=group.block_tables,
         )
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
+    def decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
+    ) -> Tensor:
         """Attend from one query per sequence."""
         out = flash_attn_with_kvcache(
             q.unsqueeze(1),
             k_cache,
             v_cache,
             cache_seqlens=context.context_lens,
-            block_table=context.block_tables,
+            block_table=group.block_tables,
             softmax_scale=scoring.scale,
             causal=True,
             window_size=_window_size(scoring),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
-from nanoinfer.attention.context import Context, Scoring
+from nanoinfer.attention.cache_layout import CacheLayout
+from nanoinfer.attention.context import Context, GroupContext, Scoring
 from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference
@@ -15,19 +14,21 @@ from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference
 class TorchBackend:
     """See AttentionBackend."""
 
-    def __init__(self, windows: Iterable[int | None]) -> None:
-        self.windows = tuple(dict.fromkeys(windows))
+    def __init__(self, layout: CacheLayout) -> None:
+        self.layout = layout
 
     def prepare_decode(self, context: Context) -> None:
-        """On the CPU, find the runs of blocks, once for each of the model's windows."""
-        if not context.block_tables.is_cuda:
-            block_size = context.kv_cache.shape[3]
-            context.decode_plans = {
-                window: plan_runs(context.block_tables, context.context_lens, block_size, window)
-                for window in self.windows
-            }
+        """On the CPU, find the runs of blocks, once for each group of layers."""
+        if context.positions.is_cuda:
+            return
+        for own, group in zip(context.groups, self.layout.groups, strict=True):
+            are_neighbours = self.layout.pages_of_a_slice(group) == 1
+            lens = context.context_lens
+            own.plan = plan_runs(own.block_tables, lens, group.block_size, group.window, are_neighbours)
 
-    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
+    def prefill(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
+    ) -> Tensor:
         """Attend from packed queries, one sequence after another."""
         packed = context.prefill
         assert packed is not None
@@ -35,7 +36,7 @@ class TorchBackend:
             q,
             k_cache,
             v_cache,
-            context.block_tables,
+            group.block_tables,
             packed.query_lens,
             packed.context_lens,
             scoring.scale,
@@ -44,16 +45,17 @@ class TorchBackend:
             scoring.kv_scales,
         )
 
-    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scoring: Scoring) -> Tensor:
+    def decode(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, group: GroupContext, scoring: Scoring
+    ) -> Tensor:
         """Attend from one query per sequence; on CUDA the host reads no lengths, so that a graph can hold it."""
         if not q.is_cuda:
-            plan = context.decode_plans[scoring.window]
-            return paged_decode_cpu(q, k_cache, v_cache, plan, scoring.scale, scoring.softcap, scoring.kv_scales)
+            return paged_decode_cpu(q, k_cache, v_cache, group.plan, scoring.scale, scoring.softcap, scoring.kv_scales)
         return paged_decode_reference(
             q,
             k_cache,
             v_cache,
-            context.block_tables,
+            group.block_tables,
             context.context_lens,
             context.max_context_len,
             scoring.scale,

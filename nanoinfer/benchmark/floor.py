@@ -59,7 +59,7 @@ class Floor:
         """
         experts = model.experts
         used = 0.0 if experts is None else experts.used / experts.count
-        decode, prefill = decode_steps(work, model.window, limits, used), prefill_steps(work, limits, used)
+        decode, prefill = decode_steps(work, limits, used), prefill_steps(work, limits, used)
         last = Steps(1, len(work.prompts), 0)  # prompts may come to their ends, and need logits, in one step
         head, in_layers = model.vocab_size * model.hidden_size, matrix_itemsize or itemsize
         dense, routers, expert = _layer_weights(model), _router_weights(model), _expert_weights(model)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from nanoinfer.attention.cache_layout import CacheGroup
 from nanoinfer.benchmark.workloads import Workload
 
 
@@ -15,18 +17,13 @@ class Limits:
     """What an engine holds and does at once.
 
     rows: sequences of a decode step; tokens: of a prefill step
-    blocks: of the KV cache; block_size: the tokens that one block holds
+    blocks: of the KV cache; groups: of layers, which hold them
     """
 
     rows: int
     tokens: int
     blocks: int
-    block_size: int
-
-    @property
-    def tokens_held(self) -> int:
-        """How many tokens the KV cache has room for."""
-        return self.blocks * self.block_size
+    groups: tuple[CacheGroup, ...]
 
 
 @dataclass(frozen=True)
@@ -42,10 +39,10 @@ class Steps:
     expert_reads: float
 
 
-def decode_steps(work: Workload, window: int | None, limits: Limits, used: float) -> list[Steps]:
+def decode_steps(work: Workload, limits: Limits, used: float) -> list[Steps]:
     """Return the decode steps of a workload, those with equally many rows together.
 
-    window: the largest, if all layers have windows, else None; used: the share of the experts that a row uses
+    used: the share of the experts that a row uses
 
     If there are rows and blocks for all sequences at once, they begin together, and each step's rows are known.
     Else the steps are one sum, which no order of the sequences falls short of. Of the reads there are two bounds. A row
@@ -53,9 +50,10 @@ def decode_steps(work: Workload, window: int | None, limits: Limits, used: float
     sequences would need to fill these. Reads grow ever slower with the rows. So a step with a share of the blocks in
     use has at least this share of those rows' reads.
     """
-    rows, held, most = _begun_together(work, window, limits.block_size)
+    rows, held, most = _begun_together(work, limits.groups)
     total, longest = int(rows.sum()), len(rows)
-    room = limits.blocks if window else limits.blocks - work.prefix_len // limits.block_size
+    shared = sum(work.prefix_len // group.block_size for group in limits.groups if group.window is None)
+    room = limits.blocks - shared
     if not longest or (rows[0] <= limits.rows and held.max() <= room):
         counts = zip(*np.unique(rows, return_counts=True), strict=True)
         return [Steps(int(n), int(n * r), float(n * _share_read(r, used))) for r, n in counts]
@@ -73,21 +71,24 @@ def prefill_steps(work: Workload, limits: Limits, used: float) -> Steps:
     return Steps(math.ceil(tokens / limits.tokens), tokens, _least_reads(tokens, limits.tokens, used))
 
 
-def _begun_together(work: Workload, window: int | None, block_size: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _begun_together(work: Workload, groups: Sequence[CacheGroup]) -> tuple[np.ndarray, np.ndarray, int]:
     """Return each decode step's rows and held blocks, if all sequences begin at once, and the most blocks of a row.
 
-    Blocks of a prefix that requests share are left out. Those of a prompt that samples share count once, or, where all
-    layers have windows and so give them back, not at all.
+    Blocks of a prefix that requests share are left out. Those of a prompt that samples share count once, or, where
+    layers have a window and so give them back, not at all.
     """
     longest = max(work.output_lens) - 1  # prefill gives each sequence its first token
     rows, held, most = np.zeros(longest, int), np.zeros(longest, int), 1
-    prefix = work.prefix_len // block_size
     for prompt, out in zip(work.prompts, work.output_lens, strict=True):
-        shared = prefix if work.samples == 1 else len(prompt) // block_size
         lengths = len(prompt) + np.arange(1, out)
-        left = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // block_size
-        own = -(-lengths // block_size) - np.maximum(left, shared)
-        common = 0 if window else shared - prefix
+        own, common = np.zeros_like(lengths), 0
+        for group in groups:
+            size, window = group.block_size, group.window
+            prefix = work.prefix_len // size
+            shared = prefix if work.samples == 1 else len(prompt) // size
+            left = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // size
+            own += -(-lengths // size) - np.maximum(left, shared)
+            common += 0 if window else shared - prefix
         rows[: out - 1] += work.samples
         held[: out - 1] += work.samples * own + common
         most = max(most, common + int(own.max(initial=0)))

@@ -4,26 +4,54 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import count
+from dataclasses import dataclass
+from itertools import chain
 
-from nanoinfer.engine.block_names import Block, BlockNames
+from nanoinfer.attention.cache_layout import CacheLayout
+from nanoinfer.engine.prefix_tree import NONE, Block, Node, PrefixTree
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.state_slots import StateSlots
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """What the cache holds of a sequence's first tokens.
+
+    node: that of the prefix; num_tokens: of the prefix
+    tables: for each group, the blocks that queries behind the prefix see, from column starts[group] on
+    """
+
+    node: Node
+    num_tokens: int
+    tables: list[list[int]]
+    starts: list[int]
 
 
 class BlockManager:
-    """Hands blocks to sequences, shares full ones between equal prefixes, and takes them back.
+    """Hands blocks to sequences, shares those of equal prefixes, and takes them back.
 
-    A full block that no sequence holds any more is free, but keeps its content until it is handed out again. A later
+    A block that no sequence holds any more is free, but keeps its content until it is handed out again. A later
     sequence with the same prefix can take it back. The least recently freed block is handed out first.
+
+    A sequence has a block table for each group of layers. All blocks that a group needs of a prompt are handed out at
+    once, if its queries see all tokens; else those that the next chunk needs. Such a group gives back what is behind
+    its window. Its table keeps the numbers of these blocks, which no later step reads.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+    make_tree = PrefixTree
+
+    def __init__(self, num_blocks: int, layout: CacheLayout, num_slots: int = 0) -> None:
+        """num_slots: for states, if the model's layers have some."""
+        self.layout, self.groups, self.prefix_size = layout, layout.groups, layout.prefix_size
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.names = BlockNames(self.blocks)
-        self._serials = count(2)  # 0 and 1 stand before the first block of short and long sequences
-        self._planned: list[int] = []  # blocks that got their names from the newest prefill step
+        self._counts = [layout.prefix_size // group.block_size for group in self.groups]  # blocks of a node
+        self._places = [sum(self._counts[:index]) for index in range(len(self.groups))]
+        self._has_windows = any(group.window for group in self.groups)
+        self.tree = self.make_tree(self.blocks, sum(self._counts))
+        self.states = StateSlots(num_slots, self.tree) if num_slots else None
+        self._planned: list[int] = []  # blocks that became a node's with the newest prefill step
+        self._passed: list[Sequence] = []  # those of the newest prefill step
 
     @property
     def num_free(self) -> int:
@@ -35,137 +63,242 @@ class BlockManager:
         """The share of all blocks that some sequence holds, 0 to 1."""
         return 1 - self.num_free / len(self.blocks)
 
-    def allocate(self, seq: Sequence) -> int | None:
-        """Give a sequence that holds no blocks all that its tokens need, cached prefix first.
+    def next_end(self, position: int) -> int:
+        """Return where the first block ends that does so behind a position, in any group."""
+        return min((position // group.block_size + 1) * group.block_size for group in self.groups)
 
+    def begin_step(self) -> bool:
+        """Begin to plan a step; returns whether blocks come back. All steps before have been launched.
+
+        What the windows of a prefill step have left behind may only go now: its own chunks must not write there.
+        """
+        self._planned.clear()
+        released = [self.release(seq, seq.num_scheduled) for seq in self._passed]
+        self._passed.clear()
+        return any(released)
+
+    def allocate(self, seq: Sequence, most_tokens: int) -> int | None:
+        """Give a sequence that holds no blocks what it needs to begin, cached prefix first; `extend` gives the rest.
+
+        most_tokens: of its first chunk
         Returns how many leading tokens have their keys and values in the cache already. These all precede the first
         position whose logits are needed. With too few free blocks, returns None and changes nothing.
         """
-        assert not seq.block_table
+        assert not seq.block_tables
         cached = self.cached_prefix(seq)
-        needed = -(-len(seq) // self.block_size) - len(cached)
-        if needed + sum(block in self.free_blocks for block in cached) > self.num_free:
+        start, needed = cached.num_tokens, 0
+        for group, table in zip(self.groups, cached.tables, strict=True):
+            end = len(seq) if group.window is None else min(len(seq), start + most_tokens)
+            new = -(-end // group.block_size) - start // group.block_size
+            needed += new if group.most_blocks is None else min(new, group.most_blocks - len(table))
+        own = list(chain.from_iterable(cached.tables))
+        if needed + sum(block_id in self.free_blocks for block_id in own) > self.num_free:
             return None
-        for block_id in cached:
+        if self.states is not None and not self.states.take(seq, cached.node):
+            return None
+        for block_id in own:
             self._acquire(block_id)
-        seq.block_table = cached.copy()
-        seq.num_named = len(cached)
-        seq.last_serial = self.blocks[cached[-1]].serial if cached else int(seq.is_long)
-        for _ in range(needed):
-            self._extend(seq)
-        return len(cached) * self.block_size
+        seq.block_tables = [[0] * first + table for first, table in zip(cached.starts, cached.tables, strict=True)]
+        seq.num_released = cached.starts
+        seq.node, seq.num_nodes = cached.node, start // self.prefix_size
+        for group, table in zip(self.groups, seq.block_tables, strict=True):
+            if group.window is None:
+                self._extend(table, -(-len(seq) // group.block_size))
+        return start
+
+    def extend(self, seq: Sequence, end: int) -> int:
+        """Give a sequence the blocks of its next chunk, which is to end at `end`; returns where it can end."""
+        for group, table in zip(self.groups, seq.block_tables, strict=True):
+            most = len(table) + self.num_free
+            self._extend(table, min(-(-end // group.block_size), most))
+            end = min(end, len(table) * group.block_size)
+        return end
 
     def can_fork(self, seq: Sequence) -> bool:
-        """Whether `fork` finds the block that it needs: one for a copy of the last block, or none if that is full."""
-        return self.num_free > 0 or len(seq) % self.block_size == 0
+        """Whether `fork` finds the blocks that it needs: those of its copies.
 
-    def fork(self, seq: Sequence, other: Sequence) -> tuple[int, int] | None:
+        The states of a sequence have no copy: a sample goes on from a snapshot.
+        """
+        return self.states is None and self.num_free >= sum(self.num_copied(seq))
+
+    def num_copied(self, seq: Sequence) -> list[int]:
+        """Return how many blocks of each group a fork of a sequence gets for itself."""
+        return [int(len(seq) % group.block_size > 0) for group in self.groups]
+
+    def fork(self, seq: Sequence, other: Sequence) -> list[tuple[int, int]]:
         """Let another sequence of the same tokens share the full blocks of `seq` that `seq` has not released.
 
-        If the last block is not full, `other` gets a block of its own for a copy.
-        Returns (block to copy, its copy), or None if the last block is full.
+        `other` gets a block of its own for a copy of each last block that is not full.
+        Returns these, as (block to copy, its copy).
         """
-        assert not other.block_table
-        num_full = len(seq) // self.block_size
-        for block_id in seq.block_table[seq.num_released : num_full]:
-            self._acquire(block_id)
-        other.block_table = seq.block_table[:num_full]
-        other.num_released = seq.num_released
-        other.num_named, other.last_serial = seq.num_named, seq.last_serial
-        if num_full == len(seq.block_table):
-            return None
-        self._extend(other)
-        return seq.block_table[num_full], other.block_table[num_full]
+        assert not other.block_tables
+        copies = []
+        other.num_released = seq.num_released.copy()
+        other.num_nodes, other.node = seq.num_nodes, seq.node
+        for group, table, released in zip(self.groups, seq.block_tables, seq.num_released, strict=True):
+            num_full = len(seq) // group.block_size
+            for block_id in table[released:num_full]:
+                self._acquire(block_id)
+            own = table[:num_full]
+            other.block_tables.append(own)
+            if num_full < len(table):
+                self._extend(own, len(table))
+                copies.append((table[num_full], own[num_full]))
+        if self._has_windows:
+            self._passed.append(other)
+        return copies
 
-    def needs_block(self, seq: Sequence) -> bool:
-        """Whether the next token to be scheduled falls beyond the sequence's last block."""
-        return seq.num_scheduled >= len(seq.block_table) * self.block_size
+    def num_needed(self, seqs: Iterable[Sequence]) -> int:
+        """Return how many blocks the next tokens to be scheduled need, one of each sequence."""
+        return sum(
+            seq.num_scheduled >= len(table) * group.block_size
+            for seq in seqs
+            for group, table in zip(self.groups, seq.block_tables, strict=True)
+        )
 
-    def append(self, seq: Sequence) -> None:
-        """Give the sequence one more block; there must be a free one."""
-        self._extend(seq)
-
-    def begin_prefill(self) -> None:
-        """Begin to plan a prefill step. All steps before have been launched, so that their blocks keep their names."""
-        self._planned.clear()
+    def append(self, seq: Sequence) -> list[int]:
+        """Give a sequence the blocks that its next token needs, which must be free; returns the groups' numbers."""
+        grown = []
+        for index, (group, table) in enumerate(zip(self.groups, seq.block_tables, strict=True)):
+            if seq.num_scheduled >= len(table) * group.block_size:
+                self._extend(table, len(table) + 1)
+                grown.append(index)
+        return grown
 
     def plan(self, seq: Sequence, num_tokens: int) -> None:
-        """Name the blocks of the first `num_tokens` tokens that are full once the planned step has run.
+        """Record what the first `num_tokens` tokens fill once the planned prefill step has run.
 
         Other sequences of the same step may share these blocks: each layer writes all keys before it attends.
         """
-        self._planned += seq.block_table[seq.num_named : num_tokens // self.block_size]
-        self.record(seq, num_tokens)
+        self.record(seq, num_tokens, self._planned)
+        if self._has_windows:
+            self._passed.append(seq)
 
-    def record(self, seq: Sequence, num_tokens: int) -> None:
-        """Name the blocks that the first `num_tokens` tokens fill."""
-        for index in range(seq.num_named, num_tokens // self.block_size):
-            block_id = seq.block_table[index]
-            block = self.blocks[block_id]
-            if block.content is None:  # otherwise another sequence that shares the block has named it
-                self.names.add(block_id, self._content(seq, index, seq.last_serial))
-            seq.num_named, seq.last_serial = index + 1, block.serial
+    def record(self, seq: Sequence, num_tokens: int, planned: list[int] | None = None) -> None:
+        """Let later sequences find what the first `num_tokens` tokens fill. planned: gets the blocks that are new
 
-    def release(self, seq: Sequence, num_tokens: int) -> None:
-        """Take back the blocks that the first `num_tokens` tokens of a running sequence fill; all have names.
-
-        The block table keeps their numbers, which no later step reads.
+        A prefix that another sequence has recorded keeps its blocks, and gets those that it lacks.
         """
-        num_released = num_tokens // self.block_size
-        if num_released > seq.num_released:
-            self._take_back(seq.block_table[seq.num_released : num_released])
-            seq.num_released = num_released
+        size, node = self.prefix_size, seq.node
+        while node is not None and node.is_found and (seq.num_nodes + 1) * size <= num_tokens:
+            start = seq.num_nodes * size
+            node = seq.node = self.tree.child(node, seq.token_ids[start : start + size].tobytes())
+            for table, released, count, place in zip(
+                seq.block_tables, seq.num_released, self._counts, self._places, strict=True
+            ):
+                first = seq.num_nodes * count
+                for column in range(max(first, released), first + count):
+                    block_id, at = table[column], place + column - first
+                    if self.tree.can_attach(block_id, node, at):
+                        if planned is not None:
+                            planned.append(block_id)
+                        self.tree.attach(block_id, node, at)
+            seq.num_nodes += 1
+
+    def release(self, seq: Sequence, position: int) -> bool:
+        """Take back the blocks that no query from this position on sees; returns whether there are some."""
+        has_released = False
+        for index, (group, table) in enumerate(zip(self.groups, seq.block_tables, strict=True)):
+            if group.window is not None:
+                behind = min(max(0, position - group.window + 1) // group.block_size, len(table))
+                if behind > seq.num_released[index]:
+                    self._take_back(table[seq.num_released[index] : behind])
+                    seq.num_released[index], has_released = behind, True
+        return has_released
 
     def free(self, seq: Sequence) -> None:
-        """Take back all blocks of a sequence."""
-        self._take_back(seq.block_table[seq.num_released :])
-        seq.block_table = []
-        seq.num_released = seq.num_named = 0
+        """Take back all that a sequence holds."""
+        for table in self.held(seq):
+            self._take_back(table)
+        seq.block_tables, seq.num_released = [], []
+        seq.node, seq.num_nodes = None, 0
+        if self.states is not None and seq.slot != NONE:
+            self.states.give_back(seq)
 
     def free_all(self) -> None:
-        """Take back every block, whatever state an interrupt left it in; a block with a name keeps its content.
+        """Take back everything, whatever state an interrupt left it in; a node's block keeps its content.
 
-        The newest prefill step may not have been launched: its blocks lose their names.
+        The newest prefill step may not have been launched: what it was to fill is no node's.
         """
         for block_id in self._planned:
-            self.names.remove(block_id)
+            self.tree.detach(block_id)
+        self._planned.clear()
+        self._passed.clear()
         for block in self.blocks:
             block.ref_count = 0
         held = [block_id for block_id in range(len(self.blocks)) if block_id not in self.free_blocks]
-        free = sorted([*self.free_blocks, *held], key=lambda block_id: self.blocks[block_id].content is not None)
+        free = sorted([*self.free_blocks, *held], key=lambda block_id: self.blocks[block_id].node is not None)
         self.free_blocks = OrderedDict.fromkeys(free)
+        if self.states is not None:
+            self.states.clear()
 
     def forget_all(self, seqs: Iterable[Sequence]) -> None:
-        """Remove the names of all blocks, so that no later sequence shares one.
+        """Let no later sequence share what has been computed so far.
 
-        seqs: all sequences that hold blocks. The blocks that they fill from now on follow blocks without a name, so no
-        other sequence finds them
+        seqs: all sequences that hold blocks. No other sequence finds what they fill from now on
         """
-        self.names.clear()
+        if self.states is not None:
+            self.states.drop_snapshots()
+        self.tree.clear()
         for seq in seqs:
-            seq.last_serial = next(self._serials)
+            seq.node = None
 
     def forget(self, seq: Sequence) -> None:
-        """Remove the names of a sequence's blocks. No later sequence shares one, but those that hold them go on."""
-        for block_id in seq.block_table[seq.num_released :]:
-            self.names.remove(block_id)
+        """Let no later sequence share what a sequence holds, but those that hold it go on."""
+        for block_id in chain.from_iterable(self.held(seq)):
+            if (node := self.blocks[block_id].node) is not None:
+                self.tree.empty(node)
 
-    def cached_prefix(self, seq: Sequence) -> list[int]:
-        """Return the blocks that hold a sequence's first tokens already, whether or not they are free."""
-        found: list[int] = []
-        serial = int(seq.is_long)
-        for index in range(seq.num_reusable // self.block_size):
-            block_id = self.names.find(self._content(seq, index, serial))
-            if block_id is None:
+    def held(self, seq: Sequence) -> list[list[int]]:
+        """Return the blocks that a sequence holds of each group."""
+        return [table[released:] for table, released in zip(seq.block_tables, seq.num_released, strict=True)]
+
+    def num_own(self, seq: Sequence) -> list[int]:
+        """Return how many blocks of each group a sequence holds that no other one does."""
+        return [sum(self.blocks[block_id].ref_count == 1 for block_id in table) for table in self.held(seq)]
+
+    def cached_prefix(self, seq: Sequence) -> CachedPrefix:
+        """Find the longest prefix of a sequence of which each group has all blocks that later queries see."""
+        size = self.prefix_size
+        path: list[Node] = [self.tree.roots[seq.is_long]]
+        runs = [0] * len(self.groups)  # how many neighbouring blocks each group has before the end of the path
+        whole = 0
+        for start in range(0, seq.num_reusable // size * size, size):
+            node = self.tree.find(path[-1], seq.token_ids[start : start + size].tobytes())
+            if node is None or not self._follow(node, runs, start + size):
                 break
-            found.append(block_id)
-            serial = self.blocks[block_id].serial
-        return found
+            path.append(node)
+            if self._is_whole(node, runs, start + size):
+                whole = len(path) - 1
+        last, *nodes = path[whole], *path[1 : whole + 1]
+        tables, starts = [], []
+        for group, count, place in zip(self.groups, self._counts, self._places, strict=True):
+            first = 0 if group.window is None else max(0, whole * size - group.window + 1) // group.block_size
+            columns = range(first, whole * count)
+            tables.append([nodes[column // count].blocks[place + column % count] for column in columns])
+            starts.append(first)
+        return CachedPrefix(last, whole * size, tables, starts)
 
-    def _content(self, seq: Sequence, index: int, serial: int) -> bytes:
-        """Return the content of block `index` of a sequence; serial: that of the block before."""
-        start = index * self.block_size
-        return serial.to_bytes(8, "little") + seq.token_ids[start : start + self.block_size]
+    def num_shared(self, seq: Sequence) -> list[int]:
+        """Return how many blocks of each group a sequence would share with others that hold them now."""
+        tables = self.cached_prefix(seq).tables
+        return [sum(block_id not in self.free_blocks for block_id in table) for table in tables]
+
+    def _follow(self, node: Node, runs: list[int], end: int) -> bool:
+        """Count a node's blocks in; returns whether a longer prefix than this node's may be whole."""
+        for index, (group, count, place) in enumerate(zip(self.groups, self._counts, self._places, strict=True)):
+            for block_id in node.blocks[place : place + count]:
+                runs[index] = 0 if block_id == NONE else runs[index] + 1
+            if group.window is None and runs[index] * group.block_size < end:
+                return False
+        return True
+
+    def _is_whole(self, node: Node, runs: list[int], end: int) -> bool:
+        """Whether each group has the blocks that queries behind the node see, and the states have a snapshot."""
+        for group, run in zip(self.groups, runs, strict=True):
+            if group.window is not None and run * group.block_size < min(end, group.window - 1):
+                return False
+        return self.states is None or node.snapshot != NONE
 
     def _take_back(self, block_ids: list[int]) -> None:
         """Take back blocks of one sequence, the last first, so that a cached prefix outlives the blocks behind it."""
@@ -175,16 +308,17 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free_blocks[block_id] = None
-                if block.content is None:  # it holds nothing to keep, and is handed out next
+                if block.node is None:  # it holds nothing to keep, and is handed out next
                     self.free_blocks.move_to_end(block_id, last=False)
 
     def _acquire(self, block_id: int) -> None:
         self.free_blocks.pop(block_id, None)
         self.blocks[block_id].ref_count += 1
 
-    def _extend(self, seq: Sequence) -> None:
-        block_id, _ = self.free_blocks.popitem(last=False)
-        self.names.remove(block_id)
-        block = self.blocks[block_id]
-        block.serial, block.ref_count = next(self._serials), 1
-        seq.block_table.append(block_id)
+    def _extend(self, table: list[int], length: int) -> None:
+        """Let a block table have so many blocks."""
+        while len(table) < length:
+            block_id, _ = self.free_blocks.popitem(last=False)
+            self.tree.detach(block_id)
+            self.blocks[block_id].ref_count = 1
+            table.append(block_id)

@@ -39,10 +39,9 @@ class LLMEngine:
         self.config = config
         self.ranks = Ranks(config, workers)
         self.scheduler = Scheduler(
-            BlockManager(self.ranks.runner.memory.blocks, config.kvcache_block_size),
+            BlockManager(self.memory.blocks, config.cache_layout, self.memory.slots),
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            config.description.window,
             config.description.long_from,
         )
         self.row_map = RowMap(_prefix_finder(config) if config.shares_prefixes else None)
@@ -256,8 +255,7 @@ def seed_of(params: SamplingParams, engine_seed: int, request_id: int) -> int:
 
 
 def _prefix_finder(config: Config) -> PrefixFinder:
-    model = config.description
-    kv_heads = max(model.num_kv_heads // config.tensor_parallel_size, 1)  # of a rank
-    group = model.num_heads // config.tensor_parallel_size // kv_heads
-    token_bytes = 2 * kv_heads * model.head_dim * config.torch_cache_dtype.itemsize
-    return PrefixFinder(config.kvcache_block_size, rows_of_a_tile(group), token_bytes)
+    first = config.cache_layout.groups[0]
+    queries = config.description.num_heads // config.tensor_parallel_size // first.pages.kv_heads  # that share a head
+    token_bytes = 2 * first.pages.numbers * config.torch_cache_dtype.itemsize
+    return PrefixFinder(first.block_size, rows_of_a_tile(queries), token_bytes)

@@ -58,7 +58,7 @@ class RowMap:
 
     def _describe_decode(self, step: DecodeStep) -> tuple[DecodeMessage, list[Sequence]]:
         moves = self._pack(step.seqs)
-        grown = [(seq.row, len(seq.block_table) - 1, seq.block_table[-1]) for seq in step.grown]
+        grown = [_describe_block(seq, group) for seq, group in step.grown]
         prefixes = self._new_prefixes()
         message = DecodeMessage(moves, len(self.seqs), grown, step.max_context_len, self._shares, prefixes)
         return message, self.seqs.copy()
@@ -68,7 +68,7 @@ class RowMap:
         if not self._has_changed or self._finder is None:
             return None
         self._has_changed = False
-        prefixes = self._finder.find([seq.block_table for seq in self.seqs])
+        prefixes = self._finder.find([seq.block_tables[0] for seq in self.seqs])
         self._shares = prefixes is not None
         return prefixes
 
@@ -91,9 +91,14 @@ class RowMap:
         return moves
 
 
+def _describe_block(seq: Sequence, group: int) -> tuple[int, int, int, int]:
+    table = seq.block_tables[group]
+    return seq.row, group, len(table) - 1, table[-1]
+
+
 def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     seq = chunk.seq
-    message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_table, is_long=seq.is_long)
+    message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_tables, is_long=seq.is_long)
     if seq.wants_prompt_logprobs:
         message.num_logprobs = seq.params.prompt_logprobs
         message.temperature = seq.temperature
@@ -109,12 +114,12 @@ def _describe_joins(step: PrefillStep) -> dict[Sequence, JoinMessage]:
     joins = {seq: _describe_join(seq, index) for seq, index in chunks.items()}
     for fork in step.forks:
         joins[fork.seq] = _describe_join(fork.seq, chunks[fork.source])
-        joins[fork.seq].copied_block = fork.copied_block
+        joins[fork.seq].copied_blocks = fork.copied_blocks
     return joins
 
 
 def _describe_join(seq: Sequence, chunk: int) -> JoinMessage:
-    message = JoinMessage(chunk, seq.block_table, seq.temperature, seq.seed)
+    message = JoinMessage(chunk, seq.block_tables, seq.temperature, seq.seed)
     if not is_plain(seq.params) or seq.num_output_tokens < seq.params.min_tokens:
         message.logits = describe_logits(seq)
     return message

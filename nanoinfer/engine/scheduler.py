@@ -33,7 +33,7 @@ class Fork:
 
     seq: Sequence
     source: Sequence
-    copied_block: tuple[int, int] | None  # (last block, its copy), if the last block is not full
+    copied_blocks: list[tuple[int, int]]  # (last block, its copy), of each group whose last block is not full
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class DecodeStep:
     """A step that gives every sequence in it one more token."""
 
     seqs: list[Sequence]
-    grown: list[Sequence]  # sequences whose block table got a block for this step
+    grown: list[tuple[Sequence, int]]  # a sequence and the number of a group: its block table got a block for this step
     due: list[Sequence]  # sequences that this step takes to their check_at
     max_context_len: int
 
@@ -90,19 +90,14 @@ class Scheduler:
         block_manager: BlockManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        window: int | None = None,
         long_from: int | None = None,
     ) -> None:
-        """window: in no layer does a query see more tokens than this, its own included; None: it may see all.
-
-        long_from: a sequence of more tokens is computed as a long one; None: all are short
-        """
+        """long_from: a sequence of more tokens is computed as a long one; None: all are short."""
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.window = window
         self.long_from = long_from
-        self.admission = Admission(block_manager, window)
+        self.admission = Admission(block_manager)
         self.waiting = self.admission.waiting
         self.running: deque[Sequence] = deque()
         self.decoding: list[Sequence] = []  # those of `running` that get a token from the next decode step
@@ -133,6 +128,8 @@ class Scheduler:
 
         in_flight: whether there are scheduled steps whose tokens are not known yet
         """
+        if self.block_manager.begin_step():
+            self.admission.is_shut = False
         return (self._prefill_is_due() and self._schedule_prefill()) or self._schedule_decode(in_flight)
 
     def _prefill_is_due(self) -> bool:
@@ -143,7 +140,7 @@ class Scheduler:
         """
         if not self.waiting:
             return False
-        if not self.decoding or self.waiting.first.block_table:
+        if not self.decoding or self.waiting.first.block_tables:
             return True
         if self.admission.is_shut:
             return False
@@ -153,15 +150,14 @@ class Scheduler:
         return sum(map(len, islice(self.waiting, free_rows))) >= MIN_PREFILL_TOKENS
 
     def _schedule_prefill(self) -> PrefillStep | None:
-        self.block_manager.begin_prefill()
         self.admission.begin()
         chunks: list[Chunk] = []
         forks: list[Fork] = []
         budget = self.max_num_batched_tokens
         while budget > 0 and len(self.running) < self.max_num_seqs and (seq := self.admission.choose(self.running)):
-            if not seq.block_table:
+            if not seq.block_tables:
                 seq.is_long = self.long_from is not None and len(seq) > self.long_from
-                num_cached = self.block_manager.allocate(seq)
+                num_cached = self.block_manager.allocate(seq, budget)
                 if num_cached is None:
                     self.admission.is_shut = True
                     break
@@ -170,7 +166,9 @@ class Scheduler:
                 if seq.is_fresh:
                     seq.num_cached_tokens = num_cached
             start = seq.num_scheduled
-            end = min(len(seq), start + budget)
+            end = self.block_manager.extend(seq, min(len(seq), start + budget))
+            if end == start:
+                break
             chunks.append(Chunk(seq, start, end, is_last=end == len(seq)))
             seq.num_scheduled = end
             self.block_manager.plan(seq, end)
@@ -197,7 +195,7 @@ class Scheduler:
         return forks
 
     def _schedule_decode(self, in_flight: bool) -> DecodeStep | None:
-        while len(self.full) > self.block_manager.num_free:
+        while self.block_manager.num_needed(self.full) > self.block_manager.num_free:
             if in_flight:
                 return None  # a preempted sequence starts again from its tokens, which must be known
             self._requeue(self.admission.cheapest(self.running))
@@ -205,9 +203,8 @@ class Scheduler:
             self.num_preemptions += 1
         if not self.decoding:
             return None
-        seqs, grown, due, longest = self.decoding.copy(), self.full.copy(), [], 0
-        for seq in grown:
-            self.block_manager.append(seq)
+        seqs, due, longest = self.decoding.copy(), [], 0
+        grown = [(seq, group) for seq in self.full for group in self.block_manager.append(seq)]
         self.full.clear()
         for seq in seqs:
             seq.num_scheduled = length = seq.num_scheduled + 1
@@ -236,10 +233,9 @@ class Scheduler:
             seq.status = SequenceStatus.OUTGROWN
             self.decoding.remove(seq)
             return
-        if self.block_manager.needs_block(seq):
+        if self.block_manager.num_needed([seq]):
             self.full.append(seq)
-        block_size = self.block_manager.block_size
-        seq.check_at = min((seq.num_scheduled // block_size + 1) * block_size, seq.max_len - 1)
+        seq.check_at = min(self.block_manager.next_end(seq.num_scheduled), seq.max_len - 1)
         if self.long_from is not None and not seq.is_long:
             seq.check_at = min(seq.check_at, self.long_from)
 
@@ -253,7 +249,7 @@ class Scheduler:
     def restart(self) -> None:
         """Let every sequence that has begun start again from its tokens. No step is in flight."""
         for seq in self.waiting:
-            if seq.block_table:  # a half-done prompt
+            if seq.block_tables:  # a half-done prompt
                 self.block_manager.free(seq)
                 seq.num_scheduled = 0
                 seq.prompt_logprobs.clear()
@@ -262,9 +258,9 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Let no later sequence share a block of any sequence that has begun so far."""
-        self.block_manager.forget_all([seq for seq in self.unfinished if seq.block_table])
+        self.block_manager.forget_all([seq for seq in self.unfinished if seq.block_tables])
         for seq in self.waiting:
-            if seq.routed_experts is not None and not seq.block_table:
+            if seq.routed_experts is not None and not seq.block_tables:
                 seq.routed_experts.clear()  # so that shared blocks never give it others' experts
 
     def _stop(self, seq: Sequence) -> None:
@@ -302,7 +298,7 @@ class Scheduler:
         return ended
 
     def _record(self, step: Step) -> None:
-        """Name the blocks that a decode step has filled, and take back those that the window has left behind.
+        """Record what a step has filled, and take back the blocks that windows have left behind.
 
         In a decode step, only the sequences in `due` can have such blocks.
 
@@ -317,10 +313,8 @@ class Scheduler:
             filled = [(seq, len(seq)) for seq in step.due]
         for seq, end in filled:
             if not seq.is_finished:
-                self.block_manager.record(seq, end)  # a prompt's blocks have their names since `schedule`
-                if self.window is not None:
-                    num_unseen = seq.num_scheduled - self.window + 1
-                    self.block_manager.release(seq, min(num_unseen, end))
+                self.block_manager.record(seq, end)  # of a prompt, `schedule` has done so
+                if self.block_manager.release(seq, seq.num_scheduled):
                     self.admission.is_shut = False
 
     def _append(self, seq: Sequence, token_id: int) -> bool:

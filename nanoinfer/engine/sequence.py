@@ -6,6 +6,7 @@ from array import array
 from enum import Enum, auto
 from typing import Literal
 
+from nanoinfer.engine.prefix_tree import NONE, Node
 from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.logprob import CandidatesLog
 from nanoinfer.sampling_params import SamplingParams
@@ -32,18 +33,18 @@ class Sequence:
     """
 
     __slots__ = (
-        "block_table",
+        "block_tables",
         "check_at",
         "finish_reason",
         "finished_at",
         "first_token_at",
         "is_long",
         "kept_tokens",
-        "last_serial",
         "logprobs",
         "max_len",
+        "node",
         "num_cached_tokens",
-        "num_named",
+        "num_nodes",
         "num_prompt_tokens",
         "num_released",
         "num_scheduled",
@@ -55,6 +56,7 @@ class Sequence:
         "row",
         "sample_index",
         "seed",
+        "slot",
         "started_at",
         "status",
         "stop_ids",
@@ -100,10 +102,11 @@ class Sequence:
         self.check_at = 0  # kept by Scheduler, which looks at the sequence again at this num_scheduled
         self.is_long = False  # kept by Scheduler: whether it is computed as a long sequence, whose keys differ
         # Kept by BlockManager:
-        self.block_table: list[int] = []
-        self.num_released = 0  # leading blocks of the table that the sequence no longer holds
-        self.num_named = 0  # leading blocks of the table that have names
-        self.last_serial = 0  # of the last named block; before the first: 0, or 1 in a long sequence
+        self.block_tables: list[list[int]] = []  # one for each group of layers; none: it holds no blocks
+        self.num_released: list[int] = []  # leading blocks of each table that the sequence no longer holds
+        self.node: Node | None = None  # of the longest recorded prefix; None: later sequences find none of its blocks
+        self.num_nodes = 0  # of that prefix
+        self.slot = NONE  # for states
         self.row = -1  # this sequence's row on the device, kept by RowMap; -1: none
 
     def __len__(self) -> int:

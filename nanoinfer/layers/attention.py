@@ -24,6 +24,7 @@ class Attention(nn.Module):
         self,
         name: str,
         layer: int,
+        group: int,
         scoring: Scoring,
         backend: AttentionBackend,
         rotary: RotaryEmbedding | None = None,
@@ -34,7 +35,7 @@ class Attention(nn.Module):
         """Store the layer's settings.
 
         name: the attention's module in the checkpoint
-        layer: this layer's index in the KV cache
+        layer: this layer's index in the KV cache; group: its group's
         rotary: None: the layer does not rotate its queries and keys
         query_scales: [positions] float32, factors of the rotated queries (kernels.attention.qkv); None: no factors
         norms: the norm of the queries and that of the keys; None: the model has neither
@@ -42,7 +43,7 @@ class Attention(nn.Module):
         """
         super().__init__()
         self.name = name
-        self.layer = layer
+        self.layer, self.group = layer, group
         self.scoring = scoring
         self.backend = backend
         self.rotary = rotary
@@ -57,8 +58,8 @@ class Attention(nn.Module):
 
         qkv: [tokens, heads + 2 * kv_heads, head_dim]; returns [tokens, heads, head_dim]
         """
-        k_cache, v_cache = context.kv_cache[:, self.layer]
-        rotary = self.rotary
+        k_cache, v_cache = context.layers[self.layer]
+        group, rotary = context.groups[self.group], self.rotary
         q = norm_rotate_store(
             qkv,
             self.q_norm,
@@ -70,11 +71,11 @@ class Attention(nn.Module):
             context.rotary_rows,
             k_cache,
             v_cache,
-            context.slot_mapping,
+            group.slot_mapping,
             self.scoring.kv_scales,
         )
         attend = self.backend.decode if context.prefill is None else self.backend.prefill
-        return attend(q, k_cache, v_cache, context, self.scoring)
+        return attend(q, k_cache, v_cache, context, group, self.scoring)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the scales that a checkpoint may have for a KV cache of FP8."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
+from nanoinfer.attention.cache_layout import kinds_of
 from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.layers.attention import Attention, FullWidth
 from nanoinfer.layers.embedding import VocabParallelEmbedding
@@ -45,7 +46,7 @@ class SelfAttention(nn.Module):
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        prefix = f"model.layers.{layer}."
+        prefix, memory = f"model.layers.{layer}.", model.memory(tp.size)
         self.head_dim = model.head_dim
         heads = model.num_heads, model.num_kv_heads, model.num_kv_heads
         names = tuple(prefix + name for name in model.names.qkv)
@@ -55,6 +56,7 @@ class SelfAttention(nn.Module):
         self.attention = Attention(
             f"{prefix}self_attn",
             layer,
+            kinds_of(memory).index(memory[layer]),
             Scoring(model.attention_scale, model.windows[layer], model.score_cap, torch.ones(2, dtype=torch.float32)),
             backend,
             rotary,
@@ -168,8 +170,6 @@ class Decoder(nn.Module):
         super().__init__()
         self.num_layers = model.num_layers
         self.different_layers = model.different_layers
-        self.num_kv_heads = share_of_heads(model.num_kv_heads, tp.size)
-        self.head_dim = model.head_dim
         self.embedding = VocabParallelEmbedding(
             EMBEDDING, model.vocab_size, model.hidden_size, tp, HEAD if model.tied else None
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from nanoinfer.attention.cache_layout import Pages
 from nanoinfer.kernels.experts.route import RouterScoring
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
@@ -132,10 +133,10 @@ class Description:
         kinds = list(zip(self.windows, self.ropes, experts, strict=True))
         return [0, *(layer for layer in range(1, self.num_layers) if kinds.index(kinds[layer], 1) == layer)]
 
-    @property
-    def window(self) -> int | None:
-        """The largest window, if every layer has one, else None. No layer reads a key that is further back."""
-        return max(window or 0 for window in self.windows) if all(self.windows) else None
+    def memory(self, ranks: int) -> list[Pages]:
+        """Return what each layer remembers of the past, on one of so many ranks."""
+        kv_heads = max(self.num_kv_heads // ranks, 1)
+        return [Pages(kv_heads, self.head_dim, window) for window in self.windows]
 
     @property
     def widest(self) -> int:

@@ -314,4 +314,4 @@ class Replica:
 
 
 def _has_begun(seq: Sequence) -> bool:
-    return seq.status is not SequenceStatus.WAITING or bool(seq.block_table)
+    return seq.status is not SequenceStatus.WAITING or bool(seq.block_tables)

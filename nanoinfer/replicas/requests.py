@@ -185,7 +185,7 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
 
     def _make(self, prompt: Prepared, streams: bool) -> ReplicaRequest:
         id, self._num_added = self._num_added, self._num_added + 1
-        block = self._config.kvcache_block_size
+        block = self._config.cache_layout.prefix_size
         key = hash(tuple(prompt.token_ids[:block])) if len(prompt.token_ids) > block else ("request", id)
         seed = seed_of(prompt.params, self._config.seed, id)
         decode, version = self._decode if prompt.params.detokenize else None, self._replicas.updater.version

@@ -102,7 +102,7 @@ def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:
         config.dtype if config.description.fp8 is None else f"{config.dtype} with matrices in fp8",
         config.attention_backend,
         " of ".join(processes),
-        f"KV cache of {memory.blocks * config.kvcache_block_size:,} tokens"
+        f"KV cache of {memory.tokens:,} tokens"
         f"{'' if config.kv_cache_dtype == 'auto' else f' in {config.kv_cache_dtype}'}{' each' if replicas > 1 else ''}",
     ]
     return ", ".join(part for part in parts if part)

@@ -166,13 +166,14 @@ class SearchesBeams(ABC):
         stop_ids = self._stop_ids(rules.params)
         seq = Sequence(prompt.token_ids, prompt.params, 0, self.config.max_model_len, stop_ids)
         search = BeamSearch(rules, seq)
-        needed, blocks = search.num_blocks(self.config.kvcache_block_size), self.config.num_kvcache_blocks
-        assert blocks is not None  # since the engine has started
+        layout, asked = self.config.cache_layout, self.config.num_kvcache_blocks
+        assert asked is not None  # since the engine has started
+        needed, blocks = search.num_blocks(layout.groups), layout.pool_of(asked)
         if needed > blocks:
             raise ValueError(
                 f"params.beam_width={rules.params.beam_width}: the beams of prompts[{index}], of up to {seq.max_len}"
-                f" tokens, may need {needed} blocks of the KV cache, which has num_kvcache_blocks={blocks}; fewer beams"
-                f" or less than max_tokens={rules.params.max_tokens} would work; or {what_makes_room(self.config)}"
+                f" tokens, may need {needed} of the KV cache's {blocks} blocks (num_kvcache_blocks={asked}); fewer"
+                f" beams or less than max_tokens={rules.params.max_tokens} would work; or {what_makes_room(self.config)}"
             )
         return search
 

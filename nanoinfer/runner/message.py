@@ -15,7 +15,7 @@ class ChunkMessage:
 
     token_ids: array[int]
     start: int  # position of the first token
-    block_table: list[int]  # the numbers of blocks behind all layers' windows mean nothing
+    block_tables: list[list[int]]  # for each group of layers; the numbers of blocks behind its window mean nothing
     num_logprobs: int | None = None  # the request's prompt_logprobs, for the prompt's tokens that follow these
     temperature: float = 1.0  # for prompt_logprobs, where these are processed
     num_unscored: int = 0  # for prompt_logprobs: behind this many first tokens of the chunk, none is computed
@@ -47,11 +47,11 @@ class JoinMessage:
     """A sequence whose prompt is complete: its first token is sampled, and it joins the rows."""
 
     chunk: int  # the number, among the step's chunks, of the prompt's last
-    block_table: list[int]
+    block_tables: list[list[int]]  # for each group of layers
     temperature: float
     seed: int
     logits: LogitsMessage | None = None
-    copied_block: tuple[int, int] | None = None  # (last block, its copy), copied before the sequence writes to it
+    copied_blocks: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied behind the step
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class DecodeMessage:
 
     moves: list[tuple[int, int]]  # (source row, destination row): the last rows fill the holes that others left
     num_rows: int  # rows from here on are empty
-    new_blocks: list[tuple[int, int, int]]  # (row, column of the block table, block)
+    new_blocks: list[tuple[int, int, int, int]]  # (row, group of layers, column of its block table, block)
     max_context_len: int
     shares: bool = False  # whether decode attention is to read shared prefixes once
     new_prefixes: PrefixMessage | None = None  # given if they have changed since the last step that shares

@@ -100,7 +100,7 @@ class ModelRunner:
         config, model = self.config, self.config.description
         if model.is_multimodal and self.tp.rank == 0:
             log.warning("%s: its language model is run, as text only; images are not supported", config.model)
-        self.backend = make_backend(config.attention_backend, model.windows, config.is_in_order)
+        self.backend = make_backend(config.attention_backend, config.cache_layout, config.is_in_order)
         most_tokens = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens, self.has_host)
         self.holdings.weights.load(config, self._voice)
@@ -116,12 +116,13 @@ class ModelRunner:
     def _check_attention(self) -> None:
         """Let the backend compare bits, of random numbers in the shapes of this rank."""
         assert isinstance(self.backend, InOrderBackend)
-        config, spec = self.config, self.holdings.cache_spec
-        heads, size = config.description.num_heads // self.tp.size, (spec.kv_heads, spec.head_dim)
+        config, heads = self.config, self.config.description.num_heads // self.tp.size
         generator = torch.Generator(self.device).manual_seed(0)
         numbers = partial(torch.randn, generator=generator, device=self.device, dtype=config.torch_dtype)
-        kv_cache = numbers(2, 1, spec.block_size, *size).to(spec.dtype)
-        self.backend.check(numbers(CHECKED_TOKENS, heads, spec.head_dim), kv_cache, config.description.score_cap)
+        for group in config.cache_layout.groups:
+            q = numbers(CHECKED_TOKENS, heads, group.pages.head_dim)
+            kv_cache = numbers(2, 1, group.block_size, group.pages.kv_heads, group.pages.head_dim)
+            self.backend.check(q, kv_cache.to(config.torch_cache_dtype), group.window, config.description.score_cap)
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""
@@ -146,20 +147,21 @@ class ModelRunner:
             self.threads.fix(self.tp.min(_share_of_threads(self.tp.size), self.device))
         if not config.is_plain_cpu or self.tp.size > 1 or torch.get_num_threads() == 1:
             return
-        length = min(config.kvcache_block_size, config.max_model_len)
+        length = min(config.max_model_len, *(group.block_size for group in config.cache_layout.groups))
         most = max(TIMED_ROWS.values())
         num_blocks = max(1, min(config.max_num_seqs, TIMED_CACHE_BYTES // self.holdings.cache_spec.block_bytes, most))
         self._make_cache(num_blocks)
-        self.holdings.kv_cache.zero_()  # until it is written, it has no memory to read
-        self.steps.batch.block_tables[:num_blocks, 0] = torch.arange(num_blocks)
+        self.holdings.kv_cache.zero()  # until it is written, it has no memory to read
+        for table, step in zip(self.steps.batch.tables, self.holdings.kv_cache.steps, strict=True):
+            table[:num_blocks, 0] = torch.arange(num_blocks) * step
 
-        def step(rows: int) -> None:
+        def run(rows: int) -> None:
             self.steps.batch.positions[:rows] = length - 1
             self.steps.decode_rows(rows, length)
 
         for tokens, rows in TIMED_ROWS.items():
             if tokens <= num_blocks:
-                self.threads.choose(tokens, partial(step, min(rows, num_blocks)))
+                self.threads.choose(tokens, partial(run, min(rows, num_blocks)))
 
     def _measure(self) -> int:
         """Run the largest steps, whose block tables name one block everywhere; returns the bytes that they work in.
@@ -186,7 +188,7 @@ class ModelRunner:
         sizes, max_len = self._graph_sizes, self.config.max_model_len
         if self.tp.size > 1 or not sizes:
             return
-        chunk = ChunkMessage(array("i", [0]) * min(LONG_CHUNK, max_len - 1), 0, [0] * self.steps.max_blocks)
+        chunk = ChunkMessage(array("i", [0]) * min(LONG_CHUNK, max_len - 1), 0, self._first_blocks())
         prefill = partial(self.steps.prefill, PrefillMessage([], 0, [chunk], []))
         draw = partial(self.steps.draw, self.logits, self.steps.batch.positions)
         steps = [(size, False) for size in sizes[:-1]] + [(size, True) for size in self._sharing_sizes]
@@ -236,14 +238,19 @@ class ModelRunner:
         make_steps = OneByOne if self.config.is_one_by_one else Steps
         self.steps = make_steps(self.config, self.tp, self.holdings, self.backend, self.logits)
 
+    def _first_blocks(self) -> list[list[int]]:
+        """Return a sequence's block tables that name one block everywhere."""
+        return [[0] * count for count in self.steps.max_blocks]
+
     def _run_largest_prefill(self) -> None:
         config = self.config
         tokens = config.max_num_batched_tokens
         prompts = min(config.max_num_seqs, tokens)
         lengths = [tokens // prompts + (i < tokens % prompts) for i in range(prompts)]
-        table = [0] * self.steps.max_blocks
-        chunks = [ChunkMessage(array("i", [0]) * min(length, config.max_model_len - 1), 0, table) for length in lengths]
-        self.run(PrefillMessage([], 0, chunks, [JoinMessage(chunk, table, 1.0, 0) for chunk in range(prompts)]))
+        tables = self._first_blocks()
+        most = config.max_model_len - 1
+        chunks = [ChunkMessage(array("i", [0]) * min(length, most), 0, tables) for length in lengths]
+        self.run(PrefillMessage([], 0, chunks, [JoinMessage(chunk, tables, 1.0, 0) for chunk in range(prompts)]))
 
     def _run_longest_prefill(self) -> None:
         """Run a chunk of a long prompt, if cuDNN may attend from it, because that takes more memory.
@@ -255,7 +262,7 @@ class ModelRunner:
         may_attend = self.config.attention_backend == "triton" and not self.config.is_in_order
         if length >= LONG and may_attend and is_faster(self.device):
             start = min(MOST_KEYS + 1, most - length)
-            chunk = ChunkMessage(array("i", [0]) * length, start, [0] * self.steps.max_blocks)
+            chunk = ChunkMessage(array("i", [0]) * length, start, self._first_blocks())
             self.run(PrefillMessage([], 0, [chunk], []))
 
     def _peak_bytes(self, step: Callable[[], object]) -> int:

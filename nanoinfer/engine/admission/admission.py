@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import islice, zip_longest
+from itertools import islice
 
 from nanoinfer.engine.admission.forecast import MOST_TIMES, Forecast
 from nanoinfer.engine.admission.lengths import Lengths, has_known_end
@@ -23,11 +23,9 @@ class Admission:
     is_shut: nobody fits, until a sequence comes or gives back blocks
     """
 
-    def __init__(self, block_manager: BlockManager, window: int | None) -> None:
-        """window: as for Scheduler"""
+    def __init__(self, block_manager: BlockManager) -> None:
         self.waiting = Waiting()
         self._block_manager = block_manager
-        self._window = window
         self._lengths = Lengths()
         self._most = 0  # blocks of all unfinished sequences at their greatest lengths, if they shared none
         self._forecast: Forecast | None = None  # of the prefill step that is being planned
@@ -42,12 +40,12 @@ class Admission:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind the others."""
         self.waiting.add(seq)
-        self._most += -(-seq.max_len // self._block_manager.block_size)
+        self._most += self._block_manager.layout.blocks_of(seq.max_len)
         self.is_shut = False
 
     def note_ended(self, seq: Sequence) -> None:
         """Count an ended sequence out, and learn from its length."""
-        self._most -= -(-seq.max_len // self._block_manager.block_size)
+        self._most -= self._block_manager.layout.blocks_of(seq.max_len)
         self._lengths.note(seq)
         self.is_shut = False
 
@@ -68,7 +66,7 @@ class Admission:
         if not self.waiting:
             return None
         first = self.waiting.first
-        if first.block_table or self.is_roomy or self._all_fit or not running:
+        if first.block_tables or self.is_roomy or self._all_fit or not running:
             return first
         if self._forecast is None:
             self._forecast = self._look_ahead(running)
@@ -99,22 +97,21 @@ class Admission:
         """Whether a further sample of a prompt fits, which shares the full blocks of `source`."""
         if self._forecast is None or self._all_fit:
             return True
-        return self._forecast.fits_with(seq, len(source) % self._block_manager.block_size > 0)
+        return self._forecast.fits_with(seq, self._block_manager.num_copied(source))
 
-    def _needed(self, seqs: list[Sequence]) -> list[int]:
-        """Return how many blocks each needs at once; of the first ones, without what they share with others."""
+    def _needed(self, seqs: list[Sequence]) -> list[list[int]]:
+        """Return how many blocks each needs at once of each group; of the first ones, without what others hold."""
         manager = self._block_manager
-        shared = [
-            sum(block_id not in manager.free_blocks for block_id in manager.cached_prefix(seq))
-            for seq in seqs[:MOST_LOOKED_UP]
-        ]
-        needed = [-(-len(seq) // manager.block_size) for seq in seqs]
-        return [count - own for count, own in zip_longest(needed, shared, fillvalue=0)]
+        needed = [[group.blocks_of(len(seq)) for group in manager.groups] for seq in seqs]
+        for seq, counts in zip(seqs[:MOST_LOOKED_UP], needed, strict=False):
+            for index, shared in enumerate(manager.num_shared(seq)):
+                counts[index] -= shared
+        return needed
 
     def note_begun(self, seq: Sequence) -> None:
         """Count in a sequence that has got its blocks."""
         if self._forecast is not None:
-            self._forecast.add([seq], [self._num_own(seq)])
+            self._forecast.add([seq], [self._block_manager.num_own(seq)])
 
     def _look_ahead(self, running: Collection[Sequence]) -> Forecast:
         """Return the forecast of those that run."""
@@ -124,19 +121,18 @@ class Admission:
         manager = self._block_manager
         forecast = Forecast(
             len(manager.blocks),
-            manager.block_size,
-            self._window,
+            manager.groups,
             self._lengths.survival(outputs, most),
             asked,
         )
         # Blocks that several share count for the one that may run longest.
         ordered = sorted(running, key=lambda seq: seq.num_scheduled - seq.max_len)
         seen: set[int] = set()
-        held: list[int] = []
+        held: list[list[int]] = []
         for seq in ordered:
-            before = len(seen)
-            seen.update(seq.block_table[seq.num_released :])
-            held.append(len(seen) - before)
+            tables = manager.held(seq)
+            held.append([len(set(table) - seen) for table in tables])
+            seen.update(*tables)
         forecast.add(ordered, held)
         return forecast
 
@@ -145,15 +141,11 @@ class Admission:
 
         running: in the order in which they began. The first stays, if there are others, so that one always ends
         """
-        block_size = self._block_manager.block_size
+        manager = self._block_manager
 
         def cost(seq: Sequence) -> int:
-            return seq.num_scheduled - (len(seq.block_table) - self._num_own(seq)) * block_size
+            num_others = len(seq.block_tables[0]) - manager.num_own(seq)[0]
+            return seq.num_scheduled - num_others * manager.groups[0].block_size
 
         oldest, *others = running
         return min(reversed(others), key=cost, default=oldest)
-
-    def _num_own(self, seq: Sequence) -> int:
-        """Return how many blocks a sequence holds that no other one does."""
-        blocks = self._block_manager.blocks
-        return sum(blocks[block_id].ref_count == 1 for block_id in seq.block_table[seq.num_released :])

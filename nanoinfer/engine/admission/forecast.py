@@ -7,6 +7,7 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
+from nanoinfer.attention.cache_layout import CacheGroup
 from nanoinfer.engine.admission.lengths import Floats, Ints, Survival, has_known_end
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
@@ -26,10 +27,10 @@ class Forecast:
     """
 
     def __init__(
-        self, room: int, block_size: int, window: int | None, survival: Survival, seqs: Collection[Sequence]
+        self, room: int, groups: Collection[CacheGroup], survival: Survival, seqs: Collection[Sequence]
     ) -> None:
         """room: blocks that there are; seqs: those that run, and those that may begin."""
-        self._room, self._block_size, self._window, self._survival = room, block_size, window, survival
+        self._room, self._groups, self._survival = room, groups, survival
         self._times = self._choose_times(seqs)
         self._mean = np.zeros(len(self._times))
         self._variance = np.zeros(len(self._times))
@@ -47,16 +48,16 @@ class Forecast:
             ordered = ordered[np.linspace(0, len(ordered) - 1, MOST_TIMES, dtype=np.int64)]
         return ordered
 
-    def add(self, seqs: Collection[Sequence], held: Collection[int]) -> None:
-        """Count sequences in; held: the blocks that each holds and nobody who counts already."""
+    def add(self, seqs: Collection[Sequence], held: Collection[list[int]]) -> None:
+        """Count sequences in; held: the blocks of each group that each holds and nobody who counts already."""
         mean, variance = self._expect(seqs, held)
         self._mean += mean.sum(axis=0)
         self._variance += variance.sum(axis=0)
 
-    def ask(self, seqs: list[Sequence], held: list[int]) -> bool:
+    def ask(self, seqs: list[Sequence], held: list[list[int]]) -> bool:
         """Ask about further sequences, which `fits` then tells of one by one; returns whether all fit, more or less.
 
-        held: the blocks that each needs at once
+        held: the blocks of each group that each needs at once
         """
         mean, variance = self._expect(seqs, held)
         self.asked.update(seqs)
@@ -74,8 +75,8 @@ class Forecast:
         del self._fitting[seq]  # the forecast only grows fuller
         return False
 
-    def fits_with(self, seq: Sequence, held: int) -> bool:
-        """Whether a sequence that needs so many blocks at once fits at all times."""
+    def fits_with(self, seq: Sequence, held: list[int]) -> bool:
+        """Whether a sequence that needs so many blocks of each group at once fits at all times."""
         mean, variance = self._expect([seq], [held])
         return bool(self._holds(mean[0], variance[0]))
 
@@ -84,19 +85,21 @@ class Forecast:
         most = self._mean + mean + MARGIN * np.sqrt(self._variance + variance)
         return np.asarray((most <= self._room).all(axis=-1))
 
-    def _expect(self, seqs: Collection[Sequence], held: Collection[int]) -> tuple[Floats, Floats]:
+    def _expect(self, seqs: Collection[Sequence], held: Collection[list[int]]) -> tuple[Floats, Floats]:
         """Return mean and variance of the blocks that each sequence holds at each time: [sequence, time]."""
         now = np.array([_position(seq) for seq in seqs], dtype=np.int64)
         left = np.array([_steps_left(seq) for seq in seqs], dtype=np.int64)
         output = now - np.array([seq.num_prompt_tokens for seq in seqs], dtype=np.int64)
         known = np.array([has_known_end(seq) for seq in seqs], dtype=bool)
-        own = np.array(held, dtype=np.int64)[:, None]
         later = np.minimum(
             now[:, None] + self._times, (now + np.maximum(left - 1, 0))[:, None]
         )  # the last token is not computed
-        blocks = own - (-later // self._block_size) + (-now // self._block_size)[:, None]
-        if self._window is not None:  # and it gives back what lies behind its window
-            blocks = np.minimum(blocks, np.maximum(own, -(-self._window // self._block_size) + 2))
+        own = np.array(held, dtype=np.int64).reshape(len(seqs), len(self._groups))
+        blocks = np.zeros_like(later)
+        for group, first in zip(self._groups, own.T[..., None], strict=True):
+            grown = first - (-later // group.block_size) + (-now // group.block_size)[:, None]
+            most = group.most_blocks
+            blocks += grown if most is None else np.minimum(grown, np.maximum(first, most))
         alive = (self._times <= left[:, None]).astype(np.float64)
         if not known.all():
             alive[~known] *= self._survival.later(output[~known], self._times)

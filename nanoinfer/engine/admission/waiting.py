@@ -49,7 +49,7 @@ class Waiting:
         first = self.first if self._passes else seq
         self._passes.setdefault(seq, 0)
         self._passes.move_to_end(seq, last=False)
-        if first.block_table:
+        if first.block_tables:
             self._passes.move_to_end(first, last=False)
 
     def put_longest_first(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
+from collections.abc import Iterable
 
+from nanoinfer.attention.cache_layout import CacheGroup
 from nanoinfer.engine.beams.hypotheses import Hypotheses, Likeliest
 from nanoinfer.engine.beams.rules import Candidate, Rules
 from nanoinfer.engine.llm_engine import LLMEngine
@@ -33,14 +35,18 @@ class BeamSearch:
         self.seqs = [prompt]
         self.width = 1 if most_tokens == 1 else rules.params.beam_width
 
-    def num_blocks(self, block_size: int) -> int:
+    def num_blocks(self, groups: Iterable[CacheGroup]) -> int:
         """Return how many blocks it may need, before it has begun.
 
         Its sequences share the full blocks of the prompt. The last token that a sequence gets is not computed.
         """
         (prompt,) = self.seqs
-        shared, whole = len(prompt) // block_size, -(-(prompt.max_len - 1) // block_size)
-        return shared + self.width * (whole - shared)
+        num_blocks = 0
+        for group in groups:
+            shared, whole = len(prompt) // group.block_size, -(-(prompt.max_len - 1) // group.block_size)
+            blocks = shared + self.width * (whole - shared)
+            num_blocks += blocks if group.most_blocks is None else min(blocks, self.width * group.most_blocks)
+        return num_blocks
 
 
 class BeamSearches:
@@ -87,7 +93,7 @@ class BeamSearches:
         """Let searches begin while there are blocks for all their beams, and room for these in a step."""
         while self._waiting and len(self._running) < self._most_searches:
             search = self._waiting[0]
-            num_blocks = search.num_blocks(self._blocks.block_size)
+            num_blocks = search.num_blocks(self._blocks.groups)
             num_beams = search.width + sum(other.width for other in self._running)
             if num_blocks + sum(self._running.values()) > len(self._blocks.blocks):
                 break
@@ -101,27 +107,29 @@ class BeamSearches:
         pending = [seq for search in self._running for seq in search.seqs if seq not in self._likeliest]
         chunks: list[Chunk] = []
         budget = scheduler.max_num_batched_tokens
-        self._blocks.begin_prefill()
+        self._blocks.begin_step()
         for seq in pending[: scheduler.max_num_seqs]:
             if budget == 0:
                 break
-            self._give_blocks(seq)
-            start, end = seq.num_scheduled, min(len(seq), seq.num_scheduled + budget)
+            if not seq.block_tables and not self._begin(seq, budget):
+                continue  # a chunk before it has the blocks for now
+            start = seq.num_scheduled
+            end = self._blocks.extend(seq, min(len(seq), start + budget))
+            if end == start:
+                continue
             chunks.append(Chunk(seq, start, end, is_last=end == len(seq)))
             self._blocks.plan(seq, end)
             seq.num_scheduled = end
             budget -= end - start
         return chunks
 
-    def _give_blocks(self, seq: Sequence) -> None:
-        """Give a sequence the blocks for its next chunk."""
-        if not seq.block_table:
-            seq.is_long = self._is_long(len(seq))
-            num_cached = self._blocks.allocate(seq)
-            assert num_cached is not None
+    def _begin(self, seq: Sequence, budget: int) -> bool:
+        """Give a sequence its first blocks; returns whether there are enough."""
+        seq.is_long = self._is_long(len(seq))
+        num_cached = self._blocks.allocate(seq, budget)
+        if num_cached is not None:
             seq.num_scheduled = seq.num_cached_tokens = num_cached
-        elif self._blocks.needs_block(seq):
-            self._blocks.append(seq)
+        return num_cached is not None
 
     def _is_long(self, num_tokens: int) -> bool:
         """Whether a sequence of so many tokens is computed as a long one: see Scheduler."""
@@ -146,7 +154,7 @@ class BeamSearches:
 
     def _describe(self, chunk: Chunk) -> ChunkMessage:
         seq = chunk.seq
-        message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_table)
+        message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_tables)
         message.is_long = seq.is_long
         if chunk.is_last:
             message.num_logprobs = self._num_likeliest
@@ -198,6 +206,6 @@ class BeamSearches:
         """Return another sequence of the same tokens, which shares the blocks that `seq` has, if it has any."""
         child = Sequence(seq.token_ids.tolist(), seq.params, seq.seed, seq.max_len, seq.stop_ids)
         child.num_prompt_tokens, child.is_long, child.num_scheduled = seq.num_prompt_tokens, seq.is_long, len(seq)
-        if seq.block_table and (copied := self._blocks.fork(seq, child)) is not None:
-            self._copies.append(copied)
+        if seq.block_tables:
+            self._copies += self._blocks.fork(seq, child)
         return child

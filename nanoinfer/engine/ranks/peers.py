@@ -69,7 +69,10 @@ class Peers:
         self._num_steps += 1
         if self._notes or self._num_steps % STEPS == 0:
             rows = [
-                (seq.request_id, seq.sample_index, len(seq), *seq.token_ids[-1:], *seq.block_table[-1:])
+                (
+                    *(seq.request_id, seq.sample_index, len(seq), *seq.token_ids[-1:]),
+                    *(table[-1] for table in seq.block_tables),
+                )
                 for seq in running
             ]
             self.note("step", self._num_steps, rows)

@@ -63,16 +63,19 @@ class RunPlan:
         return self.results.shape[1] > 1
 
 
-def plan_runs(block_tables: Tensor, context_lens: Tensor, block_size: int, window: int | None) -> RunPlan:
+def plan_runs(
+    block_tables: Tensor, context_lens: Tensor, block_size: int, window: int | None, are_neighbours: bool = True
+) -> RunPlan:
     """Sort the blocks that a decode step reads by their place in the cache, and cut them into runs.
 
     block_tables: [rows, max blocks] int32; context_lens: [rows] int32, at least 1
     window: how many tokens a query sees, the last of its context; None: all
+    are_neighbours: no other layer's keys are between block b and block b + 1; else each run has one block
     """
     spans = _spans(block_tables, context_lens.tolist(), block_size, window)
     runs: list[Run] = []
     rows: list[int] = []
-    for first, group in _cut(spans):
+    for first, group in _cut(spans) if are_neighbours else _alone(spans):
         runs.append(_run(first, group))
         rows += [row for row, _, _ in chain.from_iterable(group)]
     return _plan(runs, rows, len(context_lens))
@@ -108,6 +111,12 @@ def _cut(spans: dict[int, list[Span]]) -> Iterator[tuple[int, list[list[Span]]]]
                 yield first, group
             group, first, begin, end = [readers], block, low, high
     yield first, group
+
+
+def _alone(spans: dict[int, list[Span]]) -> Iterator[tuple[int, list[list[Span]]]]:
+    """Let each block be a run, as _cut does."""
+    for block, readers in spans.items():
+        yield block, [readers]
 
 
 def _run(first: int, group: list[list[Span]]) -> Run:

@@ -49,14 +49,10 @@ class Division:
 
 @dataclass(slots=True)
 class DividedPrefill:
-    """A Division whose pieces are on the device.
-
-    block_tables: [pieces, max blocks]; cu_query_lens: [pieces + 1]; context_lens: [pieces]; all int32
-    """
+    """A Division whose pieces are on the device. cu_query_lens: [pieces + 1]; context_lens: [pieces]; all int32"""
 
     stretches: list[Stretch]
     max_query_len: int
-    block_tables: Tensor
     cu_query_lens: Tensor
     context_lens: Tensor
 

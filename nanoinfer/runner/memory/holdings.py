@@ -5,15 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.config import Config
-from nanoinfer.kernels.fp8 import as_bytes
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
-from nanoinfer.runner.memory.kv_cache import KVCacheSpec
+from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
 from nanoinfer.runner.memory.lender import Lender, Tag
 from nanoinfer.runner.routing import Routing
 from nanoinfer.runner.weight_writer import WeightWriter
@@ -33,7 +31,7 @@ class Holdings:
     model: Decoder
     model_bytes: int
     weights: WeightWriter
-    kv_cache: Tensor
+    kv_cache: KVCache
 
     def __init__(
         self,
@@ -50,14 +48,7 @@ class Holdings:
         self._lender = Lender(device) if device.type == "cuda" else None
         self.routing: Routing | None = None
         self.weights = self._build()
-        self.cache_spec = KVCacheSpec(
-            self.model.num_layers,
-            config.kvcache_block_size,
-            self.model.num_kv_heads,
-            self.model.head_dim,
-            config.torch_cache_dtype,
-            by_head=config.is_plain_cpu,
-        )
+        self.cache_spec = KVCacheSpec(config.cache_layout, config.torch_cache_dtype, by_head=config.is_plain_cpu)
 
     def _build(self) -> WeightWriter:
         """Build the model, whose weights hold any numbers; returns what writes into them."""
@@ -125,7 +116,7 @@ class Holdings:
             with torch.inference_mode():
                 self._lender.take_back(tag)
                 if tag == "kv_cache":
-                    as_bytes(self.kv_cache).zero_()  # see KVCacheSpec.allocate
+                    self.kv_cache.zero()
         elif tag == "kv_cache":
             self.make_cache(self._num_blocks)
         elif "weights" not in self.__dict__:

@@ -18,6 +18,7 @@ from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.room import what_makes_room
 
 CPU_BUDGET = 4 << 30  # for the KV cache, whose pages cost memory only once they are written
+SLOTS_OF_A_ROW = 2  # for states: its own, and one for snapshots
 MAX_ROWS_SHARE = 0.5  # of the limit: steps and the KV cache need the rest
 BYTES_PER_GRAPH = 8 << 20  # a captured step of 28 or 36 layers took 6 to 8 MiB on an H200
 
@@ -28,16 +29,20 @@ log = logging.getLogger("nanoinfer")
 class MemoryPlan:
     """How one rank's device memory is divided. All sizes are bytes.
 
-    blocks = (limit - used - steps - graphs) / block_bytes, unless num_kvcache_blocks is set. The rank with the least
-    left decides for all, and the KV cache has at most 2^31 tokens.
+    blocks = (limit - used - steps - graphs - states) / block_bytes, unless num_kvcache_blocks is set. The rank with the
+    least left decides for all, and the KV cache has at most 2^31 tokens.
 
     total: the device's memory; on the CPU, the machine's
     limit: at most this much may be in use once the engine is up; on the CPU, 4 GiB and what is used
     used: this much was in use before there was a KV cache, by every process together; on the CPU, by this rank's model
     steps: the largest step takes this much while it runs; on the CPU 0, because it is not measured there
     graphs: the CUDA graphs keep about this much
+    states: the states of layers whose memory of the past has a fixed size take this much, in so many `slots`
     block_bytes: one block of the KV cache takes this much
     blocks: the KV cache has this many blocks
+    asked: the num_kvcache_blocks that asks for these
+    tokens: so many tokens fill the blocks, in sequences of max_model_len
+    waste: the share of a block that stays empty, of the kind of layers where it is the largest
     max_model_len: a sequence has at most this many tokens, no more than the KV cache holds
     max_position: the model's own limit, which max_model_len may not exceed
     """
@@ -47,8 +52,13 @@ class MemoryPlan:
     used: int
     steps: int
     graphs: int
+    states: int
+    slots: int
     block_bytes: int
     blocks: int
+    asked: int
+    tokens: int
+    waste: float
     max_model_len: int
     max_position: int
 
@@ -59,11 +69,14 @@ class MemoryPlan:
             "used": self.used,
             "steps": self.steps,
             "graphs": self.graphs,
+            **({"states": self.states} if self.slots else {}),
             "KV cache": self.blocks * self.block_bytes,
         }
         told = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
+        waste = f", {self.waste:.1%} of it unused" if self.waste else ""
         return (
-            f"memory in GiB: {told} ({self.blocks:,} blocks of {self.block_bytes / 2**20:,.2f} MiB);"
+            f"memory in GiB: {told} ({self.blocks:,} blocks of {self.block_bytes / 2**20:,.2f} MiB{waste}, for"
+            f" {self.tokens:,} tokens);"
             f" max_model_len={self.max_model_len} of the model's {self.max_position}"
         )
 
@@ -94,7 +107,7 @@ def _check_rows(config: Config, limit: int) -> None:
     """Refuse too many rows: each has logits, a block table, and room for the tokens so far, which penalties need."""
     vocab_size = -(-config.description.vocab_size // config.tensor_parallel_size)
     tokens = min(config.max_model_len, PLANNED_TOKENS)
-    blocks = -(-tokens // config.kvcache_block_size)
+    blocks = sum(-(-tokens // group.block_size) for group in config.cache_layout.groups)
     row_bytes = vocab_size * config.torch_head_dtype.itemsize + 4 * (blocks + tokens)
     most = int(limit * MAX_ROWS_SHARE) // row_bytes
     if config.max_num_seqs > most:
@@ -111,11 +124,10 @@ def _limit(config: Config, device: torch.device, held: int) -> int:
 
 def shorten_on_cpu(config: Config) -> None:
     """Let max_model_len, if it was left out, be at most what the KV cache will hold: the model has tables so long."""
-    model = config.description
-    kv_heads = max(model.num_kv_heads // config.tensor_parallel_size, 1)  # of a rank
-    token_bytes = 2 * model.num_layers * kv_heads * model.head_dim * config.torch_cache_dtype.itemsize
+    layout = config.cache_layout
     if config.fits_length and config.num_kvcache_blocks is None:
-        config.max_model_len = min(config.max_model_len, max(CPU_BUDGET // token_bytes, 2))
+        blocks = CPU_BUDGET // (layout.block_numbers * config.torch_cache_dtype.itemsize)
+        config.max_model_len = max(layout.longest(blocks, config.max_model_len), 2)
 
 
 def _total(device: torch.device) -> int:
@@ -127,7 +139,7 @@ def _total(device: torch.device) -> int:
 def plan_memory(
     config: Config, spec: KVCacheSpec, device: torch.device, tp: TensorParallel, held: int, steps: int, graphs: int
 ) -> MemoryPlan:
-    """Divide the device's memory: blocks = (total * gpu_memory_utilization - used - steps - graphs) / block_bytes.
+    """Divide the device's memory: what MemoryPlan says of blocks.
 
     held: the bytes of the model; on a GPU, `used` counts these and all else, of every process
     The rank with the least left decides for all.
@@ -137,10 +149,29 @@ def plan_memory(
     if device.type == "cuda":
         torch.cuda.empty_cache()
         used = total - torch.cuda.mem_get_info(device)[0]
-    budget = tp.min(limit - used - steps - graphs, device)
-    blocks = config.num_kvcache_blocks or _blocks_that_fit(config, spec, budget)
-    longest = min(config.max_model_len, blocks * spec.block_size), config.description.max_position
-    plan = MemoryPlan(total, limit, used, steps, graphs, spec.block_bytes, blocks, *longest)
+    layout = config.cache_layout
+    slots = SLOTS_OF_A_ROW * config.max_num_seqs if layout.state_bytes else 0
+    states = slots * layout.state_bytes
+    budget = tp.min(limit - used - steps - graphs - states, device)
+    asked = config.num_kvcache_blocks
+    blocks = _blocks_that_fit(config, spec, budget) if asked is None else layout.pool_of(asked)
+    longest = layout.longest(blocks, config.max_model_len)
+    plan = MemoryPlan(
+        total=total,
+        limit=limit,
+        used=used,
+        steps=steps,
+        graphs=graphs,
+        states=states,
+        slots=slots,
+        block_bytes=spec.block_bytes,
+        blocks=blocks,
+        asked=layout.asked_by(blocks),
+        tokens=layout.tokens_of(blocks, longest),
+        waste=layout.waste,
+        max_model_len=longest,
+        max_position=config.description.max_position,
+    )
     if tp.rank == 0 and config.data_parallel_size == 1:  # else the LLM's process tells, for all replicas
         tell(config, plan)
     return plan
@@ -157,7 +188,7 @@ def tell(config: Config, plan: MemoryPlan) -> None:
 
 def _why(config: Config, plan: MemoryPlan) -> str:
     """Say what keeps sequences shorter than the model allows, and how they may be longer."""
-    if plan.max_model_len < plan.blocks * config.kvcache_block_size:
+    if config.cache_layout.longest(plan.blocks, plan.max_position) > plan.max_model_len:
         return f"attention_backend={config.attention_backend!r} reads as many keys of every row: set max_model_len"
     if not config.fits_memory:
         return f"num_kvcache_blocks={config.num_kvcache_blocks} hold no longer sequence: raise it"
@@ -166,14 +197,15 @@ def _why(config: Config, plan: MemoryPlan) -> str:
 
 def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
     """Return how many blocks the budget holds; ValueError if these do not hold a sequence of max_model_len."""
-    length = min(config.max_model_len, spec.block_size) if config.fits_length else config.max_model_len
-    needed = -(-length // spec.block_size) * spec.block_bytes
+    layout = spec.layout
+    length = min(config.max_model_len, layout.prefix_size) if config.fits_length else config.max_model_len
+    needed = layout.blocks_of(length) * spec.block_bytes
     if budget < needed:
-        fit = max(budget, 0) // spec.block_bytes * spec.block_size
+        fit = layout.longest(max(budget, 0) // spec.block_bytes, length)
         lowered = "max_model_len" if fit else "kvcache_block_size"
         raise ValueError(
             f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of max_model_len={length} needs"
-            f" {needed / 2**20:,.0f} MiB in blocks of kvcache_block_size={spec.block_size} tokens; {fit} tokens fit:"
+            f" {needed / 2**20:,.0f} MiB with kvcache_block_size={config.kvcache_block_size}; {fit} tokens fit:"
             f" lower {lowered}, or {what_makes_room(config)}"
         )
-    return min(budget // spec.block_bytes, MAX_SLOTS // spec.block_size)
+    return min(budget // spec.block_bytes, MAX_SLOTS // layout.most_slots)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from nanoinfer.attention import choose_backend
-from nanoinfer.config import MAX_RANKS, Config
+from nanoinfer.config import Config
+from nanoinfer.parallel.group import MAX_RANKS
 
 
 def room_for(config: Config, needed: int) -> str:
@@ -15,7 +16,7 @@ def room_for(config: Config, needed: int) -> str:
     """
     limit, blocks = config.description.max_position, config.num_kvcache_blocks
     assert blocks is not None
-    held = blocks * config.kvcache_block_size
+    held = config.cache_layout.longest(config.cache_layout.pool_of(blocks), limit)
     if needed > limit:
         return f"the model allows {limit} at most"
     if needed <= held:

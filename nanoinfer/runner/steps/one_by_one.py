@@ -46,7 +46,7 @@ class OneByOne(Steps):
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
         return torch.cat(
             [
-                self._run_token(token_id, position, chunk.block_table, chunk.is_long)
+                self._run_token(token_id, position, chunk.block_tables, chunk.is_long)
                 for chunk in chunks
                 for position, token_id in enumerate(chunk.token_ids, chunk.start)
             ]
@@ -54,17 +54,20 @@ class OneByOne(Steps):
 
     def _run_rows(self, num_rows: int, context: Context) -> Tensor:
         tokens, positions = self.batch.last_tokens[:num_rows].tolist(), context.positions.tolist()
-        tables = context.block_tables[:, : max(positions) // self.batch.block_size + 1].tolist()
-        rows = zip(tokens, positions, tables, strict=True)
+        tables = [
+            (group.block_tables[:, : max(positions) // block_size + 1] // step).tolist()
+            for group, block_size, step in zip(context.groups, self.batch.block_sizes, self.batch.steps, strict=True)
+        ]
+        rows = zip(tokens, positions, map(list, zip(*tables, strict=True)), strict=True)
         return torch.cat([self._run_token(*row, is_long=self._is_long(row[1])) for row in rows])
 
     def _is_long(self, position: int) -> bool:
         """Return whether a running sequence, whose last token has this position, is computed as a long one."""
         return self._long_from is not None and position >= self._long_from
 
-    def _run_token(self, token_id: int, position: int, block_table: list[int], is_long: bool) -> Tensor:
+    def _run_token(self, token_id: int, position: int, block_tables: list[list[int]], is_long: bool) -> Tensor:
         """Run the model over one token; returns its hidden state, [1, hidden_size]."""
-        chunk = ChunkMessage(array("i", [token_id]), position, block_table, is_long=is_long)
+        chunk = ChunkMessage(array("i", [token_id]), position, block_tables, is_long=is_long)
         inputs = PrefillInputs([chunk], [], self.kv_cache)
         hidden = self.model(inputs.token_ids, inputs.context)
         if self.holdings.routing is not None:

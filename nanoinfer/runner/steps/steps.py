@@ -16,21 +16,14 @@ from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processors import NONE_LEFT, LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory.holdings import Holdings
-from nanoinfer.runner.memory.kv_cache import copy_blocks, copy_pairs
+from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.message import ChunkMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.steps.input_batch import TABLE_STEP, InputBatch, PrefillInputs
 from nanoinfer.runner.steps.pending_tokens import Launched
 
 
 class CausalLM(Protocol):
-    """The interface of a model that the runner uses: this rank's share of the model.
-
-    num_kv_heads: the KV heads that this rank holds
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    """The interface of a model that the runner uses: this rank's share of the model."""
 
     @property
     def first_id(self) -> int:
@@ -54,7 +47,7 @@ class CausalLM(Protocol):
 class Steps:
     """The steps of one rank, over the KV cache that its Holdings have.
 
-    max_blocks: as many as a row can have, rounded up
+    max_blocks: for each group of layers, as many as a row can have, rounded up
     logits: [rows, this rank's token ids], written by each decode step
     """
 
@@ -64,14 +57,15 @@ class Steps:
         self.holdings = holdings
         self.backend = backend
         self.logits = logits
-        self.max_blocks = TABLE_STEP * -(-config.max_model_len // (config.kvcache_block_size * TABLE_STEP))
+        groups = self.kv_cache.layout.groups
+        self.max_blocks = [TABLE_STEP * -(-config.max_model_len // (group.block_size * TABLE_STEP)) for group in groups]
         self.sampler = Sampler(self.model.first_id, tp)
         prefixes = None
         if config.shares_prefixes:
             heads = config.description.num_heads // tp.size
-            prefixes = SharedPrefixes(config.max_num_seqs, heads, self.kv_cache[0, 0])
+            prefixes = SharedPrefixes(config.max_num_seqs, heads, self.kv_cache.layers[groups[0].layers[0]][0])
         device = logits.device
-        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, config.kvcache_block_size, device, prefixes)
+        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, self.kv_cache, device, prefixes)
         self.logits_processors = LogitsProcessors(
             config.description.vocab_size,
             config.max_num_seqs,
@@ -89,7 +83,7 @@ class Steps:
         return self.holdings.model
 
     @property
-    def kv_cache(self) -> Tensor:
+    def kv_cache(self) -> KVCache:
         """This rank's KV cache."""
         return self.holdings.kv_cache
 
@@ -100,7 +94,7 @@ class Steps:
 
     def prefill(self, message: PrefillMessage) -> Launched:
         """Run a step of prompts, or of chunks of them."""
-        copy_pairs(self.kv_cache, message.copies)
+        self.kv_cache.copy_pairs(message.copies)
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache)
         hidden = self._run_chunks(message.chunks, prompts)
         extras = self.extras(message.num_tokens)
@@ -111,7 +105,7 @@ class Steps:
             self.logits_processors.is_processed,
             self.logits_processors.prompt_tokens_at_once(message.chunks),
         )
-        copy_blocks(self.kv_cache, prompts.copied_blocks)
+        self.kv_cache.copy_blocks(prompts.copied_blocks)
         if not message.joins:
             return Launched(message.num_rows, self.logits[:0], extras)
         logits = self._logits(hidden[prompts.last_indices])

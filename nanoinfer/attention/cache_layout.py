@@ -1,0 +1,220 @@
+"""CacheLayout: what each layer remembers of the past, and how blocks of equal bytes hold it for layers of all kinds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+MOST_WASTE = 0.05  # of a block
+MOST_BLOCK_SIZE = 4096  # whose unit is what the kernels want
+LEAST_UNIT = 16  # tokens that a kernel multiplies at least
+MOST_TIMES_LARGER = 24  # a prefix than its least size, so that blocks waste little
+
+
+@dataclass(frozen=True)
+class Pages:
+    """What a layer of attention remembers: the keys and values of `kv_heads` heads, of each token that it still sees.
+
+    window: a query sees so many tokens, its own the last; None: all
+    """
+
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    @property
+    def numbers(self) -> int:
+        """In the keys of a token, and as many in its values."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class State:
+    """What a layer remembers whose memory of the past has a fixed size, as a recurrence does."""
+
+    num_bytes: int  # of a sequence
+
+
+Memory = Pages | State
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """The layers whose pages are alike. They have one block table.
+
+    layers: their numbers in the model
+    block_size: so many tokens of these layers fill a block
+    """
+
+    layers: tuple[int, ...]
+    pages: Pages
+    block_size: int
+
+    @property
+    def window(self) -> int | None:
+        """See Pages."""
+        return self.pages.window
+
+    @property
+    def most_blocks(self) -> int | None:
+        """What a running sequence holds of them at most, however long it is; None: it has no such limit.
+
+        Its window begins and ends within a block, and a new block comes before the oldest one goes.
+        """
+        return None if self.window is None else -(-self.window // self.block_size) + 2
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Return how many blocks a running sequence of so many tokens holds at most."""
+        blocks = -(-num_tokens // self.block_size)
+        return blocks if self.most_blocks is None else min(blocks, self.most_blocks)
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """How the layers' pages fill blocks. A block holds pages of one group, and all blocks have the same bytes.
+
+    A page holds the keys or the values of one layer, for all tokens of a block. A block is cut into slices of equal
+    bytes, and a slice into whole pages. So the first slices of all blocks are side by side in memory, and so on.
+
+    groups: those that see all tokens come first
+    block_size: the option kvcache_block_size; if there is one group, its blocks have so many tokens
+    prefix_size: prefixes are shared in multiples of so many tokens; each group's blocks divide it
+    slice_numbers: numbers in a slice; slices: of a block
+    state_bytes: of a sequence's states, in all layers that have one
+    """
+
+    groups: tuple[CacheGroup, ...]
+    block_size: int
+    prefix_size: int
+    slice_numbers: int
+    slices: int
+    state_bytes: int = 0
+
+    @cached_property
+    def waste(self) -> float:
+        """The share of a block that stays empty, in the group where it is the largest."""
+        return 1 - min(2 * len(group.layers) * self._page_numbers(group) for group in self.groups) / self.block_numbers
+
+    @property
+    def block_numbers(self) -> int:
+        """Numbers in a block."""
+        return self.slices * self.slice_numbers
+
+    @property
+    def most_slots(self) -> int:
+        """Tokens in a slice, if all its pages are of the group whose tokens have the fewest numbers."""
+        return self.slice_numbers // min(group.pages.numbers for group in self.groups)
+
+    def pages_of_a_slice(self, group: CacheGroup) -> int:
+        """Return how many pages of a group a slice holds."""
+        return self.slice_numbers // self._page_numbers(group)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Return how many blocks a running sequence of so many tokens holds at most."""
+        return sum(group.blocks_of(num_tokens) for group in self.groups)
+
+    def longest(self, blocks: int, limit: int) -> int:
+        """Return how many tokens, at most `limit`, the longest sequence has that so many blocks hold."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.blocks_of(middle) <= blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def tokens_of(self, blocks: int, length: int) -> int:
+        """Return how many tokens so many blocks hold, of sequences that have `length` tokens each, or little more."""
+        rounded = -(-length // self.prefix_size) * self.prefix_size
+        return blocks * rounded // self.blocks_of(rounded)
+
+    def pool_of(self, num_kvcache_blocks: int) -> int:
+        """Return how many blocks hold as many tokens of all layers as that option asks for."""
+        tokens = num_kvcache_blocks * self.block_size
+        return sum(-(-tokens // group.block_size) for group in self.groups)
+
+    def asked_by(self, blocks: int) -> int:
+        """Return the largest num_kvcache_blocks that asks for no more than so many blocks."""
+        low = (
+            blocks
+            * self.prefix_size
+            // self.block_size
+            // sum(self.prefix_size // group.block_size for group in self.groups)
+        )
+        return next(asked for asked in range(low, -1, -1) if self.pool_of(asked) <= blocks)
+
+    @staticmethod
+    def _page_numbers(group: CacheGroup) -> int:
+        return group.block_size * group.pages.numbers
+
+
+def kinds_of(memory: Iterable[Memory]) -> list[Pages]:
+    """Return the pages of each group of layers, in the order of the groups. memory: of each layer"""
+    kinds = [pages for pages in dict.fromkeys(memory) if isinstance(pages, Pages)]
+    return sorted(kinds, key=lambda pages: pages.window is not None)
+
+
+def lay_out(memory: Iterable[Memory], block_size: int, unit: int) -> CacheLayout:
+    """Let layers that remember alike form groups, and find blocks in which each group wastes little.
+
+    memory: of each layer, on one rank; some have pages
+    block_size: tokens in a block, if there is one group; with several, a prefix has at least as many tokens
+    unit: with several groups, each group's blocks have a multiple of so many tokens
+    """
+    memory = list(memory)
+    kinds = kinds_of(memory)
+    layers = {kind: [layer for layer, pages in enumerate(memory) if pages == kind] for kind in kinds}
+    layout = _divide(layers, kinds, block_size, [block_size] * len(kinds))
+    if len(kinds) > 1:
+        unit *= -(-block_size // MOST_BLOCK_SIZE)  # so that there are not too many sizes to try
+        layout = _least_wasteful(layers, kinds, block_size, unit, [1])
+        if layout.waste > MOST_WASTE:
+            narrow = _least_wasteful(layers, kinds, block_size, max(unit // 2, LEAST_UNIT), [1, 2])
+            layout = min(layout, narrow, key=lambda layout: layout.waste)
+    state_bytes = sum(state.num_bytes for state in memory if isinstance(state, State))
+    return replace(layout, block_size=block_size, state_bytes=state_bytes)
+
+
+def _least_wasteful(
+    layers: dict[Pages, list[int]], kinds: list[Pages], block_size: int, unit: int, most_blocks: list[int]
+) -> CacheLayout:
+    """Find the smallest prefix with little waste, or else the one with the least.
+
+    most_blocks: so many blocks, one of these numbers, a prefix may have of the kind that has the fewest
+    """
+    best: CacheLayout | None = None
+    first = -(-block_size // unit) * unit
+    for prefix_size in range(first, first * MOST_TIMES_LARGER + 1, unit):
+        sizes = [size for size in range(unit, prefix_size + 1, unit) if prefix_size % size == 0]
+        for largest in (prefix_size // blocks for blocks in most_blocks if prefix_size // blocks in sizes):
+            layout = _divide(layers, kinds, prefix_size, _block_sizes(layers, kinds, sizes, largest))
+            if best is None or layout.waste < best.waste:
+                best = layout
+        if best is not None and best.waste <= MOST_WASTE:
+            break
+    assert best is not None
+    return best
+
+
+def _block_sizes(layers: dict[Pages, list[int]], kinds: list[Pages], sizes: list[int], largest: int) -> list[int]:
+    """Return for each kind the one of the sizes with which its blocks have about the same bytes as the others'.
+
+    largest: the size for the kind with the least bytes a token
+    """
+    numbers = [len(layers[pages]) * pages.numbers for pages in kinds]
+    most = largest * min(numbers)
+    return [min(sizes, key=lambda size: abs(math.log(size * own / most))) for own in numbers]
+
+
+def _divide(layers: dict[Pages, list[int]], kinds: list[Pages], prefix_size: int, sizes: list[int]) -> CacheLayout:
+    groups = tuple(CacheGroup(tuple(layers[pages]), pages, size) for pages, size in zip(kinds, sizes, strict=True))
+    page_numbers = [group.block_size * group.pages.numbers for group in groups]
+    slice_numbers = math.lcm(*page_numbers)
+    slices = max(
+        -(-2 * len(group.layers) * numbers // slice_numbers)
+        for group, numbers in zip(groups, page_numbers, strict=True)
+    )
+    return CacheLayout(groups, prefix_size, prefix_size, slice_numbers, slices)

@@ -1,0 +1,151 @@
+"""PrefixTree: what the KV cache holds of which prefixes. A hash finds a node, which counts only if it is equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from xxhash import xxh64_intdigest
+
+NONE = -1  # in place of a block
+
+
+class Block:
+    """One block of the KV cache.
+
+    ref_count: this many sequences hold the block
+    node: the block holds tokens of this node, which a lookup finds; None: of nobody whom a lookup would find
+    place: which of the node's blocks it is
+    """
+
+    __slots__ = ("node", "place", "ref_count")
+
+    def __init__(self) -> None:
+        self.ref_count = 0
+        self.node: Node | None = None
+        self.place = 0
+
+
+class Node:
+    """A prefix: the parent's, and some more tokens, as many in each node.
+
+    serial: no other prefix has it
+    content: the parent's serial and the node's own tokens, as bytes
+    digest: the content's hash
+    blocks: those that hold the node's own tokens, one group's after another's; NONE where a block is lost
+    snapshot: the slot that holds the states behind the node's last token; NONE: no slot does
+    """
+
+    __slots__ = ("blocks", "content", "digest", "is_found", "num_children", "parent", "serial", "snapshot")
+
+    def __init__(self, parent: Node | None, serial: int, content: bytes, digest: int, num_blocks: int) -> None:
+        self.parent, self.serial, self.content, self.digest = parent, serial, content, digest
+        self.blocks = [NONE] * num_blocks
+        self.snapshot = NONE
+        self.num_children = 0
+        self.is_found = True  # by a lookup
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has nothing, and leads to no other node."""
+        return self.num_children == 0 and self.snapshot == NONE and all(block == NONE for block in self.blocks)
+
+
+class PrefixTree:
+    """All nodes that have a block or a snapshot, or lead to such a one.
+
+    roots: of short and of long sequences (see Scheduler), whose keys differ
+    by_hash: hash of a content -> the node that a lookup of the content finds
+    collided: content whose hash leads to another content's node -> its own node
+    """
+
+    _hash = staticmethod(xxh64_intdigest)
+
+    def __init__(self, blocks: list[Block], num_places: int) -> None:
+        """num_places: the blocks of one node."""
+        self._blocks, self._num_places = blocks, num_places
+        self._serials = count(2)
+        self.roots = tuple(Node(None, serial, b"", 0, 0) for serial in range(2))
+        self.by_hash: dict[int, Node] = {}
+        self.collided: dict[bytes, Node] = {}
+
+    def __iter__(self) -> Iterator[Node]:
+        yield from self.by_hash.values()
+        yield from self.collided.values()
+
+    def __len__(self) -> int:
+        return len(self.by_hash) + len(self.collided)
+
+    def find(self, parent: Node, tokens: bytes) -> Node | None:
+        """Return the node of these tokens behind its parent; None: there is none."""
+        content = _content(parent, tokens)
+        return self._find(content, self._hash(content))
+
+    def _find(self, content: bytes, digest: int) -> Node | None:
+        node = self.by_hash.get(digest)
+        if node is not None and node.content == content:
+            return node
+        return self.collided.get(content) if self.collided else None
+
+    def child(self, parent: Node, tokens: bytes) -> Node:
+        """Return the node of these tokens behind its parent, which is made if there is none."""
+        content = _content(parent, tokens)
+        digest = self._hash(content)
+        node = self._find(content, digest)
+        if node is None:
+            node = Node(parent, next(self._serials), content, digest, self._num_places)
+            parent.num_children += 1
+            if self.by_hash.setdefault(digest, node) is not node:
+                self.collided[content] = node
+        return node
+
+    def can_attach(self, block_id: int, node: Node, place: int) -> bool:
+        """Whether a block is no node's, and the node lacks one there."""
+        return node.blocks[place] == NONE and self._blocks[block_id].node is None
+
+    def attach(self, block_id: int, node: Node, place: int) -> None:
+        """Let a block be the node's."""
+        block = self._blocks[block_id]
+        block.node, block.place = node, place  # first: an interrupt must not leave a node whose block goes unnoticed
+        node.blocks[place] = block_id
+
+    def detach(self, block_id: int) -> None:
+        """Let a block be no node's."""
+        block = self._blocks[block_id]
+        if (node := block.node) is not None:
+            block.node = None
+            node.blocks[block.place] = NONE
+            self.prune(node)
+
+    def empty(self, node: Node) -> None:
+        """Let a node have no block any more."""
+        for block_id in node.blocks:
+            if block_id != NONE:
+                self.detach(block_id)
+
+    def prune(self, node: Node) -> None:
+        """Remove a node if it has nothing, and then its parent likewise."""
+        while node.parent is not None and node.is_found and node.is_empty:
+            node.is_found = False
+            if self.by_hash.get(node.digest) is node:
+                del self.by_hash[node.digest]
+            else:
+                del self.collided[node.content]
+            node.parent.num_children -= 1
+            node = node.parent
+
+    def clear(self) -> None:
+        """Remove all nodes but the roots."""
+        for node in self:
+            node.is_found = False
+            for block_id in node.blocks:
+                if block_id != NONE:
+                    self._blocks[block_id].node = None
+        for root in self.roots:
+            root.num_children = 0
+        self.by_hash.clear()
+        self.collided.clear()
+
+
+def _content(parent: Node, tokens: bytes) -> bytes:
+    return parent.serial.to_bytes(8, "little") + tokens
