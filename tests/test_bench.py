@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import alike
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -133,14 +134,13 @@ def test_the_engine_tells_its_observer_what_each_step_found(tiny: LLM) -> None:
 class Shape:
     hidden_size, intermediate_size, num_layers, vocab_size = 8, 16, 2, 100
     num_heads, num_kv_heads, head_dim, windows, experts = 4, 2, 4, (None, None), None
-    window = None
 
 
 LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
 HEAD = 100 * 8
 MATRICES = 2 * LAYER + HEAD
 KV_BYTES = 2 * 2 * 8 * 2  # of a token: two layers, keys and values, two heads of four numbers, in two bytes
-AMPLE = bench.Limits(rows=8, tokens=1000, blocks=1000, block_size=4)
+AMPLE = bench.Limits(rows=8, tokens=1000, blocks=1000, groups=alike(4).groups)
 
 
 class Sparse(Shape):
@@ -259,27 +259,27 @@ def test_what_requests_share_takes_blocks_once() -> None:
     prefix = bench.Workload([[1] * 9] * 6, [4] * 6, prefix_len=8)
     samples = bench.Workload([[1] * 9], [4], samples=6)
     for work in (prefix, samples):
-        few, many = (decode_steps(work, None, replace(AMPLE, blocks=blocks), 0) for blocks in (4, 8))
+        few, many = (decode_steps(work, replace(AMPLE, blocks=blocks), 0) for blocks in (4, 8))
         assert many == [Steps(3, 18, 0)]
         assert few[0].rows == 18
     # The prefix takes its blocks in every step, the samples' prompt only while they run.
-    assert decode_steps(prefix, None, replace(AMPLE, blocks=4), 0)[0].count == 18 / 2
-    assert decode_steps(samples, None, replace(AMPLE, blocks=4), 0)[0].count == (18 + 2 * 3) / 4
+    assert decode_steps(prefix, replace(AMPLE, blocks=4), 0)[0].count == 18 / 2
+    assert decode_steps(samples, replace(AMPLE, blocks=4), 0)[0].count == (18 + 2 * 3) / 4
 
 
 def test_a_window_of_all_layers_bounds_the_blocks() -> None:
     """At lengths of 10 to 15 a query sees 4 tokens, in the two or one blocks of 4 tokens that the sequence holds."""
     work = bench.Workload([[1] * 9] * 4, [7] * 4)
     held = [2, 2, 1, 2, 2, 2]
-    (steps,) = decode_steps(work, 4, replace(AMPLE, blocks=3), 0)
+    (steps,) = decode_steps(work, replace(AMPLE, blocks=3, groups=alike(4, window=4).groups), 0)
     assert (steps.count, steps.rows) == (-(-4 * sum(held) // 3), 24)
-    assert decode_steps(work, 4, replace(AMPLE, blocks=8), 0) == [Steps(6, 24, 0)]
+    assert decode_steps(work, replace(AMPLE, blocks=8, groups=alike(4, window=4).groups), 0) == [Steps(6, 24, 0)]
 
 
 def test_experts_are_read_by_the_fewest_rows_that_fill_a_short_cache() -> None:
     """A row holds up to 3 blocks of 4 tokens, so that at least 2 rows hold 6."""
     work = bench.Workload([[1] * 8] * 8, [5] * 8)
-    (steps,) = decode_steps(work, None, replace(AMPLE, blocks=6), used=0.25)
+    (steps,) = decode_steps(work, replace(AMPLE, blocks=6), used=0.25)
     assert steps == Steps(-(-3 * 32 // 6), 32, 16 * (1 - 0.75**2))
 
 
@@ -291,14 +291,14 @@ def test_the_steps_of_a_short_cache_by_nano_vllms_workload() -> None:
     work = bench.WORKLOADS["nano"].draw(vocab_size=151936)
     first = sum(-(-len(prompt) // 256) for prompt in work.prompts)
     assert first + 538_558 == 539_232
-    ample, short = (bench.Limits(512, 16384, blocks, 256) for blocks in (791, 430))
-    (steps,) = decode_steps(work, None, short, 0)
+    ample, short = (bench.Limits(512, 16384, blocks, alike(256).groups) for blocks in (791, 430))
+    (steps,) = decode_steps(work, short, 0)
     assert (steps.count, steps.rows) == (-(-538_558 // 430), 133_966 - 256)
     assert steps.count == 1253
-    together = decode_steps(work, None, ample, 0)
+    together = decode_steps(work, ample, 0)
     assert sum(steps.count for steps in together) == 1023
     assert sum(steps.rows for steps in together) == 133_966 - 256
-    assert len(decode_steps(work, None, replace(ample, blocks=790), 0)) == 1  # one block less: not all at once
+    assert len(decode_steps(work, replace(ample, blocks=790), 0)) == 1  # one block less: not all at once
 
 
 def test_tight_is_nano_with_the_fewest_blocks_that_hold_110_000_tokens() -> None:
@@ -307,8 +307,7 @@ def test_tight_is_nano_with_the_fewest_blocks_that_hold_110_000_tokens() -> None
     assert replace(tight, kv_tokens=None) == nano
     assert (tight.num_blocks(256), tight.num_blocks(100), nano.num_blocks(256)) == (430, 1100, None)
     assert str(tight) == "100-1024 in, 100-1024 out, 110,000 in the KV cache"
-    limits = bench.Limits(tight.max_num_seqs, 16384, 430, 256)
-    assert limits.tokens_held == 110_080
+    limits = bench.Limits(tight.max_num_seqs, 16384, 430, alike(256).groups)
     assert floor_of(tight.draw(vocab_size=151936), limits).decode_steps == 1253
 
 
@@ -319,7 +318,7 @@ def test_no_order_of_the_requests_takes_less_than_the_least_steps(seed: int) -> 
     prefix, used = rand.choice([0, 9]), 0.3
     lens = [(prefix + rand.randint(1, 20), rand.randint(1, 20)) for _ in range(rand.randint(5, 30))]
     work = bench.Workload([[1] * prompt for prompt, _ in lens], [out for _, out in lens], prefix)
-    limits = bench.Limits(rows=rand.randint(1, 12), tokens=100, blocks=rand.randint(16, 40), block_size=4)
+    limits = bench.Limits(rows=rand.randint(1, 12), tokens=100, blocks=rand.randint(16, 40), groups=alike(4).groups)
     waiting = [(out - 1, -(-(prompt + out) // 4) - prefix // 4) for prompt, out in lens if out > 1]
     rand.shuffle(waiting)
     running: list[tuple[int, int]] = []
@@ -331,7 +330,7 @@ def test_no_order_of_the_requests_takes_less_than_the_least_steps(seed: int) -> 
             free -= running[-1][1]
         rows.append(len(running))
         running = [(left - 1, blocks) for left, blocks in running if left > 1]
-    least = decode_steps(work, None, limits, used)
+    least = decode_steps(work, limits, used)
     assert sum(steps.count for steps in least) <= len(rows)
     assert sum(steps.rows for steps in least) == sum(rows)
     reads = sum(1 - (1 - used) ** count for count in rows)

@@ -19,7 +19,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from conftest import greedy
+from conftest import alike, greedy
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
@@ -526,7 +526,7 @@ class TestConfig:
         with pytest.raises(ValueError, match="num_kvcache_blocks=134217729: must be at most 134217728: with kvcache_b"):
             Config(BUNDLED_MODEL, kvcache_block_size=16, num_kvcache_blocks=2**27 + 1)
         assert Config(BUNDLED_MODEL, kvcache_block_size=16, num_kvcache_blocks=2**27).num_kvcache_blocks == 2**27
-        spec = KVCacheSpec(layers=1, block_size=16, kv_heads=1, head_dim=16, dtype=torch.float16, by_head=False)
+        spec = KVCacheSpec(alike(16), torch.float16, by_head=False)
         config = Config(BUNDLED_MODEL, kvcache_block_size=16)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("nanoinfer.runner.memory.plan.CPU_BUDGET", 1 << 40)

@@ -196,7 +196,7 @@ def test_a_block_takes_half_the_bytes_of_16_bits(make_llm: Callable[..., LLM]) -
         make_llm(**{**OPTIONS, "dtype": "float16", "kv_cache_dtype": kind}).engine.ranks.runner
         for kind in ("auto", "fp8")
     )
-    assert in_fp8.holdings.kv_cache.dtype == FP8
+    assert in_fp8.holdings.kv_cache.memory.dtype == FP8
     assert 2 * in_fp8.holdings.cache_spec.block_bytes == plain.holdings.cache_spec.block_bytes
 
 

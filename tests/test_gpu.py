@@ -17,6 +17,7 @@ from test_models import CASES, Case, build
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend
+from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.kernels.attention.decode_plan import FEW_ROWS
 from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
@@ -86,8 +87,11 @@ def test_bfloat16_logits_agree_with_float32(
 def logits_of(llm: LLM, prompt: list[int], first: int) -> torch.Tensor:
     """Return the logits after each token of a prompt of up to 512 tokens, computed in two chunks."""
     steps, found = llm.engine.ranks.runner.steps, []
+    tables = [list(range(3, 3 + -(-512 // group.block_size))) for group in steps.kv_cache.layout.groups]
+    for first_block, table in enumerate(tables):  # of each group others, in no order
+        table[:] = [first_block + len(tables) * block for block in reversed(table)]
     for start, end in ((0, first), (first, len(prompt))):
-        chunk = ChunkMessage(array("i", prompt[start:end]), start, [3, 1])
+        chunk = ChunkMessage(array("i", prompt[start:end]), start, tables)
         packed = PrefillInputs([chunk], [], steps.kv_cache)
         with torch.inference_mode():
             found.append(steps.model.compute_logits(steps.model(packed.token_ids, packed.context)).float().cpu())
@@ -153,9 +157,8 @@ def test_a_cache_of_more_than_two_to_the_31_elements(backend: str) -> None:
     torch.manual_seed(0)
     num_blocks, block_size, kv_heads, heads, head_dim = 8300, 256, 8, 16, 128
     assert num_blocks * block_size * kv_heads * head_dim > 2**31
-    shape = (2, 1, num_blocks, block_size, kv_heads, head_dim)
-    kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
-    k_cache, v_cache = kv_cache[:, 0]
+    shape = (2, num_blocks, block_size, kv_heads, head_dim)
+    k_cache, v_cache = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
     table = torch.tensor([[num_blocks - 1, 0, num_blocks - 2]], dtype=torch.int32, device="cuda")
     length = 600
     at = torch.arange(length, device="cuda")
@@ -174,14 +177,15 @@ def test_a_cache_of_more_than_two_to_the_31_elements(backend: str) -> None:
     expected = expected[0].transpose(0, 1)
     lens = torch.tensor([length], dtype=torch.int32, device="cuda")
     cu = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-    from nanoinfer.attention.context import Context, PackedQueries, Scoring
+    from nanoinfer.attention.context import Context, GroupContext, PackedQueries, Scoring
 
     packed = PackedQueries([length], [length], cu, cu, [False])
-    context = Context(kv_cache, torch.empty(0, device="cuda"), slots, table, lens, length, packed)
-    backend_object = make_backend(name, windows=(None,))
-    prefilled = backend_object.prefill(q, k_cache, v_cache, context, Scoring(head_dim**-0.5))
+    group = GroupContext(slots, table)
+    context = Context({0: (k_cache, v_cache)}, [group], lens, lens, length, packed)
+    backend_object = make_backend(name, lay_out([Pages(kv_heads, head_dim)], block_size, block_size))
+    prefilled = backend_object.prefill(q, k_cache, v_cache, context, group, Scoring(head_dim**-0.5))
     backend_object.prepare_decode(context)
-    decoded = backend_object.decode(q[-1:], k_cache, v_cache, context, Scoring(head_dim**-0.5))
+    decoded = backend_object.decode(q[-1:], k_cache, v_cache, context, group, Scoring(head_dim**-0.5))
     for out, wanted in ((prefilled, expected), (decoded, expected[-1:])):
         assert (out.float() - wanted).norm() / wanted.norm() < 1e-2
 

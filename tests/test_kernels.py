@@ -20,7 +20,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from nanoinfer.attention import BACKENDS, choose_backend, make_backend
-from nanoinfer.attention.context import Context, PackedQueries, Scoring
+from nanoinfer.attention.cache_layout import Pages, lay_out
+from nanoinfer.attention.context import Context, GroupContext, PackedQueries, Scoring
 from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
@@ -835,9 +836,11 @@ def test_a_backend_serves_layers_of_different_windows(name: str) -> None:
         choose_backend(name, DEVICE, SHORT, 256, head_dim)
     except ValueError as problem:
         pytest.skip(str(problem))
-    backend = make_backend(name, windows=[32, None, 400, 32])
+    windows = [None, 32, 400]
+    layout = lay_out([Pages(2, head_dim, window) for window in windows], 256, 256)
+    backend = make_backend(name, layout)
     k_cache, v_cache, tables = paged(context_lens, 4, 2, head_dim, 256, SHORT)
-    kv_cache = torch.stack([k_cache, v_cache]).nan_to_num()[:, None]
+    kv_cache = k_cache.nan_to_num(), v_cache.nan_to_num()
     q = randn(sum(query_lens), 4, head_dim, dtype=SHORT)
     lens, cu_query_lens, cu_context_lens = (
         torch.tensor(numbers, device=DEVICE, dtype=torch.int32)
@@ -845,14 +848,16 @@ def test_a_backend_serves_layers_of_different_windows(name: str) -> None:
     )
     packed = PackedQueries(query_lens, context_lens, cu_query_lens, cu_context_lens, [False] * len(query_lens))
     last = cu_query_lens[1:].long() - 1
-    prefill = Context(kv_cache, lens, lens, tables, lens, 300, packed)
-    decode = Context(kv_cache, lens, lens, tables, lens, 300)
+    groups = [GroupContext(lens, tables) for _ in windows]
+    layers = dict.fromkeys(range(len(windows)), kv_cache)
+    prefill = Context(layers, groups, lens, lens, 300, packed)
+    decode = Context(layers, groups, lens, lens, 300)
     backend.prepare_decode(decode)
     for window, softcap in ((32, None), (None, 1.0), (400, None), (32, 1.0), (None, None)):
-        scoring = Scoring(0.1, window, softcap)
-        expected = attend_densely(q, *kv_cache[:, 0], tables, query_lens, context_lens, scoring)
-        assert_close(backend.prefill(q, *kv_cache[:, 0], prefill, scoring), expected)
-        assert_close(backend.decode(q[last], *kv_cache[:, 0], decode, scoring), expected[last])
+        scoring, group = Scoring(0.1, window, softcap), groups[windows.index(window)]
+        expected = attend_densely(q, *kv_cache, tables, query_lens, context_lens, scoring)
+        assert_close(backend.prefill(q, *kv_cache, prefill, group, scoring), expected)
+        assert_close(backend.decode(q[last], *kv_cache, decode, group, scoring), expected[last])
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import DEVICE, HAS_CUDA, of_each_kind
+from conftest import DEVICE, HAS_CUDA, alike, of_each_kind
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fp8 import quantized, scales
@@ -15,7 +15,7 @@ from test_kernels import assert_close, attend_densely, paged, randn
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.attention import make_backend
-from nanoinfer.attention.context import Context, PackedQueries, Scoring
+from nanoinfer.attention.context import Context, GroupContext, PackedQueries, Scoring
 from nanoinfer.kernels.attention import long_prefill, prefill_plan
 from nanoinfer.kernels.attention.long_prefill import attend, attend_reference, can_attend, merge, merge_reference
 from nanoinfer.kernels.attention.prefill_plan import LONG, LONGEST, UNIT, DividedPrefill, divide
@@ -142,13 +142,14 @@ def test_attention_of_a_step(in_fp8: bool, shape: tuple[int, int, int, int], uni
         torch.tensor(numbers.tolist(), dtype=torch.int32, device=DEVICE)
         for numbers in (division.rows, division.cu_query_lens, division.context_lens)
     )
-    divided = DividedPrefill(division.stretches, division.max_query_len, tables[rows], *pieces)
+    divided = DividedPrefill(division.stretches, division.max_query_len, *pieces)
     packed = PackedQueries(query_lens, context_lens, cu_query_lens, cu_query_lens, [False] * len(lens), divided)
-    context = Context(torch.stack([k_cache, v_cache])[:, None], cu_query_lens, lens, tables, lens, 0, packed)
+    group = GroupContext(lens, tables, tables[rows])
+    context = Context({0: (k_cache, v_cache)}, [group], cu_query_lens, lens, 0, packed)
     expected = {}
     for window in (None, unit):
         how = Scoring(head_dim**-0.5, window, None, kv_scales)
-        out = make_backend("triton", [None, unit]).prefill(q, k_cache, v_cache, context, how)
+        out = make_backend("triton", alike(k_cache.shape[1], window)).prefill(q, k_cache, v_cache, context, group, how)
         expected[window] = attend_densely(q, *exact, tables, query_lens, context_lens, how)
         assert_close(out, expected[window])
     assert not torch.allclose(expected[None], expected[unit])

@@ -15,6 +15,7 @@ from test_models import CASES, build
 from transformers import AutoConfig
 
 from nanoinfer import BUNDLED_MODEL, LLM
+from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.config import LONGEST_BY_TORCH, Config
 from nanoinfer.models import describe
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -26,6 +27,7 @@ from nanoinfer.runner.memory.plan import CPU_BUDGET, MemoryPlan, plan_memory
 from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.trainer.reference import reference
 
+ONE_HEAD = lay_out([Pages(kv_heads=1, head_dim=16)], 16, 16)
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32768}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}
 LLAMA3 = {
@@ -200,7 +202,8 @@ class TestCache:
     ) -> None:
         gpus(monkeypatch, 1)
         config = Config(BUNDLED_MODEL, **{**SMALL, **options})
-        spec = KVCacheSpec(1, config.kvcache_block_size, 1, 16, torch.float32, by_head=False)
+        layout = lay_out([Pages(kv_heads=1, head_dim=16)], config.kvcache_block_size, 16)
+        spec = KVCacheSpec(layout, torch.float32, by_head=False)
         with pytest.raises(ValueError, match=remedy):
             plan._blocks_that_fit(config, spec, 128 * 1 * 2 * 16 * 4)
 
@@ -225,7 +228,7 @@ class TestCache:
         assert len(after[0].token_ids) == 64 - len(PROMPT)
 
     def test_the_rank_with_the_least_memory_decides(self, caplog: pytest.LogCaptureFixture) -> None:
-        config, spec = Config(BUNDLED_MODEL, **SMALL), KVCacheSpec(1, 16, 1, 16, torch.float32, by_head=False)
+        config, spec = Config(BUNDLED_MODEL, **SMALL), KVCacheSpec(ONE_HEAD, torch.float32, by_head=False)
 
         class Ranks(TensorParallel):
             def min(self, value: int, device: torch.device) -> int:
@@ -239,7 +242,7 @@ class TestCache:
     def test_a_replica_leaves_the_log_to_all(self, caplog: pytest.LogCaptureFixture) -> None:
         """Its process may log where the LLM's does, as a script that sets up logging is imported in both."""
         config = Config(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=5, data_parallel_size=2)
-        spec = KVCacheSpec(1, 16, 1, 16, torch.float32, by_head=False)
+        spec = KVCacheSpec(ONE_HEAD, torch.float32, by_head=False)
         with caplog.at_level(logging.INFO, logger="nanoinfer"):
             plan_memory(config, spec, torch.device("cpu"), TensorParallel(), held=0, steps=0, graphs=0)
         assert caplog.records == []
@@ -269,7 +272,8 @@ class TestCache:
     ) -> None:
         gpus(monkeypatch, 2)
         config = Config(BUNDLED_MODEL, **{**SMALL, "device": "cuda", **options})
-        made = MemoryPlan(1, 1, 1, 1, 1, block_bytes=1, blocks=5, max_model_len=length, max_position=2048)
+        blocks = {"block_bytes": 1, "blocks": 5, "asked": 5, "tokens": 80, "waste": 0.0}
+        made = MemoryPlan(1, 1, 1, 1, 1, 0, 0, **blocks, max_model_len=length, max_position=2048)
         with caplog.at_level(logging.INFO, logger="nanoinfer"):
             plan.tell(config, made)
         assert why in told(caplog)[0]

@@ -172,8 +172,9 @@ class SearchesBeams(ABC):
         if needed > blocks:
             raise ValueError(
                 f"params.beam_width={rules.params.beam_width}: the beams of prompts[{index}], of up to {seq.max_len}"
-                f" tokens, may need {needed} of the KV cache's {blocks} blocks (num_kvcache_blocks={asked}); fewer"
-                f" beams or less than max_tokens={rules.params.max_tokens} would work; or {what_makes_room(self.config)}"
+                f" tokens, may need {needed} of the KV cache's {blocks} blocks (num_kvcache_blocks={asked});"
+                f" fewer beams or less than max_tokens={rules.params.max_tokens} would work; or"
+                f" {what_makes_room(self.config)}"
             )
         return search
 

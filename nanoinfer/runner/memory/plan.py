@@ -149,7 +149,7 @@ def plan_memory(
     if device.type == "cuda":
         torch.cuda.empty_cache()
         used = total - torch.cuda.mem_get_info(device)[0]
-    layout = config.cache_layout
+    layout = spec.layout
     slots = SLOTS_OF_A_ROW * config.max_num_seqs if layout.state_bytes else 0
     states = slots * layout.state_bytes
     budget = tp.min(limit - used - steps - graphs - states, device)
@@ -205,7 +205,7 @@ def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
         lowered = "max_model_len" if fit else "kvcache_block_size"
         raise ValueError(
             f"the KV cache has {max(budget, 0) / 2**20:,.0f} MiB, but one sequence of max_model_len={length} needs"
-            f" {needed / 2**20:,.0f} MiB with kvcache_block_size={config.kvcache_block_size}; {fit} tokens fit:"
+            f" {needed / 2**20:,.0f} MiB in blocks (kvcache_block_size={config.kvcache_block_size}); {fit} tokens fit:"
             f" lower {lowered}, or {what_makes_room(config)}"
         )
     return min(budget // spec.block_bytes, MAX_SLOTS // layout.most_slots)
