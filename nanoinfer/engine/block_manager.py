@@ -45,6 +45,7 @@ class BlockManager:
         self.layout, self.groups, self.prefix_size = layout, layout.groups, layout.prefix_size
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._sizes = [group.block_size for group in self.groups]
         self._counts = [layout.prefix_size // group.block_size for group in self.groups]  # blocks of a node
         self._places = [sum(self._counts[:index]) for index in range(len(self.groups))]
         self._has_windows = any(group.window for group in self.groups)
@@ -65,7 +66,7 @@ class BlockManager:
 
     def next_end(self, position: int) -> int:
         """Return where the first block ends that does so behind a position, in any group."""
-        return min((position // group.block_size + 1) * group.block_size for group in self.groups)
+        return min([(position // size + 1) * size for size in self._sizes])
 
     def begin_step(self) -> bool:
         """Begin to plan a step; returns whether blocks come back. All steps before have been launched.
@@ -73,6 +74,8 @@ class BlockManager:
         What the windows of a prefill step have left behind may only go now: its own chunks must not write there.
         """
         self._planned.clear()
+        if not self._passed:
+            return False
         released = [self.release(seq, seq.num_scheduled) for seq in self._passed]
         self._passed.clear()
         return any(released)
@@ -148,13 +151,13 @@ class BlockManager:
             self._passed.append(other)
         return copies
 
-    def num_needed(self, seqs: Iterable[Sequence]) -> int:
-        """Return how many blocks the next tokens to be scheduled need, one of each sequence."""
-        return sum(
-            seq.num_scheduled >= len(table) * group.block_size
-            for seq in seqs
-            for group, table in zip(self.groups, seq.block_tables, strict=True)
-        )
+    def num_needed(self, seq: Sequence) -> int:
+        """Return how many blocks the next token to be scheduled needs."""
+        position, needed = seq.num_scheduled, 0
+        for size, table in zip(self._sizes, seq.block_tables, strict=True):
+            if position >= len(table) * size:
+                needed += 1
+        return needed
 
     def append(self, seq: Sequence) -> list[int]:
         """Give a sequence the blocks that its next token needs, which must be free; returns the groups' numbers."""
@@ -170,34 +173,36 @@ class BlockManager:
 
         Other sequences of the same step may share these blocks: each layer writes all keys before it attends.
         """
-        self.record(seq, num_tokens, self._planned)
+        self._record(seq, num_tokens, self._planned)
         if self._has_windows:
             self._passed.append(seq)
 
-    def record(self, seq: Sequence, num_tokens: int, planned: list[int] | None = None) -> None:
-        """Let later sequences find what the first `num_tokens` tokens fill. planned: gets the blocks that are new
+    def record(self, seq: Sequence, num_tokens: int) -> None:
+        """Let later sequences find what the first `num_tokens` tokens fill, which has been computed."""
+        self._record(seq, num_tokens, [])
+
+    def _record(self, seq: Sequence, num_tokens: int, attached: list[int]) -> None:
+        """Let later sequences find what the first `num_tokens` tokens fill. attached: gets the blocks that are new to them
 
         A prefix that another sequence has recorded keeps its blocks, and gets those that it lacks.
         """
-        size, node = self.prefix_size, seq.node
+        size, node, tree = self.prefix_size, seq.node, self.tree
         while node is not None and node.is_found and (seq.num_nodes + 1) * size <= num_tokens:
-            start = seq.num_nodes * size
-            node = seq.node = self.tree.child(node, seq.token_ids[start : start + size].tobytes())
-            for table, released, count, place in zip(
-                seq.block_tables, seq.num_released, self._counts, self._places, strict=True
-            ):
-                first = seq.num_nodes * count
-                for column in range(max(first, released), first + count):
-                    block_id, at = table[column], place + column - first
-                    if self.tree.can_attach(block_id, node, at):
-                        if planned is not None:
-                            planned.append(block_id)
-                        self.tree.attach(block_id, node, at)
-            seq.num_nodes += 1
+            index = seq.num_nodes
+            node = seq.node = tree.child(node, seq.token_ids[index * size : (index + 1) * size].tobytes())
+            place = 0
+            for table, released, count in zip(seq.block_tables, seq.num_released, self._counts, strict=True):
+                for column in range(index * count, (index + 1) * count):
+                    if column >= released:
+                        tree.attach(table[column], node, place, attached)
+                    place += 1
+            seq.num_nodes = index + 1
 
     def release(self, seq: Sequence, position: int) -> bool:
         """Take back the blocks that no query from this position on sees; returns whether there are some."""
         has_released = False
+        if not self._has_windows:
+            return has_released
         for index, (group, table) in enumerate(zip(self.groups, seq.block_tables, strict=True)):
             if group.window is not None:
                 behind = min(max(0, position - group.window + 1) // group.block_size, len(table))

@@ -99,15 +99,13 @@ class PrefixTree:
                 self.collided[content] = node
         return node
 
-    def can_attach(self, block_id: int, node: Node, place: int) -> bool:
-        """Whether a block is no node's, and the node lacks one there."""
-        return node.blocks[place] == NONE and self._blocks[block_id].node is None
-
-    def attach(self, block_id: int, node: Node, place: int) -> None:
-        """Let a block be the node's."""
+    def attach(self, block_id: int, node: Node, place: int, attached: list[int]) -> None:
+        """Let a block be the node's, if it is no node's yet and the node lacks one there. attached: gets its number"""
         block = self._blocks[block_id]
-        block.node, block.place = node, place  # first: an interrupt must not leave a node whose block goes unnoticed
-        node.blocks[place] = block_id
+        if block.node is None and node.blocks[place] == NONE:
+            attached.append(block_id)
+            block.node, block.place = node, place  # first: an interrupt must not leave a block that a node has unknown
+            node.blocks[place] = block_id
 
     def detach(self, block_id: int) -> None:
         """Let a block be no node's."""

@@ -195,7 +195,7 @@ class Scheduler:
         return forks
 
     def _schedule_decode(self, in_flight: bool) -> DecodeStep | None:
-        while self.block_manager.num_needed(self.full) > self.block_manager.num_free:
+        while self.full and sum(map(self.block_manager.num_needed, self.full)) > self.block_manager.num_free:
             if in_flight:
                 return None  # a preempted sequence starts again from its tokens, which must be known
             self._requeue(self.admission.cheapest(self.running))
@@ -233,7 +233,7 @@ class Scheduler:
             seq.status = SequenceStatus.OUTGROWN
             self.decoding.remove(seq)
             return
-        if self.block_manager.num_needed([seq]):
+        if self.block_manager.num_needed(seq):
             self.full.append(seq)
         seq.check_at = min(self.block_manager.next_end(seq.num_scheduled), seq.max_len - 1)
         if self.long_from is not None and not seq.is_long:
