@@ -6,7 +6,7 @@ from collections.abc import Collection
 from itertools import islice
 
 from nanoinfer.engine.admission.forecast import MOST_TIMES, Forecast
-from nanoinfer.engine.admission.lengths import Lengths, has_known_end
+from nanoinfer.engine.admission.lengths import Lengths
 from nanoinfer.engine.admission.waiting import Waiting
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.sequence import Sequence
@@ -115,14 +115,13 @@ class Admission:
 
     def _look_ahead(self, running: Collection[Sequence]) -> Forecast:
         """Return the forecast of those that run."""
-        outputs = [seq.num_output_tokens for seq in running if not has_known_end(seq)]
         asked = [*running, *islice(self.waiting, MOST_TIMES)]
         most = max(seq.max_len - seq.num_prompt_tokens for seq in asked)
         manager = self._block_manager
         forecast = Forecast(
             len(manager.blocks),
             manager.groups,
-            self._lengths.survival(outputs, most),
+            self._lengths.outlook(running, most),
             asked,
         )
         # Blocks that several share count for the one that may run longest.

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanoinfer.attention.cache_layout import CacheGroup
-from nanoinfer.engine.admission.lengths import Floats, Ints, Survival, has_known_end
+from nanoinfer.engine.admission.lengths import Floats, Ints, Outlook, has_known_end
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 
 MOST_TIMES = 256  # of a forecast
@@ -26,11 +26,9 @@ class Forecast:
     A sequence holds the most just before it ends. So the times are those ends, where they are known, or evenly spaced.
     """
 
-    def __init__(
-        self, room: int, groups: Collection[CacheGroup], survival: Survival, seqs: Collection[Sequence]
-    ) -> None:
+    def __init__(self, room: int, groups: Collection[CacheGroup], outlook: Outlook, seqs: Collection[Sequence]) -> None:
         """room: blocks that there are; seqs: those that run, and those that may begin."""
-        self._room, self._groups, self._survival = room, groups, survival
+        self._room, self._groups, self._outlook = room, groups, outlook
         self._times = self._choose_times(seqs)
         self._mean = np.zeros(len(self._times))
         self._variance = np.zeros(len(self._times))
@@ -102,7 +100,8 @@ class Forecast:
             blocks += grown if most is None else np.minimum(grown, np.maximum(first, most))
         alive = (self._times <= left[:, None]).astype(np.float64)
         if not known.all():
-            alive[~known] *= self._survival.later(output[~known], self._times)
+            unknown = [seq for seq, is_known in zip(seqs, known, strict=True) if not is_known]
+            alive[~known] *= self._outlook.later(unknown, output[~known], self._times)
         mean = alive * blocks
         return mean, mean * (blocks - mean)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from nanoinfer.engine.sequence import Sequence
 
+RECENT_REQUESTS = 1024  # whose samples' ends count
+OTHERS = 8  # samples whose ends count in a request as all requests' did
 RECENT = 1024  # ends that count: a stream of requests may change, and a forecast sorts them
 # Ends that count before any has been seen, spread evenly up to the greatest length, or up to SUPPOSED_MOST. Without
 # them too few begin at first: 256 requests with a short KV cache take 10% more steps. If ends were spread up to a limit
@@ -55,24 +59,86 @@ class Lengths:
 
     The first to end are the short ones. So those that still run count too, by Kaplan's and Meier's estimate: of all
     outputs that got as far as a length, a share ended there.
+
+    Samples of one prompt are alike. So a request whose samples have ended has an estimate of its own. What is known of
+    all requests counts in it as if a few more of its samples had ended like that.
     """
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, bool]] = deque(maxlen=RECENT)  # a length, and whether the text ended there
+        self._of_request: OrderedDict[int, list[tuple[int, bool]]] = OrderedDict()  # likewise, if it has samples
 
     def note(self, seq: Sequence) -> None:
         """Learn from a sequence that has ended."""
-        if not has_known_end(seq) and seq.finish_reason in ("stop", "length"):
-            self._seen.append((seq.num_output_tokens, seq.finish_reason == "stop"))
+        if has_known_end(seq) or seq.finish_reason not in ("stop", "length"):
+            return
+        end = seq.num_output_tokens, seq.finish_reason == "stop"
+        self._seen.append(end)
+        if seq.params.n > 1:
+            self._of_request.setdefault(seq.request_id, []).append(end)
+            self._of_request.move_to_end(seq.request_id)
+            if len(self._of_request) > RECENT_REQUESTS:
+                self._of_request.popitem(last=False)
 
-    def survival(self, running: Iterable[int], most: int) -> Survival:
-        """Return what is known now.
+    def outlook(self, running: Iterable[Sequence], most: int) -> Outlook:
+        """Return what is known now. most: what the longest output may come to"""
+        going_on: dict[int, list[int]] = {}
+        for seq in running:
+            if not has_known_end(seq):
+                going_on.setdefault(seq.request_id, []).append(seq.num_output_tokens)
+        whole = self._survival(list(chain.from_iterable(going_on.values())), most)
+        own = {
+            request_id: _of_request(self._of_request[request_id], lengths, whole)
+            for request_id, lengths in going_on.items()
+            if request_id in self._of_request
+        }
+        return Outlook(whole, own)
 
-        running: the lengths of the outputs that have not ended; most: what the longest output may come to
-        """
+    def _survival(self, running: list[int], most: int) -> Survival:
+        """Return what is known of all requests. running: the lengths of the outputs that have not ended"""
         ends = [length for length, is_end in self._seen if is_end]
         ends += np.linspace(1, min(most, SUPPOSED_MOST), SUPPOSED, dtype=np.int64).tolist()
         lengths, counts = np.unique(np.array(ends, dtype=np.int64), return_counts=True)
-        reached = np.sort([*ends, *(length for length, is_end in self._seen if not is_end), *running])
-        at_risk = len(reached) - np.searchsorted(reached, lengths, side="left")
-        return Survival(lengths, np.concatenate(([1.0], np.cumprod(1 - counts / at_risk))))
+        reached = [*ends, *(length for length, is_end in self._seen if not is_end), *running]
+        return _estimate(lengths, counts, reached)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is known of ends at one time. whole: of all requests; own: of some, by their numbers"""
+
+    whole: Survival
+    own: dict[int, Survival]
+
+    def later(self, seqs: list[Sequence], now: Ints, steps: Ints) -> Floats:
+        """Return Survival.later of each sequence, whose output has now[i] tokens: [i, j]."""
+        shares = self.whole.later(now, steps)
+        rows: dict[int, list[int]] = {}
+        for row, seq in enumerate(seqs):
+            if seq.request_id in self.own:
+                rows.setdefault(seq.request_id, []).append(row)
+        for request_id, of_request in rows.items():
+            shares[of_request] = self.own[request_id].later(now[of_request], steps)
+        return shares
+
+
+def _of_request(seen: list[tuple[int, bool]], running: list[int], whole: Survival) -> Survival:
+    """Return what is known of a request's samples.
+
+    seen: the lengths of those that ended, and whether the text ended there; running: of the others
+    """
+    ends = np.array([length for length, is_end in seen if is_end], dtype=np.int64)
+    lengths = np.union1d(whole.lengths, ends)
+    left = np.concatenate(([1.0], whole.beyond(lengths)))
+    expected = np.divide(left[:-1] - left[1:], left[:-1], out=np.zeros(len(lengths)), where=left[:-1] > 0)
+    counts = np.bincount(np.searchsorted(lengths, ends), minlength=len(lengths)) + OTHERS * expected
+    return _estimate(lengths, counts, [*(length for length, _ in seen), *running], OTHERS)
+
+
+def _estimate(lengths: Ints, counts: npt.NDArray[Any], reached: list[int], others: int = 0) -> Survival:
+    """Return Kaplan's and Meier's estimate.
+
+    counts: of the ends at each length; reached: how far each output got; others: outputs that got as far as any length
+    """
+    at_risk = others + len(reached) - np.searchsorted(np.sort(reached), lengths, side="left")
+    return Survival(lengths, np.concatenate(([1.0], np.cumprod(1 - counts / at_risk))))
