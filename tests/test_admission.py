@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from conftest import alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler
 from nanoinfer.engine.sequence import Sequence
 
 EOS, OTHER = 1, 5
-LIMITS = Limits(rows=512, tokens=16384, blocks=430, block_size=256)  # of bench.py, with 110,080 tokens of KV cache
+LIMITS = Limits(rows=512, tokens=16384, blocks=430, groups=alike(256).groups)  # of bench.py: 110,080 tokens
 
 
 @dataclass
@@ -74,7 +75,7 @@ def play_workload(work: Workload, limits: Limits, most: int | None = None) -> tu
     }
     manager = BlockManager(limits.blocks, alike(256))
     run = play(Scheduler(manager, limits.rows, limits.tokens), lengths)
-    fewest = sum(steps.count for steps in decode_steps(work, None, limits, used=1))
+    fewest = sum(steps.count for steps in decode_steps(work, limits, used=1))
     return fewest / run.decode_steps, run.again / work.tokens_in
 
 

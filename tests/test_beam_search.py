@@ -342,7 +342,7 @@ def test_an_error_leaves_the_llm_usable(llm: LLM, error: type[BaseException]) ->
 class Interrupt:
     """A trace function that counts the lines that a search executes, and raises KeyboardInterrupt at one of them."""
 
-    FILES = ("hypotheses.py", "search.py", "block_manager.py", "block_names.py", "model_runner.py", "steps.py")
+    FILES = ("hypotheses.py", "search.py", "block_manager.py", "prefix_tree.py", "model_runner.py", "steps.py")
 
     def __init__(self, line: int | None = None) -> None:
         self.line, self.count = line, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class BlockManager:
         What the windows of a prefill step have left behind may only go now: its own chunks must not write there.
         """
         self._planned.clear()
-        released = [self.release(seq, seq.num_scheduled) for seq in self._passed]
+        released = [self.release(seq, seq.num_scheduled) for seq in self._passed if seq.block_tables]
         self._passed.clear()
         return any(released)
 
@@ -107,11 +108,18 @@ class BlockManager:
         return start
 
     def extend(self, seq: Sequence, end: int) -> int:
-        """Give a sequence the blocks of its next chunk, which is to end at `end`; returns where it can end."""
-        for group, table in zip(self.groups, seq.block_tables, strict=True):
-            most = len(table) + self.num_free
-            self._extend(table, min(-(-end // group.block_size), most))
-            end = min(end, len(table) * group.block_size)
+        """Give a sequence the blocks of its next chunk, which is to end at `end`; returns where it can end.
+
+        No group takes blocks for tokens for which another group finds none.
+        """
+        pairs = list(zip(self.groups, seq.block_tables, strict=True))
+
+        def num_lacking(end: int) -> int:
+            return sum(max(0, -(-end // group.block_size) - len(table)) for group, table in pairs)
+
+        end = bisect_right(range(end + 1), self.num_free, key=num_lacking) - 1
+        for group, table in pairs:
+            self._extend(table, -(-end // group.block_size))
         return end
 
     def can_fork(self, seq: Sequence) -> bool:
@@ -194,6 +202,7 @@ class BlockManager:
                             planned.append(block_id)
                         self.tree.attach(block_id, node, at)
             seq.num_nodes += 1
+            self.tree.prune(node)  # it is empty if a window of one token has already left all of it behind
 
     def release(self, seq: Sequence, position: int) -> bool:
         """Take back the blocks that no query from this position on sees; returns whether there are some."""
