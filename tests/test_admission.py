@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from conftest import alike
+from conftest import alike, layout_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
+from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.benchmark.least_steps import Limits, decode_steps
 from nanoinfer.benchmark.workloads import WORKLOADS, Workload
 from nanoinfer.engine.admission.lengths import Lengths
@@ -105,8 +106,8 @@ def test_a_greatest_length_far_above_the_real_ones_keeps_nobody_out() -> None:
     assert again < 0.08
 
 
-def small(blocks: int = 12, rows: int = 8) -> Scheduler:
-    return Scheduler(BlockManager(blocks, alike(4)), rows, max_num_batched_tokens=64)
+def small(blocks: int = 12, rows: int = 8, layout: CacheLayout | None = None) -> Scheduler:
+    return Scheduler(BlockManager(blocks, layout or alike(4)), rows, max_num_batched_tokens=64)
 
 
 def begin(sched: Scheduler, *seqs: Sequence) -> list[Sequence]:
@@ -138,6 +139,15 @@ def test_one_is_let_in_if_another_ends_before_blocks_are_short() -> None:
     sched = small(blocks=6)
     short, long = sequence(prompt(0, 8), 3, 0), sequence(prompt(1, 4), 20, 1)
     assert begin(sched, short, long) == [short, long]
+
+
+def test_windows_let_more_sequences_in() -> None:
+    """Each grows to 10 blocks of the layers without a window, and holds three of those with one."""
+    seqs = [sequence(prompt(number, 8), 32, number) for number in range(4)]
+    plain, mixed = (small(blocks=40, layout=layout_of((None, 4), (window, 4))) for window in (None, 4))
+    assert begin(plain, *seqs) == seqs[:2]
+    again = [sequence(prompt(number, 8), 32, number) for number in range(4)]
+    assert begin(mixed, *again) == again[:3]
 
 
 def test_the_first_is_let_in_if_nobody_runs() -> None:
@@ -207,18 +217,28 @@ def test_those_that_run_tell_of_ends_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert after_20 == 0
 
 
+GROUPS = st.one_of(  # a window and a block size of each group
+    st.just([(None, 4)]),
+    st.tuples(st.tuples(st.integers(1, 20), st.just(4))),
+    st.tuples(st.just((None, 4)), st.tuples(st.integers(1, 20), st.sampled_from([2, 4, 8]))),
+    st.tuples(st.just((None, 2)), st.just((3, 4)), st.tuples(st.integers(4, 20), st.just(2))),
+)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=30),
-    blocks=st.integers(10, 40),
+    groups=GROUPS,
+    spare=st.integers(0, 30),
     rows=st.integers(1, 12),
     budget=st.integers(5, 60),
 )
-def test_known_ends_preempt_nobody(requests: list[tuple[int, int]], blocks: int, rows: int, budget: int) -> None:
+def test_known_ends_preempt_nobody(requests: list, groups: list, spare: int, rows: int, budget: int) -> None:
+    layout = layout_of(*groups)
     seqs = {sequence(prompt(i, length), most, i): most for i, (length, most) in enumerate(requests)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanoinfer.engine.admission.forecast.OPTIMISM", 1)
-        run = play(Scheduler(BlockManager(blocks, alike(4)), rows, budget), seqs)
+        run = play(Scheduler(BlockManager(layout.blocks_of(40) + spare, layout), rows, budget), seqs)
     assert run.preemptions == 0
 
 
@@ -229,17 +249,20 @@ def test_known_ends_preempt_nobody(requests: list[tuple[int, int]], blocks: int,
         min_size=1,
         max_size=30,
     ),
-    blocks=st.integers(10, 40),
+    groups=GROUPS,
+    spare=st.integers(0, 30),
     rows=st.integers(1, 12),
     passes=st.integers(0, 5),
 )
-def test_all_end_and_nobody_is_passed_too_often(requests: list, blocks: int, rows: int, passes: int) -> None:
-    seqs = {}
+def test_all_end_and_nobody_is_passed_too_often(
+    requests: list, groups: list, spare: int, rows: int, passes: int
+) -> None:
+    layout, seqs = layout_of(*groups), {}
     for number, (length, most, end, samples, is_known) in enumerate(requests):
         for sample in range(samples):
             seq = sequence(prompt(number % 3, length), most, number, sample, is_known)
             seqs[seq] = most if is_known else min(most, end)
-    sched = Scheduler(BlockManager(blocks, alike(4)), rows, max_num_batched_tokens=30)
+    sched = Scheduler(BlockManager(layout.blocks_of(40) + spare, layout), rows, max_num_batched_tokens=30)
     most_passes = [0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanoinfer.engine.admission.waiting.MOST_PASSES", passes)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter, deque
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
-from conftest import CollidingBlockManager, alike
+from conftest import CollidingBlockManager, alike, layout_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
-from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout, Pages
+from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefix_tree import NONE, Node
@@ -26,13 +25,6 @@ from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.runner.message import DecodeMessage, PrefillMessage, PrefixMessage, StepMessage
 
 BLOCK, EOS = 4, 1
-
-
-def layout_of(*groups: tuple[int | None, int]) -> CacheLayout:
-    """The layout of a model with several groups of layers: a window and a block size of each."""
-    kinds = [CacheGroup((i,), Pages(1 + i, 1, window), size) for i, (window, size) in enumerate(groups)]
-    prefix_size = math.lcm(*(size for _, size in groups))
-    return CacheLayout(tuple(kinds), prefix_size, prefix_size, slice_numbers=1, slices=1)
 
 
 def scheduler(
@@ -322,6 +314,68 @@ def test_chunks_leave_blocks_behind_the_window_and_forks_do_not_get_them() -> No
     sched.postprocess(third, [(seq, 5) for seq in group])
     check_blocks(sched)
     assert [seq.num_released for seq in group] == [[5], [5]]
+
+
+def test_the_prompt_of_a_mixed_model_runs_in_shorter_chunks_where_blocks_are_short() -> None:
+    """Beside the 17 blocks of the layers without a window, the first chunk finds five, and each later one three."""
+    sched = scheduler(blocks=21, budget=64, layout=layout_of((None, BLOCK), (6, BLOCK)))
+    seq = Sequence([5] * 64, SamplingParams(max_tokens=5), seed=0, max_model_len=100)
+    sched.add(seq)
+    ends = [0, 20, 32, 44, 56, 64]
+    for start, end in pairwise(ends):
+        assert prefill(sched.schedule(in_flight=True)) == [(seq, start, end)]
+        check_blocks(sched)
+    for _ in range(4):
+        step = sched.schedule(in_flight=True)
+        assert decode(step) == [seq]
+        check_windows(sched, [seq])
+    assert sched.num_preemptions == 0
+
+
+def test_groups_with_windows_leave_each_other_blocks() -> None:
+    """The first group must not take them all, for tokens for which the second finds none."""
+    sched = scheduler(blocks=7, layout=layout_of((3, 2), (1, 2)))
+    seq = sequence(25)
+    sched.add(seq)
+    assert prefill(sched.schedule(in_flight=True)) == [(seq, 0, 6)]
+    while not seq.is_exhausted:
+        assert sched.schedule(in_flight=True) is not None
+        check_blocks(sched)
+
+
+@pytest.mark.usefixtures("no_foresight")
+def test_a_half_done_prompt_that_finds_no_block_lets_others_decode_and_goes_on_later() -> None:
+    sched = scheduler(blocks=8, budget=6, layout=layout_of((None, BLOCK), (8, BLOCK)))
+    runs, halfway = sequence(2, max_tokens=3), sequence(16, max_tokens=2, start=30)
+    sched.add(runs)
+    assert run(sched) == [runs]
+    sched.add(halfway)
+    for start, end in ((0, 6), (6, 8)):  # the second chunk ends where its blocks do
+        step = sched.schedule(in_flight=False)
+        assert prefill(step) == [(halfway, start, end)]
+        sched.postprocess(step, [])
+    assert [run(sched) for _ in range(2)] == [[runs]] * 2
+    assert runs.is_finished
+    assert prefill(sched.schedule(in_flight=False)) == [(halfway, 8, 14)]
+    assert sched.num_preemptions == 0
+
+
+def test_samples_of_a_long_prompt_share_what_its_windows_have_not_left_behind() -> None:
+    sched = scheduler(blocks=30, budget=10, layout=layout_of((None, BLOCK), (5, 2)))
+    group = samples(3, list(range(10, 35)))
+    for seq in group:
+        sched.add(seq)
+    first, second, third = (sched.schedule(in_flight=True) for _ in range(3))
+    assert prefill(third) == [(group[0], 20, 25)]
+    assert [(fork.seq, fork.source) for fork in third.forks] == [(group[1], group[0]), (group[2], group[0])]
+    assert [seq.num_released for seq in group] == [[0, 8]] * 3  # the third chunk still sees tokens from 16 on
+    assert [len(fork.copied_blocks) for fork in third.forks] == [2, 2]  # of each group
+    for step in (first, second, third):
+        sched.postprocess(step, [(seq, 5) for seq in group] if step is third else [])
+    check_blocks(sched)
+    assert decode(sched.schedule(in_flight=False)) == group
+    assert [seq.num_released for seq in group] == [[0, 10]] * 3
+    check_windows(sched, group)
 
 
 def test_one_that_outgrows_short_contexts_starts_again_once_its_tokens_are_known() -> None:
