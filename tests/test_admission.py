@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from conftest import alike, layout_of
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
@@ -40,8 +40,12 @@ def sequence(prompt: list[int], most: int, number: int, sample: int = 0, is_know
 
 
 def play(sched: Scheduler, lengths: dict[Sequence, int]) -> Run:
-    """Run all sequences to the lengths of their outputs, one step ahead as the engine does."""
-    run, in_flight = Run(), deque()
+    """Run all sequences to the lengths of their outputs, one step ahead as the engine does.
+
+    Each gets a token before it gives way. So steps are not many times those of one after another, a token a step.
+    """
+    run, in_flight, num_steps = Run(), deque(), 0
+    enough = 20 + 8 * sum(seq.num_prompt_tokens + length for seq, length in lengths.items())
     for seq in lengths:
         sched.add(seq)
     sched.put_longest_first()
@@ -54,6 +58,8 @@ def play(sched: Scheduler, lengths: dict[Sequence, int]) -> Run:
         elif isinstance(step, DecodeStep):
             run.decode_steps += 1
             in_flight.append((step, step.seqs))
+        num_steps += 1
+        assert num_steps < enough, "sequences take each other's blocks for ever"
         assert in_flight, "nothing runs: the engine would hang"
         if step is None or len(in_flight) > 1:
             done, seqs = in_flight.popleft()
@@ -272,3 +278,21 @@ def test_all_end_and_nobody_is_passed_too_often(
         )
         play(sched, seqs)
     assert max(most_passes) <= passes
+
+
+@pytest.mark.usefixtures("no_foresight")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10), st.integers(1, 3)), min_size=2, max_size=20),
+    groups=GROUPS,
+    spare=st.integers(0, 3),
+    rows=st.integers(1, 6),
+    budget=st.integers(1, 40),
+)
+def test_with_blocks_for_little_more_than_one_all_end(
+    requests: list, groups: list, spare: int, rows: int, budget: int
+) -> None:
+    layout, seqs = layout_of(*groups), {}
+    for number, (length, most, samples) in enumerate(requests):
+        seqs |= {sequence(prompt(number % 3, length), most, number, sample): most for sample in range(samples)}
+    play(Scheduler(BlockManager(layout.blocks_of(40) + spare, layout), rows, budget), seqs)
