@@ -156,6 +156,13 @@ def test_windows_let_more_sequences_in() -> None:
     assert begin(mixed, *again) == again[:3]
 
 
+def test_windows_of_those_that_begin_in_the_same_step_count() -> None:
+    """Each needs two blocks at first, and holds three later."""
+    sched = small(blocks=10, layout=alike(4, window=4))
+    seqs = [sequence(prompt(number, 8), 3, number) for number in range(4)]
+    assert begin(sched, *seqs) == seqs[:3]
+
+
 def test_the_first_is_let_in_if_nobody_runs() -> None:
     """Even if it may get longer than there are blocks: its text may end sooner."""
     sched = small(blocks=4)
