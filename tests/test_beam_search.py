@@ -418,7 +418,7 @@ class TestErrors:
             (BeamSearchParams(2048, 1), r"beam_width=2048: must be at most 2047, .* beside those that end a sequence"),
             (
                 BeamSearchParams(20, 90),
-                r"beam_width=20: the beams of prompts\[0\].* 48 blocks .num_kvcache_blocks=48.; .*max_tokens.*; or raise num_kv",
+                r"beam_width=20: the beams of prompts\[0\].* 48 blocks \(num_kvcache_.*max_tokens.*; or raise num_kv",
             ),
         ],
         ids=lambda value: str(value)[:30],

@@ -298,6 +298,16 @@ def test_with_a_window_a_generation_may_be_much_longer_than_the_cache() -> None:
     assert sched.block_manager.num_free == 5
 
 
+def test_one_with_a_window_may_leave_before_the_next_step_is_planned() -> None:
+    sched = scheduler(budget=10, layout=alike(BLOCK, 5))
+    seq = sequence(25)
+    sched.add(seq)
+    assert prefill(sched.schedule(in_flight=False)) == [(seq, 0, 10)]
+    sched.finish(seq, "abort")
+    assert sched.schedule(in_flight=True) is None
+    check_blocks(sched)
+
+
 def test_chunks_leave_blocks_behind_the_window_and_forks_do_not_get_them() -> None:
     sched = scheduler(blocks=8, budget=10, layout=alike(BLOCK, 5))
     group = samples(2, list(range(10, 35)))
