@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import time
@@ -22,7 +23,7 @@ from forking import fork_what_spawns, spawning
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
-from nanoinfer.attention.cache_layout import CacheLayout, Pages, lay_out
+from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout, Pages, lay_out
 from nanoinfer.benchmark.workloads import write_config
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
@@ -241,6 +242,13 @@ def make_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 def alike(block_size: int, window: int | None = None) -> CacheLayout:
     """Return the layout of a model whose layers are alike."""
     return lay_out([Pages(1, 1, window)], block_size, block_size)
+
+
+def layout_of(*groups: tuple[int | None, int]) -> CacheLayout:
+    """The layout of a model with several groups of layers: a window and a block size of each."""
+    kinds = [CacheGroup((i,), Pages(1 + i, 1, window), size) for i, (window, size) in enumerate(groups)]
+    prefix_size = math.lcm(*(size for _, size in groups))
+    return CacheLayout(tuple(kinds), prefix_size, prefix_size, slice_numbers=1, slices=1)
 
 
 class CollidingTree(PrefixTree):

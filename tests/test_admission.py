@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from conftest import alike, layout_of
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
+from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.benchmark.least_steps import Limits, decode_steps
 from nanoinfer.benchmark.workloads import WORKLOADS, Workload
 from nanoinfer.engine.admission.lengths import Lengths
@@ -20,7 +22,7 @@ from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler
 from nanoinfer.engine.sequence import Sequence
 
 EOS, OTHER = 1, 5
-LIMITS = Limits(rows=512, tokens=16384, blocks=430, block_size=256)  # of bench.py, with 110,080 tokens of KV cache
+LIMITS = Limits(rows=512, tokens=16384, blocks=430, groups=alike(256).groups)  # of bench.py: 110,080 tokens
 
 
 @dataclass
@@ -38,8 +40,12 @@ def sequence(prompt: list[int], most: int, number: int, sample: int = 0, is_know
 
 
 def play(sched: Scheduler, lengths: dict[Sequence, int]) -> Run:
-    """Run all sequences to the lengths of their outputs, one step ahead as the engine does."""
-    run, in_flight = Run(), deque()
+    """Run all sequences to the lengths of their outputs, one step ahead as the engine does.
+
+    Each gets a token before it gives way. So steps are not many times those of one after another, a token a step.
+    """
+    run, in_flight, num_steps = Run(), deque(), 0
+    enough = 20 + 8 * sum(seq.num_prompt_tokens + length for seq, length in lengths.items())
     for seq in lengths:
         sched.add(seq)
     sched.put_longest_first()
@@ -52,6 +58,8 @@ def play(sched: Scheduler, lengths: dict[Sequence, int]) -> Run:
         elif isinstance(step, DecodeStep):
             run.decode_steps += 1
             in_flight.append((step, step.seqs))
+        num_steps += 1
+        assert num_steps < enough, "sequences take each other's blocks for ever"
         assert in_flight, "nothing runs: the engine would hang"
         if step is None or len(in_flight) > 1:
             done, seqs = in_flight.popleft()
@@ -74,7 +82,7 @@ def play_workload(work: Workload, limits: Limits, most: int | None = None) -> tu
     }
     manager = BlockManager(limits.blocks, alike(256))
     run = play(Scheduler(manager, limits.rows, limits.tokens), lengths)
-    fewest = sum(steps.count for steps in decode_steps(work, None, limits, used=1))
+    fewest = sum(steps.count for steps in decode_steps(work, limits, used=1))
     return fewest / run.decode_steps, run.again / work.tokens_in
 
 
@@ -104,8 +112,8 @@ def test_a_greatest_length_far_above_the_real_ones_keeps_nobody_out() -> None:
     assert again < 0.08
 
 
-def small(blocks: int = 12, rows: int = 8) -> Scheduler:
-    return Scheduler(BlockManager(blocks, alike(4)), rows, max_num_batched_tokens=64)
+def small(blocks: int = 12, rows: int = 8, layout: CacheLayout | None = None) -> Scheduler:
+    return Scheduler(BlockManager(blocks, layout or alike(4)), rows, max_num_batched_tokens=64)
 
 
 def begin(sched: Scheduler, *seqs: Sequence) -> list[Sequence]:
@@ -137,6 +145,22 @@ def test_one_is_let_in_if_another_ends_before_blocks_are_short() -> None:
     sched = small(blocks=6)
     short, long = sequence(prompt(0, 8), 3, 0), sequence(prompt(1, 4), 20, 1)
     assert begin(sched, short, long) == [short, long]
+
+
+def test_windows_let_more_sequences_in() -> None:
+    """Each grows to 10 blocks of the layers without a window, and holds three of those with one."""
+    seqs = [sequence(prompt(number, 8), 32, number) for number in range(4)]
+    plain, mixed = (small(blocks=40, layout=layout_of((None, 4), (window, 4))) for window in (None, 4))
+    assert begin(plain, *seqs) == seqs[:2]
+    again = [sequence(prompt(number, 8), 32, number) for number in range(4)]
+    assert begin(mixed, *again) == again[:3]
+
+
+def test_windows_of_those_that_begin_in_the_same_step_count() -> None:
+    """Each needs two blocks at first, and holds three later."""
+    sched = small(blocks=10, layout=alike(4, window=4))
+    seqs = [sequence(prompt(number, 8), 3, number) for number in range(4)]
+    assert begin(sched, *seqs) == seqs[:3]
 
 
 def test_the_first_is_let_in_if_nobody_runs() -> None:
@@ -190,34 +214,73 @@ def test_who_loses_the_fewest_tokens_is_preempted_and_never_the_oldest() -> None
     assert sched.num_preemptions == 1
 
 
+def output(length: int, request: int = 0, samples: int = 1) -> Sequence:
+    """Return a sequence with an output of so many tokens, whose end is not known before."""
+    params = SamplingParams(max_tokens=100, n=samples)
+    seq = Sequence([OTHER], params, 0, 10**6, frozenset([EOS]), request)
+    seq.token_ids.extend([OTHER] * length)
+    return seq
+
+
+def known(*ended: Sequence) -> Lengths:
+    """Return what is learned from sequences that have ended."""
+    lengths = Lengths()
+    for seq in ended:
+        seq.finish_reason = "stop"
+        lengths.note(seq)
+    return lengths
+
+
 def test_those_that_run_tell_of_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four that got to 10 tokens, one ended there. Both that are known to have got to 20 ended there."""
     monkeypatch.setattr("nanoinfer.engine.admission.lengths.SUPPOSED", 0)
-    lengths = Lengths()
-    for length in (10, 20, 20):
-        seq = sequence([OTHER], 100, 0, is_known=False)
-        seq.token_ids.extend([OTHER] * length)
-        seq.finish_reason = "stop"
-        lengths.note(seq)
-    survival = lengths.survival(running=[12], most=100)
+    survival = known(output(10), output(20), output(20)).outlook([output(12)], most=100).whole
     after_9, after_10, after_19, after_20 = survival.beyond(np.array([9, 10, 19, 20]))
     assert after_10 == pytest.approx(after_9 * 3 / 4)
     assert after_19 == after_10
     assert after_20 == 0
 
 
+def test_samples_of_one_prompt_tell_of_each_other_the_more_have_ended() -> None:
+    """All requests' outputs have 50 tokens, but those of request 1 have 10. Two are asked about that have 5 now."""
+    others = [output(50) for _ in range(500)]
+
+    def shares(num_ended: int) -> list[float]:
+        """Return for request 1, which has ended so often, and for another, how many get 20 tokens more."""
+        own = [output(10, request=1, samples=100) for _ in range(num_ended)]
+        asked = [output(5, request=1, samples=100), output(5, request=2, samples=100)]
+        outlook = known(*others, *own).outlook(asked, most=60)
+        return outlook.later(asked, np.array([5, 5]), np.array([20]))[:, 0].tolist()
+
+    few, some, many = shares(0), shares(8), shares(80)
+    assert few[0] == few[1] > 0.9
+    assert 0.4 < some[0] < 0.6  # eight of its own, and eight that stand for all
+    assert many[0] < 0.1
+    assert min(some[1], many[1]) > 0.7
+
+
+GROUPS = st.one_of(  # a window and a block size of each group
+    st.just([(None, 4)]),
+    st.tuples(st.tuples(st.integers(1, 20), st.just(4))),
+    st.tuples(st.just((None, 4)), st.tuples(st.integers(1, 20), st.sampled_from([2, 4, 8]))),
+    st.tuples(st.just((None, 2)), st.just((3, 4)), st.tuples(st.integers(4, 20), st.just(2))),
+)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=30),
-    blocks=st.integers(10, 40),
+    groups=GROUPS,
+    spare=st.integers(0, 30),
     rows=st.integers(1, 12),
     budget=st.integers(5, 60),
 )
-def test_known_ends_preempt_nobody(requests: list[tuple[int, int]], blocks: int, rows: int, budget: int) -> None:
+def test_known_ends_preempt_nobody(requests: list, groups: list, spare: int, rows: int, budget: int) -> None:
+    layout = layout_of(*groups)
     seqs = {sequence(prompt(i, length), most, i): most for i, (length, most) in enumerate(requests)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanoinfer.engine.admission.forecast.OPTIMISM", 1)
-        run = play(Scheduler(BlockManager(blocks, alike(4)), rows, budget), seqs)
+        run = play(Scheduler(BlockManager(layout.blocks_of(40) + spare, layout), rows, budget), seqs)
     assert run.preemptions == 0
 
 
@@ -228,17 +291,20 @@ def test_known_ends_preempt_nobody(requests: list[tuple[int, int]], blocks: int,
         min_size=1,
         max_size=30,
     ),
-    blocks=st.integers(10, 40),
+    groups=GROUPS,
+    spare=st.integers(0, 30),
     rows=st.integers(1, 12),
     passes=st.integers(0, 5),
 )
-def test_all_end_and_nobody_is_passed_too_often(requests: list, blocks: int, rows: int, passes: int) -> None:
-    seqs = {}
+def test_all_end_and_nobody_is_passed_too_often(
+    requests: list, groups: list, spare: int, rows: int, passes: int
+) -> None:
+    layout, seqs = layout_of(*groups), {}
     for number, (length, most, end, samples, is_known) in enumerate(requests):
         for sample in range(samples):
             seq = sequence(prompt(number % 3, length), most, number, sample, is_known)
             seqs[seq] = most if is_known else min(most, end)
-    sched = Scheduler(BlockManager(blocks, alike(4)), rows, max_num_batched_tokens=30)
+    sched = Scheduler(BlockManager(layout.blocks_of(40) + spare, layout), rows, max_num_batched_tokens=30)
     most_passes = [0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanoinfer.engine.admission.waiting.MOST_PASSES", passes)
@@ -248,3 +314,21 @@ def test_all_end_and_nobody_is_passed_too_often(requests: list, blocks: int, row
         )
         play(sched, seqs)
     assert max(most_passes) <= passes
+
+
+@pytest.mark.usefixtures("no_foresight")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10), st.integers(1, 3)), min_size=2, max_size=20),
+    groups=GROUPS,
+    spare=st.integers(0, 3),
+    rows=st.integers(1, 6),
+    budget=st.integers(1, 40),
+)
+def test_with_blocks_for_little_more_than_one_all_end(
+    requests: list, groups: list, spare: int, rows: int, budget: int
+) -> None:
+    layout, seqs = layout_of(*groups), {}
+    for number, (length, most, samples) in enumerate(requests):
+        seqs |= {sequence(prompt(number % 3, length), most, number, sample): most for sample in range(samples)}
+    play(Scheduler(BlockManager(layout.blocks_of(40) + spare, layout), rows, budget), seqs)

@@ -342,7 +342,7 @@ def test_an_error_leaves_the_llm_usable(llm: LLM, error: type[BaseException]) ->
 class Interrupt:
     """A trace function that counts the lines that a search executes, and raises KeyboardInterrupt at one of them."""
 
-    FILES = ("hypotheses.py", "search.py", "block_manager.py", "block_names.py", "model_runner.py", "steps.py")
+    FILES = ("hypotheses.py", "search.py", "block_manager.py", "prefix_tree.py", "model_runner.py", "steps.py")
 
     def __init__(self, line: int | None = None) -> None:
         self.line, self.count = line, 0
@@ -418,7 +418,7 @@ class TestErrors:
             (BeamSearchParams(2048, 1), r"beam_width=2048: must be at most 2047, .* beside those that end a sequence"),
             (
                 BeamSearchParams(20, 90),
-                r"beam_width=20: the beams of prompts\[0\].* num_kvcache_blocks=48; .*max_tokens.*; or raise num_kv",
+                r"beam_width=20: the beams of prompts\[0\].* 48 blocks \(num_kvcache_.*max_tokens.*; or raise num_kv",
             ),
         ],
         ids=lambda value: str(value)[:30],

@@ -188,7 +188,7 @@ class TestEdges:
         assert decoded == len(seq.output_token_ids) - 1  # the first came from prefill; the dropped one is not counted
         manager = llm.engine.scheduler.block_manager
         assert manager.num_free == len(manager.blocks)
-        assert len(manager.names.by_hash) == (len(seq) - 1) // 16
+        assert len(manager.tree) == (len(seq) - 1) // 16
 
     def test_every_end_of_sequence_id_of_the_checkpoint_counts(
         self, make_llm: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
 
 import pytest
-from conftest import CollidingBlockManager
+from conftest import CollidingBlockManager, alike, layout_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
+from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.prefix_tree import NONE, Node
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import MIN_PREFILL_TOKENS, DecodeStep, PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
@@ -26,11 +31,11 @@ def scheduler(
     blocks: int = 64,
     rows: int = 8,
     budget: int = 32,
-    window: int | None = None,
+    layout: CacheLayout | None = None,
     long_from: int | None = None,
     kind: type[BlockManager] = BlockManager,
 ) -> Scheduler:
-    return Scheduler(kind(blocks, BLOCK), rows, budget, window, long_from)
+    return Scheduler(kind(blocks, layout or alike(BLOCK)), rows, budget, long_from)
 
 
 def sequence(prompt_len: int, max_tokens: int = 5, ignore_eos: bool = False, start: int = 10) -> Sequence:
@@ -151,7 +156,7 @@ def test_the_newest_is_preempted_once_nothing_is_in_flight_and_comes_back_first(
     assert decode(sched.schedule(in_flight=False)) == [old]
     assert list(sched.waiting) == [new, later]
     assert sched.num_preemptions == 1
-    assert new.block_table == []
+    assert new.block_tables == []
 
 
 def test_end_of_sequence_ends_a_request_unless_ignored_and_what_comes_after_is_dropped() -> None:
@@ -175,10 +180,10 @@ def test_the_samples_of_a_prompt_share_its_blocks() -> None:
     step = sched.schedule(in_flight=False)
     assert prefill(step) == [(group[0], 0, 6)]
     assert [(fork.seq, fork.source) for fork in step.forks] == [(group[1], group[0]), (group[2], group[0])]
-    tables = [seq.block_table for seq in group]
+    tables = [seq.block_tables[0] for seq in group]
     assert len({table[0] for table in tables}) == 1
     assert len({table[1] for table in tables}) == 3
-    assert [fork.copied_block for fork in step.forks] == [(tables[0][1], tables[1][1]), (tables[0][1], tables[2][1])]
+    assert [fork.copied_blocks for fork in step.forks] == [[(tables[0][1], table[1])] for table in tables[1:]]
     assert sched.block_manager.num_free == 4
     assert decode(sched.schedule(in_flight=True)) == group
 
@@ -189,8 +194,8 @@ def test_prompts_of_one_step_share_blocks() -> None:
     for seq in (first, second, third):
         sched.add(seq)
     assert prefill(sched.schedule(in_flight=False)) == [(first, 0, 10), (second, 8, 13), (third, 4, 7)]
-    assert first.block_table[:2] == second.block_table[:2]
-    assert first.block_table[:1] == third.block_table[:1]
+    assert first.block_tables[0][:2] == second.block_tables[0][:2]
+    assert first.block_tables[0][:1] == third.block_tables[0][:1]
 
 
 @pytest.mark.parametrize("is_launched", [True, False])
@@ -278,37 +283,124 @@ def test_abort_all_gives_everything_back() -> None:
 
 
 def test_with_a_window_a_generation_may_be_much_longer_than_the_cache() -> None:
-    sched = scheduler(blocks=5, window=6)
+    sched = scheduler(blocks=5, layout=alike(BLOCK, 6))
     seq = Sequence([5] * 18, SamplingParams(max_tokens=400), seed=0, max_model_len=1000)
     sched.add(seq)
     assert run(sched) == [seq]
-    assert seq.num_released == 3  # the next query, at position 18, sees tokens from 13 on
+    assert seq.num_released == [3]  # the next query, at position 18, sees tokens from 13 on
     while not sched.is_finished:
         step = sched.schedule(in_flight=False)
         assert decode(step) == [seq]
-        assert len(seq.block_table) - seq.num_released <= -(-6 // BLOCK) + 2
+        check_windows(sched, [seq])
         sched.postprocess(step, [(seq, 0)])
     assert seq.num_output_tokens == 400
     assert sched.num_preemptions == 0
     assert sched.block_manager.num_free == 5
 
 
+def test_one_with_a_window_may_leave_before_the_next_step_is_planned() -> None:
+    sched = scheduler(budget=10, layout=alike(BLOCK, 5))
+    seq = sequence(25)
+    sched.add(seq)
+    assert prefill(sched.schedule(in_flight=False)) == [(seq, 0, 10)]
+    sched.finish(seq, "abort")
+    assert sched.schedule(in_flight=True) is None
+    check_blocks(sched)
+
+
 def test_chunks_leave_blocks_behind_the_window_and_forks_do_not_get_them() -> None:
-    sched = scheduler(blocks=8, budget=10, window=5)
+    sched = scheduler(blocks=8, budget=10, layout=alike(BLOCK, 5))
     group = samples(2, list(range(10, 35)))
     for seq in group:
         sched.add(seq)
     first, second = sched.schedule(in_flight=False), sched.schedule(in_flight=True)
     sched.postprocess(first, [])
-    assert group[0].num_released == 2  # the second chunk may still read the next ones; later queries see from 16 on
+    assert group[0].num_released == [4]  # steps to be planned see tokens from 16 on; nobody overtakes the second chunk
     sched.postprocess(second, [])
-    assert group[0].num_released == 4
+    assert group[0].num_released == [4]
     third = sched.schedule(in_flight=False)
-    assert [(fork.seq, fork.seq.num_released) for fork in third.forks] == [(group[1], 4)]
+    assert [(fork.seq, fork.seq.num_released) for fork in third.forks] == [(group[1], [4])]
     check_blocks(sched)
     sched.postprocess(third, [(seq, 5) for seq in group])
     check_blocks(sched)
-    assert [seq.num_released for seq in group] == [5, 5]
+    assert [seq.num_released for seq in group] == [[5], [5]]
+
+
+def test_the_prompt_of_a_mixed_model_runs_in_shorter_chunks_where_blocks_are_short() -> None:
+    """Beside the 17 blocks of the layers without a window, the first chunk finds five, and each later one three."""
+    sched = scheduler(blocks=21, budget=64, layout=layout_of((None, BLOCK), (6, BLOCK)))
+    seq = Sequence([5] * 64, SamplingParams(max_tokens=5), seed=0, max_model_len=100)
+    sched.add(seq)
+    ends = [0, 20, 32, 44, 56, 64]
+    for start, end in pairwise(ends):
+        assert prefill(sched.schedule(in_flight=True)) == [(seq, start, end)]
+        check_blocks(sched)
+    for _ in range(4):
+        step = sched.schedule(in_flight=True)
+        assert decode(step) == [seq]
+        check_windows(sched, [seq])
+    assert sched.num_preemptions == 0
+
+
+def test_groups_with_windows_leave_each_other_blocks() -> None:
+    """The first group must not take them all, for tokens for which the second finds none."""
+    sched = scheduler(blocks=7, layout=layout_of((3, 2), (1, 2)))
+    seq = sequence(25)
+    sched.add(seq)
+    assert prefill(sched.schedule(in_flight=True)) == [(seq, 0, 6)]
+    while not seq.is_exhausted:
+        assert sched.schedule(in_flight=True) is not None
+        check_blocks(sched)
+
+
+@pytest.mark.usefixtures("no_foresight")
+def test_a_half_done_prompt_that_finds_no_block_lets_others_decode_and_goes_on_later() -> None:
+    sched = scheduler(blocks=8, budget=6, layout=layout_of((None, BLOCK), (8, BLOCK)))
+    runs, halfway = sequence(2, max_tokens=3), sequence(16, max_tokens=2, start=30)
+    sched.add(runs)
+    assert run(sched) == [runs]
+    sched.add(halfway)
+    for start, end in ((0, 6), (6, 8)):  # the second chunk ends where its blocks do
+        step = sched.schedule(in_flight=False)
+        assert prefill(step) == [(halfway, start, end)]
+        sched.postprocess(step, [])
+    assert [run(sched) for _ in range(2)] == [[runs]] * 2
+    assert runs.is_finished
+    assert prefill(sched.schedule(in_flight=False)) == [(halfway, 8, 14)]
+    assert sched.num_preemptions == 0
+
+
+@pytest.mark.usefixtures("no_foresight")
+def test_the_only_one_that_runs_gives_its_blocks_to_a_half_done_prompt() -> None:
+    sched = scheduler(blocks=8, budget=6, layout=layout_of((None, BLOCK), (8, BLOCK)))
+    runs, halfway = sequence(4, max_tokens=9), sequence(16, max_tokens=2, start=30)
+    sched.add(runs)
+    assert run(sched) == [runs]
+    sched.add(halfway)
+    for start, end in ((0, 6), (6, 8), (8, 14)):
+        step = sched.schedule(in_flight=False)
+        assert prefill(step) == [(halfway, start, end)]
+        sched.postprocess(step, [])
+    assert sched.num_preemptions == 1
+    assert list(sched.waiting) == [halfway, runs]
+
+
+def test_samples_of_a_long_prompt_share_what_its_windows_have_not_left_behind() -> None:
+    sched = scheduler(blocks=30, budget=10, layout=layout_of((None, BLOCK), (5, 2)))
+    group = samples(3, list(range(10, 35)))
+    for seq in group:
+        sched.add(seq)
+    first, second, third = (sched.schedule(in_flight=True) for _ in range(3))
+    assert prefill(third) == [(group[0], 20, 25)]
+    assert [(fork.seq, fork.source) for fork in third.forks] == [(group[1], group[0]), (group[2], group[0])]
+    assert [seq.num_released for seq in group] == [[0, 8]] * 3  # the third chunk still sees tokens from 16 on
+    assert [len(fork.copied_blocks) for fork in third.forks] == [2, 2]  # of each group
+    for step in (first, second, third):
+        sched.postprocess(step, [(seq, 5) for seq in group] if step is third else [])
+    check_blocks(sched)
+    assert decode(sched.schedule(in_flight=False)) == group
+    assert [seq.num_released for seq in group] == [[0, 10]] * 3
+    check_windows(sched, group)
 
 
 def test_one_that_outgrows_short_contexts_starts_again_once_its_tokens_are_known() -> None:
@@ -327,7 +419,7 @@ def test_one_that_outgrows_short_contexts_starts_again_once_its_tokens_are_known
     row_map.describe(third)
     assert decode(third) == [stays]
     sched.postprocess(second, [(grows, 6), (stays, 6)])
-    assert (list(sched.waiting), grows.block_table) == ([grows], [])
+    assert (list(sched.waiting), grows.block_tables) == ([grows], [])
     again = sched.schedule(in_flight=True)
     assert prefill(again) == [(grows, 0, 8)]
     message, order = row_map.describe(again)
@@ -389,16 +481,25 @@ def test_all_that_have_begun_start_again_in_their_order() -> None:
     check_blocks(sched)
 
 
+@dataclass
+class Content:
+    """What a block holds. With the first token that another group writes into it, all of it is lost.
+
+    tokens: offset -> the token, whether it was computed for a long sequence, and the version of the weights
+    """
+
+    group: int
+    tokens: dict[int, tuple[int, bool, int]] = field(default_factory=dict)
+
+
 class Device:
     """A rank's rows, built from messages alone. Each row "samples" its tokens from what the messages said."""
 
-    def __init__(self, long_from: int | None = None) -> None:
+    def __init__(self, groups: tuple[CacheGroup, ...], long_from: int | None = None) -> None:
         self.rows: list[dict] = []
-        self.long_from = long_from
-        # (block, offset) -> the token written there last, and whether for a long sequence
-        self.cache: dict[tuple[int, int], tuple[int, bool]] = {}
+        self.groups, self.long_from = groups, long_from
+        self.cache: dict[int, Content] = {}  # of each block
         self.version = 0  # of the weights
-        self.versions: dict[tuple[int, int], int] = {}  # of the weights that computed a place of the cache
         self.kept: set[Sequence] = set()  # those that go on with keys of older weights
         self.prefixes: PrefixMessage | None = None
 
@@ -410,24 +511,21 @@ class Device:
         if isinstance(message, PrefillMessage):
             for chunk in message.chunks:
                 for position, token in enumerate(chunk.token_ids, start=chunk.start):
-                    self.write(chunk.block_table, position, token, chunk.is_long)
+                    self.write(chunk.block_tables, position, token, chunk.is_long)
             for join in message.joins:
                 chunk = message.chunks[join.chunk]
-                if join.copied_block is not None:
-                    source, destination = join.copied_block
-                    for offset in range(BLOCK):
-                        self.cache[destination, offset] = self.cache.get((source, offset), (-1, False))
-                        self.versions[destination, offset] = self.versions.get((source, offset), -1)
+                for source, destination in join.copied_blocks:
+                    self.cache[destination] = deepcopy(self.cache[source])
                 end = chunk.start + len(chunk.token_ids)
-                self.rows.append({"len": end, "table": list(join.block_table), "seed": join.seed})
+                self.rows.append({"len": end, "tables": deepcopy(join.block_tables), "seed": join.seed})
             return [self.sample(row) for row in self.rows[message.num_rows :]]
         assert isinstance(message, DecodeMessage)
-        for row, column, block in message.new_blocks:
-            assert column == len(self.rows[row]["table"])
-            self.rows[row]["table"].append(block)
+        for row, group, column, block in message.new_blocks:
+            assert column == len(self.rows[row]["tables"][group])
+            self.rows[row]["tables"][group].append(block)
         for row in self.rows:
             row["len"] += 1
-            self.write(row["table"], row["len"] - 1, row["last"], self.is_long(row["len"]))
+            self.write(row["tables"], row["len"] - 1, row["last"], self.is_long(row["len"]))
         assert message.max_context_len == max(row["len"] for row in self.rows)
         self.prefixes = message.new_prefixes or self.prefixes
         if message.shares:
@@ -443,26 +541,34 @@ class Device:
             assert len(members) == count > 1
             for row in members:
                 assert covered[row] == start < end
-                assert self.rows[row]["table"][start:end] == self.rows[members[0]]["table"][start:end]
-                assert end * BLOCK < self.rows[row]["len"]
+                assert self.rows[row]["tables"][0][start:end] == self.rows[members[0]]["tables"][0][start:end]
+                assert end * self.groups[0].block_size < self.rows[row]["len"]
                 covered[row] = end
         assert any(covered)
 
     def is_long(self, length: int) -> bool:
         return self.long_from is not None and length > self.long_from
 
-    def write(self, table: list[int], position: int, token: int, is_long: bool) -> None:
-        self.cache[table[position // BLOCK], position % BLOCK] = token, is_long
-        self.versions[table[position // BLOCK], position % BLOCK] = self.version
+    def write(self, tables: list[list[int]], position: int, token: int, is_long: bool) -> None:
+        for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            block_id = table[position // group.block_size]
+            content = self.cache.get(block_id)
+            if content is None or content.group != index:
+                content = self.cache[block_id] = Content(index)
+            content.tokens[position % group.block_size] = token, is_long, self.version
 
     def renew(self, sched: Scheduler) -> None:
         """Take new weights. No step is in flight."""
         sched.reset_prefix_cache()
         self.version += 1
-        self.kept = {seq for seq in sched.unfinished if seq.block_table}
+        self.kept = {seq for seq in sched.unfinished if seq.block_tables}
 
-    def read(self, table: list[int], start: int, end: int) -> list[tuple[int, bool]]:
-        return [self.cache[table[position // BLOCK], position % BLOCK] for position in range(start, end)]
+    def read(self, index: int, table: list[int], start: int, end: int) -> list[tuple[int, bool, int]]:
+        """Read the tokens from `start` to `end` as the layers of one group do."""
+        size = self.groups[index].block_size
+        contents = [self.cache[table[position // size]] for position in range(start, end)]
+        assert all(content.group == index for content in contents)
+        return [content.tokens[position % size] for position, content in enumerate(contents, start)]
 
     def sample(self, row: dict) -> int:
         row["last"] = self.token(row)
@@ -486,26 +592,30 @@ def expected_tokens(seq: Sequence) -> list[int]:
 def check_blocks(sched: Scheduler) -> None:
     manager = sched.block_manager
     seqs = (*sched.waiting, *sched.running)
-    used = Counter(block for seq in seqs for block in seq.block_table[seq.num_released :])
-    window = sched.window
+    used = Counter(block for seq in seqs for table in manager.held(seq) for block in table)
     for seq in seqs:
-        if window is None:
-            assert seq.num_released == 0
-        else:  # the sequence keeps the blocks that its next query sees
-            assert seq.num_released * BLOCK <= max(0, seq.num_scheduled - window + 1)
-    assert not any(seq.is_finished for seq in (*sched.waiting, *sched.running))
+        assert not seq.is_finished
+        for group, released in zip(manager.groups if seq.block_tables else (), seq.num_released, strict=True):
+            if group.window is None:
+                assert released == 0
+            else:  # the sequence keeps the blocks that its next query sees
+                assert released * group.block_size <= max(0, seq.num_scheduled - group.window + 1)
     for block_id, block in enumerate(manager.blocks):
         assert block.ref_count == used[block_id]
         assert (block_id in manager.free_blocks) == (block.ref_count == 0)
-    assert len(manager.names.by_hash) <= len(manager.blocks)
+        assert block.node is None or (block.node.is_found and block.node.blocks[block.place] == block_id)
+    for node in manager.tree:
+        assert not node.is_empty
+        assert all(manager.blocks[block_id].node is node for block_id in node.blocks if block_id != NONE)
 
 
 def check_decoding(sched: Scheduler) -> None:
     """Check that the state that the scheduler updates step by step equals the state computed from all sequences."""
-    needs_block = sched.block_manager.needs_block
+    manager = sched.block_manager
+    groups = manager.groups
     outgrown = [seq for seq in sched.running if seq.num_scheduled == sched.long_from and not seq.is_exhausted]
     assert sched.decoding == [seq for seq in sched.running if not (seq.is_exhausted or seq in outgrown)]
-    assert Counter(sched.full) == Counter(seq for seq in sched.decoding if needs_block(seq))
+    assert Counter(sched.full) == Counter(seq for seq in sched.decoding if manager.num_needed([seq]))
     for seq in sched.running:
         if seq in outgrown:
             assert seq.status is SequenceStatus.OUTGROWN
@@ -514,28 +624,85 @@ def check_decoding(sched: Scheduler) -> None:
     for seq in sched.decoding:
         later = range(seq.num_scheduled + 1, seq.max_len)
         ends = (seq.max_len - 1, sched.long_from)
-        assert seq.check_at == next(length for length in later if length % BLOCK == 0 or length in ends)
+        assert seq.check_at == next(
+            length for length in later if length in ends or any(length % group.block_size == 0 for group in groups)
+        )
 
 
-def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]], kept: set[Sequence]) -> None:
-    """Postprocess; then check that exactly the blocks have names that planned prefill steps, or read decodes, fill.
+class Refused:
+    """Notes the blocks that no node has because another block of the same tokens was the node's already."""
 
-    kept: sequences whose blocks have lost their names
+    def __init__(self, manager: BlockManager) -> None:
+        self.blocks: set[int] = set()
+        can_attach, detach = manager.tree.can_attach, manager.tree.detach
+
+        def noted(block_id: int, node: Node, place: int) -> bool:
+            can = can_attach(block_id, node, place)
+            if not can:
+                self.blocks.add(block_id)
+            return can
+
+        def handed_out(block_id: int) -> None:
+            self.blocks.discard(block_id)
+            detach(block_id)
+
+        manager.tree.can_attach, manager.tree.detach = noted, handed_out
+
+
+def postprocess(
+    sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]], kept: set[Sequence], refused: Refused
+) -> None:
+    """Postprocess; then check that exactly the blocks are nodes' that planned prefill steps, or read decodes, fill.
+
+    kept: sequences whose blocks nobody is to find
     """
+    manager = sched.block_manager
     seqs = [chunk.seq for chunk in step.chunks] if isinstance(step, PrefillStep) else step.seqs
-    tables = [(seq.num_released, list(seq.block_table)) for seq in seqs]  # empty if an earlier step ended it
+    before = [(seq.node, seq.num_released.copy(), manager.held(seq)) for seq in seqs]  # empty if it ended earlier
     ends = [min(seq.num_scheduled, len(seq)) for seq in seqs]
     sched.postprocess(step, tokens)
     if isinstance(step, DecodeStep):
         ends = [len(seq) - 1 for seq in seqs]
-    for seq, (released, table), end in zip(seqs, tables, ends, strict=True):
-        if seq in kept:
+        check_windows(sched, step.seqs)
+    for seq, (node, released, held), end in zip(seqs, before, ends, strict=True):
+        if not held or seq in kept:
             continue
-        named = [sched.block_manager.blocks[block].content is not None for block in table[released:]]
-        assert named == [index < end // BLOCK for index in range(released, len(table))]
-    if isinstance(step, DecodeStep) and sched.window is not None:
-        for seq in seqs:
-            assert len(seq.block_table) - seq.num_released <= -(-sched.window // BLOCK) + 2
+        filled = end // manager.prefix_size * manager.prefix_size
+        if not (node.is_found and is_found(manager, seq, filled)):  # a node was lost before its child was filled
+            assert refused.blocks.intersection(chain(*held)) or all(group.window for group in manager.groups)
+            filled = 0
+        for group, first, table in zip(manager.groups, released, held, strict=True):
+            for column, block_id in enumerate(table, first):
+                has_node = manager.blocks[block_id].node is not None
+                if (column + 1) * group.block_size <= filled:
+                    assert has_node or block_id in refused.blocks
+                elif (column + 1) * group.block_size > end:
+                    assert not has_node
+
+
+def check_windows(sched: Scheduler, seqs: list[Sequence]) -> None:
+    """Check that sequences that decode hold no more blocks than their windows need."""
+    for seq in seqs:
+        for group, table in zip(sched.block_manager.groups, sched.block_manager.held(seq), strict=False):
+            assert group.most_blocks is None or len(table) <= group.most_blocks
+
+
+def is_found(manager: BlockManager, seq: Sequence, end: int) -> bool:
+    """Whether a lookup finds a node of the first tokens, up to `end`."""
+    node, size = manager.tree.roots[seq.is_long], manager.prefix_size
+    for start in range(0, end, size):
+        if node is not None:
+            node = manager.tree.find(node, seq.token_ids[start : start + size].tobytes())
+    return node is not None
+
+
+GROUPS = st.one_of(  # a window and a block size of each group
+    st.just([(None, BLOCK)]),
+    st.tuples(st.tuples(st.integers(1, 20), st.just(BLOCK))),
+    st.lists(st.tuples(st.none() | st.integers(1, 20), st.sampled_from([2, 3, 4, 6])), min_size=2, max_size=3).map(
+        lambda groups: sorted(groups, key=lambda group: group[0] is not None)
+    ),
+)
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["in step", "one step ahead"])
@@ -552,18 +719,18 @@ def postprocess(sched: Scheduler, step: Step, tokens: list[tuple[Sequence, int]]
         min_size=1,
         max_size=25,
     ),
-    blocks=st.integers(10, 40),
+    groups=GROUPS,
+    spare=st.integers(0, 30),
     rows=st.integers(1, 6),
     budget=st.integers(1, 40),
     worth=st.tuples(st.integers(1, 100), st.sampled_from([1 / 16, 1 / 2, 1])),
-    window=st.none() | st.integers(1, 20),
     long_from=st.none() | st.integers(1, 38),
     kind=st.sampled_from([BlockManager, CollidingBlockManager]),
     foresight=st.booleans(),
     arrivals=st.integers(0, 2**32).map(random.Random),  # st.randoms() seldom draws what is not close to 0
 )
 def test_every_request_ends_with_its_own_tokens(
-    depth, requests, blocks, rows, budget, worth, window, long_from, kind, foresight, arrivals
+    depth, requests, groups, spare, rows, budget, worth, long_from, kind, foresight, arrivals
 ) -> None:
     """Random requests, some with several samples, arrive and are aborted at random times. Weights change.
 
@@ -573,16 +740,18 @@ def test_every_request_ends_with_its_own_tokens(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("MIN_PREFILL_TOKENS", "MAX_FREE_ROWS"), worth, strict=True):
             patch.setattr(f"nanoinfer.engine.scheduler.{name}", value)
-        for name, value in (("MIN_ROWS", 2), ("MIN_TOKENS", BLOCK), ("MIN_SAVED", 1)):
+        for name, value in (("MIN_ROWS", 2), ("MIN_TOKENS", 2), ("MIN_SAVED", 1)):
             patch.setattr(f"nanoinfer.engine.shared_prefixes.{name}", value)
         if not foresight:
             patch.setattr(Admission, "is_roomy", True)
-        sched = scheduler(blocks, rows, budget, window, long_from, kind)
+        layout = layout_of(*groups)
+        blocks = layout.blocks_of(40) + spare  # the longest sequence fits
+        sched = scheduler(blocks, rows, budget, layout, long_from, kind)
         serve_random_requests(sched, depth, requests, arrivals)
     assert sched.block_manager.num_free == blocks
 
 
-def check_what_is_read(step: Step, message: StepMessage, device: Device, seqs: list[Sequence], window: int) -> None:
+def check_what_is_read(step: Step, message: StepMessage, device: Device, seqs: list[Sequence]) -> None:
     """Check that each query reads its own sequence's tokens, and that all were computed as long or all as short."""
     if isinstance(message, PrefillMessage):
         for chunk, told in zip(step.chunks, message.chunks, strict=True):
@@ -594,22 +763,26 @@ def check_what_is_read(step: Step, message: StepMessage, device: Device, seqs: l
         whole = [list(seq.token_ids[: seq.num_prompt_tokens]) + expected_tokens(seq) for seq in seqs]
         spans = [(seq, end - 1, end, tokens) for seq, end, tokens in zip(seqs, lens, whole, strict=True)]
     for seq, start, end, tokens in spans:
-        first = max(0, start - window + 1)
         is_long = device.is_long(len(seq) if isinstance(message, PrefillMessage) else end)
-        if end <= len(tokens):  # nobody reads tokens after the one that ends the sequence
-            assert device.read(seq.block_table, first, end) == [(token, is_long) for token in tokens[first:end]]
-            places = [(seq.block_table[position // BLOCK], position % BLOCK) for position in range(first, end)]
-            assert seq in device.kept or {device.versions[place] for place in places} == {device.version}
+        if end > len(tokens):
+            continue  # nobody reads tokens after the one that ends the sequence
+        for index, group in enumerate(device.groups):
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            read = device.read(index, seq.block_tables[index], first, end)
+            assert [(token, long) for token, long, _ in read] == [(token, is_long) for token in tokens[first:end]]
+            assert seq in device.kept or {version for _, _, version in read} == {device.version}
 
 
 def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
-    row_map, device = RowMap(None if sched.window else PrefixFinder(BLOCK, 2, 1)), Device(sched.long_from)
-    rows, budget, window = sched.max_num_seqs, sched.max_num_batched_tokens, sched.window or 1000
+    first_group, *_ = groups = sched.block_manager.groups
+    row_map = RowMap(None if first_group.window else PrefixFinder(first_group.block_size, 2, 1))
+    device, refused = Device(groups, sched.long_from), Refused(sched.block_manager)
+    rows, budget = sched.max_num_seqs, sched.max_num_batched_tokens
     pending: deque[list[Sequence]] = deque()
     for i, (length, most, ignore, (first, num_first, then), n) in enumerate(requests):
         prompt = ([first] * num_first + [then] * length)[:length]
         pending.append(samples(n if most else 1, prompt, most, () if ignore else (EOS,), seed=10 * i))
-    seqs, in_flight, idle = [seq for group in pending for seq in group], deque(), 0
+    seqs, in_flight = [seq for group in pending for seq in group], deque()
     forgotten: set[Sequence] = set()
     while pending or not sched.is_finished or in_flight:
         while pending and (sched.is_finished or arrivals.random() < 0.3):
@@ -624,10 +797,10 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
             in_flight.clear()
         if arrivals.random() < 0.02:
             while in_flight:
-                postprocess(sched, *in_flight.popleft(), device.kept)
+                postprocess(sched, *in_flight.popleft(), device.kept, refused)
             if arrivals.random() < 0.5:
                 sched.restart()
-                assert not any(seq.block_table for seq in sched.unfinished)
+                assert not any(seq.block_tables for seq in sched.unfinished)
             device.renew(sched)
         step = sched.schedule(in_flight=bool(in_flight))
         if step is not None and arrivals.random() < 0.01:  # an interrupt comes before the step is launched
@@ -645,16 +818,17 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
             assert [seq.row for seq in row_map.seqs] == list(range(len(row_map.seqs)))
             tokens = device.run(message)
             for seq, row in zip(row_map.seqs, device.rows, strict=True):
-                assert row["table"] == seq.block_table
+                assert row["tables"] == seq.block_tables
                 assert row["seed"] == seq.seed
             if isinstance(step, PrefillStep):
                 assert step.num_tokens <= budget
-            check_what_is_read(step, message, device, row_map.seqs, window)
+            else:
+                check_windows(sched, step.seqs)
+            check_what_is_read(step, message, device, row_map.seqs)
             in_flight.append((step, list(zip(order, tokens, strict=True))))
-        idle = idle + 1 if step is None and not sched.is_finished else 0
-        assert idle <= depth + 1, "nothing runs and nothing is in flight: the engine would hang"
+        assert step is not None or in_flight or sched.is_finished, "nothing runs: the engine would hang"
         if in_flight and (step is None or len(in_flight) == depth):
-            postprocess(sched, *in_flight.popleft(), device.kept)
+            postprocess(sched, *in_flight.popleft(), device.kept, refused)
         check_blocks(sched)
         check_decoding(sched)
     for seq in seqs:

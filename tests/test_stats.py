@@ -11,7 +11,7 @@ from dataclasses import fields
 from functools import partial
 
 import pytest
-from conftest import greedy
+from conftest import alike, greedy
 from tqdm import tqdm
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams, Stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class BlockManager:
         self._planned.clear()
         if not self._passed:
             return False
-        released = [self.release(seq, seq.num_scheduled) for seq in self._passed]
+        released = [self.release(seq, seq.num_scheduled) for seq in self._passed if seq.block_tables]
         self._passed.clear()
         return any(released)
 
@@ -110,11 +111,19 @@ class BlockManager:
         return start
 
     def extend(self, seq: Sequence, end: int) -> int:
-        """Give a sequence the blocks of its next chunk, which is to end at `end`; returns where it can end."""
-        for group, table in zip(self.groups, seq.block_tables, strict=True):
-            most = len(table) + self.num_free
-            self._extend(table, min(-(-end // group.block_size), most))
-            end = min(end, len(table) * group.block_size)
+        """Give a sequence the blocks of its next chunk, which is to end at `end`; returns where it can end.
+
+        No group takes blocks for tokens for which another group finds none.
+        """
+        pairs = list(zip(self.groups, seq.block_tables, strict=True))
+
+        def num_lacking(end: int) -> int:
+            return sum(max(0, -(-end // group.block_size) - len(table)) for group, table in pairs)
+
+        if num_lacking(end) > self.num_free:
+            end = bisect_right(range(end + 1), self.num_free, key=num_lacking) - 1
+        for group, table in pairs:
+            self._extend(table, -(-end // group.block_size))
         return end
 
     def can_fork(self, seq: Sequence) -> bool:
@@ -182,13 +191,13 @@ class BlockManager:
         self._record(seq, num_tokens, [])
 
     def _record(self, seq: Sequence, num_tokens: int, attached: list[int]) -> None:
-        """Let later sequences find what the first `num_tokens` tokens fill. attached: gets the blocks that are new to them
+        """Let later sequences find what the first `num_tokens` tokens fill. attached: gets the blocks that are new
 
         A prefix that another sequence has recorded keeps its blocks, and gets those that it lacks.
         """
         size, node, tree = self.prefix_size, seq.node, self.tree
         while node is not None and node.is_found and (seq.num_nodes + 1) * size <= num_tokens:
-            index = seq.num_nodes
+            index, before = seq.num_nodes, len(attached)
             node = seq.node = tree.child(node, seq.token_ids[index * size : (index + 1) * size].tobytes())
             place = 0
             for table, released, count in zip(seq.block_tables, seq.num_released, self._counts, strict=True):
@@ -197,6 +206,8 @@ class BlockManager:
                         tree.attach(table[column], node, place, attached)
                     place += 1
             seq.num_nodes = index + 1
+            if len(attached) == before:
+                tree.prune(node)  # it is empty if a window of one token has left all of it behind
 
     def release(self, seq: Sequence, position: int) -> bool:
         """Take back the blocks that no query from this position on sees; returns whether there are some."""

@@ -130,7 +130,10 @@ class Scheduler:
         """
         if self.block_manager.begin_step():
             self.admission.is_shut = False
-        return (self._prefill_is_due() and self._schedule_prefill()) or self._schedule_decode(in_flight)
+        step = (self._prefill_is_due() and self._schedule_prefill()) or self._schedule_decode(in_flight)
+        if step is None and not in_flight and self.waiting:  # the only one that ran has lost its blocks to a prompt
+            step = self._schedule_prefill()
+        return step
 
     def _prefill_is_due(self) -> bool:
         """Whether the next step is to prefill, while decoding waits.

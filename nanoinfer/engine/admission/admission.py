@@ -109,9 +109,15 @@ class Admission:
         return needed
 
     def note_begun(self, seq: Sequence) -> None:
-        """Count in a sequence that has got its blocks."""
-        if self._forecast is not None:
-            self._forecast.add([seq], [self._block_manager.num_own(seq)])
+        """Count in a sequence that begins. Its chunks are still to get the blocks of groups with a window."""
+        if self._forecast is None:
+            return
+        manager = self._block_manager
+        held = []
+        for group, table, own in zip(manager.groups, manager.held(seq), manager.num_own(seq), strict=True):
+            num_shared = len(table) - own
+            held.append(max(own, group.blocks_of(len(seq)) - num_shared))
+        self._forecast.add([seq], [held])
 
     def _look_ahead(self, running: Collection[Sequence]) -> Forecast:
         """Return the forecast of those that run."""
