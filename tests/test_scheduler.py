@@ -615,7 +615,7 @@ def check_decoding(sched: Scheduler) -> None:
     groups = manager.groups
     outgrown = [seq for seq in sched.running if seq.num_scheduled == sched.long_from and not seq.is_exhausted]
     assert sched.decoding == [seq for seq in sched.running if not (seq.is_exhausted or seq in outgrown)]
-    assert Counter(sched.full) == Counter(seq for seq in sched.decoding if manager.num_needed([seq]))
+    assert Counter(sched.full) == Counter(seq for seq in sched.decoding if manager.num_needed(seq))
     for seq in sched.running:
         if seq in outgrown:
             assert seq.status is SequenceStatus.OUTGROWN
@@ -634,19 +634,18 @@ class Refused:
 
     def __init__(self, manager: BlockManager) -> None:
         self.blocks: set[int] = set()
-        can_attach, detach = manager.tree.can_attach, manager.tree.detach
+        attach, detach = manager.tree.attach, manager.tree.detach
 
-        def noted(block_id: int, node: Node, place: int) -> bool:
-            can = can_attach(block_id, node, place)
-            if not can:
+        def noted(block_id: int, node: Node, place: int, attached: list[int]) -> None:
+            attach(block_id, node, place, attached)
+            if block_id not in attached:
                 self.blocks.add(block_id)
-            return can
 
         def handed_out(block_id: int) -> None:
             self.blocks.discard(block_id)
             detach(block_id)
 
-        manager.tree.can_attach, manager.tree.detach = noted, handed_out
+        manager.tree.attach, manager.tree.detach = noted, handed_out
 
 
 def postprocess(
