@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import time
@@ -22,7 +23,7 @@ from forking import fork_what_spawns, spawning
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams
-from nanoinfer.attention.cache_layout import CacheLayout, Pages, lay_out
+from nanoinfer.attention.cache_layout import CacheGroup, CacheLayout, Pages, lay_out
 from nanoinfer.benchmark.workloads import write_config
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
@@ -241,6 +242,15 @@ def make_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 def alike(block_size: int, window: int | None = None) -> CacheLayout:
     """Return the layout of a model whose layers are alike."""
     return lay_out([Pages(1, 1, window)], block_size, block_size)
+
+
+def layout_of(*groups: tuple[int, int | None]) -> CacheLayout:
+    """Return a layout with groups of one layer each; groups: the tokens in a block, and the window."""
+    cache_groups = tuple(
+        CacheGroup((layer,), Pages(1, 1, window), block_size) for layer, (block_size, window) in enumerate(groups)
+    )
+    largest = math.lcm(*(block_size for block_size, _ in groups))
+    return CacheLayout(cache_groups, largest, largest, slice_numbers=largest, slices=2)
 
 
 class CollidingTree(PrefixTree):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class BlockManager:
         What the windows of a prefill step have left behind may only go now: its own chunks must not write there.
         """
         self._planned.clear()
-        released = [self.release(seq, seq.num_scheduled) for seq in self._passed]
+        released = [self.release(seq, seq.num_scheduled) for seq in self._passed if seq.block_tables]
         self._passed.clear()
         return any(released)
 
@@ -108,10 +109,14 @@ class BlockManager:
 
     def extend(self, seq: Sequence, end: int) -> int:
         """Give a sequence the blocks of its next chunk, which is to end at `end`; returns where it can end."""
-        for group, table in zip(self.groups, seq.block_tables, strict=True):
-            most = len(table) + self.num_free
-            self._extend(table, min(-(-end // group.block_size), most))
-            end = min(end, len(table) * group.block_size)
+        tables = list(zip(self.groups, seq.block_tables, strict=True))
+
+        def num_new(end: int) -> int:
+            return sum(max(0, -(-end // group.block_size) - len(table)) for group, table in tables)
+
+        end = bisect_right(range(end + 1), self.num_free, key=num_new) - 1  # no group takes what another needs
+        for group, table in tables:
+            self._extend(table, -(-end // group.block_size))
         return end
 
     def can_fork(self, seq: Sequence) -> bool:
@@ -244,10 +249,13 @@ class BlockManager:
             seq.node = None
 
     def forget(self, seq: Sequence) -> None:
-        """Let no later sequence share what a sequence holds, but those that hold it go on."""
-        for block_id in chain.from_iterable(self.held(seq)):
-            if (node := self.blocks[block_id].node) is not None:
-                self.tree.empty(node)
+        """Let no later sequence share what a sequence holds, nor what others computed behind it. They go on."""
+        node = seq.node
+        while node is not None:
+            if self.states is not None:
+                self.states.drop(node)
+            self.tree.cut(node)
+            node = node.parent
 
     def held(self, seq: Sequence) -> list[list[int]]:
         """Return the blocks that a sequence holds of each group."""

@@ -117,22 +117,28 @@ class PrefixTree:
             node.blocks[block.place] = NONE
             self.prune(node)
 
-    def empty(self, node: Node) -> None:
-        """Let a node have no block any more."""
-        for block_id in node.blocks:
-            if block_id != NONE:
-                self.detach(block_id)
+    def cut(self, node: Node) -> None:
+        """Let no lookup find a node, nor those behind it. These go when their blocks are handed out."""
+        if node.parent is not None and node.is_found:
+            for block_id in node.blocks:
+                if block_id != NONE:
+                    self._blocks[block_id].node = None
+            self._remove(node, node.parent)
+            self.prune(node.parent)
 
     def prune(self, node: Node) -> None:
         """Remove a node if it has nothing, and then its parent likewise."""
         while node.parent is not None and node.is_found and node.is_empty:
-            node.is_found = False
-            if self.by_hash.get(node.digest) is node:
-                del self.by_hash[node.digest]
-            else:
-                del self.collided[node.content]
-            node.parent.num_children -= 1
+            self._remove(node, node.parent)
             node = node.parent
+
+    def _remove(self, node: Node, parent: Node) -> None:
+        node.is_found = False
+        if self.by_hash.get(node.digest) is node:
+            del self.by_hash[node.digest]
+        else:
+            del self.collided[node.content]
+        parent.num_children -= 1
 
     def clear(self) -> None:
         """Remove all nodes but the roots."""
