@@ -249,8 +249,8 @@ class BlockManager:
             seq.node = None
 
     def forget(self, seq: Sequence) -> None:
-        """Let no later sequence share what a sequence holds, nor what others computed behind it. They go on."""
-        node = seq.node
+        """Let no later sequence share what a sequence holds or fills, nor what others computed behind it. All go on."""
+        node, seq.node = seq.node, None
         while node is not None:
             if self.states is not None:
                 self.states.drop(node)
