@@ -199,6 +199,15 @@ class TestOneGroup:
         manager.record(follower, 12)  # what it fills now is not found either
         assert begin(manager, numbered(13)) == 4
 
+    def test_what_a_sequence_fills_after_it_was_forgotten_is_not_shared(self) -> None:
+        manager = BlockManager(8, alike(BLOCK))
+        seq = numbered(8)
+        begin(manager, seq)
+        manager.record(seq, 3)  # fills no block
+        manager.forget(seq)
+        manager.record(seq, 8)
+        assert manager.cached_prefix(numbered(9)).num_tokens == 0
+
     def test_after_a_failed_step_all_blocks_are_free_and_what_it_was_to_fill_is_not_found(self) -> None:
         manager = BlockManager(8, alike(BLOCK))
         done, planned = numbered(5), numbered(13)
