@@ -244,11 +244,11 @@ def alike(block_size: int, window: int | None = None) -> CacheLayout:
     return lay_out([Pages(1, 1, window)], block_size, block_size)
 
 
-def layout_of(*groups: tuple[int | None, int]) -> CacheLayout:
-    """The layout of a model with several groups of layers: a window and a block size of each."""
-    kinds = [CacheGroup((i,), Pages(1 + i, 1, window), size) for i, (window, size) in enumerate(groups)]
-    prefix_size = math.lcm(*(size for _, size in groups))
-    return CacheLayout(tuple(kinds), prefix_size, prefix_size, slice_numbers=1, slices=1)
+def layout_of(*groups: tuple[int, int | None]) -> CacheLayout:
+    """Return the layout of a model with a layer in each group; groups: the tokens of a block, and the window."""
+    kinds = [CacheGroup((layer,), Pages(1 + layer, 1, window), size) for layer, (size, window) in enumerate(groups)]
+    prefix_size = math.lcm(*(size for size, _ in groups))
+    return CacheLayout(tuple(kinds), prefix_size, prefix_size, slice_numbers=prefix_size, slices=2)
 
 
 class CollidingTree(PrefixTree):

@@ -150,7 +150,7 @@ def test_one_is_let_in_if_another_ends_before_blocks_are_short() -> None:
 def test_windows_let_more_sequences_in() -> None:
     """Each grows to 10 blocks of the layers without a window, and holds three of those with one."""
     seqs = [sequence(prompt(number, 8), 32, number) for number in range(4)]
-    plain, mixed = (small(blocks=40, layout=layout_of((None, 4), (window, 4))) for window in (None, 4))
+    plain, mixed = (small(blocks=40, layout=layout_of((4, None), (4, window))) for window in (None, 4))
     assert begin(plain, *seqs) == seqs[:2]
     again = [sequence(prompt(number, 8), 32, number) for number in range(4)]
     assert begin(mixed, *again) == again[:3]
@@ -259,11 +259,11 @@ def test_samples_of_one_prompt_tell_of_each_other_the_more_have_ended() -> None:
     assert min(some[1], many[1]) > 0.7
 
 
-GROUPS = st.one_of(  # a window and a block size of each group
-    st.just([(None, 4)]),
-    st.tuples(st.tuples(st.integers(1, 20), st.just(4))),
-    st.tuples(st.just((None, 4)), st.tuples(st.integers(1, 20), st.sampled_from([2, 4, 8]))),
-    st.tuples(st.just((None, 2)), st.just((3, 4)), st.tuples(st.integers(4, 20), st.just(2))),
+GROUPS = st.one_of(  # a block size and a window of each group
+    st.just([(4, None)]),
+    st.tuples(st.tuples(st.just(4), st.integers(1, 20))),
+    st.tuples(st.just((4, None)), st.tuples(st.sampled_from([2, 4, 8]), st.integers(1, 20))),
+    st.tuples(st.just((2, None)), st.just((4, 3)), st.tuples(st.just(2), st.integers(4, 20))),
 )
 
 

@@ -1,389 +1,565 @@
-"""BlockManager: sharing, reuse and giving back, by example and by random operations."""
+"""BlockManager: sharing, reuse and giving back, by example. test_random_blocks.py has random operations."""
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
+from collections import deque
 
 import pytest
-import xxhash
-from conftest import CollidingBlockManager
-from hypothesis import settings
+from conftest import alike, layout_of
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nanoinfer import SamplingParams
+from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.block_manager import BlockManager
-from nanoinfer.engine.block_names import BlockNames
+from nanoinfer.engine.prefix_tree import NONE
+from nanoinfer.engine.scheduler import Scheduler, Step
 from nanoinfer.engine.sequence import Sequence
 
 BLOCK = 4
+MIXED = layout_of((8, None), (2, 5))  # blocks of 8 tokens of layers that see all, and of 2 where a query sees 5
 
 
-def sequence(tokens: list[int]) -> Sequence:
-    return Sequence(tokens, SamplingParams(max_tokens=1000), seed=0, max_model_len=1000)
+def sequence(tokens: list[int], max_tokens: int = 1000) -> Sequence:
+    return Sequence(tokens, SamplingParams(max_tokens=max_tokens), seed=0, max_model_len=1000)
+
+
+def numbered(length: int) -> Sequence:
+    return sequence(list(range(length)))
+
+
+def begin(manager: BlockManager, seq: Sequence) -> int | None:
+    """Allocate, and get the blocks of the whole sequence; returns how many tokens were cached."""
+    cached = manager.allocate(seq, len(seq))
+    if cached is not None:
+        assert manager.extend(seq, len(seq)) == len(seq)
+    return cached
 
 
 def fill(manager: BlockManager, seq: Sequence) -> None:
     """Allocate and compute the whole sequence."""
-    cached = manager.allocate(seq)
-    assert cached is not None
+    assert begin(manager, seq) is not None
     manager.record(seq, len(seq))
+    seq.num_scheduled = len(seq)
 
 
-def test_a_full_block_is_shared_between_equal_prefixes() -> None:
-    manager = BlockManager(8, BLOCK)
-    first, second = sequence([1, 2, 3, 4, 5, 6]), sequence([1, 2, 3, 4, 9])
-    fill(manager, first)
-    assert manager.allocate(second) == 4
-    assert second.block_table[0] == first.block_table[0]
-    assert second.block_table[1] != first.block_table[1]
-    assert manager.num_free == 5
+class TestOneGroup:
+    """Layers that see all tokens."""
 
+    def test_a_full_block_is_shared_between_equal_prefixes(self) -> None:
+        manager = BlockManager(8, alike(BLOCK))
+        first, second = sequence([1, 2, 3, 4, 5, 6]), sequence([1, 2, 3, 4, 9])
+        fill(manager, first)
+        assert begin(manager, second) == 4
+        ((shared, own),), ((other, other_own),) = second.block_tables, first.block_tables
+        assert shared == other
+        assert own != other_own
+        assert manager.num_free == 5
+        assert manager.share_used == 3 / 8
 
-def test_a_block_that_has_not_been_computed_is_not_shared() -> None:
-    manager = BlockManager(8, BLOCK)
-    assert manager.allocate(sequence([1, 2, 3, 4, 5])) == 0
-    assert manager.allocate(sequence([1, 2, 3, 4, 5])) == 0
+    def test_a_block_that_has_not_been_computed_is_not_shared(self) -> None:
+        manager = BlockManager(8, alike(BLOCK))
+        assert begin(manager, sequence([1, 2, 3, 4, 5])) == 0
+        assert begin(manager, sequence([1, 2, 3, 4, 5])) == 0
 
+    def test_equal_tokens_after_different_prefixes_are_not_shared(self) -> None:
+        manager = BlockManager(8, alike(BLOCK))
+        fill(manager, sequence([1, 1, 1, 1, 5, 6, 7, 8]))
+        assert begin(manager, sequence([2, 2, 2, 2, 5, 6, 7, 8, 9])) == 0
 
-def test_equal_tokens_after_different_prefixes_are_not_shared() -> None:
-    manager = BlockManager(8, BLOCK)
-    fill(manager, sequence([1, 1, 1, 1, 5, 6, 7, 8]))
-    assert manager.allocate(sequence([2, 2, 2, 2, 5, 6, 7, 8, 9])) == 0
+    def test_the_last_token_is_always_computed(self) -> None:
+        manager = BlockManager(8, alike(BLOCK))
+        fill(manager, sequence([1, 2, 3, 4, 5, 6, 7, 8]))
+        assert begin(manager, sequence([1, 2, 3, 4, 5, 6, 7, 8])) == 4
+        assert begin(manager, sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])) == 8
 
+    def test_a_freed_block_keeps_its_content_until_it_is_handed_out_least_recently_freed_first(self) -> None:
+        manager = BlockManager(4, alike(BLOCK))
+        old, new = sequence([1, 2, 3, 4, 5]), sequence([6, 7, 8, 9, 10])
+        for seq in (old, new):
+            fill(manager, seq)
+        manager.free(old)
+        manager.free(new)
+        assert manager.num_free == 4
+        other = sequence(list(range(20, 29)))  # takes the two blocks that are not full, then `old`'s full one
+        assert begin(manager, other) == 0
+        assert len(manager.tree) == 1
+        manager.free(other)
+        assert begin(manager, sequence([1, 2, 3, 4, 11])) == 0
+        assert begin(manager, sequence([6, 7, 8, 9, 11])) == 4
 
-def test_the_last_token_is_always_computed() -> None:
-    manager = BlockManager(8, BLOCK)
-    fill(manager, sequence([1, 2, 3, 4, 5, 6, 7, 8]))
-    assert manager.allocate(sequence([1, 2, 3, 4, 5, 6, 7, 8])) == 4
-    assert manager.allocate(sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])) == 8
-
-
-def test_a_freed_block_keeps_its_content_until_it_is_handed_out_least_recently_freed_first() -> None:
-    manager = BlockManager(4, BLOCK)
-    old, new = sequence([1, 2, 3, 4, 5]), sequence([6, 7, 8, 9, 10])
-    for seq in (old, new):
+    def test_a_prefix_outlives_what_follows_it(self) -> None:
+        manager = BlockManager(3, alike(BLOCK))
+        seq = numbered(12)
         fill(manager, seq)
-    manager.free(old)
-    manager.free(new)
-    assert manager.num_free == 4
-    other = sequence(list(range(20, 29)))  # takes the two blocks that are not full, then `old`'s full one
-    assert manager.allocate(other) == 0
-    assert len(manager.names.by_hash) == 1
-    manager.free(other)
-    assert manager.allocate(sequence([1, 2, 3, 4, 11])) == 0
-    assert manager.allocate(sequence([6, 7, 8, 9, 11])) == 4
+        manager.free(seq)
+        assert begin(manager, sequence([50])) == 0  # takes the last block of the three
+        assert begin(manager, numbered(12)) is None  # needs three blocks, of which two are cached and one is taken
+        assert begin(manager, numbered(8)) == 4
 
+    def test_blocks_without_content_are_handed_out_before_those_with(self) -> None:
+        manager = BlockManager(4, alike(BLOCK))
+        prefix = sequence([1, 2, 3, 4, 5])
+        fill(manager, prefix)
+        manager.free(prefix)
+        for token in range(10, 20):
+            short = sequence([token])
+            fill(manager, short)
+            manager.free(short)
+        assert begin(manager, sequence([1, 2, 3, 4, 6])) == 4
 
-def test_a_prefix_outlives_what_follows_it() -> None:
-    manager = BlockManager(3, BLOCK)
-    seq = sequence(list(range(12)))
-    fill(manager, seq)
-    manager.free(seq)
-    assert manager.allocate(sequence([50])) == 0  # takes the last block of the three
-    again = sequence(list(range(12)))
-    assert manager.allocate(again) is None  # needs three blocks, of which two are cached and one is taken
-    assert manager.allocate(sequence(list(range(8)))) == 4
+    def test_too_few_free_blocks_change_nothing(self) -> None:
+        manager = BlockManager(2, alike(BLOCK))
+        seq = numbered(9)
+        assert begin(manager, seq) is None
+        assert (seq.block_tables, seq.num_released, seq.node) == ([], [], None)
+        assert manager.num_free == 2
 
+    def test_all_blocks_come_at_once_however_short_the_first_chunk(self) -> None:
+        manager = BlockManager(3, alike(BLOCK))
+        seq = numbered(9)
+        assert manager.allocate(seq, 1) == 0
+        assert len(seq.block_tables[0]) == 3
+        assert manager.extend(seq, 1) == 1
+        assert manager.num_free == 0
 
-def test_blocks_without_content_are_handed_out_before_those_with() -> None:
-    manager = BlockManager(4, BLOCK)
-    prefix = sequence([1, 2, 3, 4, 5])
-    fill(manager, prefix)
-    manager.free(prefix)
-    for token in range(10, 20):
-        short = sequence([token])
+    def test_what_follows_either_of_two_copies_is_found(self) -> None:
+        manager = BlockManager(9, alike(BLOCK))
+        one, other = sequence([1, 1, 1, 1, 2]), sequence([1, 1, 1, 1, 3, 3, 3, 3, 4])
+        for seq in (one, other):
+            assert begin(manager, seq) == 0
+        for seq in (one, other):
+            manager.record(seq, len(seq))
+        again = sequence([1, 1, 1, 1, 3, 3, 3, 3, 5])
+        assert begin(manager, again) == 8
+        assert again.block_tables[0][:2] == [one.block_tables[0][0], other.block_tables[0][1]]
+
+    def test_what_followed_a_block_that_was_handed_out_is_found_once_it_is_computed_again(self) -> None:
+        manager = BlockManager(6, alike(BLOCK))
+        one, other, big, again = numbered(5), numbered(9), sequence([50] * 12), numbered(9)
+        for seq in (one, other):
+            assert begin(manager, seq) == 0
+        for seq in (one, other):
+            manager.record(seq, len(seq))
+        manager.free(one)
+        fill(manager, big)  # takes the one that was never used, and both of `one`
+        manager.free(big)
+        assert begin(manager, again) == 0
+        manager.record(again, 9)
+        cached = manager.cached_prefix(numbered(9))
+        assert cached.tables == [[again.block_tables[0][0], other.block_tables[0][1]]]
+
+    def test_long_and_short_sequences_share_nothing(self) -> None:
+        manager = BlockManager(8, alike(BLOCK))
+        short, long, again = (numbered(9) for _ in range(3))
         fill(manager, short)
-        manager.free(short)
-    assert manager.allocate(sequence([1, 2, 3, 4, 6])) == 4
+        long.is_long = again.is_long = True
+        assert begin(manager, long) == 0
+        manager.record(long, 9)
+        assert begin(manager, again) == 8
+        assert again.block_tables[0][:2] == long.block_tables[0][:2]
 
+    def test_what_a_sequence_fills_after_all_was_forgotten_is_not_shared(self) -> None:
+        """Its keys and values depend on those of the blocks before."""
+        manager = BlockManager(8, alike(BLOCK))
+        seq, other = numbered(8), numbered(9)
+        begin(manager, seq)
+        manager.record(seq, 4)
+        manager.forget_all([seq])
+        manager.record(seq, 8)
+        manager.free(seq)
+        assert begin(manager, other) == 0
+        manager.record(other, 9)
+        assert begin(manager, numbered(9)) == 8
 
-def test_too_few_free_blocks_change_nothing() -> None:
-    manager = BlockManager(2, BLOCK)
-    seq = sequence(list(range(9)))
-    assert manager.allocate(seq) is None
-    assert seq.block_table == []
-    assert manager.num_free == 2
-
-
-@pytest.mark.parametrize("kind", [BlockManager, CollidingBlockManager])
-def test_a_block_is_known_by_the_block_before_it_whatever_the_hashes(kind: type[BlockManager]) -> None:
-    first, second, tail = [1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]
-    manager = kind(20, BLOCK)
-    fill(manager, sequence([*first, 0]))
-    fill(manager, sequence([*second, *tail, 0]))
-    assert manager.allocate(sequence([*first, *tail, 0])) == 4
-    assert manager.allocate(sequence([*tail, 0])) == 0
-    for block in range(10, 13):  # more contents than hashes
-        fill(manager, sequence([block] * 5))
-    assert manager.allocate(sequence([*second, *tail, 0])) == 8
-
-
-def test_contents_of_one_hash_are_all_found_and_forgotten() -> None:
-    class OneHash(BlockNames):
-        _hash = staticmethod(lambda content: 7)
-
-    manager = BlockManager(6, BLOCK)
-    manager.names = OneHash(manager.blocks)
-    seqs = [sequence([token] * 4) for token in range(4)]
-    again = [sequence([token] * 5) for token in range(4)]
-    for seq in seqs:
+    def test_what_one_sequence_holds_is_forgotten(self) -> None:
+        """Also what others hold."""
+        manager = BlockManager(8, alike(BLOCK))
+        seq, sharer, other = numbered(9), numbered(5), numbered(9)
         fill(manager, seq)
-    assert [manager.cached_prefix(seq) for seq in again] == [seq.block_table for seq in seqs]
-    manager.free(seqs[0])
-    big = sequence([50] * 12)
-    fill(manager, big)  # takes all blocks that are free, the first content's among them
-    assert [manager.cached_prefix(seq) for seq in again] == [[], *(seq.block_table for seq in seqs[1:])]
-    for seq in [*seqs[1:], big]:
+        assert begin(manager, sharer) == 4
+        manager.forget(seq)
         manager.free(seq)
-    fill(manager, sequence(list(range(100, 124))))  # takes all blocks
-    assert [manager.cached_prefix(seq) for seq in again] == [[]] * 4
-    assert len(manager.names.by_hash) + len(manager.names.collided) == 6
+        assert begin(manager, other) == 0
+        manager.record(other, 9)
+        assert other.block_tables[0][0] != sharer.block_tables[0][0]
+        assert begin(manager, numbered(9)) == 8
+
+    def test_what_others_have_computed_behind_it_is_forgotten_too(self) -> None:
+        """It is not found either when the prefix has been computed again."""
+        manager = BlockManager(20, alike(BLOCK))
+        seq, follower = numbered(5), numbered(9)
+        fill(manager, seq)
+        fill(manager, follower)
+        manager.forget(seq)
+        fill(manager, numbered(5))
+        assert begin(manager, numbered(9)) == 4
+        follower.token_ids.extend([9, 10, 11])
+        manager.append(follower)
+        manager.record(follower, 12)  # what it fills now is not found either
+        assert begin(manager, numbered(13)) == 4
+
+    def test_what_a_sequence_fills_after_it_was_forgotten_is_not_shared(self) -> None:
+        manager = BlockManager(8, alike(BLOCK))
+        seq = numbered(8)
+        begin(manager, seq)
+        manager.record(seq, 3)  # fills no block
+        manager.forget(seq)
+        manager.record(seq, 8)
+        assert manager.cached_prefix(numbered(9)).num_tokens == 0
+
+    def test_after_a_failed_step_all_blocks_are_free_and_what_it_was_to_fill_is_not_found(self) -> None:
+        manager = BlockManager(8, alike(BLOCK))
+        done, planned = numbered(5), numbered(13)
+        fill(manager, done)
+        manager.begin_step()
+        begin(manager, planned)
+        manager.plan(planned, 13)
+        assert manager.cached_prefix(numbered(13)).num_tokens == 12
+        manager.free_all()
+        assert manager.num_free == 8
+        assert begin(manager, numbered(13)) == 4
+
+    def test_a_sequence_of_the_same_step_shares_what_is_planned(self) -> None:
+        manager = BlockManager(8, alike(BLOCK))
+        first = numbered(9)
+        manager.begin_step()
+        begin(manager, first)
+        manager.plan(first, 9)
+        assert begin(manager, numbered(9)) == 8
+        manager.begin_step()
+        manager.free_all()
+        assert begin(manager, numbered(9)) == 8  # its step had been launched
+
+    def test_a_fork_shares_full_blocks_and_copies_the_last(self) -> None:
+        manager = BlockManager(4, alike(BLOCK))
+        source, other, further = numbered(10), numbered(10), numbered(10)
+        fill(manager, source)
+        assert manager.num_own(source) == [3]
+        assert manager.num_copied(source) == [1]
+        assert manager.can_fork(source)
+        assert manager.fork(source, other) == [(source.block_tables[0][2], other.block_tables[0][2])]
+        assert other.block_tables[0][:2] == source.block_tables[0][:2]
+        assert manager.num_own(source) == manager.num_own(other) == [1]
+        assert manager.num_shared(further) == [2]
+        assert not manager.can_fork(source)  # no block is free
+
+    def test_a_fork_of_full_blocks_copies_none(self) -> None:
+        manager = BlockManager(2, alike(BLOCK))
+        source, other = numbered(8), numbered(8)
+        fill(manager, source)
+        assert manager.can_fork(source)
+        assert manager.fork(source, other) == []
+        assert other.block_tables == source.block_tables
+
+    def test_a_sequence_grows_block_by_block(self) -> None:
+        manager = BlockManager(4, alike(BLOCK))
+        seq = numbered(4)
+        fill(manager, seq)
+        assert manager.num_needed(seq) == 1
+        assert manager.append(seq) == [0]
+        assert manager.num_needed(seq) == 0
+        assert manager.append(seq) == []
+        assert [manager.next_end(position) for position in (3, 4, 7, 8)] == [4, 8, 8, 12]
 
 
-def test_a_block_is_named_by_xxh64_of_the_serial_before_and_its_tokens() -> None:
-    manager = BlockManager(4, BLOCK)
-    seq = sequence(list(range(8)))
-    fill(manager, seq)
-    first, second = (manager.blocks[block] for block in seq.block_table)
-    tokens = array("i", [4, 5, 6, 7]).tobytes()
-    assert second.content == first.serial.to_bytes(8, "little") + tokens
-    assert manager.names.by_hash[xxhash.xxh64(second.content).intdigest()] == seq.block_table[1]
+class TestWindow:
+    """Layers that see only the newest tokens."""
 
+    def test_what_followed_a_block_that_was_handed_out_is_found_by_those_who_do_not_see_that(self) -> None:
+        manager = BlockManager(6, alike(BLOCK, window=2))
+        seq, other, again = numbered(9), sequence([50] * 13), numbered(5)
+        fill(manager, seq)
+        manager.release(seq, 5)
+        fill(manager, other)  # takes the three that were never used, and the one that was released
+        for done in (other, seq):
+            manager.free(done)
+        assert manager.cached_prefix(numbered(9)).num_tokens == 8  # a query at 8 sees from 7 on
+        assert begin(manager, again) == 0
+        manager.record(again, 5)
+        assert manager.cached_prefix(numbered(5)).num_tokens == 4
 
-def test_what_follows_either_of_two_copies_is_found() -> None:
-    manager = BlockManager(9, BLOCK)
-    one, other = sequence([1, 1, 1, 1, 2]), sequence([1, 1, 1, 1, 3, 3, 3, 3, 4])
-    for seq in (one, other):
-        assert manager.allocate(seq) == 0
-    for seq in (one, other):
-        manager.record(seq, len(seq))
-    again = sequence([1, 1, 1, 1, 3, 3, 3, 3, 5])
-    assert manager.allocate(again) == 8
-    assert again.block_table[:2] == [one.block_table[0], other.block_table[1]]
-
-
-def test_what_followed_a_block_that_was_handed_out_is_found_once_it_is_computed_again() -> None:
-    manager = BlockManager(6, BLOCK)
-    seq, other, again = sequence(list(range(9))), sequence([50] * 13), sequence(list(range(9)))
-    fill(manager, seq)
-    manager.release(seq, 4)
-    fill(manager, other)  # takes the three that were never used, and the one that was released
-    for done in (other, seq):
-        manager.free(done)
-    assert manager.allocate(again) == 0
-    manager.record(again, 9)
-    manager.free(again)
-    assert manager.allocate(sequence(list(range(9)))) == 8
-
-
-def test_what_a_window_has_left_behind_is_free_and_still_cached() -> None:
-    manager = BlockManager(4, BLOCK)
-    seq, short, long = sequence(list(range(13))), sequence(list(range(5))), sequence(list(range(10)))
-    fill(manager, seq)
-    manager.release(seq, 7)
-    assert (seq.num_released, manager.num_free) == (1, 1)
-    manager.release(seq, 7)
-    assert manager.num_free == 1
-    assert manager.allocate(short) is None  # the first block is cached, but none is free for the fifth token
-    manager.release(seq, 8)
-    assert manager.allocate(short) == 4
-    assert short.block_table == seq.block_table[:2]  # a cached block, and one that was handed out again
-    assert manager.allocate(long) is None
-    manager.free(seq)
-    assert (seq.num_released, manager.num_free) == (0, 2)
-    assert manager.allocate(sequence(list(range(12)))) == 4  # the chain is broken after the first block
-
-
-def test_a_fork_does_not_get_what_its_source_has_released() -> None:
-    manager = BlockManager(5, BLOCK)
-    source, other = sequence(list(range(14))), sequence(list(range(14)))
-    fill(manager, source)
-    manager.release(source, 4)
-    assert manager.fork(source, other) == (3, 4)
-    assert other.num_released == 1
-    newcomer = sequence([50])
-    assert manager.allocate(newcomer) == 0
-    manager.record(other, 14)  # the newcomer's block gets no name
-    assert manager.blocks[newcomer.block_table[0]].content is None
-    for seq in (source, other, newcomer):
+    def test_what_it_has_left_behind_is_free_and_still_cached(self) -> None:
+        manager = BlockManager(4, alike(BLOCK, window=2))
+        seq, short = numbered(13), numbered(5)
+        fill(manager, seq)
+        assert not manager.release(seq, 4)  # that query sees position 3
+        assert manager.release(seq, 5)
+        assert (seq.num_released, manager.num_free) == ([1], 1)
+        assert not manager.release(seq, 5)
+        assert manager.num_free == 1
+        assert begin(manager, short) is None  # the first block is cached, but none is free for the fifth token
+        assert manager.release(seq, 9)
+        assert begin(manager, short) == 4
+        assert short.block_tables[0] == seq.block_tables[0][:2]  # a cached block, and one that was handed out again
         manager.free(seq)
-    assert manager.num_free == 5
+        assert (seq.num_released, manager.num_free) == ([], 2)
+
+    def test_a_hit_takes_only_what_later_queries_see(self) -> None:
+        manager = BlockManager(8, alike(BLOCK, window=6))
+        seq, again = numbered(17), numbered(17)
+        fill(manager, seq)
+        manager.free(seq)
+        cached = manager.cached_prefix(again)
+        assert (cached.num_tokens, cached.starts) == (16, [2])
+        assert begin(manager, again) == 16
+        assert manager.held(again) == [again.block_tables[0][2:]]
+        assert manager.num_free == 8 - 3
+
+    def test_a_fork_does_not_get_what_its_source_has_released(self) -> None:
+        manager = BlockManager(5, alike(BLOCK, window=9))
+        source, other = numbered(14), numbered(14)
+        fill(manager, source)
+        manager.release(source, 12)
+        assert manager.fork(source, other) == [(3, 4)]
+        assert other.num_released == [1]
+        newcomer = sequence([50])
+        assert begin(manager, newcomer) == 0
+        manager.record(other, 14)  # the newcomer's block is no node's
+        assert manager.blocks[newcomer.block_tables[0][0]].node is None
+        for seq in (source, other, newcomer):
+            manager.free(seq)
+        assert manager.num_free == 5
+
+    def test_a_prompt_gets_the_blocks_of_one_chunk_after_another_and_gives_back_between(self) -> None:
+        manager = BlockManager(4, alike(BLOCK, window=4))
+        seq = numbered(40)
+        assert manager.allocate(seq, 8) == 0
+        assert seq.block_tables == [[]]
+        for start in range(0, 40, 8):
+            assert manager.extend(seq, start + 8) == start + 8
+            seq.num_scheduled = start + 8
+            manager.plan(seq, start + 8)
+            assert manager.begin_step()
+            assert len(manager.held(seq)[0]) == 1
+
+    def test_nothing_goes_back_before_the_next_step_is_planned(self) -> None:
+        """A chunk of the same step could write there, while each layer reads it."""
+        manager = BlockManager(4, alike(BLOCK, window=4))
+        seq = numbered(16)
+        begin(manager, seq)
+        seq.num_scheduled = 16
+        manager.plan(seq, 16)
+        assert manager.num_free == 0
+        assert manager.begin_step()
+        assert manager.num_free == 3
+        assert not manager.begin_step()
+
+    def test_a_chunk_is_as_long_as_the_free_blocks(self) -> None:
+        manager = BlockManager(4, alike(BLOCK, window=4))
+        other, seq = sequence([50]), numbered(40)
+        fill(manager, other)
+        assert manager.allocate(seq, 40) == 0  # three blocks are all that a sequence needs
+        assert manager.extend(seq, 40) == 12
+        assert manager.num_free == 0
+
+    def test_who_is_freed_before_the_next_step_is_planned_gives_all_back_once(self) -> None:
+        manager = BlockManager(4, alike(BLOCK, window=4))
+        seq = numbered(16)
+        begin(manager, seq)
+        seq.num_scheduled = 16
+        manager.plan(seq, 16)
+        manager.free(seq)
+        assert not manager.begin_step()
+        assert manager.num_free == 4
 
 
-def test_long_and_short_sequences_share_nothing() -> None:
-    manager = BlockManager(8, BLOCK)
-    short, long, again = (sequence(list(range(9))) for _ in range(3))
-    fill(manager, short)
-    long.is_long = again.is_long = True
-    assert manager.allocate(long) == 0
-    manager.record(long, 9)
-    assert manager.allocate(again) == 8
-    assert again.block_table[:2] == long.block_table[:2]
+class TestSeveralGroups:
+    """Groups whose blocks hold different numbers of tokens."""
+
+    def test_each_group_has_a_table(self) -> None:
+        manager = BlockManager(20, MIXED)
+        seq = numbered(19)
+        fill(manager, seq)
+        assert [len(table) for table in seq.block_tables] == [3, 10]
+        assert manager.num_free == 20 - 13
+        assert [manager.next_end(position) for position in (0, 1, 2, 7)] == [2, 2, 4, 8]
+
+    def test_a_prefix_is_shared_in_multiples_of_what_all_groups_fill(self) -> None:
+        manager = BlockManager(40, MIXED)
+        seq, again = numbered(15), numbered(17)
+        fill(manager, seq)
+        assert begin(manager, again) == 8
+        assert again.num_released == [0, 2]  # a query at 8 sees from 4 on
+        assert again.block_tables[0][0] == seq.block_tables[0][0]
+        assert again.block_tables[1][2:4] == seq.block_tables[1][2:4]
+
+    def test_a_hit_needs_all_of_the_group_that_sees_all_and_the_end_of_the_others(self) -> None:
+        manager = BlockManager(20, MIXED)
+        seq = numbered(25)
+        fill(manager, seq)
+        manager.release(seq, 25)  # leaves the windows of 24 and before
+        assert seq.num_released == [0, 10]
+        other = sequence([50] * 9)
+        fill(manager, other)  # takes some blocks that the window has left, the last one first
+        assert sum(block == NONE for node in manager.tree for block in node.blocks) == 4
+        cached = manager.cached_prefix(numbered(25))
+        assert (cached.num_tokens, cached.starts) == (24, [0, 10])
+
+    def test_a_prefix_whose_window_is_lost_gets_it_back_from_who_computes_it_again(self) -> None:
+        manager = BlockManager(16, MIXED)
+        seq, again = numbered(17), numbered(17)
+        fill(manager, seq)
+        manager.release(seq, 17)
+        manager.free(seq)
+        (last, *_) = [node for node in manager.tree if node.parent not in manager.tree.roots]
+        manager.tree.detach(last.blocks[-1])
+        assert begin(manager, again) == 8  # the window of 16 is incomplete
+        manager.record(again, 17)
+        assert manager.cached_prefix(numbered(17)).num_tokens == 16
+
+    def test_all_blocks_of_the_group_that_sees_all_come_at_once_and_the_others_with_each_chunk(self) -> None:
+        manager = BlockManager(20, MIXED)
+        seq = numbered(40)
+        assert manager.allocate(seq, 4) == 0
+        assert [len(table) for table in seq.block_tables] == [5, 0]
+        assert manager.extend(seq, 4) == 4
+        assert [len(table) for table in seq.block_tables] == [5, 2]
+
+    def test_a_fork_copies_the_last_block_of_each_group_that_is_not_full(self) -> None:
+        manager = BlockManager(20, MIXED)
+        odd, even = numbered(11), sequence([50] * 4)
+        fill(manager, odd)
+        fill(manager, even)
+        assert (manager.num_copied(odd), manager.num_copied(even)) == ([1, 1], [1, 0])
+        other = numbered(11)
+        copies = manager.fork(odd, other)
+        assert copies == [
+            (odd.block_tables[0][1], other.block_tables[0][1]),
+            (odd.block_tables[1][5], other.block_tables[1][5]),
+        ]
+        assert other.block_tables[1][:5] == odd.block_tables[1][:5]
+
+    def test_a_token_may_need_a_block_of_some_groups(self) -> None:
+        manager = BlockManager(40, MIXED)
+        seqs = [numbered(7), sequence([50] * 10), sequence([60] * 16)]
+        for seq in seqs:
+            fill(manager, seq)
+        assert sum(map(manager.num_needed, seqs)) == 0 + 1 + 2
+        assert [manager.append(seq) for seq in seqs] == [[], [1], [0, 1]]
+
+    def test_no_window_takes_the_blocks_that_another_needs_to_go_on(self) -> None:
+        layout = layout_of((8, None), (2, 3), (2, 5))
+        manager = BlockManager(layout.blocks_of(40), layout)
+        seq = numbered(40)
+        assert manager.allocate(seq, 40) == 0
+        end = 0
+        while end < 40:
+            start, end = end, manager.extend(seq, 40)
+            assert end > start
+            seq.num_scheduled = end
+            manager.plan(seq, end)
+            manager.begin_step()
+
+    @given(
+        layout=st.sampled_from(
+            [
+                alike(BLOCK),
+                alike(BLOCK, window=1),
+                alike(BLOCK, window=6),
+                MIXED,
+                layout_of((8, None), (2, 3), (4, 12)),
+                layout_of((4, 7), (2, 4)),
+            ]
+        ),
+        length=st.integers(1, 60),
+        max_tokens=st.integers(1, 30),
+        budget=st.integers(1, 70),
+    )
+    @settings(max_examples=100, deadline=None)
+    def test_a_sequence_that_is_alone_ends_with_as_many_blocks_as_its_layout_says(
+        self, layout: CacheLayout, length: int, max_tokens: int, budget: int
+    ) -> None:
+        seq = sequence(list(range(length)), max_tokens)
+        manager = BlockManager(layout.blocks_of(seq.max_len), layout)
+        scheduler = Scheduler(manager, max_num_seqs=2, max_num_batched_tokens=budget)
+        scheduler.add(seq)
+        in_flight: deque[Step] = deque()
+        while not seq.is_finished:
+            step = scheduler.schedule(in_flight=bool(in_flight))
+            assert step or in_flight
+            if step:
+                in_flight.append(step)
+            if not step or len(in_flight) > 1:  # the host is one step ahead
+                oldest = in_flight.popleft()
+                has_token = not hasattr(oldest, "chunks") or oldest.chunks[-1].is_last
+                scheduler.postprocess(oldest, [(seq, 7)] if has_token else [])
+        assert scheduler.num_preemptions == 0
+        assert manager.num_free == len(manager.blocks)
 
 
-def test_what_a_sequence_fills_after_all_names_were_taken_is_not_shared() -> None:
-    """Its keys and values depend on those of the blocks before."""
-    manager = BlockManager(8, BLOCK)
-    seq = sequence([1, 2, 3, 4, 5, 6, 7, 8])
-    manager.allocate(seq)
-    manager.record(seq, 4)
-    manager.forget_all([seq])
-    manager.record(seq, 8)
-    manager.free(seq)
-    other = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])
-    assert manager.allocate(other) == 0
-    manager.record(other, 9)
-    assert manager.allocate(sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])) == 8
+class TestStates:
+    """Layers that remember the past in a fixed size."""
 
+    def test_each_sequence_has_a_slot_and_waits_if_there_is_none(self) -> None:
+        manager = BlockManager(20, alike(BLOCK), num_slots=2)
+        first, second, third = (sequence([token] * 5) for token in range(3))
+        fill(manager, first)
+        fill(manager, second)
+        assert {first.slot, second.slot} == {0, 1}
+        free = manager.num_free
+        assert manager.allocate(third, 5) is None
+        assert (manager.num_free, third.slot, third.block_tables) == (free, NONE, [])
+        manager.free(first)
+        assert first.slot == NONE
+        fill(manager, third)
+        assert third.slot == 1 - second.slot
 
-def test_blocks_of_one_sequence_lose_their_names() -> None:
-    """Also those that others hold, and those that follow."""
-    manager = BlockManager(8, BLOCK)
-    seq, sharer = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9]), sequence([1, 2, 3, 4, 5])
-    manager.allocate(seq)
-    manager.record(seq, 9)
-    assert manager.allocate(sharer) == 4
-    manager.forget(seq)
-    manager.free(seq)
-    other = sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])
-    assert manager.allocate(other) == 0
-    manager.record(other, 9)
-    assert other.block_table[0] != sharer.block_table[0]
-    assert manager.allocate(sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])) == 8
+    def test_a_hit_ends_where_a_snapshot_is(self) -> None:
+        manager = BlockManager(20, alike(BLOCK), num_slots=3)
+        seq = numbered(8)
+        begin(manager, seq)
+        manager.record(seq, 4)
+        slot = manager.states.hang(seq.node)
+        assert slot == seq.node.snapshot != seq.slot
+        assert manager.states.hang(seq.node) == NONE  # it has one
+        manager.record(seq, 8)
+        cached = manager.cached_prefix(numbered(9))
+        assert (cached.num_tokens, cached.node.snapshot) == (4, slot)
+        manager.states.hang(seq.node)
+        assert manager.cached_prefix(numbered(9)).num_tokens == 8
 
+    def test_the_least_recently_used_snapshot_goes_first_but_not_that_of_the_sequences_own_prefix(self) -> None:
+        manager = BlockManager(40, alike(BLOCK), num_slots=3)
 
-class RandomOperations(RuleBasedStateMachine):
-    """Random sequences of two token ids, so that many prefixes are equal, in a cache that is always too small."""
+        def cached() -> list[int]:
+            return [manager.cached_prefix(sequence([token] * 5)).num_tokens for token in range(2)]
 
-    kind = BlockManager
+        for token in range(2):
+            seq = sequence([token] * 4)
+            fill(manager, seq)
+            manager.states.hang(seq.node)
+            manager.free(seq)
+        first = sequence([0] * 5)
+        assert begin(manager, first) == 4  # takes the free slot
+        assert cached() == [4, 4]
+        assert begin(manager, sequence([0] * 6)) == 4
+        assert cached() == [4, 0]
+        assert begin(manager, sequence([0] * 7)) is None
+        manager.free(first)
+        assert begin(manager, sequence([0] * 7)) == 4
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.manager = self.kind(12, BLOCK)
-        self.live: list[Sequence] = []
-        # For each block, the prefix whose keys and values it would hold, and whether they are those of a long sequence.
-        self.content: dict[int, tuple[bool, tuple[int, ...]]] = {}
-        self.prefixes: dict[int, tuple[bool, tuple[int, ...]]] = {}  # by Block.serial, never deleted
-        self.old_seqs: set[Sequence] = set()  # those that had blocks when all names were taken, and their forks
-        self.old_blocks: set[int] = set()  # what they have computed then and since
+    def test_a_sequence_has_no_forks(self) -> None:
+        """Its states have no copy."""
+        manager = BlockManager(20, alike(BLOCK), num_slots=3)
+        seq = numbered(8)
+        fill(manager, seq)
+        assert not manager.can_fork(seq)
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30), is_long=st.booleans())
-    def add(self, tokens: list[int], is_long: bool) -> None:
-        seq = sequence(tokens)
-        seq.is_long = is_long
-        free = self.manager.num_free
-        cached = self.manager.allocate(seq)
-        if cached is None:
-            assert self.manager.num_free == free
-            return
-        assert cached < len(tokens)
-        assert len(seq.block_table) == -(-len(tokens) // BLOCK)
-        for index in range(cached // BLOCK):  # a hit must hold this very prefix
-            assert self.content[seq.block_table[index]] == (is_long, tuple(tokens[: (index + 1) * BLOCK]))
-        assert not self.old_blocks.intersection(seq.block_table[: cached // BLOCK])
-        seq.num_scheduled = cached
-        self.live.append(seq)
-
-    @precondition(lambda self: self.live)
-    @rule(which=st.integers(0, 100), count=st.integers(1, 8))
-    def compute(self, which: int, count: int) -> None:
-        seq = self.live[which % len(self.live)]
-        end = min(seq.num_scheduled + count, len(seq))
-        for index in range(seq.num_scheduled // BLOCK, end // BLOCK):
-            self.content[seq.block_table[index]] = (seq.is_long, tuple(seq.token_ids[: (index + 1) * BLOCK]))
-            (self.old_blocks.add if seq in self.old_seqs else self.old_blocks.discard)(seq.block_table[index])
-        self.manager.record(seq, end)
-        seq.num_scheduled = end
-
-    @precondition(lambda self: self.live)
-    @rule(which=st.integers(0, 100), token=st.integers(0, 1))
-    def grow(self, which: int, token: int) -> None:
-        seq = self.live[which % len(self.live)]
-        if seq.num_scheduled < len(seq):
-            return
-        if self.manager.needs_block(seq):
-            if not self.manager.num_free:
-                return
-            self.manager.append(seq)
-        seq.token_ids.append(token)
-
-    @precondition(lambda self: self.live)
-    @rule(which=st.integers(0, 100), count=st.integers(0, 30))
-    def release(self, which: int, count: int) -> None:
-        seq = self.live[which % len(self.live)]
-        self.manager.release(seq, min(count, seq.num_scheduled))
-
-    @precondition(lambda self: self.live)
-    @rule(which=st.integers(0, 100))
-    def fork(self, which: int) -> None:
-        seq = self.live[which % len(self.live)]
-        if seq.num_scheduled < len(seq) or not self.manager.can_fork(seq):
-            return
-        other = sequence(seq.token_ids.tolist())
-        other.is_long = seq.is_long
-        self.manager.fork(seq, other)
-        self.manager.record(other, len(seq))
-        other.num_scheduled = len(seq)
-        self.live.append(other)
-        if seq in self.old_seqs:
-            self.old_seqs.add(other)
-
-    @precondition(lambda self: self.live)
-    @rule(which=st.integers(0, 100))
-    def free(self, which: int) -> None:
-        self.manager.free(self.live.pop(which % len(self.live)))
-
-    @rule()
-    def forget_all(self) -> None:
-        self.manager.forget_all(self.live)
-        assert not self.manager.names.by_hash
-        assert not self.manager.names.collided
-        self.old_seqs.update(self.live)
-        self.old_blocks.update(range(len(self.manager.blocks)))
-
-    @invariant()
-    def no_block_is_both_free_and_used_and_counts_equal_the_tables(self) -> None:
-        used = Counter(block for seq in self.live for block in seq.block_table[seq.num_released :])
-        for block_id, block in enumerate(self.manager.blocks):
-            assert block.ref_count == used[block_id]
-            assert (block_id in self.manager.free_blocks) == (block.ref_count == 0)
-
-    @invariant()
-    def what_a_sequence_holds_is_what_it_has_computed(self) -> None:
-        for seq in self.live:
-            for index in range(seq.num_released, seq.num_scheduled // BLOCK):
-                assert self.content[seq.block_table[index]] == (
-                    seq.is_long,
-                    tuple(seq.token_ids[: (index + 1) * BLOCK]),
-                )
-
-    @invariant()
-    def what_is_cached_is_where_it_is_said_to_be(self) -> None:
-        for name, block_id in self.manager.names.by_hash.items():
-            block = self.manager.blocks[block_id]
-            assert block.digest == name == self.manager.names._hash(block.content)
-        for content, block_id in self.manager.names.collided.items():
-            assert self.manager.blocks[block_id].content == content
-            assert block_id not in self.manager.names.by_hash.values()
-
-    @invariant()
-    def a_serial_stands_for_one_prefix(self) -> None:
-        for block_id, block in enumerate(self.manager.blocks):
-            if block.content is not None:
-                prefix = self.content[block_id]
-                assert self.prefixes.setdefault(block.serial, prefix) == prefix
-
-
-class CollidingRandomOperations(RandomOperations):
-    """RandomOperations where most hashes are equal."""
-
-    kind = CollidingBlockManager
-
-
-TestRandomOperations = RandomOperations.TestCase
-TestCollidingRandomOperations = CollidingRandomOperations.TestCase
-TestRandomOperations.settings = TestCollidingRandomOperations.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None
-)
+    @pytest.mark.parametrize("how", ["forget", "forget_all", "free_all"])
+    def test_what_is_forgotten_has_no_snapshot(self, how: str) -> None:
+        manager = BlockManager(20, alike(BLOCK), num_slots=2)
+        seq = numbered(4)
+        fill(manager, seq)
+        manager.states.hang(seq.node)
+        {
+            "forget": lambda: manager.forget(seq),
+            "forget_all": lambda: manager.forget_all([seq]),
+            "free_all": manager.free_all,
+        }[how]()
+        if how != "free_all":
+            manager.free(seq)
+        again = numbered(5)
+        fill(manager, again)
+        assert manager.cached_prefix(numbered(5)).num_tokens == 0  # its blocks are there again, but not its states
+        assert manager.states.hang(again.node) == 1 - again.slot

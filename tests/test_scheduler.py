@@ -328,7 +328,7 @@ def test_chunks_leave_blocks_behind_the_window_and_forks_do_not_get_them() -> No
 
 def test_the_prompt_of_a_mixed_model_runs_in_shorter_chunks_where_blocks_are_short() -> None:
     """Beside the 17 blocks of the layers without a window, the first chunk finds five, and each later one three."""
-    sched = scheduler(blocks=21, budget=64, layout=layout_of((None, BLOCK), (6, BLOCK)))
+    sched = scheduler(blocks=21, budget=64, layout=layout_of((BLOCK, None), (BLOCK, 6)))
     seq = Sequence([5] * 64, SamplingParams(max_tokens=5), seed=0, max_model_len=100)
     sched.add(seq)
     ends = [0, 20, 32, 44, 56, 64]
@@ -344,7 +344,7 @@ def test_the_prompt_of_a_mixed_model_runs_in_shorter_chunks_where_blocks_are_sho
 
 def test_groups_with_windows_leave_each_other_blocks() -> None:
     """The first group must not take them all, for tokens for which the second finds none."""
-    sched = scheduler(blocks=7, layout=layout_of((3, 2), (1, 2)))
+    sched = scheduler(blocks=7, layout=layout_of((2, 3), (2, 1)))
     seq = sequence(25)
     sched.add(seq)
     assert prefill(sched.schedule(in_flight=True)) == [(seq, 0, 6)]
@@ -355,7 +355,7 @@ def test_groups_with_windows_leave_each_other_blocks() -> None:
 
 @pytest.mark.usefixtures("no_foresight")
 def test_a_half_done_prompt_that_finds_no_block_lets_others_decode_and_goes_on_later() -> None:
-    sched = scheduler(blocks=8, budget=6, layout=layout_of((None, BLOCK), (8, BLOCK)))
+    sched = scheduler(blocks=8, budget=6, layout=layout_of((BLOCK, None), (BLOCK, 8)))
     runs, halfway = sequence(2, max_tokens=3), sequence(16, max_tokens=2, start=30)
     sched.add(runs)
     assert run(sched) == [runs]
@@ -372,7 +372,7 @@ def test_a_half_done_prompt_that_finds_no_block_lets_others_decode_and_goes_on_l
 
 @pytest.mark.usefixtures("no_foresight")
 def test_the_only_one_that_runs_gives_its_blocks_to_a_half_done_prompt() -> None:
-    sched = scheduler(blocks=8, budget=6, layout=layout_of((None, BLOCK), (8, BLOCK)))
+    sched = scheduler(blocks=8, budget=6, layout=layout_of((BLOCK, None), (BLOCK, 8)))
     runs, halfway = sequence(4, max_tokens=9), sequence(16, max_tokens=2, start=30)
     sched.add(runs)
     assert run(sched) == [runs]
@@ -386,7 +386,7 @@ def test_the_only_one_that_runs_gives_its_blocks_to_a_half_done_prompt() -> None
 
 
 def test_samples_of_a_long_prompt_share_what_its_windows_have_not_left_behind() -> None:
-    sched = scheduler(blocks=30, budget=10, layout=layout_of((None, BLOCK), (5, 2)))
+    sched = scheduler(blocks=30, budget=10, layout=layout_of((BLOCK, None), (2, 5)))
     group = samples(3, list(range(10, 35)))
     for seq in group:
         sched.add(seq)
@@ -634,18 +634,19 @@ class Refused:
 
     def __init__(self, manager: BlockManager) -> None:
         self.blocks: set[int] = set()
-        attach, detach = manager.tree.attach, manager.tree.detach
+        can_attach, detach = manager.tree.can_attach, manager.tree.detach
 
-        def noted(block_id: int, node: Node, place: int, attached: list[int]) -> None:
-            attach(block_id, node, place, attached)
-            if block_id not in attached:
+        def noted(block_id: int, node: Node, place: int) -> bool:
+            can = can_attach(block_id, node, place)
+            if not can:
                 self.blocks.add(block_id)
+            return can
 
         def handed_out(block_id: int) -> None:
             self.blocks.discard(block_id)
             detach(block_id)
 
-        manager.tree.attach, manager.tree.detach = noted, handed_out
+        manager.tree.can_attach, manager.tree.detach = noted, handed_out
 
 
 def postprocess(
@@ -695,11 +696,11 @@ def is_found(manager: BlockManager, seq: Sequence, end: int) -> bool:
     return node is not None
 
 
-GROUPS = st.one_of(  # a window and a block size of each group
-    st.just([(None, BLOCK)]),
-    st.tuples(st.tuples(st.integers(1, 20), st.just(BLOCK))),
-    st.lists(st.tuples(st.none() | st.integers(1, 20), st.sampled_from([2, 3, 4, 6])), min_size=2, max_size=3).map(
-        lambda groups: sorted(groups, key=lambda group: group[0] is not None)
+GROUPS = st.one_of(  # a block size and a window of each group
+    st.just([(BLOCK, None)]),
+    st.tuples(st.tuples(st.just(BLOCK), st.integers(1, 20))),
+    st.lists(st.tuples(st.sampled_from([2, 3, 4, 6]), st.none() | st.integers(1, 20)), min_size=2, max_size=3).map(
+        lambda groups: sorted(groups, key=lambda group: group[1] is not None)
     ),
 )
 

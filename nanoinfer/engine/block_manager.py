@@ -202,8 +202,9 @@ class BlockManager:
             place = 0
             for table, released, count in zip(seq.block_tables, seq.num_released, self._counts, strict=True):
                 for column in range(index * count, (index + 1) * count):
-                    if column >= released:
-                        tree.attach(table[column], node, place, attached)
+                    if column >= released and tree.can_attach(table[column], node, place):
+                        attached.append(table[column])  # first, as an interrupt may come
+                        tree.attach(table[column], node, place)
                     place += 1
             seq.num_nodes = index + 1
             if len(attached) == before:
@@ -260,10 +261,13 @@ class BlockManager:
             seq.node = None
 
     def forget(self, seq: Sequence) -> None:
-        """Let no later sequence share what a sequence holds, but those that hold it go on."""
-        for block_id in chain.from_iterable(self.held(seq)):
-            if (node := self.blocks[block_id].node) is not None:
-                self.tree.empty(node)
+        """Let no later sequence share what a sequence holds or fills, nor what others computed behind it. All go on."""
+        node, seq.node = seq.node, None
+        while node is not None:
+            if self.states is not None:
+                self.states.drop(node)
+            self.tree.cut(node)
+            node = node.parent
 
     def held(self, seq: Sequence) -> list[list[int]]:
         """Return the blocks that a sequence holds of each group."""

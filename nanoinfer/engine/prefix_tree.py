@@ -99,13 +99,15 @@ class PrefixTree:
                 self.collided[content] = node
         return node
 
-    def attach(self, block_id: int, node: Node, place: int, attached: list[int]) -> None:
-        """Let a block be the node's, if it is no node's yet and the node lacks one there. attached: gets its number"""
+    def can_attach(self, block_id: int, node: Node, place: int) -> bool:
+        """Whether a block is no node's, and the node lacks one there."""
+        return self._blocks[block_id].node is None and node.blocks[place] == NONE
+
+    def attach(self, block_id: int, node: Node, place: int) -> None:
+        """Let a block be the node's."""
         block = self._blocks[block_id]
-        if block.node is None and node.blocks[place] == NONE:
-            attached.append(block_id)
-            block.node, block.place = node, place  # first: an interrupt must not leave a block that a node has unknown
-            node.blocks[place] = block_id
+        block.node, block.place = node, place  # first: an interrupt must not leave a node whose block goes unnoticed
+        node.blocks[place] = block_id
 
     def detach(self, block_id: int) -> None:
         """Let a block be no node's."""
@@ -115,22 +117,28 @@ class PrefixTree:
             node.blocks[block.place] = NONE
             self.prune(node)
 
-    def empty(self, node: Node) -> None:
-        """Let a node have no block any more."""
-        for block_id in node.blocks:
-            if block_id != NONE:
-                self.detach(block_id)
+    def cut(self, node: Node) -> None:
+        """Let no lookup find a node, nor those behind it. These go when their blocks are handed out."""
+        if node.parent is not None and node.is_found:
+            for block_id in node.blocks:
+                if block_id != NONE:
+                    self._blocks[block_id].node = None
+            self._remove(node, node.parent)
+            self.prune(node.parent)
 
     def prune(self, node: Node) -> None:
         """Remove a node if it has nothing, and then its parent likewise."""
         while node.parent is not None and node.is_found and node.is_empty:
-            node.is_found = False
-            if self.by_hash.get(node.digest) is node:
-                del self.by_hash[node.digest]
-            else:
-                del self.collided[node.content]
-            node.parent.num_children -= 1
+            self._remove(node, node.parent)
             node = node.parent
+
+    def _remove(self, node: Node, parent: Node) -> None:
+        node.is_found = False
+        if self.by_hash.get(node.digest) is node:
+            del self.by_hash[node.digest]
+        else:
+            del self.collided[node.content]
+        parent.num_children -= 1
 
     def clear(self) -> None:
         """Remove all nodes but the roots."""

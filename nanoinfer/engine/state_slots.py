@@ -49,18 +49,23 @@ class StateSlots:
             self._snapshots[node] = None
         return node.snapshot
 
+    def drop(self, node: Node) -> None:
+        """Let a node have no snapshot."""
+        if node.snapshot != NONE:
+            self._free.append(self._take_from(node))
+
     def drop_snapshots(self) -> None:
         """Let no node have a snapshot."""
         for node in list(self._snapshots):
-            self._free.append(self._drop(node))
+            self.drop(node)
 
     def _find(self, prefix: Node) -> int:
         if self._free:
             return self._free.pop()
         oldest = next((node for node in self._snapshots if node is not prefix), None)
-        return NONE if oldest is None else self._drop(oldest)
+        return NONE if oldest is None else self._take_from(oldest)
 
-    def _drop(self, node: Node) -> int:
+    def _take_from(self, node: Node) -> int:
         slot, node.snapshot = node.snapshot, NONE
         del self._snapshots[node]
         self._tree.prune(node)

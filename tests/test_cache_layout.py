@@ -1,0 +1,262 @@
+"""CacheLayout: blocks of equal bytes for layers that remember in different ways, by example and for any layers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import alike, layout_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer.attention import block_unit
+from nanoinfer.attention.cache_layout import (
+    MOST_TIMES_LARGER,
+    MOST_WASTE,
+    CacheLayout,
+    Memory,
+    Pages,
+    State,
+    kinds_of,
+    lay_out,
+)
+from nanoinfer.runner.memory.kv_cache import KVCacheSpec
+
+LONG = 16_384  # tokens
+
+
+def every(count: int, full: Pages, window: Pages, num_layers: int) -> list[Memory]:
+    """Return what layers remember of which each `count`-th, and no other, sees all tokens."""
+    return [window if (layer + 1) % count else full for layer in range(num_layers)]
+
+
+def same_heads(count: int, window: int, kv_heads: int, head_dim: int, num_layers: int) -> list[Memory]:
+    return every(count, Pages(kv_heads, head_dim), Pages(kv_heads, head_dim, window), num_layers)
+
+
+GEMMA_3_12B = same_heads(6, 1024, 8, 256, 48)
+GEMMA_4_26B = every(6, Pages(2, 512), Pages(8, 256, 1024), 30)
+# What layers remember, and the tokens in blocks of those that see all, and of those that have a window.
+PUBLISHED = {
+    "Gemma 3 1b": (same_heads(6, 512, 1, 256, 26), 352, 64),
+    "Gemma 3 4b": (same_heads(6, 1024, 4, 256, 34), 384, 64),
+    "Gemma 3 12b": (GEMMA_3_12B, 320, 64),
+    "Gemma 3 27b": (same_heads(6, 1024, 16, 128, 62), 640, 128),
+    "Gemma 2 9b": (same_heads(2, 4096, 8, 256, 42), 256, 256),
+    "OLMo 3 7b": (same_heads(4, 4096, 32, 128, 32), 384, 128),
+    "Gemma 4 26b": (GEMMA_4_26B, 640, 64),
+    "gpt-oss 20b": (same_heads(2, 128, 8, 64, 24), 256, 256),
+    "gpt-oss 120b": (same_heads(2, 128, 8, 64, 36), 256, 256),
+}
+
+
+def laid_out(memory: list[Memory], block_size: int = 256) -> CacheLayout:
+    """Lay out the cache as for the Triton kernels."""
+    head_dim = max(pages.head_dim for pages in kinds_of(memory))
+    return lay_out(memory, block_size, block_unit("triton", block_size, head_dim))
+
+
+class TestPublishedShapes:
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_blocks_of_both_kinds_are_nearly_full(self, name: str) -> None:
+        memory, full_size, window_size = PUBLISHED[name]
+        layout = laid_out(memory)
+        assert [group.block_size for group in layout.groups] == [full_size, window_size]
+        assert [group.window is None for group in layout.groups] == [True, False]
+        assert layout.waste <= MOST_WASTE
+        assert layout.block_size == 256
+
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_a_layer_is_in_the_group_of_those_that_remember_alike(self, name: str) -> None:
+        memory, _, _ = PUBLISHED[name]
+        layout = laid_out(memory)
+        assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(len(memory)))
+        assert all(memory[layer] == group.pages for group in layout.groups for layer in group.layers)
+
+    def test_long_sequences_take_a_quarter_of_what_they_take_if_all_layers_see_all(self) -> None:
+        layout, full = laid_out(GEMMA_3_12B), laid_out([Pages(8, 256)] * 48)
+        num_bytes, all_bytes = (16 * each.blocks_of(LONG) * each.block_numbers for each in (layout, full))
+        assert all_bytes == 16 * LONG * 48 * 2 * 8 * 256
+        assert num_bytes <= all_bytes / 4
+
+    def test_a_page_has_the_heads_of_its_own_group(self) -> None:
+        full, window = laid_out(GEMMA_4_26B).groups
+        assert (full.pages, len(full.layers)) == (Pages(2, 512), 5)
+        assert (window.pages, len(window.layers)) == (Pages(8, 256, 1024), 25)
+
+    @pytest.mark.parametrize("block_size", [16, 256, 4080, 4096, 65_552, 2**20 + 16, 2**31 - 16])
+    @pytest.mark.parametrize("name", ["Gemma 3 1b", "Gemma 3 27b", "Gemma 4 26b"])
+    def test_blocks_of_any_size_are_found_soon(self, name: str, block_size: int) -> None:
+        memory, _, _ = PUBLISHED[name]
+        before = time.process_time()
+        layout = laid_out(memory, block_size)
+        assert time.process_time() - before < 10
+        assert block_size <= layout.prefix_size <= 2 * block_size * MOST_TIMES_LARGER
+
+
+class TestOneGroup:
+    @pytest.mark.parametrize("window", [None, 1024])
+    def test_its_blocks_have_the_size_that_is_asked_for(self, window: int | None) -> None:
+        layout = lay_out([Pages(8, 128, window)] * 36, 48, 16)
+        assert (layout.block_size, layout.prefix_size, layout.waste) == (48, 48, 0)
+        assert [group.block_size for group in layout.groups] == [48]
+        assert layout.block_numbers == 48 * 36 * 2 * 8 * 128
+        assert layout.pool_of(10) == layout.asked_by(10) == 10
+
+    def test_states_take_bytes_of_a_sequence_and_no_pages(self) -> None:
+        pages = [Pages(2, 64)] * 3
+        layout = lay_out([pages[0], State(1000), State(1000), pages[1], State(24), pages[2]], 256, 128)
+        assert layout.state_bytes == 2024
+        assert [group.layers for group in layout.groups] == [(0, 3, 5)]
+        without = lay_out(pages, 256, 128)
+        assert without.state_bytes == 0
+        assert replace(layout, groups=without.groups, state_bytes=0) == without
+
+
+class TestLengths:
+    def test_a_window_bounds_what_a_sequence_holds(self) -> None:
+        full, window = layout_of((8, None), (2, 5)).groups
+        assert (full.most_blocks, window.most_blocks) == (None, 3 + 2)
+        assert [full.blocks_of(length) for length in (0, 1, 8, 9, 800)] == [0, 1, 1, 2, 100]
+        assert [window.blocks_of(length) for length in (0, 1, 2, 9, 10, 800)] == [0, 1, 1, 5, 5, 5]
+
+    def test_the_longest_sequence_grows_with_the_blocks_up_to_the_limit(self) -> None:
+        layout = layout_of((8, None), (2, 5))
+        assert [layout.longest(blocks, 1000) for blocks in (0, 1, 2, 5, 6, 7, 8)] == [0, 0, 2, 8, 8, 16, 24]
+        assert layout.longest(8, 20) == 20
+
+    def test_without_a_full_group_few_blocks_hold_any_length(self) -> None:
+        layout = alike(4, window=6)
+        assert layout.blocks_of(10**9) == 4
+        assert layout.longest(4, 10**9) == 10**9
+        assert layout.longest(3, 10**9) == 12
+
+    def test_a_pool_holds_as_many_tokens_of_all_layers_as_the_option_says(self) -> None:
+        layout = replace(layout_of((8, None), (2, 5)), block_size=4)
+        assert [layout.pool_of(asked) for asked in range(4)] == [0, 1 + 2, 1 + 4, 2 + 6]
+        assert [layout.asked_by(blocks) for blocks in (2, 3, 4, 5, 7, 8)] == [0, 1, 1, 2, 2, 3]
+
+    def test_blocks_hold_more_tokens_of_sequences_that_outgrow_their_windows(self) -> None:
+        layout = layout_of((8, None), (2, 5))
+        assert layout.tokens_of(100, 8) == 100 * 8 // 5
+        assert layout.tokens_of(100, 1) == layout.tokens_of(100, 8)
+        assert layout.tokens_of(100, 800) == 100 * 800 // 105
+
+
+pages = st.builds(
+    Pages,
+    kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([1, 2, 4]),
+    window=st.sampled_from([None, None, 1, 20, 64, 1000]),
+)
+kinds = st.lists(st.tuples(pages, st.integers(1, 7)), min_size=1, max_size=3)
+
+
+@st.composite
+def memories(draw: st.DrawFn) -> list[Memory]:
+    """Layers of at most three kinds, and some with states, in any order."""
+    memory: list[Memory] = [layer for layer, times in draw(kinds) for _ in range(times)]
+    memory += [State(8)] * draw(st.integers(0, 2))
+    return draw(st.permutations(memory))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> CacheLayout:
+    return lay_out(draw(memories()), draw(st.sampled_from([16, 32, 48])), draw(st.sampled_from([16, 32])))
+
+
+class TestAnyLayers:
+    @given(memory=memories(), block_size=st.sampled_from([16, 32, 48]), unit=st.sampled_from([16, 32]))
+    @settings(max_examples=60, deadline=None)
+    def test_each_layer_with_pages_is_in_one_group_and_blocks_divide_a_prefix(
+        self, memory: list[Memory], block_size: int, unit: int
+    ) -> None:
+        layout = lay_out(memory, block_size, unit)
+        layers = [layer for group in layout.groups for layer in group.layers]
+        assert sorted(layers) == [layer for layer, each in enumerate(memory) if isinstance(each, Pages)]
+        assert layout.state_bytes == 8 * sum(isinstance(each, State) for each in memory)
+        assert len(layout.groups) == len({group.pages for group in layout.groups}) == len(kinds_of(memory))
+        for group in layout.groups:
+            assert all(memory[layer] == group.pages for layer in group.layers)
+            assert layout.prefix_size % group.block_size == 0
+        windows = [group.window is not None for group in layout.groups]
+        assert windows == sorted(windows)
+        if len(layout.groups) > 1:
+            assert layout.prefix_size >= block_size
+            assert all(group.block_size % 16 == 0 for group in layout.groups)
+
+    @given(layout=layouts())
+    @settings(max_examples=60, deadline=None)
+    def test_the_pages_of_each_group_fit_a_block(self, layout: CacheLayout) -> None:
+        used = []
+        for group in layout.groups:
+            page = group.block_size * group.pages.numbers
+            assert layout.slice_numbers % page == 0
+            assert 2 * len(group.layers) <= layout.slices * layout.pages_of_a_slice(group)
+            used.append(2 * len(group.layers) * page)
+        assert layout.waste == 1 - min(used) / layout.block_numbers
+        assert max(used) > layout.block_numbers - layout.slice_numbers  # no slice is empty in all groups
+
+    @given(layout=layouts(), by_head=st.booleans(), data=st.data())
+    @settings(max_examples=40, deadline=None)
+    def test_no_two_numbers_are_at_one_place(self, layout: CacheLayout, by_head: bool, data: st.DataObject) -> None:
+        """Whichever group has which block."""
+        num_blocks = 5
+        cache = KVCacheSpec(layout, torch.int32, by_head).allocate(num_blocks, torch.device("cpu"))
+        assert cache.nbytes == num_blocks * layout.block_numbers * 4
+        owners = data.draw(st.tuples(*[st.integers(0, len(layout.groups) - 1)] * num_blocks))
+        views = [
+            view[block_id * cache.steps[owner]]
+            for block_id, owner in enumerate(owners)
+            for layer in layout.groups[owner].layers
+            for view in cache.layers[layer]
+        ]
+        first = 1
+        for view in views:
+            view.copy_(torch.arange(first, first + view.numel()).view_as(view))
+            first += view.numel()
+        assert cache.memory.count_nonzero() == first - 1
+        first = 1
+        for view in views:
+            assert torch.equal(view, torch.arange(first, first + view.numel(), dtype=torch.int32).view_as(view))
+            first += view.numel()
+
+    @given(layout=layouts())
+    @settings(max_examples=40, deadline=None)
+    def test_a_view_has_the_shape_of_its_pages(self, layout: CacheLayout) -> None:
+        cache = KVCacheSpec(layout, torch.int8, by_head=False).allocate(3, torch.device("cpu"))
+        assert set(cache.layers) == {layer for group in layout.groups for layer in group.layers}
+        for group, step in zip(layout.groups, cache.steps, strict=True):
+            for layer in group.layers:
+                for view in cache.layers[layer]:
+                    assert view.shape[1:] == (group.block_size, group.pages.kv_heads, group.pages.head_dim)
+                    assert len(view) > 2 * step
+
+    @given(layout=layouts(), blocks=st.integers(0, 200), limit=st.integers(0, 5000))
+    @settings(max_examples=200, deadline=None)
+    def test_the_longest_sequence_fits_and_a_longer_one_does_not(
+        self, layout: CacheLayout, blocks: int, limit: int
+    ) -> None:
+        longest = layout.longest(blocks, limit)
+        assert 0 <= longest <= limit
+        assert layout.blocks_of(longest) <= blocks
+        assert longest == limit or layout.blocks_of(longest + 1) > blocks
+
+    @given(layout=layouts(), asked=st.integers(0, 200), blocks=st.integers(0, 2000))
+    @settings(max_examples=200, deadline=None)
+    def test_who_asks_for_a_pool_gets_the_tokens(self, layout: CacheLayout, asked: int, blocks: int) -> None:
+        tokens = asked * layout.block_size
+        pool = layout.pool_of(asked)
+        assert layout.blocks_of(tokens) <= pool  # windows may leave some over
+        assert layout.longest(pool, tokens) == tokens
+        assert layout.asked_by(pool) >= asked
+        most = layout.asked_by(blocks)
+        assert layout.pool_of(most) <= blocks < layout.pool_of(most + 1)
+
+    @given(layout=layouts(), length=st.integers(1, 5000), count=st.integers(1, 20))
+    @settings(max_examples=200, deadline=None)
+    def test_the_blocks_of_some_sequences_hold_their_tokens(self, layout: CacheLayout, length: int, count: int) -> None:
+        rounded = -(-length // layout.prefix_size) * layout.prefix_size
+        assert layout.tokens_of(count * layout.blocks_of(rounded), length) == count * rounded

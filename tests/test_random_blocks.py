@@ -1,0 +1,489 @@
+"""BlockManager by random operations, for many layouts: what it hands out, and what it takes for cached.
+
+A model beside it knows what each block would hold: which tokens of which group's layers, and what they depend on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from conftest import CollidingBlockManager, alike, layout_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from nanoinfer import SamplingParams
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.prefix_tree import NONE, Node
+from nanoinfer.engine.sequence import Sequence
+
+PATTERNS = [[0] * 40, [1] * 40, [0, 1] * 20, [0, 1, 1, 1] * 10]  # prompts begin like these: many prefixes are equal
+MOST_TOKENS = 80
+MOST_LIVE = 4  # so that a sequence is often alone
+
+FULL = alike(4)
+WINDOW = alike(4, window=6)
+MIXED = layout_of((8, None), (2, 5))
+THREE = layout_of((8, None), (2, 3), (4, 12))
+ONLY_WINDOWS = layout_of((4, 7), (2, 4))
+WINDOW_OF_ONE = layout_of((4, None), (2, 1))
+
+which_seq = st.integers(0, MOST_LIVE - 1)
+prompts = st.builds(
+    lambda pattern, length, tail: pattern[:length] + tail,
+    st.sampled_from(PATTERNS),
+    st.integers(1, 40),
+    st.lists(st.integers(0, 1), max_size=9),
+)
+seldom = st.sampled_from([False] * 9 + [True])
+often = st.sampled_from([True] * 3 + [False])
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a block or a slot holds.
+
+    prefix: all tokens up to the last that was written, from the first of the sequence on
+    writes: this write and all that it depends on, by number
+    """
+
+    group: int  # NONE: states
+    is_long: bool
+    prefix: tuple[int, ...]
+    writes: frozenset[int]
+
+
+class RandomOperations(RuleBasedStateMachine):
+    """Random sequences in a cache that is too small for all.
+
+    The steps of a scheduler are kept to: chunks and forks of one step, then what comes between steps.
+    """
+
+    kind, layout, num_blocks, num_slots = BlockManager, FULL, 14, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = self.kind(self.num_blocks, self.layout, self.num_slots)
+        self.tree, self.states = self.manager.tree, self.manager.states
+        self.live: list[Sequence] = []
+        self.waiting: list[Sequence] = []  # those that were preempted
+        self.blocks: dict[int, Written | None] = {}  # None: nobody knows
+        self.slots: dict[int, Written] = {}
+        self.writes: dict[Sequence, frozenset[int]] = {}  # that all it computes depends on
+        self.forgotten: set[int] = set()  # writes
+        self.numbers = count()
+        self.is_planning = False
+        self.chunked: set[Sequence] = set()  # those that have had their chunk of this step
+        self.touched: set[int] = set()  # blocks that this step reads or writes
+        self.planned: set[int] = set()  # blocks that this step writes
+        self.serials: dict[int, tuple[bool, bytes]] = {}  # of nodes, never deleted: the prefixes
+
+    # What a scheduler does
+
+    def choose(self, which: int) -> Sequence:
+        return self.live[which % len(self.live)]
+
+    def begin_step(self) -> None:
+        before = {seq: self.manager.held(seq) for seq in self.live}
+        came_back = self.manager.begin_step()
+        assert came_back == (before != {seq: self.manager.held(seq) for seq in self.live})
+        for seq in self.chunked.intersection(self.live):
+            self.check_windows(seq)
+        self.chunked.clear()
+        self.touched.clear()
+        self.planned.clear()
+
+    def plan_step(self) -> None:
+        """Begin to plan a prefill step, if none is being planned."""
+        if not self.is_planning:
+            self.begin_step()
+            self.is_planning = True
+
+    def check_windows(self, seq: Sequence) -> None:
+        """Check that a sequence has given back all that no later query sees, and nothing else."""
+        for group, released in zip(self.layout.groups, seq.num_released, strict=True):
+            seen_from = 0 if group.window is None else max(0, seq.num_scheduled - group.window + 1)
+            assert released == seen_from // group.block_size
+
+    def columns(self, seq: Sequence) -> Iterator[tuple[int, int, int]]:
+        """Yield the group's number, the column and the block of all that a sequence holds."""
+        for group, (table, released) in enumerate(zip(seq.block_tables, seq.num_released, strict=True)):
+            for column in range(released, len(table)):
+                yield group, column, table[column]
+
+    def write(self, seq: Sequence, start: int, end: int) -> set[int]:
+        """Compute tokens of a sequence; returns the blocks that got them."""
+        self.writes[seq] |= {next(self.numbers)}
+        written = set()
+        for group, column, block_id in self.columns(seq):
+            first = column * self.layout.groups[group].block_size
+            last = min(end, first + self.layout.groups[group].block_size)
+            if last > max(first, start):
+                written.add(block_id)
+                self.blocks[block_id] = Written(group, seq.is_long, tuple(seq.token_ids[:last]), self.writes[seq])
+        return written
+
+    def chunk(self, seq: Sequence, most_tokens: int, hangs: bool) -> int:
+        """Plan the next chunk of a prompt; returns its tokens. hangs: states get a snapshot at its end, if they can"""
+        start = seq.num_scheduled
+        held = {block_id for _, _, block_id in self.columns(seq)}
+        end = min(len(seq), start + most_tokens)
+        if self.states is not None and hangs:
+            end = max(end // self.layout.prefix_size * self.layout.prefix_size, start + 1)
+        end = self.manager.extend(seq, end)
+        assert start <= end <= start + most_tokens
+        assert not {block_id for _, _, block_id in self.columns(seq)} - held & self.touched
+        assert all(
+            len(table) >= -(-end // group.block_size)
+            for group, table in zip(self.layout.groups, seq.block_tables, strict=True)
+        )
+        if end > start:
+            self.chunked.add(seq)
+            seq.num_scheduled = end
+            self.planned |= self.write(seq, start, end)
+            self.touched.update(block_id for _, _, block_id in self.columns(seq))
+            self.manager.plan(seq, end)
+            if self.states is not None and hangs:
+                self.hang(seq)
+        return end - start
+
+    def hang(self, seq: Sequence) -> None:
+        """Take a snapshot of the states, which is to be read once its step has run."""
+        if seq.node is None or seq.num_nodes == 0 or seq.num_scheduled != seq.num_nodes * self.layout.prefix_size:
+            return
+        has_one, is_found = seq.node.snapshot != NONE, seq.node.is_found
+        slot = self.states.hang(seq.node)
+        assert slot == NONE or not has_one
+        if not has_one and is_found and len(self.live) < self.num_slots:
+            assert slot == seq.node.snapshot != NONE
+        if slot != NONE:
+            prefix = tuple(seq.token_ids[: seq.num_scheduled])
+            self.slots[slot] = Written(NONE, seq.is_long, prefix, self.writes[seq])
+
+    @rule(
+        prompt=prompts,
+        most_tokens=st.integers(1, 50),
+        is_long=seldom,
+        comes_again=st.booleans(),
+        hangs=often,
+        num_forks=st.integers(0, 2),
+    )
+    def allocate(
+        self, prompt: list[int], most_tokens: int, is_long: bool, comes_again: bool, hangs: bool, num_forks: int
+    ) -> None:
+        if len(self.live) == MOST_LIVE:
+            return
+        seq = Sequence(prompt, SamplingParams(max_tokens=1000), seed=0, max_model_len=1000)
+        seq.is_long = is_long
+        if comes_again and self.waiting:
+            seq = self.waiting.pop()
+        self.plan_step()
+        expected, free, nodes = self.longest_cached(seq), self.manager.num_free, set(self.tree)
+        cached = self.manager.allocate(seq, most_tokens)
+        if cached is None:
+            assert (self.manager.num_free, seq.block_tables, seq.node, seq.slot) == (free, [], None, NONE)
+            assert set(self.tree) == nodes
+            assert self.live or self.num_blocks < self.layout.blocks_of(len(seq))
+            return
+        assert cached == expected < len(seq)
+        self.live.append(seq)
+        seq.num_scheduled = cached
+        self.check_windows(seq)
+        self.check_hit(seq, cached)
+        for group, table in zip(self.layout.groups, seq.block_tables, strict=True):
+            assert len(table) == -(-(len(seq) if group.window is None else cached) // group.block_size)
+        assert self.chunk(seq, most_tokens, hangs) > 0
+        for _ in range(num_forks):
+            self.fork(seq)
+
+    def check_hit(self, seq: Sequence, cached: int) -> None:
+        """Check that a sequence goes on from this very prefix, and that none of it is forgotten."""
+        self.writes[seq] = frozenset()
+        hits = []
+        for group, column, block_id in self.columns(seq):
+            end = (column + 1) * self.layout.groups[group].block_size
+            if end <= cached:
+                hits.append((group, end, self.blocks[block_id]))
+        if self.states is not None and cached:
+            hits.append((NONE, cached, self.slots[seq.node.snapshot]))
+        for group, end, written in hits:
+            assert written is not None
+            assert (written.group, written.is_long) == (group, seq.is_long)
+            assert written.prefix == tuple(seq.token_ids[:end])
+            assert not self.forgotten & written.writes
+            self.writes[seq] |= written.writes
+
+    def longest_cached(self, seq: Sequence) -> int:
+        """Return how many tokens are cached of a sequence, by trying each prefix."""
+        size, node, nodes = self.layout.prefix_size, self.tree.roots[seq.is_long], []
+        for start in range(0, seq.num_reusable // size * size, size):
+            if (node := self.tree.find(node, seq.token_ids[start : start + size].tobytes())) is None:
+                break
+            nodes.append(node)
+        return next((end * size for end in range(len(nodes), 0, -1) if self.is_whole(nodes[:end])), 0)
+
+    def is_whole(self, nodes: list[Node]) -> bool:
+        """Whether a path has all that the next query sees."""
+        end, place = len(nodes) * self.layout.prefix_size, 0
+        for group in self.layout.groups:
+            of_a_node = self.layout.prefix_size // group.block_size
+            blocks = [block_id for node in nodes for block_id in node.blocks[place : place + of_a_node]]
+            place += of_a_node
+            positions = range(0 if group.window is None else max(0, end - group.window + 1), end)
+            if any(blocks[position // group.block_size] == NONE for position in positions):
+                return False
+        return self.states is None or nodes[-1].snapshot != NONE
+
+    @precondition(lambda self: self.live)
+    @rule(which=which_seq, most_tokens=st.integers(1, 50), hangs=often, num_forks=st.integers(0, 2))
+    def prefill(self, which: int, most_tokens: int, hangs: bool, num_forks: int) -> None:
+        seq = self.choose(which)
+        if seq.num_scheduled == len(seq) or (self.is_planning and seq in self.chunked):
+            return
+        self.plan_step()
+        num_tokens = self.chunk(seq, most_tokens, hangs)
+        if len(self.live) == 1 and self.num_blocks >= self.layout.blocks_of(len(seq)):
+            assert num_tokens > 0
+        for _ in range(num_forks):
+            self.fork(seq)
+
+    def fork(self, seq: Sequence) -> None:
+        """Start a further sample of a prompt whose last chunk has just been planned."""
+        if seq.num_scheduled < len(seq) or len(self.live) == MOST_LIVE:
+            return
+        needed = sum(len(seq) % group.block_size > 0 for group in self.layout.groups)
+        assert self.manager.can_fork(seq) == (self.states is None and self.manager.num_free >= needed)
+        if not self.manager.can_fork(seq):
+            return
+        other = Sequence(seq.token_ids.tolist(), seq.params, seed=0, max_model_len=1000)
+        other.is_long = seq.is_long
+        copies = self.manager.fork(seq, other)
+        assert len(copies) == needed
+        assert not self.touched.intersection(copy for _, copy in copies)
+        for block_id, copy in copies:
+            self.blocks[copy] = self.blocks[block_id]
+        self.planned.update(copy for _, copy in copies)
+        self.touched.update(copy for _, copy in copies)
+        other.num_scheduled = len(seq)
+        self.writes[other] = self.writes[seq]
+        self.chunked.add(other)
+        self.live.append(other)
+
+    @precondition(lambda self: self.live)
+    @rule(which=which_seq, token=st.integers(0, 1), num_tokens=st.integers(1, 9), records=st.booleans())
+    def decode(self, which: int, token: int, num_tokens: int, records: bool) -> None:
+        """Append tokens, each in a step of its own. What windows leave behind goes back where a block ends."""
+        seq = self.choose(which)
+        for _ in range(num_tokens):
+            if seq.num_scheduled < len(seq) or len(seq) == MOST_TOKENS:
+                return
+            self.is_planning = False
+            self.begin_step()
+            if self.manager.num_needed(seq) > self.manager.num_free:
+                return
+            grown = self.manager.append(seq)
+            assert grown == [
+                index for index, group in enumerate(self.layout.groups) if len(seq) % group.block_size == 0
+            ]
+            seq.token_ids.append(token)
+            seq.num_scheduled = len(seq)
+            self.write(seq, len(seq) - 1, len(seq))
+            if records and self.manager.next_end(len(seq) - 1) == len(seq):
+                self.manager.record(seq, len(seq))
+                self.manager.release(seq, len(seq))
+                self.check_windows(seq)
+
+    # What comes between two steps
+
+    @precondition(lambda self: self.live)
+    @rule(which=which_seq, before=st.integers(0, 10))
+    def record(self, which: int, before: int) -> None:
+        seq = self.choose(which)
+        self.is_planning = False
+        self.manager.record(seq, max(0, seq.num_scheduled - before))
+
+    @precondition(lambda self: self.live)
+    @rule(which=which_seq, before=st.integers(0, 10))
+    def release(self, which: int, before: int) -> None:
+        seq = self.choose(which)
+        self.is_planning = False
+        free = self.manager.num_free
+        if not self.manager.release(seq, max(0, seq.num_scheduled - before)):
+            assert self.manager.num_free == free
+
+    @precondition(lambda self: self.live)
+    @rule(which=which_seq, comes_again=st.booleans())
+    def free(self, which: int, comes_again: bool) -> None:
+        seq = self.choose(which)
+        self.is_planning = False
+        self.live.remove(seq)
+        self.manager.free(seq)
+        assert (seq.block_tables, seq.num_released, seq.node, seq.num_nodes, seq.slot) == ([], [], None, 0, NONE)
+        if comes_again:
+            seq.num_scheduled = 0
+            self.waiting.append(seq)
+
+    @precondition(lambda self: self.live)
+    @rule(which=which_seq, does=seldom)
+    def forget(self, which: int, does: bool) -> None:
+        if not does:
+            return
+        seq = self.choose(which)
+        self.is_planning = False
+        for _, _, block_id in self.columns(seq):
+            if self.manager.blocks[block_id].node is not None:
+                self.forgotten.add(max(self.blocks[block_id].writes))
+        self.writes[seq] |= {next(self.numbers)}
+        self.forgotten.add(max(self.writes[seq]))  # what it computes from now on
+        self.manager.forget(seq)
+
+    @rule(does=seldom)
+    def forget_all(self, does: bool) -> None:
+        if not does:
+            return
+        self.is_planning = False
+        self.manager.forget_all(self.live)
+        assert len(self.tree) == 0
+        self.forgotten.update(range(next(self.numbers)))
+
+    @rule(does=seldom)
+    def fail(self, does: bool) -> None:
+        """The newest prefill step has not been launched, or not to its end."""
+        if not does:
+            return
+        self.is_planning = False
+        self.manager.free_all()
+        for block_id in self.planned:
+            self.blocks[block_id] = None
+        self.live.clear()
+        self.waiting.clear()
+        self.chunked.clear()
+        assert self.manager.num_free == self.num_blocks
+
+    # What always holds
+
+    @invariant()
+    def no_block_is_both_free_and_used_and_counts_equal_the_tables(self) -> None:
+        used = Counter(block_id for seq in self.live for _, _, block_id in self.columns(seq))
+        for block_id, block in enumerate(self.manager.blocks):
+            assert block.ref_count == used[block_id]
+            assert (block_id in self.manager.free_blocks) == (block.ref_count == 0)
+        assert self.manager.num_free == self.num_blocks - len(used)
+
+    @invariant()
+    def no_block_is_at_two_places(self) -> None:
+        places = {(block_id, group, column) for seq in self.live for group, column, block_id in self.columns(seq)}
+        assert len(places) == len({block_id for block_id, _, _ in places})
+
+    @invariant()
+    def what_a_sequence_holds_is_what_it_has_computed(self) -> None:
+        for seq in self.live:
+            for group, column, block_id in self.columns(seq):
+                size = self.layout.groups[group].block_size
+                end = min((column + 1) * size, seq.num_scheduled)
+                if end > column * size:
+                    written = self.blocks[block_id]
+                    assert (written.group, written.is_long, written.prefix) == (
+                        group,
+                        seq.is_long,
+                        tuple(seq.token_ids[:end]),
+                    )
+
+    @invariant()
+    def nodes_and_blocks_know_each_other(self) -> None:
+        nodes = set(self.tree)
+        for block_id, block in enumerate(self.manager.blocks):
+            if block.node is not None:
+                assert block.node in nodes
+                assert block.node.blocks[block.place] == block_id
+        for node in nodes:
+            for place, block_id in enumerate(node.blocks):
+                if block_id != NONE:
+                    block = self.manager.blocks[block_id]
+                    assert (block.node, block.place) == (node, place)
+
+    @invariant()
+    def a_nodes_blocks_hold_its_tokens(self) -> None:
+        for node in self.tree:
+            prefix, end = self.prefix_of(node), 0
+            place = 0
+            for number, group in enumerate(self.layout.groups):
+                for column in range(self.layout.prefix_size // group.block_size):
+                    if node.blocks[place] != NONE:
+                        written = self.blocks[node.blocks[place]]
+                        end = len(prefix) - self.layout.prefix_size + (column + 1) * group.block_size
+                        assert (written.group, written.prefix) == (number, prefix[:end])
+                    place += 1
+
+    def prefix_of(self, node: Node) -> tuple[int, ...]:
+        content: list[bytes] = []
+        while node.parent is not None:
+            content.insert(0, node.content[8:])
+            node = node.parent
+        return tuple(memoryview(b"".join(content)).cast("i"))
+
+    @invariant()
+    def a_lookup_finds_each_node(self) -> None:
+        for node in self.tree:
+            assert node.is_found
+            assert node.digest == self.tree._hash(node.content)
+            assert self.tree.find(node.parent, node.content[8:]) is node
+        for digest, node in self.tree.by_hash.items():
+            assert node.digest == digest
+        for content, node in self.tree.collided.items():
+            assert node.content == content
+            assert self.tree.by_hash.get(node.digest) is not node
+
+    @invariant()
+    def no_node_is_empty_and_parents_count_their_children(self) -> None:
+        children = Counter(node.parent for node in self.tree)
+        for node in [*self.tree, *self.tree.roots]:
+            assert node.num_children == children[node]
+        for node in self.tree:
+            assert children[node] or node.snapshot != NONE or any(block_id != NONE for block_id in node.blocks)
+        most_ends = self.num_blocks + self.num_slots
+        assert len(self.tree) <= most_ends * (MOST_TOKENS // self.layout.prefix_size)
+
+    @invariant()
+    def a_serial_stands_for_one_prefix(self) -> None:
+        for node in self.tree:
+            root = node
+            while root.parent is not None:
+                root = root.parent
+            prefix = root.serial == 1, node.content
+            assert self.serials.setdefault(node.serial, prefix) == prefix
+
+    @invariant()
+    def each_slot_is_a_sequences_or_a_snapshots_or_free(self) -> None:
+        if self.states is None:
+            assert all(seq.slot == NONE for seq in self.live)
+            return
+        snapshots = [node.snapshot for node in self.states._snapshots]
+        slots = [*self.states._free, *snapshots, *(seq.slot for seq in self.live)]
+        assert sorted(slots) == list(range(self.num_slots))
+        assert {node for node in self.tree if node.snapshot != NONE} == set(self.states._snapshots)
+        for node in self.states._snapshots:
+            assert self.slots[node.snapshot].prefix == self.prefix_of(node)
+
+
+def machine(**options: object) -> type:
+    """Return a test of the operations with other options."""
+    kind = type("Operations", (RandomOperations,), options)
+    test = kind.TestCase
+    test.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+    return test
+
+
+TestFull = machine(layout=FULL)
+TestWindow = machine(layout=WINDOW)
+TestMixed = machine(layout=MIXED, num_blocks=24)
+TestWindowOfOne = machine(layout=WINDOW_OF_ONE, num_blocks=24)
+TestThree = machine(layout=THREE, num_blocks=30)
+TestOnlyWindows = machine(layout=ONLY_WINDOWS, num_blocks=16)
+TestStates = machine(layout=FULL, num_slots=4)
+TestMixedStates = machine(layout=MIXED, num_blocks=24, num_slots=5)
+TestColliding = machine(layout=FULL, kind=CollidingBlockManager)
+TestMixedColliding = machine(layout=MIXED, num_blocks=24, num_slots=5, kind=CollidingBlockManager)
