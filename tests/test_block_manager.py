@@ -159,12 +159,13 @@ class TestOneGroup:
         assert begin(manager, again) == 8
         assert again.block_tables[0][:2] == long.block_tables[0][:2]
 
-    def test_what_a_sequence_fills_after_all_was_forgotten_is_not_shared(self) -> None:
-        """Its keys and values depend on those of the blocks before."""
+    @pytest.mark.parametrize("num_before", [3, 4])
+    def test_what_a_sequence_fills_after_all_was_forgotten_is_not_shared(self, num_before: int) -> None:
+        """Its keys and values depend on those before."""
         manager = BlockManager(8, alike(BLOCK))
         seq, other = numbered(8), numbered(9)
         begin(manager, seq)
-        manager.record(seq, 4)
+        manager.record(seq, num_before)
         manager.forget_all([seq])
         manager.record(seq, 8)
         manager.free(seq)
@@ -538,6 +539,28 @@ class TestStates:
         assert begin(manager, sequence([0] * 7)) is None
         manager.free(first)
         assert begin(manager, sequence([0] * 7)) == 4
+
+    def test_a_node_goes_with_its_snapshot_if_its_blocks_are_gone(self) -> None:
+        manager = BlockManager(2, alike(BLOCK), num_slots=2)
+        seq = numbered(4)
+        fill(manager, seq)
+        node = seq.node
+        manager.states.hang(node)
+        manager.free(seq)
+        big = sequence([50] * 5)
+        fill(manager, big)  # takes all blocks, and the free slot
+        assert node.is_found
+        assert manager.states.hang(big.node) != NONE  # takes the node's slot
+        assert not node.is_found
+        assert set(manager.tree) == {big.node}
+
+    def test_a_node_that_no_lookup_finds_gets_no_snapshot(self) -> None:
+        manager = BlockManager(4, alike(BLOCK), num_slots=2)
+        seq = numbered(4)
+        fill(manager, seq)
+        node = seq.node
+        manager.forget(seq)
+        assert manager.states.hang(node) == NONE
 
     def test_a_sequence_has_no_forks(self) -> None:
         """Its states have no copy."""
