@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from nanoinfer.attention import block_unit
 from nanoinfer.attention.cache_layout import (
-    MOST_TIMES_LARGER,
-    MOST_WASTE,
     CacheLayout,
     Memory,
     Pages,
@@ -22,6 +20,7 @@ from nanoinfer.attention.cache_layout import (
     kinds_of,
     lay_out,
 )
+from nanoinfer.attention.packing import MOST_TIMES_LARGER, MOST_WASTE
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 
 LONG = 16_384  # tokens

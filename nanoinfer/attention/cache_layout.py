@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-MOST_WASTE = 0.05  # of a block
-MOST_BLOCK_SIZE = 4096  # whose unit is what the kernels want
-LEAST_UNIT = 16  # tokens that a kernel multiplies at least
-MOST_TIMES_LARGER = 24  # a prefix than its least size, so that blocks waste little
+from nanoinfer.attention.packing import Kind, pack
 
 
 @dataclass(frozen=True)
@@ -138,12 +134,8 @@ class CacheLayout:
 
     def asked_by(self, blocks: int) -> int:
         """Return the largest num_kvcache_blocks that asks for no more than so many blocks."""
-        low = (
-            blocks
-            * self.prefix_size
-            // self.block_size
-            // sum(self.prefix_size // group.block_size for group in self.groups)
-        )
+        of_prefix = sum(self.prefix_size // group.block_size for group in self.groups)
+        low = blocks * self.prefix_size // (self.block_size * of_prefix)
         return next(asked for asked in range(low, -1, -1) if self.pool_of(asked) <= blocks)
 
     @staticmethod
@@ -166,55 +158,13 @@ def lay_out(memory: Iterable[Memory], block_size: int, unit: int) -> CacheLayout
     """
     memory = list(memory)
     kinds = kinds_of(memory)
-    layers = {kind: [layer for layer, pages in enumerate(memory) if pages == kind] for kind in kinds}
-    layout = _divide(layers, kinds, block_size, [block_size] * len(kinds))
-    if len(kinds) > 1:
-        unit *= -(-block_size // MOST_BLOCK_SIZE)  # so that there are not too many sizes to try
-        layout = _least_wasteful(layers, kinds, block_size, unit, [1])
-        if layout.waste > MOST_WASTE:
-            narrow = _least_wasteful(layers, kinds, block_size, max(unit // 2, LEAST_UNIT), [1, 2])
-            layout = min(layout, narrow, key=lambda layout: layout.waste)
-    state_bytes = sum(state.num_bytes for state in memory if isinstance(state, State))
-    return replace(layout, block_size=block_size, state_bytes=state_bytes)
-
-
-def _least_wasteful(
-    layers: dict[Pages, list[int]], kinds: list[Pages], block_size: int, unit: int, most_blocks: list[int]
-) -> CacheLayout:
-    """Find the smallest prefix with little waste, or else the one with the least.
-
-    most_blocks: so many blocks, one of these numbers, a prefix may have of the kind that has the fewest
-    """
-    best: CacheLayout | None = None
-    first = -(-block_size // unit) * unit
-    for prefix_size in range(first, first * MOST_TIMES_LARGER + 1, unit):
-        sizes = [size for size in range(unit, prefix_size + 1, unit) if prefix_size % size == 0]
-        for largest in (prefix_size // blocks for blocks in most_blocks if prefix_size // blocks in sizes):
-            layout = _divide(layers, kinds, prefix_size, _block_sizes(layers, kinds, sizes, largest))
-            if best is None or layout.waste < best.waste:
-                best = layout
-        if best is not None and best.waste <= MOST_WASTE:
-            break
-    assert best is not None
-    return best
-
-
-def _block_sizes(layers: dict[Pages, list[int]], kinds: list[Pages], sizes: list[int], largest: int) -> list[int]:
-    """Return for each kind the one of the sizes with which its blocks have about the same bytes as the others'.
-
-    largest: the size for the kind with the least bytes a token
-    """
-    numbers = [len(layers[pages]) * pages.numbers for pages in kinds]
-    most = largest * min(numbers)
-    return [min(sizes, key=lambda size: abs(math.log(size * own / most))) for own in numbers]
-
-
-def _divide(layers: dict[Pages, list[int]], kinds: list[Pages], prefix_size: int, sizes: list[int]) -> CacheLayout:
-    groups = tuple(CacheGroup(tuple(layers[pages]), pages, size) for pages, size in zip(kinds, sizes, strict=True))
-    page_numbers = [group.block_size * group.pages.numbers for group in groups]
-    slice_numbers = math.lcm(*page_numbers)
-    slices = max(
-        -(-2 * len(group.layers) * numbers // slice_numbers)
-        for group, numbers in zip(groups, page_numbers, strict=True)
+    layers = {kind: tuple(layer for layer, pages in enumerate(memory) if pages == kind) for kind in kinds}
+    packing = pack([Kind(len(layers[kind]), kind.numbers) for kind in kinds], block_size, unit)
+    return CacheLayout(
+        groups=tuple(CacheGroup(layers[kind], kind, size) for kind, size in zip(kinds, packing.sizes, strict=True)),
+        block_size=block_size,
+        prefix_size=packing.prefix_size,
+        slice_numbers=packing.slice_numbers,
+        slices=packing.slices,
+        state_bytes=sum(state.num_bytes for state in memory if isinstance(state, State)),
     )
-    return CacheLayout(groups, prefix_size, prefix_size, slice_numbers, slices)
