@@ -146,7 +146,7 @@ class TestOneGroup:
         manager.free(big)
         assert begin(manager, again) == 0
         manager.record(again, 9)
-        cached = manager.cached_prefix(numbered(9))
+        cached = manager.prefixes.find(numbered(9))
         assert cached.tables == [[again.block_tables[0][0], other.block_tables[0][1]]]
 
     def test_long_and_short_sequences_share_nothing(self) -> None:
@@ -207,7 +207,7 @@ class TestOneGroup:
         manager.record(seq, 3)  # fills no block
         manager.forget(seq)
         manager.record(seq, 8)
-        assert manager.cached_prefix(numbered(9)).num_tokens == 0
+        assert manager.prefixes.find(numbered(9)).num_tokens == 0
 
     def test_after_a_failed_step_all_blocks_are_free_and_what_it_was_to_fill_is_not_found(self) -> None:
         manager = BlockManager(8, alike(BLOCK))
@@ -216,7 +216,7 @@ class TestOneGroup:
         manager.begin_step()
         begin(manager, planned)
         manager.plan(planned, 13)
-        assert manager.cached_prefix(numbered(13)).num_tokens == 12
+        assert manager.prefixes.find(numbered(13)).num_tokens == 12
         manager.free_all()
         assert manager.num_free == 8
         assert begin(manager, numbered(13)) == 4
@@ -275,10 +275,10 @@ class TestWindow:
         fill(manager, other)  # takes the three that were never used, and the one that was released
         for done in (other, seq):
             manager.free(done)
-        assert manager.cached_prefix(numbered(9)).num_tokens == 8  # a query at 8 sees from 7 on
+        assert manager.prefixes.find(numbered(9)).num_tokens == 8  # a query at 8 sees from 7 on
         assert begin(manager, again) == 0
         manager.record(again, 5)
-        assert manager.cached_prefix(numbered(5)).num_tokens == 4
+        assert manager.prefixes.find(numbered(5)).num_tokens == 4
 
     def test_what_it_has_left_behind_is_free_and_still_cached(self) -> None:
         manager = BlockManager(4, alike(BLOCK, window=2))
@@ -301,7 +301,7 @@ class TestWindow:
         seq, again = numbered(17), numbered(17)
         fill(manager, seq)
         manager.free(seq)
-        cached = manager.cached_prefix(again)
+        cached = manager.prefixes.find(again)
         assert (cached.num_tokens, cached.starts) == (16, [2])
         assert begin(manager, again) == 16
         assert manager.held(again) == [again.block_tables[0][2:]]
@@ -394,7 +394,7 @@ class TestSeveralGroups:
         other = sequence([50] * 9)
         fill(manager, other)  # takes some blocks that the window has left, the last one first
         assert sum(block == NONE for node in manager.tree for block in node.blocks) == 4
-        cached = manager.cached_prefix(numbered(25))
+        cached = manager.prefixes.find(numbered(25))
         assert (cached.num_tokens, cached.starts) == (24, [0, 10])
 
     def test_a_prefix_whose_window_is_lost_gets_it_back_from_who_computes_it_again(self) -> None:
@@ -407,7 +407,7 @@ class TestSeveralGroups:
         manager.tree.detach(last.blocks[-1])
         assert begin(manager, again) == 8  # the window of 16 is incomplete
         manager.record(again, 17)
-        assert manager.cached_prefix(numbered(17)).num_tokens == 16
+        assert manager.prefixes.find(numbered(17)).num_tokens == 16
 
     def test_all_blocks_of_the_group_that_sees_all_come_at_once_and_the_others_with_each_chunk(self) -> None:
         manager = BlockManager(20, MIXED)
@@ -515,16 +515,16 @@ class TestStates:
         assert slot == seq.node.snapshot != seq.slot
         assert manager.states.hang(seq.node) == NONE  # it has one
         manager.record(seq, 8)
-        cached = manager.cached_prefix(numbered(9))
+        cached = manager.prefixes.find(numbered(9))
         assert (cached.num_tokens, cached.node.snapshot) == (4, slot)
         manager.states.hang(seq.node)
-        assert manager.cached_prefix(numbered(9)).num_tokens == 8
+        assert manager.prefixes.find(numbered(9)).num_tokens == 8
 
     def test_the_least_recently_used_snapshot_goes_first_but_not_that_of_the_sequences_own_prefix(self) -> None:
         manager = BlockManager(40, alike(BLOCK), num_slots=3)
 
         def cached() -> list[int]:
-            return [manager.cached_prefix(sequence([token] * 5)).num_tokens for token in range(2)]
+            return [manager.prefixes.find(sequence([token] * 5)).num_tokens for token in range(2)]
 
         for token in range(2):
             seq = sequence([token] * 4)
@@ -584,5 +584,5 @@ class TestStates:
             manager.free(seq)
         again = numbered(5)
         fill(manager, again)
-        assert manager.cached_prefix(numbered(5)).num_tokens == 0  # its blocks are there again, but not its states
+        assert manager.prefixes.find(numbered(5)).num_tokens == 0  # its blocks are there again, but not its states
         assert manager.states.hang(again.node) == 1 - again.slot

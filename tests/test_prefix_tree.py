@@ -93,11 +93,11 @@ class TestLookups:
         manager = kind(20, alike(BLOCK))
         fill(manager, sequence([*first, 0]))
         fill(manager, sequence([*second, *tail, 0]))
-        assert manager.cached_prefix(sequence([*first, *tail, 0])).num_tokens == 4
-        assert manager.cached_prefix(sequence([*tail, 0])).num_tokens == 0
+        assert manager.prefixes.find(sequence([*first, *tail, 0])).num_tokens == 4
+        assert manager.prefixes.find(sequence([*tail, 0])).num_tokens == 0
         for block in range(10, 13):  # more contents than hashes
             fill(manager, sequence([block] * 5))
-        assert manager.cached_prefix(sequence([*second, *tail, 0])).num_tokens == 8
+        assert manager.prefixes.find(sequence([*second, *tail, 0])).num_tokens == 8
 
     def test_blocks_of_one_hash_are_all_found_and_handed_out(self) -> None:
         class Manager(BlockManager):
@@ -108,16 +108,16 @@ class TestLookups:
         again = [sequence([token] * 5) for token in range(4)]
         for seq in seqs:
             fill(manager, seq)
-        assert [manager.cached_prefix(seq).tables for seq in again] == [seq.block_tables for seq in seqs]
+        assert [manager.prefixes.find(seq).tables for seq in again] == [seq.block_tables for seq in seqs]
         manager.free(seqs[0])
         big = sequence([50] * 12)
         fill(manager, big)  # takes all blocks that are free, the first content's among them
-        cached = [manager.cached_prefix(seq).tables for seq in again]
+        cached = [manager.prefixes.find(seq).tables for seq in again]
         assert cached == [[[]], *(seq.block_tables for seq in seqs[1:])]
         for seq in [*seqs[1:], big]:
             manager.free(seq)
         fill(manager, sequence(list(range(100, 124))))  # takes all blocks
-        assert [manager.cached_prefix(seq).num_tokens for seq in again] == [0] * 4
+        assert [manager.prefixes.find(seq).num_tokens for seq in again] == [0] * 4
         assert len(manager.tree) == 6
 
 

@@ -93,6 +93,11 @@ class CacheLayout:
         """The share of a block that stays empty, in the group where it is the largest."""
         return 1 - min(2 * len(group.layers) * self._page_numbers(group) for group in self.groups) / self.block_numbers
 
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many blocks of each group a prefix of prefix_size tokens has."""
+        return [self.prefix_size // group.block_size for group in self.groups]
+
     @property
     def block_numbers(self) -> int:
         """Numbers in a block."""
@@ -134,8 +139,7 @@ class CacheLayout:
 
     def asked_by(self, blocks: int) -> int:
         """Return the largest num_kvcache_blocks that asks for no more than so many blocks."""
-        of_prefix = sum(self.prefix_size // group.block_size for group in self.groups)
-        low = blocks * self.prefix_size // (self.block_size * of_prefix)
+        low = blocks * self.prefix_size // (self.block_size * sum(self.counts))
         return next(asked for asked in range(low, -1, -1) if self.pool_of(asked) <= blocks)
 
     @staticmethod

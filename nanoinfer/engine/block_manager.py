@@ -5,27 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import chain
 
 from nanoinfer.attention.cache_layout import CacheLayout
-from nanoinfer.engine.prefix_tree import NONE, Block, Node, PrefixTree
+from nanoinfer.engine.prefix_tree import NONE, Block, PrefixTree
+from nanoinfer.engine.prefixes.prefix_cache import PrefixCache
+from nanoinfer.engine.prefixes.state_slots import StateSlots
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.engine.state_slots import StateSlots
-
-
-@dataclass(frozen=True)
-class CachedPrefix:
-    """What the cache holds of a sequence's first tokens.
-
-    node: that of the prefix; num_tokens: of the prefix
-    tables: for each group, the blocks that queries behind the prefix see, from column starts[group] on
-    """
-
-    node: Node
-    num_tokens: int
-    tables: list[list[int]]
-    starts: list[int]
 
 
 class BlockManager:
@@ -47,10 +33,9 @@ class BlockManager:
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._sizes = [group.block_size for group in self.groups]
-        self._counts = [layout.prefix_size // group.block_size for group in self.groups]  # blocks of a node
-        self._places = [sum(self._counts[:index]) for index in range(len(self.groups))]
         self._has_windows = any(group.window for group in self.groups)
-        self.tree = self.make_tree(self.blocks, sum(self._counts))
+        self.tree = self.make_tree(self.blocks, sum(layout.counts))
+        self.prefixes = PrefixCache(layout, self.tree, has_states=num_slots > 0)
         self.states = StateSlots(num_slots, self.tree) if num_slots else None
         self._planned: list[int] = []  # blocks that became a node's with the newest prefill step
         self._passed: list[Sequence] = []  # those of the newest prefill step
@@ -89,7 +74,7 @@ class BlockManager:
         position whose logits are needed. With too few free blocks, returns None and changes nothing.
         """
         assert not seq.block_tables
-        cached = self.cached_prefix(seq)
+        cached = self.prefixes.find(seq)
         start, needed = cached.num_tokens, 0
         for group, table in zip(self.groups, cached.tables, strict=True):
             end = len(seq) if group.window is None else min(len(seq), start + most_tokens)
@@ -182,33 +167,13 @@ class BlockManager:
 
         Other sequences of the same step may share these blocks: each layer writes all keys before it attends.
         """
-        self._record(seq, num_tokens, self._planned)
+        self.prefixes.record(seq, num_tokens, self._planned)
         if self._has_windows:
             self._passed.append(seq)
 
     def record(self, seq: Sequence, num_tokens: int) -> None:
         """Let later sequences find what the first `num_tokens` tokens fill, which has been computed."""
-        self._record(seq, num_tokens, [])
-
-    def _record(self, seq: Sequence, num_tokens: int, attached: list[int]) -> None:
-        """Let later sequences find what the first `num_tokens` tokens fill. attached: gets the blocks that are new
-
-        A prefix that another sequence has recorded keeps its blocks, and gets those that it lacks.
-        """
-        size, node, tree = self.prefix_size, seq.node, self.tree
-        while node is not None and node.is_found and (seq.num_nodes + 1) * size <= num_tokens:
-            index, before = seq.num_nodes, len(attached)
-            node = seq.node = tree.child(node, seq.token_ids[index * size : (index + 1) * size].tobytes())
-            place = 0
-            for table, released, count in zip(seq.block_tables, seq.num_released, self._counts, strict=True):
-                for column in range(index * count, (index + 1) * count):
-                    if column >= released and tree.can_attach(table[column], node, place):
-                        attached.append(table[column])  # first, as an interrupt may come
-                        tree.attach(table[column], node, place)
-                    place += 1
-            seq.num_nodes = index + 1
-            if len(attached) == before:
-                tree.prune(node)  # it is empty if a window of one token has left all of it behind
+        self.prefixes.record(seq, num_tokens, [])
 
     def release(self, seq: Sequence, position: int) -> bool:
         """Take back the blocks that no query from this position on sees; returns whether there are some."""
@@ -277,48 +242,10 @@ class BlockManager:
         """Return how many blocks of each group a sequence holds that no other one does."""
         return [sum(self.blocks[block_id].ref_count == 1 for block_id in table) for table in self.held(seq)]
 
-    def cached_prefix(self, seq: Sequence) -> CachedPrefix:
-        """Find the longest prefix of a sequence of which each group has all blocks that later queries see."""
-        size = self.prefix_size
-        path: list[Node] = [self.tree.roots[seq.is_long]]
-        runs = [0] * len(self.groups)  # how many neighbouring blocks each group has before the end of the path
-        whole = 0
-        for start in range(0, seq.num_reusable // size * size, size):
-            node = self.tree.find(path[-1], seq.token_ids[start : start + size].tobytes())
-            if node is None or not self._follow(node, runs, start + size):
-                break
-            path.append(node)
-            if self._is_whole(node, runs, start + size):
-                whole = len(path) - 1
-        last, *nodes = path[whole], *path[1 : whole + 1]
-        tables, starts = [], []
-        for group, count, place in zip(self.groups, self._counts, self._places, strict=True):
-            first = 0 if group.window is None else max(0, whole * size - group.window + 1) // group.block_size
-            columns = range(first, whole * count)
-            tables.append([nodes[column // count].blocks[place + column % count] for column in columns])
-            starts.append(first)
-        return CachedPrefix(last, whole * size, tables, starts)
-
     def num_shared(self, seq: Sequence) -> list[int]:
         """Return how many blocks of each group a sequence would share with others that hold them now."""
-        tables = self.cached_prefix(seq).tables
+        tables = self.prefixes.find(seq).tables
         return [sum(block_id not in self.free_blocks for block_id in table) for table in tables]
-
-    def _follow(self, node: Node, runs: list[int], end: int) -> bool:
-        """Count a node's blocks in; returns whether a longer prefix than this node's may be whole."""
-        for index, (group, count, place) in enumerate(zip(self.groups, self._counts, self._places, strict=True)):
-            for block_id in node.blocks[place : place + count]:
-                runs[index] = 0 if block_id == NONE else runs[index] + 1
-            if group.window is None and runs[index] * group.block_size < end:
-                return False
-        return True
-
-    def _is_whole(self, node: Node, runs: list[int], end: int) -> bool:
-        """Whether each group has the blocks that queries behind the node see, and the states have a snapshot."""
-        for group, run in zip(self.groups, runs, strict=True):
-            if group.window is not None and run * group.block_size < min(end, group.window - 1):
-                return False
-        return self.states is None or node.snapshot != NONE
 
     def _take_back(self, block_ids: list[int]) -> None:
         """Take back blocks of one sequence, the last first, so that a cached prefix outlives the blocks behind it."""

@@ -37,7 +37,8 @@ class MemoryPlan:
     used: this much was in use before there was a KV cache, by every process together; on the CPU, by this rank's model
     steps: the largest step takes this much while it runs; on the CPU 0, because it is not measured there
     graphs: the CUDA graphs keep about this much
-    states: the states of layers whose memory of the past has a fixed size take this much, in so many `slots`
+    states: the states of layers whose memory of the past has a fixed size take this much
+    slots: so many sequences and snapshots have states
     block_bytes: one block of the KV cache takes this much
     blocks: the KV cache has this many blocks
     asked: the num_kvcache_blocks that asks for these

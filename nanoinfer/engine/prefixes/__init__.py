@@ -1,0 +1,1 @@
+"""What the KV cache holds of which prefixes, and who may go on from there."""

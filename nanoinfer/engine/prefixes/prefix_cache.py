@@ -1,0 +1,92 @@
+"""PrefixCache: finds what the KV cache holds of a sequence's first tokens, and records what sequences fill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoinfer.attention.cache_layout import CacheLayout
+from nanoinfer.engine.prefix_tree import NONE, Node, PrefixTree
+from nanoinfer.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """What the cache holds of a sequence's first tokens.
+
+    node: that of the prefix; num_tokens: of the prefix
+    tables: for each group, the blocks that queries behind the prefix see, from column starts[group] on
+    """
+
+    node: Node
+    num_tokens: int
+    tables: list[list[int]]
+    starts: list[int]
+
+
+class PrefixCache:
+    """The tree of prefixes, as sequences meet it: with their tokens and block tables."""
+
+    def __init__(self, layout: CacheLayout, tree: PrefixTree, has_states: bool) -> None:
+        """has_states: a sequence needs a snapshot of states to go on behind a prefix."""
+        self._groups, self._size, self._has_states = layout.groups, layout.prefix_size, has_states
+        self._counts = layout.counts
+        self._places = [sum(self._counts[:index]) for index in range(len(self._counts))]
+        self.tree = tree
+
+    def find(self, seq: Sequence) -> CachedPrefix:
+        """Find the longest prefix of a sequence of which each group has all blocks that later queries see."""
+        size = self._size
+        path: list[Node] = [self.tree.roots[seq.is_long]]
+        runs = [0] * len(self._groups)  # how many neighbouring blocks each group has before the end of the path
+        whole = 0
+        for start in range(0, seq.num_reusable // size * size, size):
+            node = self.tree.find(path[-1], seq.token_ids[start : start + size].tobytes())
+            if node is None or not self._follow(node, runs, start + size):
+                break
+            path.append(node)
+            if self._is_whole(node, runs, start + size):
+                whole = len(path) - 1
+        last, *nodes = path[whole], *path[1 : whole + 1]
+        tables, starts = [], []
+        for group, count, place in zip(self._groups, self._counts, self._places, strict=True):
+            first = 0 if group.window is None else max(0, whole * size - group.window + 1) // group.block_size
+            columns = range(first, whole * count)
+            tables.append([nodes[column // count].blocks[place + column % count] for column in columns])
+            starts.append(first)
+        return CachedPrefix(last, whole * size, tables, starts)
+
+    def _follow(self, node: Node, runs: list[int], end: int) -> bool:
+        """Count a node's blocks in; returns whether a longer prefix than this node's may be whole."""
+        for index, (group, count, place) in enumerate(zip(self._groups, self._counts, self._places, strict=True)):
+            for block_id in node.blocks[place : place + count]:
+                runs[index] = 0 if block_id == NONE else runs[index] + 1
+            if group.window is None and runs[index] * group.block_size < end:
+                return False
+        return True
+
+    def _is_whole(self, node: Node, runs: list[int], end: int) -> bool:
+        """Whether each group has the blocks that queries behind the node see, and the states have a snapshot."""
+        for group, run in zip(self._groups, runs, strict=True):
+            if group.window is not None and run * group.block_size < min(end, group.window - 1):
+                return False
+        return not self._has_states or node.snapshot != NONE
+
+    def record(self, seq: Sequence, num_tokens: int, attached: list[int]) -> None:
+        """Let later sequences find what the first `num_tokens` tokens fill. attached: gets the blocks that are new
+
+        A prefix that another sequence has recorded keeps its blocks, and gets those that it lacks.
+        """
+        size, node, tree = self._size, seq.node, self.tree
+        while node is not None and node.is_found and (seq.num_nodes + 1) * size <= num_tokens:
+            index, before = seq.num_nodes, len(attached)
+            node = seq.node = tree.child(node, seq.token_ids[index * size : (index + 1) * size].tobytes())
+            place = 0
+            for table, released, count in zip(seq.block_tables, seq.num_released, self._counts, strict=True):
+                for column in range(index * count, (index + 1) * count):
+                    if column >= released and tree.can_attach(table[column], node, place):
+                        attached.append(table[column])  # first, as an interrupt may come
+                        tree.attach(table[column], node, place)
+                    place += 1
+            seq.num_nodes = index + 1
+            if len(attached) == before:
+                tree.prune(node)  # it is empty if a window of one token has left all of it behind
