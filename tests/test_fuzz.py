@@ -20,7 +20,7 @@ from conftest import CollidingTree
 from safetensors.torch import load_file
 from test_models import LONGROPE, Case, build
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.benchmark.determinism import bits_of
 from nanoinfer.config import Config
 from nanoinfer.engine.admission.admission import Admission
@@ -34,7 +34,7 @@ ENDS = [1, 2, 3]  # end-of-sequence tokens
 LONG_FROM = 42
 ROUND = 32  # requests in a round
 BITS_ROUND = 6  # requests in a round whose tokens are computed one by one
-BITS_SHARE = 20  # of so many requests, one is in such a round
+BEAMS_ROUND = 4  # calls in a round of beam searches
 SEEDS_APART = 0xA0761D6478BD642F  # those of a request's samples
 PHI3_LONG = {"rope_parameters": LONGROPE, "original_max_position_embeddings": LONG_FROM, "hidden_size": 64}
 SAMPLED: tuple[dict[str, Any], ...] = (
@@ -87,7 +87,7 @@ SUBJECTS = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make as many rounds as --fuzz asks for, of each model in turn."""
     total = metafunc.config.getoption("fuzz")
-    counts = {"test_tokens": total // ROUND, "test_bits": total // BITS_SHARE // BITS_ROUND}
+    counts = {"test_tokens": total // ROUND, "test_bits": total // 120, "test_beams": total // 60}
     names = list(SUBJECTS)
     rounds = [(names[i % len(names)], i // len(names)) for i in range(max(1, counts[metafunc.function.__name__]))]
     metafunc.parametrize(("name", "number"), rounds, ids=[f"{name}-{number}" for name, number in rounds])
@@ -250,16 +250,21 @@ class Checker:
         rows = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
         return [logits[: len(text)] for logits, text in zip(self.model(rows).logits.float(), texts, strict=True)]
 
+    def logits_behind(self, texts: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the logits after each token where a text grows by one token at a time, and where it comes as a whole.
+
+        A short sequence that gets longer has other frequencies from there on.
+        """
+        short = self._logits([text[: self.long_from] for text in texts])
+        long = iter(self._logits([text for text in texts if len(text) > self.long_from]))
+        wholes = [next(long) if len(text) > self.long_from else rows for text, rows in zip(texts, short, strict=True)]
+        return [(torch.cat([rows, whole[len(rows) :]]), whole) for rows, whole in zip(short, wholes, strict=True)]
+
     def check(self, requests: list[Request]) -> None:
-        """A short sequence that gets longer has other frequencies from there on."""
+        """Check all that came of the requests."""
         pairs = [(request, index) for request in requests for index in range(len(request.samples))]
         texts = [request.prompt + request.samples[index].tokens for request, index in pairs]
-        short = self._logits([text[: self.long_from] for text in texts])
-        are_long = [text for text in texts if len(text) > self.long_from]
-        long = iter(self._logits(are_long))
-        for (request, index), text, logits in zip(pairs, texts, short, strict=True):
-            whole = next(long) if len(text) > self.long_from else logits
-            rows = torch.cat([logits, whole[len(logits) :]])
+        for (request, index), (rows, whole) in zip(pairs, self.logits_behind(texts), strict=True):
             try:
                 self._check_sample(request, index, rows)
                 if index == 0:
@@ -351,6 +356,10 @@ class Arena:
         return load_file(Path(self.folder) / "model.safetensors")
 
     @functools.cached_property
+    def roomy(self) -> LLM:
+        return self.make_llm(self.folder, **self.options(16), num_kvcache_blocks=300)
+
+    @functools.cached_property
     def alone(self) -> LLM:
         """An engine that computes each request's tokens one by one, and has room."""
         return self.make_llm(self.folder, **self.options(16), num_kvcache_blocks=100, deterministic=True)
@@ -411,7 +420,7 @@ def open_engine(stage: Arena, rng: random.Random, monkeypatch: pytest.MonkeyPatc
     return LLM(stage.folder, **options)
 
 
-def assert_nothing_is_left(llm: LLM) -> None:
+def assert_nothing_is_held(llm: LLM) -> None:
     """No request leaves a block behind, nor a place in a queue."""
     scheduler, manager = llm.engine.scheduler, llm.engine.scheduler.block_manager
     assert not llm.has_unfinished_requests()
@@ -420,7 +429,13 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert not scheduler.full
     assert manager.num_free == len(manager.blocks)
     assert all(block.ref_count == 0 for block in manager.blocks)
-    scheduler.reset_prefix_cache()
+
+
+def assert_nothing_is_left(llm: LLM) -> None:
+    """No node stays when all is forgotten."""
+    assert_nothing_is_held(llm)
+    llm.reset_prefix_cache()
+    manager = llm.engine.scheduler.block_manager
     assert len(manager.tree) == 0
     assert all(block.node is None for block in manager.blocks)
 
@@ -455,3 +470,34 @@ def test_bits(
                 assert (count, sample.finish_reason) == (len(expected.token_ids), expected.finish_reason), request
         if request.output is not None and "abort" not in [sample.finish_reason for sample in request.samples]:
             assert bits_of(request.output) == bits_of(alone), request
+
+
+def test_beams(
+    name: str, number: int, arena: Callable[[str], Arena], monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """The scores of beams are those that each prompt's have alone, in a cache with room, and transformers'."""
+    stage, rng = arena(name), random.Random(f"beams of {name} {number}")
+    blocks = stage.fewest_blocks(16) * rng.choice([1, 2, 3])
+    with open_engine(stage, rng, monkeypatch, kvcache_block_size=16, num_kvcache_blocks=blocks) as llm:
+        checker = Checker(stage.model, stage.subject.max_model_len, llm.config.description.long_from)
+        player = Player(llm, rng, stage.weights, stage.subject.max_model_len - 10)
+        for _ in range(BEAMS_ROUND):
+            player.play(len(player.requests) + rng.choice([0, 2]))  # leaves prefixes in the cache
+            prompts = [player.draw().prompt[: stage.subject.max_model_len - 1] for _ in range(rng.choice([1, 3, 6]))]
+            params = BeamSearchParams(rng.choice([2, 3, 4]), rng.choice([1, 5, 20]), rng.random() < 0.5)
+            try:
+                outputs = llm.beam_search(prompts, params)
+            except ValueError as error:
+                assert "of the KV cache's" in str(error)
+                continue
+            assert_nothing_is_held(llm)
+            for prompt, output in zip(prompts, outputs, strict=True):
+                stage.roomy.reset_prefix_cache()
+                (alone,) = stage.roomy.beam_search([prompt], params)
+                scores = [sequence.score for sequence in alone.sequences]
+                assert [sequence.score for sequence in output.sequences] == pytest.approx(scores, abs=TOLERANCE)
+                texts = [sequence.tokens for sequence in output.sequences]
+                for sequence, (rows, _) in zip(output.sequences, checker.logits_behind(texts), strict=True):
+                    drawn = rows[len(prompt) - 1 : -1].log_softmax(dim=1)
+                    logprob = float(drawn[range(len(drawn)), sequence.token_ids].sum())
+                    assert sequence.cum_logprob == pytest.approx(logprob, abs=20 * TOLERANCE)
