@@ -477,8 +477,12 @@ def test_beams(
 ) -> None:
     """The scores of beams are those that each prompt's have alone, in a cache with room, and transformers'."""
     stage, rng = arena(name), random.Random(f"beams of {name} {number}")
-    blocks = stage.fewest_blocks(16) * rng.choice([1, 2, 3])
-    with open_engine(stage, rng, monkeypatch, kvcache_block_size=16, num_kvcache_blocks=blocks) as llm:
+    options = {
+        "kvcache_block_size": 16,
+        "num_kvcache_blocks": stage.fewest_blocks(16) + rng.randrange(30),
+        "max_num_batched_tokens": rng.choice([7, 50, 100, 1000]),
+    }
+    with open_engine(stage, rng, monkeypatch, **options) as llm:
         checker = Checker(stage.model, stage.subject.max_model_len, llm.config.description.long_from)
         player = Player(llm, rng, stage.weights, stage.subject.max_model_len - 10)
         for _ in range(BEAMS_ROUND):
