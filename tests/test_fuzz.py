@@ -153,6 +153,12 @@ class Player:
         self.requests.append(request)
         return request
 
+    def draw_for_beams(self) -> list[int]:
+        """Draw a prompt that leaves room for a token."""
+        if self.rng.random() < 0.5:
+            return self._tokens(self.rng.randrange(self.longest // 2, self.longest))
+        return self.draw().prompt[: self.llm.config.max_model_len - 1]
+
     def _params(self, scored: bool, length: int) -> SamplingParams:
         rng = self.rng
         wishes: dict[str, Any] = {"prompt_logprobs": 0} if scored or rng.random() < 0.1 else {}
@@ -480,15 +486,15 @@ def test_beams(
     options = {
         "kvcache_block_size": 16,
         "num_kvcache_blocks": stage.fewest_blocks(16) + rng.randrange(30),
-        "max_num_batched_tokens": rng.choice([7, 50, 100, 1000]),
+        "max_num_batched_tokens": rng.choice([7, 50, 1000, 1000]),
     }
     with open_engine(stage, rng, monkeypatch, **options) as llm:
         checker = Checker(stage.model, stage.subject.max_model_len, llm.config.description.long_from)
         player = Player(llm, rng, stage.weights, stage.subject.max_model_len - 10)
         for _ in range(BEAMS_ROUND):
             player.play(len(player.requests) + rng.choice([0, 2]))  # leaves prefixes in the cache
-            prompts = [player.draw().prompt[: stage.subject.max_model_len - 1] for _ in range(rng.choice([1, 3, 6]))]
-            params = BeamSearchParams(rng.choice([2, 3, 4]), rng.choice([1, 5, 20]), rng.random() < 0.5)
+            prompts = [player.draw_for_beams() for _ in range(rng.choice([1, 3, 6]))]
+            params = BeamSearchParams(rng.choice([2, 2, 3, 4]), rng.choice([1, 5, 5, 20]), rng.random() < 0.5)
             try:
                 outputs = llm.beam_search(prompts, params)
             except ValueError as error:
