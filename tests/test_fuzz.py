@@ -498,7 +498,8 @@ def test_beams(
             try:
                 outputs = llm.beam_search(prompts, params)
             except ValueError as error:
-                assert "of the KV cache's" in str(error)
+                if "of the KV cache's" not in str(error):  # too few blocks for so many beams
+                    raise
                 continue
             assert_nothing_is_held(llm)
             for prompt, output in zip(prompts, outputs, strict=True):
