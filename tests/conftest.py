@@ -45,6 +45,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its bac
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run every combination, not one of each kind")
+    parser.addoption("--fuzz", type=int, default=500, help="how many random requests test_fuzz.py makes, default 500")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

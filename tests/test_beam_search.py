@@ -198,6 +198,22 @@ def test_results_do_not_depend_on_the_room(llm: LLM, make_llm: Callable[..., LLM
     assert other.engine.scheduler.block_manager.share_used == 0
 
 
+@pytest.mark.parametrize("blocks", [12, 13])
+def test_long_chunks_leave_blocks_to_beams_that_fork(
+    blocks: int, make_qwen3: Callable[..., str], make_llm: Callable[..., LLM]
+) -> None:
+    """While a step computes a prompt, the prompt holds more blocks than its beams' windows see."""
+    folder = make_qwen3(use_sliding_window=True, sliding_window=11, max_window_layers=0)
+    llm = make_llm(folder, **{**OPTIONS, "num_kvcache_blocks": blocks})
+    assert llm.config.cache_layout.groups[0].most_blocks == 3
+    params, rng = BeamSearchParams(2, 6), Random(1)
+    prompts = [[rng.randrange(512) for _ in range(90)] for _ in range(4)]
+    outputs = llm.beam_search(prompts, params)
+    alone = [llm.beam_search([prompt], params)[0] for prompt in prompts]
+    for output, wanted in zip(outputs, alone, strict=True):
+        assert [found.tokens for found in output.sequences] == [found.tokens for found in wanted.sequences]
+
+
 @pytest.mark.gpu
 def test_a_gpu_finds_what_the_cpu_finds(llm: LLM, make_llm: Callable[..., LLM]) -> None:
     params = BeamSearchParams(3, 10)

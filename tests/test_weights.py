@@ -657,6 +657,21 @@ class TestRequestsThatRun:
             for output in outputs:
                 self.check_beginning(output, expected[output.request_id - ids[0]], is_whole=in_flight != "abort")
 
+    def test_prompt_logprobs_stay_when_a_request_starts_again_twice(
+        self, make_llm: Callable[..., LLM], bundled: Tensors
+    ) -> None:
+        """The second update comes while its prompt is half computed again."""
+        llm = make_llm(**OPTIONS, max_num_batched_tokens=24)
+        prompt, params = [6, 7] * 30, request(2, prompt_logprobs=0)
+        (expected,) = llm.generate([prompt], params, use_tqdm=False)
+        llm.reset_prefix_cache()
+        llm.add_request(prompt, params)
+        for steps in (6, 1):
+            assert not [llm.step() for _ in range(steps)][-1]
+            llm.update_weights(bundled)
+        (output,) = self.finish(llm)
+        self.check_beginning(output, expected, is_whole=True)
+
     def check_beginning(self, output: RequestOutput, expected: RequestOutput, is_whole: bool) -> None:
         """Check that an output is the expected one, or if it is not whole, a beginning of it."""
         for sample, wanted in zip(output.samples, expected.samples, strict=True):

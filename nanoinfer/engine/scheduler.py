@@ -255,7 +255,8 @@ class Scheduler:
             if seq.block_tables:  # a half-done prompt
                 self.block_manager.free(seq)
                 seq.num_scheduled = 0
-                seq.prompt_logprobs.clear()
+                if seq.wants_prompt_logprobs:  # one that has tokens does not compute them again
+                    seq.prompt_logprobs.clear()
         for seq in reversed(self.running.copy()):
             self._requeue(seq)
 

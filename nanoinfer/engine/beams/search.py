@@ -80,6 +80,7 @@ class BeamSearches:
         chunks = self._plan()
         with self._engine.ranks.undivided():
             result = self._run(chunks)
+        self._blocks.begin_step()  # a long chunk has held more than its search may need, until now: beams are to fork
         complete = [search for search in self._running if all(seq in self._likeliest for seq in search.seqs)]
         for search in complete:
             self._advance(search)
@@ -107,7 +108,6 @@ class BeamSearches:
         pending = [seq for search in self._running for seq in search.seqs if seq not in self._likeliest]
         chunks: list[Chunk] = []
         budget = scheduler.max_num_batched_tokens
-        self._blocks.begin_step()
         for seq in pending[: scheduler.max_num_seqs]:
             if budget == 0:
                 break
