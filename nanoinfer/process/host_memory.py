@@ -27,7 +27,7 @@ def free_bytes() -> int:
 def total_bytes() -> int:
     """Return how many bytes this machine has, or the limit of this process's container, if that is less."""
     limits = [_read(limit) for limit, _ in LIMITS]
-    return min(_of_machine("MemTotal"), *(limit for limit in limits if limit is not None))
+    return min([_of_machine("MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
 def check_host_memory(name: str, gib: object) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import as_bytes
-from nanoinfer.process.driver import call
 from nanoinfer.process.host_memory import free_bytes
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.message import Transfers
@@ -147,9 +145,9 @@ class HostBlocks:
             raise MemoryError(f"{free / 2**30:.1f} GiB are free, of which {SPARE_BYTES / 2**30:.1f} GiB stay so")
         chunk = torch.from_numpy(np.zeros(num_bytes, np.uint8))
         if self._stream is not None:
+            chunk.fill_(0)  # pages that are there are pinned in less time
             with torch.cuda.device(self._device):
-                chunk.fill_(0)  # pages that are there are pinned in less time
-                call("cuMemHostRegister_v2", *_pointer(chunk), ctypes.c_uint(0))
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), num_bytes, 0)))
         return chunk.view(self._dtype).view(self._per_chunk, *self._shape)
 
     def close(self) -> None:
@@ -163,9 +161,5 @@ class HostBlocks:
             self._stream.synchronize()
             for chunk in self._chunks:
                 if chunk.is_pinned():
-                    call("cuMemHostUnregister", *_pointer(chunk)[:1])
+                    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr())))
         self._chunks.clear()
-
-
-def _pointer(chunk: Tensor) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
-    return ctypes.c_void_p(chunk.data_ptr()), ctypes.c_size_t(chunk.nbytes)
