@@ -60,7 +60,7 @@ class LLMEngine:
         runner = self.ranks.runner
         if runner.offload is None or runner.host_blocks is None:
             return None
-        return partial(HostTier, offload=runner.offload, num_ready=runner.host_blocks.num_ready)
+        return partial(HostTier, offload=runner.offload, room=runner.host_blocks)
 
     def add_request(
         self,

@@ -28,7 +28,7 @@ from nanoinfer.process.first_launch import read_triton
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes, sharing_batch_sizes
 from nanoinfer.runner.memory.holdings import Holdings
-from nanoinfer.runner.memory.host_blocks import BLOCKS_IN_TRANSFER, HostBlocks
+from nanoinfer.runner.memory.host_blocks import HostBlocks
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.offload import Offload, plan_offload
 from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory, shorten_on_cpu
@@ -183,8 +183,7 @@ class ModelRunner:
         # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
         step_bytes = prefill + decode if self._graph_sizes else max(prefill, decode)
         self._plan_offload()
-        blocks = BLOCKS_AT_ONCE if self.offload is None else max(BLOCKS_AT_ONCE, BLOCKS_IN_TRANSFER)
-        other_bytes = blocks * self.holdings.cache_spec.block_bytes
+        other_bytes = BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
         return step_bytes + self.steps.logits_processors.working_bytes + other_bytes
 
     def _plan_offload(self) -> None:

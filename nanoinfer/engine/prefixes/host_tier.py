@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 from nanoinfer.engine.prefix_tree import NONE, Block, Node, PrefixTree
 from nanoinfer.runner.memory.offload import Offload
 from nanoinfer.runner.message import Transfers
 
 SHORT = 3 / 4  # of all blocks: if nodes have so many, others' content is soon to be lost
+
+
+class Room(Protocol):
+    """The memory of the slots."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there will be no more slots than there are."""
+        ...
+
+    def num_ready(self) -> int:
+        """Return how many slots there are by now. They never get fewer."""
+        ...
 
 
 class HostTier:
@@ -20,9 +34,8 @@ class HostTier:
     least recently used one goes when a slot is needed.
     """
 
-    def __init__(self, tree: PrefixTree, blocks: list[Block], offload: Offload, num_ready: Callable[[], int]) -> None:
-        """num_ready: returns how many slots there are by now; they get more, and never fewer."""
-        self._tree, self._blocks, self._offload, self._num_ready = tree, blocks, offload, num_ready
+    def __init__(self, tree: PrefixTree, blocks: list[Block], offload: Offload, room: Room) -> None:
+        self._tree, self._blocks, self._offload, self._room = tree, blocks, offload, room
         self._used: OrderedDict[int, tuple[Node, int]] = OrderedDict()  # what slots hold: a node, and the place in it
         self._free: list[int] = []
         self._num_slots = 0  # that have been in use, or are free
@@ -104,12 +117,14 @@ class HostTier:
             blocks.clear()
 
     def _find(self) -> int:
-        """Return a slot for new content; NONE: there is none yet."""
+        """Return a slot for new content; NONE: there is none yet. None is emptied as long as more are to come."""
         if self._free:
             return self._free.pop()
-        if self._num_slots < self._num_ready():
+        if self._num_slots < self._room.num_ready():
             self._num_slots += 1
             return self._num_slots - 1
+        if not self._room.is_whole:
+            return NONE
         restored = {slot for slot, _ in self._planned.restored}
         oldest = next((slot for slot in self._used if slot not in restored), NONE)
         return oldest if oldest == NONE else self._drop(oldest)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import as_bytes
-from nanoinfer.process.host_memory import free_bytes
+from nanoinfer.process.host_memory import free_bytes, pages
+from nanoinfer.runner.memory.block_copy import copy_block
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.message import Transfers
 
 CHUNK_BYTES = 128 << 20  # that are pinned at once: it takes milliseconds, in which no kernel may be launched
-BLOCKS_IN_TRANSFER = 4  # whose bytes copies may take on the device: a block's slices are put together there
 CHUNKS_AHEAD = 4  # pinned before they are needed
 SPARE_BYTES = 1 << 30  # of host memory that stay free
 
@@ -51,6 +51,11 @@ class HostBlocks:
     def _num_chunks(self) -> int:
         return -(-self.num_slots // self._per_chunk)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether there will be no more slots than there are: all are there, or the host has no memory for more."""
+        return self._is_full or len(self._chunks) == self._num_chunks
+
     def num_ready(self) -> int:
         """Return how many slots there are by now, and let there be more soon."""
         self._want(len(self._chunks) + CHUNKS_AHEAD)
@@ -80,14 +85,12 @@ class HostBlocks:
             self._copied = self._stream.record_event()
 
     def _restore(self, kv_cache: KVCache, transfers: Transfers) -> None:
-        memory = as_bytes(kv_cache.memory)
         for slot, block_id in transfers.restored:
-            memory[:, block_id].copy_(self._slot(slot), non_blocking=True)
+            copy_block(as_bytes(kv_cache.memory)[:, block_id], self._slot(slot))
 
     def _save(self, kv_cache: KVCache, transfers: Transfers) -> None:
-        memory = as_bytes(kv_cache.memory)
         for block_id, slot in transfers.saved:
-            self._slot(slot).copy_(memory[:, block_id], non_blocking=True)
+            copy_block(self._slot(slot), as_bytes(kv_cache.memory)[:, block_id])
 
     def _slot(self, slot: int) -> Tensor:
         """Return a slot's memory as bytes. If it is not there yet, rank 0 was faster: wait for the thread."""
@@ -143,7 +146,7 @@ class HostBlocks:
         num_bytes = self._per_chunk * self._slot_bytes
         if (free := free_bytes()) < num_bytes + SPARE_BYTES:
             raise MemoryError(f"{free / 2**30:.1f} GiB are free, of which {SPARE_BYTES / 2**30:.1f} GiB stay so")
-        chunk = torch.from_numpy(np.zeros(num_bytes, np.uint8))
+        chunk = torch.from_numpy(np.frombuffer(pages(num_bytes), np.uint8))
         if self._stream is not None:
             chunk.fill_(0)  # pages that are there are pinned in less time
             with torch.cuda.device(self._device):
