@@ -14,10 +14,11 @@ HOST, DEVICE = 1, 2  # CUmemorytype
 
 
 def copy_block(target: Tensor, source: Tensor) -> None:
-    """Copy slices of bytes, [slices, bytes of a slice]; on a GPU on the current stream, without waiting for it.
+    """Copy a block's slices, [slices, numbers of a slice]; on a GPU on the current stream, without waiting for it.
 
     One of the two is in pinned host memory then. Where slices are too far apart, torch puts them together first.
     """
+    source, target = source.view(torch.uint8), target.view(torch.uint8)
     if not (target.is_cuda or source.is_cuda) or max(target.stride(0), source.stride(0)) > MOST_PITCH:
         target.copy_(source, non_blocking=True)
         return

@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.fp8 import as_bytes
 from nanoinfer.process.host_memory import free_bytes, pages
 from nanoinfer.runner.memory.block_copy import copy_block
 from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.message import Transfers
 
 CHUNK_BYTES = 128 << 20  # that are pinned at once: it takes milliseconds, in which no kernel may be launched
-CHUNKS_AHEAD = 4  # pinned before they are needed
+CHUNKS_AHEAD = 16  # pinned before they are needed, at least; later as many as there are
 SPARE_BYTES = 1 << 30  # of host memory that stay free
 
 log = logging.getLogger("nanoinfer")
@@ -58,7 +57,7 @@ class HostBlocks:
 
     def num_ready(self) -> int:
         """Return how many slots there are by now, and let there be more soon."""
-        self._want(len(self._chunks) + CHUNKS_AHEAD)
+        self._want(len(self._chunks) + max(CHUNKS_AHEAD, len(self._chunks)))
         return min(len(self._chunks) * self._per_chunk, self.num_slots)
 
     def begin(self, kv_cache: KVCache, transfers: Transfers | None, is_awaited: bool) -> None:
@@ -86,14 +85,14 @@ class HostBlocks:
 
     def _restore(self, kv_cache: KVCache, transfers: Transfers) -> None:
         for slot, block_id in transfers.restored:
-            copy_block(as_bytes(kv_cache.memory)[:, block_id], self._slot(slot))
+            copy_block(kv_cache.memory[:, block_id], self._slot(slot))
 
     def _save(self, kv_cache: KVCache, transfers: Transfers) -> None:
         for block_id, slot in transfers.saved:
-            copy_block(self._slot(slot), as_bytes(kv_cache.memory)[:, block_id])
+            copy_block(self._slot(slot), kv_cache.memory[:, block_id])
 
     def _slot(self, slot: int) -> Tensor:
-        """Return a slot's memory as bytes. If it is not there yet, rank 0 was faster: wait for the thread."""
+        """Return a slot's memory. If it is not there yet, rank 0 was faster: wait for the thread."""
         chunk, index = divmod(slot, self._per_chunk)
         if chunk >= len(self._chunks):
             self._want(chunk + 1)
@@ -101,7 +100,7 @@ class HostBlocks:
                 self._state.wait_for(lambda: len(self._chunks) > chunk or self._is_full)
             while chunk >= len(self._chunks):
                 self._chunks.append(torch.empty(self._per_chunk, *self._shape, dtype=self._dtype))
-        return as_bytes(self._chunks[chunk])[index]
+        return self._chunks[chunk][index]
 
     def _want(self, num_chunks: int) -> None:
         """Let the thread make chunks until there are so many."""
