@@ -88,6 +88,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "dtype": config.dtype,
         "quantization": args.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "kv_offload_gib": args.kv_offload_gib,
         "kv_cache_tokens": config.cache_layout.tokens_of(limits.blocks, config.max_model_len),
         "num_seqs": recipe.num_seqs,
         "tokens_in": work.tokens_in,
@@ -144,6 +145,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             dtype=args.dtype,
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
+            kv_offload_gib=args.kv_offload_gib,
             device=args.device,
             load_format=args.load_format,
             deterministic=args.deterministic,
@@ -244,6 +246,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dp", type=int, default=1, help="replicas, each of which has so many ranks")
     parser.add_argument("--quantization", help="fp8 (default: none)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
+    parser.add_argument("--kv-offload-gib", type=float, help="host memory for what the KV cache cannot hold; 0: none")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")

@@ -20,7 +20,9 @@ from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models import describe
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.parallel.devices import resolve_device
 from nanoinfer.parallel.group import MAX_RANKS, size_of_group
+from nanoinfer.process.host_memory import check_host_memory
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vllm_arguments import our_value
 from nanoinfer.weights.fp8_format import Fp8Format
@@ -63,6 +65,9 @@ class Config:
         layers have windows and others not, each kind has its own number, and a shared prefix is at least so long
     num_kvcache_blocks: the KV cache holds this many blocks of kvcache_block_size tokens, 2^31 tokens at most, or more
         tokens where some layers have windows. None: as many as the memory holds
+    kv_offload_gib: so much host memory, over all ranks and replicas, keeps what KV-cache blocks held that others need:
+        of sequences that lost theirs, and of cached prefixes. It is copied back when it is needed. 0: none. None: on
+        the CPU none; on CUDA a quarter of what is free, at most 32 GiB, if copying is faster here than computing again
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" ("half") or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on
         the CPU
@@ -117,6 +122,7 @@ class Config:
     enforce_eager: bool = False
     kvcache_block_size: int = 256
     num_kvcache_blocks: int | None = None
+    kv_offload_gib: float | None = None
     attention_backend: str = "auto"
     dtype: str = "auto"
     lm_head_dtype: str = "auto"
@@ -180,7 +186,7 @@ class Config:
                 " each group of processes instead"
             )
         ranks = self.tensor_parallel_size if self.starts_ranks else 1
-        self.device = _resolve_device(self.device, ranks, self.data_parallel_size)
+        self.device = resolve_device(self.device, ranks, self.data_parallel_size)
         if self.quantization is not None:
             self.quantization = check_choice("quantization", self.quantization, ["fp8"], OWN_QUANTIZATION)
         self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
@@ -301,6 +307,8 @@ class Config:
         self.gpu_memory_utilization = check_number(
             "gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0), 1, "above 0, at most 1"
         )
+        if self.kv_offload_gib is not None:
+            self.kv_offload_gib = check_host_memory("kv_offload_gib", self.kv_offload_gib)
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, 1, math.inf, "of seconds, at least 1")
 
     def _check_max_model_len(self) -> None:
@@ -353,28 +361,6 @@ class Config:
         if self.num_kvcache_blocks is None:
             return
         self.num_kvcache_blocks = check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
-
-
-def _resolve_device(device: str | torch.device, ranks: int, replicas: int) -> str:
-    if isinstance(device, (str, torch.device)):
-        device = str(device).removesuffix(":0")
-        if device.startswith("cuda:"):
-            raise ValueError(f"device={device!r}: must be 'cuda'; the environment's CUDA_VISIBLE_DEVICES chooses GPUs")
-    device = check_choice("device", device, ["auto", "cuda", "cpu"])
-    count = torch.cuda.device_count() if device != "cpu" else 0
-    if device == "cpu" or (device == "auto" and count == 0):
-        return "cpu"
-    if count == 0:
-        raise ValueError("device='cuda': torch sees no CUDA device; use device='cpu', or 'auto'")
-    found = f"this machine has {count} GPU{'s' if count > 1 else ''}"
-    if replicas == 1 and ranks > count:
-        raise ValueError(f"tensor_parallel_size={ranks}: {found}")
-    if replicas * ranks > count:
-        raise ValueError(
-            f"data_parallel_size={replicas}: {replicas} replicas of tensor_parallel_size={ranks} need"
-            f" {replicas * ranks} GPUs, and {found}"
-        )
-    return "cuda"
 
 
 def _name(dtype: str | torch.dtype) -> str:

@@ -29,6 +29,7 @@ HOW_FAST = {  # options that change how fast a job runs, not what it asks for: a
     "data_parallel_size",
     "enforce_eager",
     "gpu_memory_utilization",
+    "kv_offload_gib",
     "kvcache_block_size",
     "max_num_batched_tokens",
     "max_num_seqs",

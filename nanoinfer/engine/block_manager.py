@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.prefix_tree import NONE, Block, PrefixTree
-from nanoinfer.engine.prefixes.prefix_cache import PrefixCache
+from nanoinfer.engine.prefixes.host_tier import HostTier
+from nanoinfer.engine.prefixes.prefix_cache import CachedPrefix, PrefixCache
 from nanoinfer.engine.prefixes.state_slots import StateSlots
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.runner.message import Transfers
+
+MakeTier = Callable[[PrefixTree, list[Block]], HostTier]
 
 
 class BlockManager:
@@ -27,8 +31,8 @@ class BlockManager:
 
     make_tree = PrefixTree
 
-    def __init__(self, num_blocks: int, layout: CacheLayout, num_slots: int = 0) -> None:
-        """num_slots: for states, if the model's layers have some."""
+    def __init__(self, num_blocks: int, layout: CacheLayout, num_slots: int = 0, tier: MakeTier | None = None) -> None:
+        """num_slots: for states, if the model's layers have some; tier: makes what keeps content in host memory."""
         self.layout, self.groups, self.prefix_size = layout, layout.groups, layout.prefix_size
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -37,6 +41,7 @@ class BlockManager:
         self.tree = self.make_tree(self.blocks, sum(layout.counts))
         self.prefixes = PrefixCache(layout, self.tree, has_states=num_slots > 0)
         self.states = StateSlots(num_slots, self.tree) if num_slots else None
+        self.tier = None if tier is None else tier(self.tree, self.blocks)
         self._planned: list[int] = []  # blocks that became a node's with the newest prefill step
         self._passed: list[Sequence] = []  # those of the newest prefill step
 
@@ -50,6 +55,11 @@ class BlockManager:
         """The share of all blocks that some sequence holds, 0 to 1."""
         return 1 - self.num_free / len(self.blocks)
 
+    @property
+    def is_restoring(self) -> bool:
+        """Whether the step that is planned next copies content back from host memory."""
+        return self.tier is not None and self.tier.is_restoring
+
     def next_end(self, position: int) -> int:
         """Return where the first block ends that does so behind a position, in any group."""
         return min([(position // size + 1) * size for size in self._sizes])
@@ -60,6 +70,8 @@ class BlockManager:
         What the windows of a prefill step have left behind may only go now: its own chunks must not write there.
         """
         self._planned.clear()
+        if self.tier is not None:
+            self.tier.begin_step()
         if not self._passed:
             return False
         released = [self.release(seq, seq.num_scheduled) for seq in self._passed if seq.block_tables]
@@ -80,7 +92,8 @@ class BlockManager:
             end = len(seq) if group.window is None else min(len(seq), start + most_tokens)
             new = -(-end // group.block_size) - start // group.block_size
             needed += new if group.most_blocks is None else min(new, group.most_blocks - len(table))
-        own = list(chain.from_iterable(cached.tables))
+        own = [block_id for block_id in chain.from_iterable(cached.tables) if block_id != NONE]
+        needed += len(cached.lost)
         if needed + sum(block_id in self.free_blocks for block_id in own) > self.num_free:
             return None
         if self.states is not None and not self.states.take(seq, cached.node):
@@ -88,12 +101,25 @@ class BlockManager:
         for block_id in own:
             self._acquire(block_id)
         seq.block_tables = [[0] * first + table for first, table in zip(cached.starts, cached.tables, strict=True)]
+        if cached.lost:
+            self._restore(cached, seq.block_tables)
         seq.num_released = cached.starts
         seq.node, seq.num_nodes = cached.node, start // self.prefix_size
         for group, table in zip(self.groups, seq.block_tables, strict=True):
             if group.window is None:
                 self._extend(table, -(-len(seq) // group.block_size))
         return start
+
+    def _restore(self, cached: CachedPrefix, tables: list[list[int]]) -> None:
+        """Let what only host memory holds of a prefix come back, into blocks for these tables."""
+        assert self.tier is not None
+        lost = iter(cached.lost)
+        for table in tables:
+            for column, block_id in enumerate(table):
+                if block_id == NONE:
+                    table[column] = self._hand_out()
+                    self._planned.append(table[column])
+                    self.tier.restore(*next(lost), table[column])
 
     def extend(self, seq: Sequence, end: int) -> int:
         """Give a sequence the blocks of its next chunk, which is to end at `end`; returns where it can end.
@@ -162,18 +188,31 @@ class BlockManager:
                 grown.append(index)
         return grown
 
+    def take_transfers(self, num_tokens: int) -> Transfers | None:
+        """Return what is to be copied from and to host memory beside the planned step, of so many tokens."""
+        if self.tier is None:
+            return None
+        self.tier.save(num_tokens)
+        return self.tier.take()
+
     def plan(self, seq: Sequence, num_tokens: int) -> None:
         """Record what the first `num_tokens` tokens fill once the planned prefill step has run.
 
         Other sequences of the same step may share these blocks: each layer writes all keys before it attends.
         """
-        self.prefixes.record(seq, num_tokens, self._planned)
+        self._record(seq, num_tokens, self._planned)
         if self._has_windows:
             self._passed.append(seq)
 
     def record(self, seq: Sequence, num_tokens: int) -> None:
         """Let later sequences find what the first `num_tokens` tokens fill, which has been computed."""
-        self.prefixes.record(seq, num_tokens, [])
+        self._record(seq, num_tokens, [])
+
+    def _record(self, seq: Sequence, num_tokens: int, attached: list[int]) -> None:
+        before = len(attached)
+        self.prefixes.record(seq, num_tokens, attached)
+        if self.tier is not None:
+            self.tier.note_filled(attached[before:])
 
     def release(self, seq: Sequence, position: int) -> bool:
         """Take back the blocks that no query from this position on sees; returns whether there are some."""
@@ -205,6 +244,8 @@ class BlockManager:
         for block_id in self._planned:
             self.tree.detach(block_id)
         self._planned.clear()
+        if self.tier is not None:
+            self.tier.drop_newest()
         self._passed.clear()
         for block in self.blocks:
             block.ref_count = 0
@@ -221,9 +262,19 @@ class BlockManager:
         """
         if self.states is not None:
             self.states.drop_snapshots()
+        if self.tier is not None:
+            self.tier.clear()
         self.tree.clear()
         for seq in seqs:
             seq.node = None
+
+    def lose_blocks(self) -> None:
+        """Let nodes know nothing of blocks any more, whose content is gone; what host memory holds stays."""
+        if self.tier is None:
+            self.forget_all([])
+            return
+        for block_id in range(len(self.blocks)):
+            self.tree.detach(block_id)
 
     def forget(self, seq: Sequence) -> None:
         """Let no later sequence share what a sequence holds or fills, nor what others computed behind it. All go on."""
@@ -245,7 +296,7 @@ class BlockManager:
     def num_shared(self, seq: Sequence) -> list[int]:
         """Return how many blocks of each group a sequence would share with others that hold them now."""
         tables = self.prefixes.find(seq).tables
-        return [sum(block_id not in self.free_blocks for block_id in table) for table in tables]
+        return [sum(block_id != NONE and block_id not in self.free_blocks for block_id in table) for table in tables]
 
     def _take_back(self, block_ids: list[int]) -> None:
         """Take back blocks of one sequence, the last first, so that a cached prefix outlives the blocks behind it."""
@@ -265,7 +316,12 @@ class BlockManager:
     def _extend(self, table: list[int], length: int) -> None:
         """Let a block table have so many blocks."""
         while len(table) < length:
-            block_id, _ = self.free_blocks.popitem(last=False)
-            self.tree.detach(block_id)
-            self.blocks[block_id].ref_count = 1
-            table.append(block_id)
+            table.append(self._hand_out())
+
+    def _hand_out(self) -> int:
+        block_id, _ = self.free_blocks.popitem(last=False)
+        self.tree.detach(block_id)
+        if self.tier is not None:
+            self.tier.note_handed_out(block_id)
+        self.blocks[block_id].ref_count = 1
+        return block_id

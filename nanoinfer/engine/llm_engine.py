@@ -6,11 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from functools import partial
 
 from nanoinfer.config import Config
-from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.block_manager import BlockManager, MakeTier
 from nanoinfer.engine.faults import without_token
 from nanoinfer.engine.matchers import Matchers
+from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
 from nanoinfer.engine.ranks.updater import Updater
@@ -39,7 +41,7 @@ class LLMEngine:
         self.config = config
         self.ranks = Ranks(config, workers)
         self.scheduler = Scheduler(
-            BlockManager(self.memory.blocks, config.cache_layout, self.memory.slots),
+            BlockManager(self.memory.blocks, config.cache_layout, self.memory.slots, self._make_tier()),
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.description.long_from,
@@ -53,6 +55,12 @@ class LLMEngine:
         self.num_requests = 0  # that have been added so far, ended ones included
         self.counters = Counters()
         self._ready_at = 0.0  # when the device was done with the newest step that was read back
+
+    def _make_tier(self) -> MakeTier | None:
+        runner = self.ranks.runner
+        if runner.offload is None or runner.host_blocks is None:
+            return None
+        return partial(HostTier, offload=runner.offload, room=runner.host_blocks)
 
     def add_request(
         self,
@@ -137,6 +145,8 @@ class LLMEngine:
         now = time.perf_counter()
         result = planned(step, now)
         message, seqs = self.row_map.describe(step)
+        message.transfers = self.scheduler.block_manager.take_transfers(step.num_tokens)
+        result.note_transfers(message.transfers)
         guided = self.matchers.guided(seqs)
         tokens = self.ranks.call("launch" if guided else "run", message)
         return InFlight(step, seqs, guided, tokens, result, None if self.in_flight else now)
@@ -170,8 +180,9 @@ class LLMEngine:
         self.ranks.compare("sleep", keep_weights)
         with delayed_interrupt():
             self.drain()
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.block_manager.lose_blocks()
             if not keep_weights:
+                self.scheduler.reset_prefix_cache()
                 self.updater.drop()
             fault = self.sleeper.sleep(keep_weights)
         if fault is not None:

@@ -33,14 +33,16 @@ class Node:
     content: the parent's serial and the node's own tokens, as bytes
     digest: the content's hash
     blocks: those that hold the node's own tokens, one group's after another's; NONE where a block is lost
+    copies: likewise, the slots of host memory that hold the content of such blocks (see HostTier)
     snapshot: the slot that holds the states behind the node's last token; NONE: no slot does
     """
 
-    __slots__ = ("blocks", "content", "digest", "is_found", "num_children", "parent", "serial", "snapshot")
+    __slots__ = ("blocks", "content", "copies", "digest", "is_found", "num_children", "parent", "serial", "snapshot")
 
     def __init__(self, parent: Node | None, serial: int, content: bytes, digest: int, num_blocks: int) -> None:
         self.parent, self.serial, self.content, self.digest = parent, serial, content, digest
         self.blocks = [NONE] * num_blocks
+        self.copies = [NONE] * num_blocks
         self.snapshot = NONE
         self.num_children = 0
         self.is_found = True  # by a lookup
@@ -48,7 +50,9 @@ class Node:
     @property
     def is_empty(self) -> bool:
         """Whether it has nothing, and leads to no other node."""
-        return self.num_children == 0 and self.snapshot == NONE and all(block == NONE for block in self.blocks)
+        if self.num_children or self.snapshot != NONE:
+            return False
+        return all(block == NONE for block in self.blocks) and all(slot == NONE for slot in self.copies)
 
 
 class PrefixTree:
@@ -68,6 +72,7 @@ class PrefixTree:
         self.roots = tuple(Node(None, serial, b"", 0, 0) for serial in range(2))
         self.by_hash: dict[int, Node] = {}
         self.collided: dict[bytes, Node] = {}
+        self.num_attached = 0  # blocks that are nodes'
 
     def __iter__(self) -> Iterator[Node]:
         yield from self.by_hash.values()
@@ -108,6 +113,7 @@ class PrefixTree:
         block = self._blocks[block_id]
         block.node, block.place = node, place  # first: an interrupt must not leave a node whose block goes unnoticed
         node.blocks[place] = block_id
+        self.num_attached += 1
 
     def detach(self, block_id: int) -> None:
         """Let a block be no node's."""
@@ -115,6 +121,7 @@ class PrefixTree:
         if (node := block.node) is not None:
             block.node = None
             node.blocks[block.place] = NONE
+            self.num_attached -= 1
             self.prune(node)
 
     def cut(self, node: Node) -> None:
@@ -123,6 +130,7 @@ class PrefixTree:
             for block_id in node.blocks:
                 if block_id != NONE:
                     self._blocks[block_id].node = None
+                    self.num_attached -= 1
             self._remove(node, node.parent)
             self.prune(node.parent)
 
@@ -149,6 +157,7 @@ class PrefixTree:
                     self._blocks[block_id].node = None
         for root in self.roots:
             root.num_children = 0
+        self.num_attached = 0
         self.by_hash.clear()
         self.collided.clear()
 

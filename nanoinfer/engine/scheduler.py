@@ -168,6 +168,8 @@ class Scheduler:
                 seq.num_scheduled = num_cached
                 if seq.is_fresh:
                     seq.num_cached_tokens = num_cached
+                if self.block_manager.is_restoring and self.decoding and not chunks:
+                    return None  # others decode meanwhile
             start = seq.num_scheduled
             end = self.block_manager.extend(seq, min(len(seq), start + budget))
             if end == start:

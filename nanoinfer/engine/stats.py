@@ -25,6 +25,8 @@ class Stats:
     num_preemptions: how often a sequence lost its blocks of the KV cache to others
     num_recomputed_tokens: tokens that were computed again, after a preemption or for new weights; those of prompts
         without a first token do not count
+    num_saved_blocks: blocks of the KV cache whose content was copied to host memory
+    num_restored_blocks: blocks whose content was copied back, so that nobody computed it again
     num_prefill_steps: steps that computed prompts, parts of them, or tokens again
     num_prefill_tokens: tokens that the model computed in these steps
     prefill_seconds: the time of these steps; with several replicas, the sum over all
@@ -53,6 +55,8 @@ class Stats:
     num_generated_tokens: int
     num_preemptions: int
     num_recomputed_tokens: int
+    num_saved_blocks: int
+    num_restored_blocks: int
     num_prefill_steps: int
     num_prefill_tokens: int
     prefill_seconds: float
@@ -85,6 +89,7 @@ class Stats:
                 f" {self.decode_tokens_per_second:,.0f} tok/s; steps: {self.num_decode_steps:,},"
                 f" with {self.rows_per_decode_step:,.1f} rows each",
                 f"preemptions: {self.num_preemptions:,}; tokens computed again: {self.num_recomputed_tokens:,}",
+                f"blocks in host memory: {self.num_saved_blocks:,} saved, {self.num_restored_blocks:,} restored",
             ]
         )
 
@@ -144,6 +149,7 @@ class Counters:
         self._num_requests = 0
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
         self._num_preemptions = self._num_recomputed_tokens = 0
+        self._num_saved_blocks = self._num_restored_blocks = 0
 
     def covers(self, result: StepResult) -> bool:
         """Whether a step ended after the last reset; a replica may tell of one much later."""
@@ -157,6 +163,8 @@ class Counters:
         self._num_generated_tokens += result.num_generated_tokens
         self._num_preemptions += result.num_preemptions
         self._num_recomputed_tokens += result.num_recomputed_tokens
+        self._num_saved_blocks += result.num_saved_blocks
+        self._num_restored_blocks += result.num_restored_blocks
         if on_step is not None:
             on_step(result)
 
@@ -191,6 +199,8 @@ class Counters:
             num_generated_tokens=self._num_generated_tokens,
             num_preemptions=self._num_preemptions,
             num_recomputed_tokens=self._num_recomputed_tokens,
+            num_saved_blocks=self._num_saved_blocks,
+            num_restored_blocks=self._num_restored_blocks,
             num_prefill_steps=sum(pace.steps for pace in prefill),
             num_prefill_tokens=sum(pace.tokens for pace in prefill),
             prefill_seconds=sum(pace.seconds for pace in prefill),

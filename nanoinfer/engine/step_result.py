@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from nanoinfer.engine.scheduler import PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.runner.message import Transfers
 from nanoinfer.runner.steps.pending_tokens import PendingTokens
 
 
@@ -71,7 +72,14 @@ class StepResult:
     num_cached_tokens: int = 0  # those of them that came from the KV cache
     num_recomputed_tokens: int = 0  # that had been computed before their sequences lost their blocks
     num_preemptions: int = 0  # just before the step
+    num_saved_blocks: int = 0  # copied to host memory beside the step
+    num_restored_blocks: int = 0  # copied back
     replica: int = 0  # which of data_parallel_size made it
+
+    def note_transfers(self, transfers: Transfers | None) -> None:
+        """Note what is copied beside the step."""
+        if transfers is not None:
+            self.num_saved_blocks, self.num_restored_blocks = len(transfers.saved), len(transfers.restored)
 
 
 def planned(step: Step, now: float) -> StepResult:

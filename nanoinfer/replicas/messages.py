@@ -42,6 +42,8 @@ class StepFigures(NamedTuple):
     num_cached_tokens: int
     num_recomputed_tokens: int
     num_preemptions: int
+    num_saved_blocks: int
+    num_restored_blocks: int
 
 
 class Report(NamedTuple):

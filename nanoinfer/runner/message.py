@@ -10,6 +10,14 @@ from nanoinfer.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
+class Transfers:
+    """Copies of whole blocks between the device and host memory, beside a step. Each slot holds a block's content."""
+
+    saved: list[tuple[int, int]] = field(default_factory=list)  # (block, slot): the step writes to none of these blocks
+    restored: list[tuple[int, int]] = field(default_factory=list)  # (slot, block): only a prefill step may read them
+
+
+@dataclass(slots=True)
 class ChunkMessage:
     """One chunk of a prompt."""
 
@@ -63,6 +71,7 @@ class PrefillMessage:
     chunks: list[ChunkMessage]
     joins: list[JoinMessage]
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied before the step runs
+    transfers: Transfers | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +106,7 @@ class DecodeMessage:
     max_context_len: int
     shares: bool = False  # whether decode attention is to read shared prefixes once
     new_prefixes: PrefixMessage | None = None  # given if they have changed since the last step that shares
+    transfers: Transfers | None = None
 
     @property
     def num_tokens(self) -> int:

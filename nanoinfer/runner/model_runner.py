@@ -28,7 +28,9 @@ from nanoinfer.process.first_launch import read_triton
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes, sharing_batch_sizes
 from nanoinfer.runner.memory.holdings import Holdings
+from nanoinfer.runner.memory.host_blocks import HostBlocks
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
+from nanoinfer.runner.memory.offload import Offload, plan_offload
 from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory, shorten_on_cpu
 from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.side_by_side import run_side_by_side
@@ -72,6 +74,8 @@ class ModelRunner:
         self.device = config.device_of(tp.rank)
         self.has_host = tp.rank == 0 or not config.starts_ranks  # which wants this rank's results
         self.graphs = None
+        self.offload: Offload | None = None
+        self.host_blocks: HostBlocks | None = None
         self._launched: Launched | None = None  # a step with guided rows, until `draw_guided`
         self._sent: deque[PendingTokens] = deque()  # until the device has done their steps, without an error
         self.threads = Threads()
@@ -168,17 +172,27 @@ class ModelRunner:
 
         Returns 0 on the CPU, where the plan does not count this memory.
         """
-        if self.config.device == "cpu":
-            return 0
         self._make_cache(1)
+        if self.config.device == "cpu":
+            self._plan_offload()
+            return 0
         self._compile()
         prefill = max(self._peak_bytes(self._run_largest_prefill), self._peak_bytes(self._run_longest_prefill))
         largest = self.config.max_num_seqs, self.config.max_model_len, self.config.shares_prefixes
         decode = self._peak_bytes(lambda: self.steps.decode_rows(*largest))
         # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
         step_bytes = prefill + decode if self._graph_sizes else max(prefill, decode)
+        self._plan_offload()
         other_bytes = BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
         return step_bytes + self.steps.logits_processors.working_bytes + other_bytes
+
+    def _plan_offload(self) -> None:
+        cache, block_bytes = self.holdings.kv_cache, self.holdings.cache_spec.block_bytes
+        self.offload = plan_offload(self.config, cache, block_bytes, self.tp, self._run_prompt)
+
+    def _run_prompt(self, tokens: int) -> None:
+        chunk = ChunkMessage(array("i", [0]) * tokens, 0, self._first_blocks())
+        self.steps.prefill(PrefillMessage([], 0, [chunk], []))
 
     def _compile(self) -> None:
         """Compile the kernels of the steps that are to be captured, and of a long prompt, side by side.
@@ -188,8 +202,7 @@ class ModelRunner:
         sizes, max_len = self._graph_sizes, self.config.max_model_len
         if self.tp.size > 1 or not sizes:
             return
-        chunk = ChunkMessage(array("i", [0]) * min(LONG_CHUNK, max_len - 1), 0, self._first_blocks())
-        prefill = partial(self.steps.prefill, PrefillMessage([], 0, [chunk], []))
+        prefill = partial(self._run_prompt, min(LONG_CHUNK, max_len - 1))
         draw = partial(self.steps.draw, self.logits, self.steps.batch.positions)
         steps = [(size, False) for size in sizes[:-1]] + [(size, True) for size in self._sharing_sizes]
         decode = [partial(self._try_decode, size, max_len, shares) for size, shares in steps if size in COMPILED_ROWS]
@@ -209,9 +222,12 @@ class ModelRunner:
         """Plan the memory, and allocate the KV cache."""
         graph_bytes = (len(self._graph_sizes) + len(self._sharing_sizes)) * BYTES_PER_GRAPH
         spec, held = self.holdings.cache_spec, self.holdings.model_bytes
-        self.memory = plan_memory(self.config, spec, self.device, self.tp, held, step_bytes, graph_bytes)
+        slots = 0 if self.offload is None else self.offload.slots
+        self.memory = plan_memory(self.config, spec, self.device, self.tp, held, step_bytes, graph_bytes, slots)
         self.config.max_model_len = self.memory.max_model_len
         self._make_cache(self.memory.blocks)
+        if slots:
+            self.host_blocks = HostBlocks(slots, self.holdings.kv_cache, is_lazy=self.config.starts_ranks)
 
     def _capture(self) -> None:
         """Capture the decode step for each batch size."""
@@ -304,6 +320,9 @@ class ModelRunner:
             return self._pending(launched, masks)
 
     def _launch(self, message: StepMessage) -> Launched:
+        if self.host_blocks is not None:
+            is_prefill = isinstance(message, PrefillMessage)
+            self.host_blocks.begin(self.holdings.kv_cache, message.transfers, is_awaited=is_prefill)
         self.steps.update(message)
         return self.steps.prefill(message) if isinstance(message, PrefillMessage) else self._decode(message)
 
@@ -347,6 +366,8 @@ class ModelRunner:
             self._drop_graphs()
         self.tp.close(failed)
         self._launched = None
+        if self.host_blocks is not None:
+            self.host_blocks.close()
         if (holdings := self.__dict__.pop("holdings", None)) is not None:
             holdings.close()
         for name in ("graphs", "steps", "logits", "backend"):

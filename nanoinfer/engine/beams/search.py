@@ -143,7 +143,9 @@ class BeamSearches:
         if ranks.peers is not None:
             ranks.peers.before_step([chunk.seq for chunk in chunks])
         messages = [self._describe(chunk) for chunk in chunks]
-        pending: PendingTokens = ranks.call("run", PrefillMessage([], 0, messages, [], copies))
+        transfers = self._blocks.take_transfers(result.num_prefill_tokens)
+        result.note_transfers(transfers)
+        pending: PendingTokens = ranks.call("run", PrefillMessage([], 0, messages, [], copies, transfers))
         with fresh_torch_state():
             ranks.wait(pending)
             for logprobs in pending.extras.prompt_logprobs:

@@ -14,13 +14,16 @@ class CachedPrefix:
     """What the cache holds of a sequence's first tokens.
 
     node: that of the prefix; num_tokens: of the prefix
-    tables: for each group, the blocks that queries behind the prefix see, from column starts[group] on
+    tables: for each group, the blocks that queries behind the prefix see, from column starts[group] on; NONE where
+        only host memory has the content
+    lost: for each of these, in order: the node and the place in it
     """
 
     node: Node
     num_tokens: int
     tables: list[list[int]]
     starts: list[int]
+    lost: list[tuple[Node, int]]
 
 
 class PrefixCache:
@@ -47,19 +50,21 @@ class PrefixCache:
             if self._is_whole(node, runs, start + size):
                 whole = len(path) - 1
         last, *nodes = path[whole], *path[1 : whole + 1]
-        tables, starts = [], []
+        found = CachedPrefix(last, whole * size, [], [], [])
         for group, count, place in zip(self._groups, self._counts, self._places, strict=True):
             first = 0 if group.window is None else max(0, whole * size - group.window + 1) // group.block_size
-            columns = range(first, whole * count)
-            tables.append([nodes[column // count].blocks[place + column % count] for column in columns])
-            starts.append(first)
-        return CachedPrefix(last, whole * size, tables, starts)
+            places = [(nodes[column // count], place + column % count) for column in range(first, whole * count)]
+            found.tables.append([node.blocks[at] for node, at in places])
+            found.starts.append(first)
+            found.lost.extend((node, at) for node, at in places if node.blocks[at] == NONE)
+        return found
 
     def _follow(self, node: Node, runs: list[int], end: int) -> bool:
-        """Count a node's blocks in; returns whether a longer prefix than this node's may be whole."""
+        """Count in a node's blocks, and host memory's; returns whether a prefix from this node on may be whole."""
         for index, (group, count, place) in enumerate(zip(self._groups, self._counts, self._places, strict=True)):
-            for block_id in node.blocks[place : place + count]:
-                runs[index] = 0 if block_id == NONE else runs[index] + 1
+            for at in range(place, place + count):
+                is_lost = node.blocks[at] == NONE and node.copies[at] == NONE
+                runs[index] = 0 if is_lost else runs[index] + 1
             if group.window is None and runs[index] * group.block_size < end:
                 return False
         return True

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.process.host_memory import pages
 from nanoinfer.weights.pinned import BUFFER_BYTES, copy_parts
 
 
@@ -20,13 +19,7 @@ class HostCopy:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Raises MemoryError if the host has no room."""
         self._device = device
-        try:
-            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"the host has no {num_bytes / 2**30:,.1f} GiB: {error}") from error
-        with suppress(OSError):  # not every kernel has huge pages, which take a fifth of the time at the first save
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes = np.frombuffer(memory, dtype=np.uint8)
+        self._bytes = np.frombuffer(pages(num_bytes), dtype=np.uint8)
 
     def save(self, content: Tensor) -> None:
         """Copy from the device, [bytes] uint8."""

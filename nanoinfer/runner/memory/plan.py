@@ -44,6 +44,7 @@ class MemoryPlan:
     asked: the num_kvcache_blocks that asks for these
     tokens: so many tokens fill the blocks, in sequences of max_model_len
     waste: the share of a block that stays empty, of the kind of layers where it is the largest
+    host_blocks: host memory may hold the content of so many further blocks
     max_model_len: a sequence has at most this many tokens, no more than the KV cache holds
     max_position: the model's own limit, which max_model_len may not exceed
     """
@@ -60,6 +61,7 @@ class MemoryPlan:
     asked: int
     tokens: int
     waste: float
+    host_blocks: int
     max_model_len: int
     max_position: int
 
@@ -74,10 +76,12 @@ class MemoryPlan:
             "KV cache": self.blocks * self.block_bytes,
         }
         told = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
+        size = self.host_blocks * self.block_bytes
+        host = f", and {self.host_blocks:,} blocks of {_gib(size)} GiB in host memory" if size else ""
         waste = f", {self.waste:.1%} of it unused" if self.waste else ""
         return (
             f"memory in GiB: {told} ({self.blocks:,} blocks of {self.block_bytes / 2**20:,.2f} MiB{waste}, for"
-            f" {self.tokens:,} tokens);"
+            f" {self.tokens:,} tokens{host});"
             f" max_model_len={self.max_model_len} of the model's {self.max_position}"
         )
 
@@ -138,10 +142,18 @@ def _total(device: torch.device) -> int:
 
 
 def plan_memory(
-    config: Config, spec: KVCacheSpec, device: torch.device, tp: TensorParallel, held: int, steps: int, graphs: int
+    config: Config,
+    spec: KVCacheSpec,
+    device: torch.device,
+    tp: TensorParallel,
+    held: int,
+    steps: int,
+    graphs: int,
+    host_blocks: int = 0,
 ) -> MemoryPlan:
     """Divide the device's memory: what MemoryPlan says of blocks.
 
+    host_blocks: see MemoryPlan
     held: the bytes of the model; on a GPU, `used` counts these and all else, of every process
     The rank with the least left decides for all.
     Raises ValueError, on every rank, when not even one sequence of max_model_len fits.
@@ -170,6 +182,7 @@ def plan_memory(
         asked=layout.asked_by(blocks),
         tokens=layout.tokens_of(blocks, longest),
         waste=layout.waste,
+        host_blocks=host_blocks,
         max_model_len=longest,
         max_position=config.description.max_position,
     )
