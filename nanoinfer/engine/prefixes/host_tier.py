@@ -65,14 +65,15 @@ class HostTier:
         if self._tree.num_attached < SHORT * len(self._blocks):
             return
         for _ in range(min(self._offload.most(num_tokens), len(self._unsaved))):
+            block_id = next(iter(self._unsaved))
+            block = self._blocks[block_id]
+            if block.node is None or block.node.copies[block.place] != NONE:
+                del self._unsaved[block_id]
+                continue
             slot = self._find()
             if slot == NONE:
                 return
-            block_id, _ = self._unsaved.popitem(last=False)
-            block = self._blocks[block_id]
-            if block.node is None or block.node.copies[block.place] != NONE:
-                self._free.append(slot)
-                continue
+            del self._unsaved[block_id]
             self._newest.append(slot)  # first, as an interrupt may come
             self._used[slot] = block.node, block.place
             block.node.copies[block.place] = slot
@@ -104,14 +105,14 @@ class HostTier:
             blocks.clear()
 
     def _find(self) -> int:
-        """Return a slot for new content; NONE: there is none yet."""
+        """Return a slot for new content; NONE: there is none in this step."""
         if self._free:
             return self._free.pop()
         if self._num_slots < self._num_ready():
             self._num_slots += 1
             return self._num_slots - 1
-        restored = {slot for slot, _ in self._planned.restored}
-        oldest = next((slot for slot in self._used if slot not in restored), NONE)
+        taken = {*self._newest, *(slot for slot, _ in self._planned.restored)}  # by the planned step
+        oldest = next((slot for slot in self._used if slot not in taken), NONE)
         return oldest if oldest == NONE else self._drop(oldest)
 
     def _drop(self, slot: int) -> int:

@@ -1,0 +1,332 @@
+"""Host memory as a second place for what KV-cache blocks held: what is copied there, what comes back, what is dropped.
+
+Random operations come first, against a model that knows what each block and each slot of host memory would hold.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import test_scheduler
+from conftest import CollidingBlockManager, alike, layout_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
+from test_random_blocks import MIXED, ONLY_WINDOWS, PATTERNS, THREE, RandomOperations, Written, seldom
+from test_scheduler import GROUPS, Content, Device, serve_random_requests
+
+from nanoinfer import SamplingParams
+from nanoinfer.attention.cache_layout import CacheLayout
+from nanoinfer.engine.admission.admission import Admission
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.prefix_tree import NONE, Node
+from nanoinfer.engine.prefixes.host_tier import HostTier
+from nanoinfer.engine.row_map import RowMap
+from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler, Step
+from nanoinfer.engine.sequence import Sequence
+from nanoinfer.runner.memory.offload import Offload
+from nanoinfer.runner.message import DecodeMessage, PrefillMessage, StepMessage, Transfers
+
+BLOCK = 4
+
+
+class Room:
+    """Slots of host memory, of which one more is there each time somebody asks."""
+
+    def __init__(self, num_slots: int, num_ready: int = 0) -> None:
+        self.num_slots, self._num_ready = num_slots, num_ready
+
+    def num_ready(self) -> int:
+        """Return how many slots there are by now."""
+        self._num_ready = min(self._num_ready + 1, self.num_slots)
+        return self._num_ready
+
+
+def with_tier(
+    num_blocks: int,
+    layout: CacheLayout,
+    num_states: int = 0,
+    num_slots: int = 6,
+    per_step: int = 3,
+    kind: type[BlockManager] = BlockManager,
+) -> BlockManager:
+    """Return a BlockManager with slots of host memory, to which so many blocks may be copied with each step."""
+    room = Room(num_slots)
+    return kind(
+        num_blocks,
+        layout,
+        num_states,
+        partial(HostTier, offload=Offload(num_slots, per_step, 0), num_ready=room.num_ready),
+    )
+
+
+class OperationsWithHost(RandomOperations):
+    """The random operations of test_random_blocks.py, whose steps are launched with copies from and to host memory."""
+
+    num_host_slots, per_step = 20, 3
+    _is_planning = False
+
+    def __init__(self) -> None:
+        self.host: dict[int, Written | None] = {}  # what slots hold; None: nobody knows
+        self.restored: list[tuple[int, int]] = []  # that the step is to copy, as planned so far
+        self.newest = Transfers()  # what the newest step has copied
+        self.is_lost = False  # whether the step that is being planned is never launched
+        super().__init__()
+        self.restore, self.append = self.manager.tier.restore, self.manager.append
+        self.manager.tier.restore, self.manager.append = self.note_restored, self.append_and_launch
+
+    def kind(self, num_blocks: int, layout: CacheLayout, num_states: int) -> BlockManager:
+        return with_tier(num_blocks, layout, num_states, self.num_host_slots, self.per_step, self.manager_kind)
+
+    manager_kind = BlockManager
+
+    @property
+    def is_planning(self) -> bool:
+        return self._is_planning
+
+    @is_planning.setter
+    def is_planning(self, value: bool) -> None:
+        """A prefill step is launched when something else is to come."""
+        was_planning, self._is_planning = self._is_planning, value
+        if was_planning and not value and not self.is_lost:
+            self.launch(self.planned)
+
+    def note_restored(self, node: Node, place: int, block_id: int) -> None:
+        """Chunks of the same step read what is restored, so it is here as soon as it is planned."""
+        assert block_id not in self.touched
+        slot = node.copies[place]
+        self.restored.append((slot, block_id))
+        self.blocks[block_id] = self.host[slot]
+        self.restore(node, place, block_id)
+
+    def append_and_launch(self, seq: Sequence) -> list[int]:
+        grown = self.append(seq)
+        pairs = zip(self.layout.groups, seq.block_tables, strict=True)
+        self.launch({table[len(seq) // group.block_size] for group, table in pairs})
+        return grown
+
+    def launch(self, written: set[int]) -> None:
+        """Launch a step that writes these blocks. The content of blocks that it saves is that from before."""
+        transfers = self.manager.take_transfers(1) or Transfers()
+        assert transfers.restored == self.restored
+        assert len(transfers.saved) <= self.per_step
+        saved, slots = {block_id for block_id, _ in transfers.saved}, {slot for _, slot in transfers.saved}
+        assert len(saved) == len(slots) == len(transfers.saved)
+        assert slots <= set(range(self.num_host_slots))
+        assert not slots.intersection(slot for slot, _ in transfers.restored)
+        assert not saved.intersection(written)
+        assert not saved.intersection(block_id for _, block_id in transfers.restored)
+        assert not written.intersection(block_id for _, block_id in transfers.restored)
+        for block_id, slot in transfers.saved:
+            self.host[slot] = self.blocks[block_id]
+        self.restored, self.newest = [], transfers
+
+    def begin_step(self) -> None:
+        self.newest = Transfers()
+        super().begin_step()
+
+    @rule(prefixes=st.lists(st.tuples(st.integers(0, 3), st.integers(9, 40)), min_size=1, max_size=6))
+    def serve(self, prefixes: list[tuple[int, int]]) -> None:
+        """Compute prompts, one after the other."""
+        for pattern, length in prefixes:
+            self.is_planning = False
+            before = len(self.live)
+            self.allocate((PATTERNS[pattern] * 2)[:length], 50, False, False, True, 0)
+            if len(self.live) > before:
+                self.free(before, False)
+
+    @rule(does=seldom)
+    def fail(self, does: bool) -> None:
+        """The newest step has not been launched, or not to its end, and so it is with its copies."""
+        super().fail(does)
+        if does:
+            for _, slot in self.newest.saved:
+                self.host[slot] = None
+            for _, block_id in [*self.newest.restored, *self.restored]:
+                self.blocks[block_id] = None
+            self.restored, self.newest = [], Transfers()
+
+    @rule(does=seldom)
+    def fail_while_planning(self, does: bool) -> None:
+        self.is_lost = does
+        self.fail(does)
+        self.is_lost = False
+
+    @rule(does=seldom)
+    def sleep(self, does: bool) -> None:
+        """The device's memory is lent while nobody runs. Host memory stays."""
+        if not does:
+            return
+        self.is_planning = False
+        for seq in self.live:
+            self.manager.free(seq)
+        self.live.clear()
+        self.manager.lose_blocks()
+        self.blocks = dict.fromkeys(range(self.num_blocks))
+        assert not any(block.node for block in self.manager.blocks)
+
+    def is_whole(self, nodes: list[Node]) -> bool:
+        end, place = len(nodes) * self.layout.prefix_size, 0
+        for group in self.layout.groups:
+            count = self.layout.prefix_size // group.block_size
+            places = [(node, at) for node in nodes for at in range(place, place + count)]
+            place += count
+            positions = range(0 if group.window is None else max(0, end - group.window + 1), end)
+            needed = [places[position // group.block_size] for position in positions]
+            if any(node.blocks[at] == node.copies[at] == NONE for node, at in needed):
+                return False
+        return self.states is None or nodes[-1].snapshot != NONE
+
+    @invariant()
+    def no_node_is_empty_and_parents_count_their_children(self) -> None:
+        children = {node: 0 for node in [*self.tree, *self.tree.roots]}
+        for node in self.tree:
+            if node.parent in children:
+                children[node.parent] += 1
+        for node, count in children.items():
+            assert node.num_children == count
+            assert node.parent is None or not node.is_empty
+
+    @invariant()
+    def a_slot_holds_the_tokens_of_one_node(self) -> None:
+        seen = set()
+        for node in self.tree:
+            prefix, place = self.prefix_of(node), 0
+            for number, group in enumerate(self.layout.groups):
+                for column in range(self.layout.prefix_size // group.block_size):
+                    slot = node.copies[place]
+                    if slot != NONE:
+                        end = len(prefix) - self.layout.prefix_size + (column + 1) * group.block_size
+                        assert slot not in seen
+                        seen.add(slot)
+                        written = self.host[slot]
+                        assert (written.group, written.prefix) == (number, prefix[:end])
+                    place += 1
+
+    def teardown(self) -> None:
+        """Nothing has leaked: after all is forgotten, other sequences' blocks get every slot."""
+        self.is_planning = False
+        self.manager.free_all()
+        self.manager.forget_all([])
+        assert len(self.tree) == 0
+        slots: set[int] = set()
+        self.manager.tier.restore = self.restore
+        for first in range(2, 102):
+            seq = Sequence([first] * 12 + [1], SamplingParams(), seed=0, max_model_len=1000)
+            self.manager.begin_step()
+            assert self.manager.allocate(seq, len(seq)) == 0
+            assert self.manager.extend(seq, len(seq)) == len(seq)
+            self.manager.plan(seq, len(seq))
+            transfers = self.manager.take_transfers(1) or Transfers()
+            slots.update(slot for _, slot in transfers.saved)
+            self.manager.free(seq)
+            if len(slots) == self.num_host_slots:
+                break
+        assert slots == set(range(self.num_host_slots))
+
+
+def machine(**options: object) -> type:
+    """Return a test of the operations with other options."""
+    kind = type("Operations", (OperationsWithHost,), options)
+    test = kind.TestCase
+    test.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+    return test
+
+
+TestFull = machine(layout=alike(BLOCK))
+TestOneSlot = machine(layout=alike(BLOCK), num_host_slots=1)
+TestFewSlots = machine(layout=alike(BLOCK), num_host_slots=5, per_step=14)
+TestManySlots = machine(layout=alike(BLOCK), num_host_slots=40, per_step=40)
+TestWindow = machine(layout=alike(BLOCK, window=6))
+TestMixed = machine(layout=MIXED, num_blocks=24, num_host_slots=40, per_step=8)
+TestThree = machine(layout=THREE, num_blocks=30, num_host_slots=50, per_step=8)
+TestOnlyWindows = machine(layout=ONLY_WINDOWS, num_blocks=16)
+TestMixedStates = machine(layout=MIXED, num_blocks=24, num_slots=5, num_host_slots=40)
+TestColliding = machine(layout=alike(BLOCK), manager_kind=CollidingBlockManager)
+
+
+class DeviceWithHost(Device):
+    """A device that copies blocks from and to host memory beside its steps."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.host: dict[int, Content | None] = {}
+
+    def run(self, message: StepMessage) -> list[int]:
+        """What a prefill step restores is there before it; a decode step runs beside the copies."""
+        transfers = message.transfers or Transfers()
+        saved = {block_id: deepcopy(self.cache.get(block_id)) for block_id, _ in transfers.saved}
+        restored = {block_id: deepcopy(self.host[slot]) for slot, block_id in transfers.restored}
+        assert not saved.keys() & restored.keys()
+        for block_id, content in restored.items():
+            self.cache[block_id] = content if isinstance(message, PrefillMessage) else Content(NONE)
+        tokens = super().run(message)
+        for block_id, content in restored.items():
+            if isinstance(message, PrefillMessage):
+                assert self.cache[block_id] == content
+            else:
+                assert self.cache[block_id] == Content(NONE)
+                self.cache[block_id] = content
+        for block_id, slot in transfers.saved:
+            assert self.cache.get(block_id) == saved[block_id]
+            self.host[slot] = saved[block_id]
+        return tokens
+
+
+class RowMapWithHost(RowMap):
+    """A RowMap whose messages tell of copies, as those of LLMEngine do."""
+
+    manager: BlockManager
+
+    def describe(self, step: Step) -> tuple[StepMessage, list[Sequence]]:
+        message, seqs = super().describe(step)
+        message.transfers = self.manager.take_transfers(step.num_tokens)
+        return message, seqs
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["in step", "one step ahead"])
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(4, 30),
+            st.integers(0, 20),
+            st.booleans(),
+            st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 3)),
+            st.sampled_from([1, 1, 2, 5]),
+        ),
+        min_size=10,
+        max_size=40,
+    ),
+    groups=GROUPS,
+    spare=st.integers(0, 10),
+    rows=st.integers(1, 6),
+    budget=st.integers(1, 40),
+    worth=st.tuples(st.integers(1, 100), st.sampled_from([1 / 16, 1 / 2, 1])),
+    long_from=st.none() | st.integers(1, 38),
+    kind=st.sampled_from([BlockManager, CollidingBlockManager]),
+    foresight=st.booleans(),
+    num_slots=st.sampled_from([2, 20, 100]),
+    per_step=st.sampled_from([1, 3, 50]),
+    arrivals=st.integers(0, 2**32).map(random.Random),
+)
+def test_every_request_ends_with_its_own_tokens(
+    depth, requests, groups, spare, rows, budget, worth, long_from, kind, foresight, num_slots, per_step, arrivals
+) -> None:
+    """The random requests of test_scheduler.py, whose blocks come back from host memory."""
+    layout = layout_of(*groups)
+    blocks = layout.blocks_of(40) + spare  # the longest sequence fits
+    manager = with_tier(blocks, layout, num_slots=num_slots, per_step=per_step, kind=kind)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(("MIN_PREFILL_TOKENS", "MAX_FREE_ROWS"), worth, strict=True):
+            patch.setattr(f"nanoinfer.engine.scheduler.{name}", value)
+        if not foresight:
+            patch.setattr(Admission, "is_roomy", True)
+        patch.setattr(test_scheduler, "RowMap", type("OwnRowMap", (RowMapWithHost,), {"manager": manager}))
+        patch.setattr(test_scheduler, "Device", DeviceWithHost)
+        serve_random_requests(Scheduler(manager, rows, budget, long_from), depth, requests, arrivals)
+    assert manager.num_free == blocks
