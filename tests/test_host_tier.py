@@ -330,3 +330,165 @@ def test_every_request_ends_with_its_own_tokens(
         patch.setattr(test_scheduler, "Device", DeviceWithHost)
         serve_random_requests(Scheduler(manager, rows, budget, long_from), depth, requests, arrivals)
     assert manager.num_free == blocks
+
+
+def sequence(tokens: list[int], max_tokens: int = 5) -> Sequence:
+    return Sequence(tokens, SamplingParams(max_tokens=max_tokens), seed=0, max_model_len=200)
+
+
+def run(manager: BlockManager, seq: Sequence) -> Transfers:
+    """Compute a sequence that holds no blocks, in one step, and free it; returns what is copied beside the step."""
+    manager.begin_step()
+    start = manager.allocate(seq, len(seq))
+    assert start is not None
+    assert manager.extend(seq, len(seq)) == len(seq)
+    manager.plan(seq, len(seq))
+    transfers = manager.take_transfers(len(seq) - start) or Transfers()
+    manager.free(seq)
+    return transfers
+
+
+class TestByExample:
+    """What is copied and when."""
+
+    def test_nothing_is_copied_while_blocks_are_free(self) -> None:
+        manager = with_tier(8, alike(BLOCK))
+        assert [run(manager, sequence([first] * 9)) for first in range(2)] == [Transfers()] * 2
+
+    def test_the_oldest_are_copied_first_and_come_back_when_they_are_gone(self) -> None:
+        manager = with_tier(8, alike(BLOCK), per_step=2)
+        saved = [run(manager, sequence([first] * 9)).saved for first in range(4)]
+        assert [len(pairs) for pairs in saved] == [0, 0, 2, 2]
+        run(manager, sequence([4] * 9))
+        manager.begin_step()
+        seq = sequence([0] * 9)
+        assert manager.allocate(seq, 9) == 8
+        assert manager.is_restoring
+        transfers = manager.take_transfers(1)
+        assert transfers.restored == [
+            (slot, block_id) for (_, slot), block_id in zip(saved[2], seq.block_tables[0], strict=False)
+        ]
+        assert not manager.is_restoring
+
+    def test_two_that_need_the_same_content_share_what_comes_back(self) -> None:
+        manager = with_tier(8, alike(BLOCK), num_slots=20, per_step=8)
+        for first in range(6):
+            run(manager, sequence([first] * 9))
+        seqs = sequence([0] * 9), sequence([0] * 10)
+        manager.begin_step()
+        assert [manager.allocate(seq, 9) for seq in seqs] == [8, 8]
+        assert len(manager.take_transfers(1).restored) == 2
+        assert seqs[0].block_tables[0][:2] == seqs[1].block_tables[0][:2]
+
+    def test_a_block_that_a_beam_filled_and_another_gets_before_the_next_step_is_not_copied(self) -> None:
+        """Beams fork between two steps. The copy of a block is made with the next step, which may fill it."""
+        manager = with_tier(4, alike(BLOCK), per_step=4)
+        ended, goes_on = sequence([0] * 8), sequence([1] * 7)
+        manager.begin_step()
+        for seq in (ended, goes_on):
+            assert manager.allocate(seq, len(seq)) == 0
+            manager.plan(seq, len(seq))
+        assert manager.take_transfers(15) is None
+        manager.free(ended)
+        child = sequence([1] * 7)
+        manager.fork(goes_on, child)
+        child.token_ids.append(2)
+        manager.begin_step()
+        manager.extend(child, 8)
+        manager.plan(child, 8)
+        transfers = manager.take_transfers(1) or Transfers()
+        assert child.block_tables[0][1] not in [block_id for block_id, _ in transfers.saved]
+
+    def test_states_do_not_outlive_the_devices_memory(self) -> None:
+        manager = with_tier(8, alike(BLOCK), num_states=3)
+        seq = sequence([0] * 9)
+        manager.begin_step()
+        assert manager.allocate(seq, 8) == 0
+        manager.plan(seq, 8)
+        assert manager.states.hang(seq.node) != NONE
+        manager.free(seq)
+        manager.lose_blocks()
+        assert not list(manager.tree)
+
+
+class TestScheduled:
+    """What the scheduler makes of it."""
+
+    @staticmethod
+    def scheduler(num_blocks: int, rows: int = 8) -> Scheduler:
+        manager = with_tier(num_blocks, alike(BLOCK), num_slots=20, per_step=8)
+        return Scheduler(manager, rows, max_num_batched_tokens=64)
+
+    @staticmethod
+    def step(sched: Scheduler, token: int = 0) -> tuple[Step, Transfers]:
+        """Run a step and read its tokens at once."""
+        step = sched.schedule(in_flight=False)
+        transfers = sched.block_manager.take_transfers(step.num_tokens) or Transfers()
+        seqs = step.seqs if isinstance(step, DecodeStep) else [chunk.seq for chunk in step.chunks]
+        sched.postprocess(step, [(seq, token) for seq in seqs])
+        return step, transfers
+
+    def test_others_decode_while_content_comes_back(self) -> None:
+        sched = self.scheduler(12)
+        for first in range(6):  # the first one's blocks are others' in the end
+            sched.add(sequence([first] * 13, max_tokens=1))
+            self.step(sched)
+        other, again = sequence([9] * 6, max_tokens=10), sequence([0] * 13, max_tokens=1)
+        sched.add(other)
+        self.step(sched)
+        sched.add(again)
+        step, transfers = self.step(sched)
+        assert isinstance(step, DecodeStep)
+        assert step.seqs == [other]
+        assert len(transfers.restored) == 3
+        step, transfers = self.step(sched)
+        assert isinstance(step, PrefillStep)
+        assert [(chunk.seq, chunk.start, chunk.end) for chunk in step.chunks] == [(again, 12, 13)]
+        assert not transfers.restored
+        assert again.num_cached_tokens == 12
+
+    def test_nothing_waits_for_content_where_nobody_decodes(self) -> None:
+        sched = self.scheduler(12)
+        for first in range(6):
+            sched.add(sequence([first] * 13, max_tokens=1))
+            self.step(sched)
+        sched.add(sequence([0] * 13, max_tokens=1))
+        step, transfers = self.step(sched)
+        assert isinstance(step, PrefillStep)
+        assert (step.num_tokens, len(transfers.restored)) == (1, 3)
+
+    @pytest.mark.usefixtures("no_foresight")
+    def test_what_comes_back_goes_with_a_step_at_once(self) -> None:
+        """If nobody can decode before the tokens in flight are known, the prompt runs. So no copy is ever left over."""
+        sched = self.scheduler(12)
+        for first in range(6):
+            sched.add(sequence([first] * 13, max_tokens=1))
+            self.step(sched)
+        decoding = [sequence([first] * 4, max_tokens=10) for first in (11, 12, 13, 14, 15, 16, 17)]
+        for seq in decoding:
+            sched.add(seq)
+        step = sched.schedule(in_flight=False)
+        assert isinstance(step, PrefillStep)
+        sched.block_manager.take_transfers(step.num_tokens)
+        again = sequence([0] * 13, max_tokens=1)
+        sched.add(again)  # it takes 4 of the 5 blocks that are left, and each of the others needs one
+        step = sched.schedule(in_flight=True)
+        assert isinstance(step, PrefillStep)
+        assert [(chunk.seq, chunk.start) for chunk in step.chunks] == [(again, 12)]
+        assert len(sched.block_manager.take_transfers(step.num_tokens).restored) == 3
+
+    @pytest.mark.usefixtures("no_foresight")
+    def test_a_preempted_one_comes_back_without_being_computed_again(self) -> None:
+        sched = self.scheduler(9)
+        seqs = [sequence([first] * 12, max_tokens=20) for first in range(3)]
+        for seq in seqs:
+            sched.add(seq)
+        restored, num_computed = 0, 0
+        while not sched.is_finished:
+            step, transfers = self.step(sched)
+            restored += len(transfers.restored)
+            if isinstance(step, PrefillStep):
+                num_computed += step.num_tokens
+        assert sched.num_preemptions > 0
+        assert restored > 0
+        assert num_computed < 3 * 12 + 4 * sched.num_preemptions + 4

@@ -275,6 +275,8 @@ class BlockManager:
             return
         for block_id in range(len(self.blocks)):
             self.tree.detach(block_id)
+        if self.states is not None:
+            self.states.drop_snapshots()
 
     def forget(self, seq: Sequence) -> None:
         """Let no later sequence share what a sequence holds or fills, nor what others computed behind it. All go on."""

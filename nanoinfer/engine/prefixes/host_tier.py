@@ -26,7 +26,7 @@ class HostTier:
         self._used: OrderedDict[int, tuple[Node, int]] = OrderedDict()  # what slots hold: a node, and the place in it
         self._free: list[int] = []
         self._num_slots = 0  # that have been in use, or are free
-        self._fresh: list[int] = []  # blocks that are full when the newest step has run
+        self._fresh: OrderedDict[int, None] = OrderedDict()  # blocks that are full when the newest step has run
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # blocks that were full before, the first of them first
         self._planned = Transfers()
         self._newest: list[int] = []  # slots that get their content with the newest step
@@ -39,7 +39,7 @@ class HostTier:
     def begin_step(self) -> None:
         """Begin to plan a step. All steps before have been launched."""
         self._newest.clear()
-        self._unsaved.update(dict.fromkeys(self._fresh))
+        self._unsaved.update(self._fresh)
         self._fresh.clear()
 
     def restore(self, node: Node, place: int, block_id: int) -> None:
@@ -51,10 +51,11 @@ class HostTier:
 
     def note_filled(self, block_ids: Iterable[int]) -> None:
         """Note blocks that have become nodes', which steps fill that have been planned so far."""
-        self._fresh += block_ids
+        self._fresh.update(dict.fromkeys(block_ids))
 
     def note_handed_out(self, block_id: int) -> None:
         """Note that a block gets other content."""
+        self._fresh.pop(block_id, None)
         self._unsaved.pop(block_id, None)
 
     def save(self, num_tokens: int) -> None:
