@@ -5,21 +5,27 @@ Random operations come first, against a model that knows what each block and eac
 
 from __future__ import annotations
 
+import math
 import random
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import test_scheduler
-from conftest import CollidingBlockManager, alike, layout_of
+from conftest import CollidingBlockManager, alike, greedy, layout_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
+from test_lifecycle import Interrupt
+from test_models import CASES, build
 from test_random_blocks import MIXED, ONLY_WINDOWS, PATTERNS, THREE, RandomOperations, Written, seldom
 from test_scheduler import GROUPS, Content, Device, serve_random_requests
+from test_weights import weights_of
 
-from nanoinfer import SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
@@ -28,8 +34,9 @@ from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.row_map import RowMap
 from nanoinfer.engine.scheduler import DecodeStep, PrefillStep, Scheduler, Step
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.process.host_memory import total_bytes
 from nanoinfer.runner.memory.offload import Offload
-from nanoinfer.runner.message import DecodeMessage, PrefillMessage, StepMessage, Transfers
+from nanoinfer.runner.message import PrefillMessage, StepMessage, Transfers
 
 BLOCK = 4
 
@@ -183,7 +190,7 @@ class OperationsWithHost(RandomOperations):
 
     @invariant()
     def no_node_is_empty_and_parents_count_their_children(self) -> None:
-        children = {node: 0 for node in [*self.tree, *self.tree.roots]}
+        children = dict.fromkeys([*self.tree, *self.tree.roots], 0)
         for node in self.tree:
             if node.parent in children:
                 children[node.parent] += 1
@@ -492,3 +499,232 @@ class TestScheduled:
         assert sched.num_preemptions > 0
         assert restored > 0
         assert num_computed < 3 * 12 + 4 * sched.num_preemptions + 4
+
+
+# An LLM on the CPU, whose cache holds a part of what is served. It has room in host memory for all of it.
+
+SMALL = {
+    "device": "cpu",
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 20,
+    "max_model_len": 140,
+    "max_num_batched_tokens": 100,
+}
+OPTIONS = {**SMALL, "kv_offload_gib": 0.05}
+PROMPTS = [[30 + 7 * i, 31 + 5 * i, 40 + i] * 30 for i in range(10)]  # 90 tokens each, of which 80 fill blocks
+HITS = 80 * len(PROMPTS)
+
+
+def token_ids(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams | None = None) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(prompts, params or greedy(8), use_tqdm=False)]
+
+
+def num_cached(llm: LLM) -> int:
+    """Return how many tokens of the prompts need not be computed now."""
+    return sum(output["num_cached_tokens"] for output in llm.generate(PROMPTS, greedy(1), use_tqdm=False))
+
+
+def num_saved(llm: LLM) -> int:
+    return llm.stats().num_saved_blocks
+
+
+def num_restored(llm: LLM) -> int:
+    return llm.stats().num_restored_blocks
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """The tokens of an LLM that keeps nothing in host memory."""
+    with LLM(BUNDLED_MODEL, dtype="float32", **SMALL) as llm:
+        return token_ids(llm)
+
+
+class TestLLM:
+    """What a user notices."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"max_num_batched_tokens": 40}],
+        ids=["one rank", "two ranks", "two replicas", "chunks"],
+    )
+    def test_the_tokens_are_those_of_an_llm_without(
+        self, options: dict[str, int], expected: list[list[int]], make_llm: Callable[..., LLM]
+    ) -> None:
+        llm = make_llm(**{**OPTIONS, **options})
+        for _ in range(3):
+            assert token_ids(llm) == expected
+        assert num_saved(llm) > 0
+        assert num_restored(llm) > 0
+
+    def test_a_second_pass_finds_most_of_it_on_the_device_or_in_host_memory(self, make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(**OPTIONS)
+        without = make_llm(**SMALL)
+        for each in (llm, without):
+            assert num_cached(each) == 0
+        num_saved_first = num_saved(llm)
+        assert num_cached(without) < HITS / 4
+        assert num_cached(llm) > HITS / 2
+        assert 0 < num_restored(llm) <= num_saved_first
+        assert f"{num_saved(llm):,} saved, {num_restored(llm):,} restored" in str(llm.stats())
+
+    @pytest.mark.usefixtures("no_foresight")
+    def test_a_preempted_sequence_is_not_computed_again(self, make_llm: Callable[..., LLM]) -> None:
+        params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=9)
+        without, llm = make_llm(**SMALL), make_llm(**OPTIONS)
+        assert token_ids(llm, params=params) == token_ids(without, params=params)
+        assert llm.stats().num_preemptions > 0
+        assert num_restored(llm) > 0
+        assert llm.stats().num_recomputed_tokens < without.stats().num_recomputed_tokens
+
+    def test_what_is_dropped_does_not_come_back(self, expected: list[list[int]], make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(**OPTIONS)
+        drops = (
+            llm.reset_prefix_cache,
+            lambda: llm.load_weights(BUNDLED_MODEL),
+            lambda: llm.update_weights(weights_of(BUNDLED_MODEL)),
+        )
+        for drop in drops:
+            token_ids(llm)
+            drop()
+            before = num_restored(llm)
+            assert num_cached(llm) == 0
+            assert num_restored(llm) == before
+            assert token_ids(llm) == expected
+
+    def test_other_weights_give_other_tokens(self, expected: list[list[int]], make_llm: Callable[..., LLM]) -> None:
+        """What older weights have computed is not read again, so a fresh LLM gets the same."""
+        other = {name: weight * 1.2 for name, weight in weights_of(BUNDLED_MODEL).items()}
+        llm, fresh = make_llm(**OPTIONS), make_llm(**SMALL)
+        assert token_ids(llm) == expected
+        for each in (llm, fresh):
+            each.update_weights(other)
+        assert token_ids(llm) == token_ids(fresh) != expected
+
+    def test_host_memory_keeps_its_content_while_the_devices_is_lent(
+        self, expected: list[list[int]], make_llm: Callable[..., LLM]
+    ) -> None:
+        llm = make_llm(**OPTIONS)
+        token_ids(llm)
+        num_saved_first = num_saved(llm)
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert 16 * num_saved_first >= num_cached(llm) > HITS / 2
+        assert num_restored(llm) > 0
+        assert token_ids(llm) == expected
+
+    def test_with_the_weights_all_is_dropped(self, expected: list[list[int]], make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(**OPTIONS)
+        token_ids(llm)
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.load_weights(BUNDLED_MODEL)
+        before = num_restored(llm)
+        assert num_cached(llm) == 0
+        assert num_restored(llm) == before
+        assert token_ids(llm) == expected
+
+    def test_beams_use_it_too(self, make_llm: Callable[..., LLM]) -> None:
+        params = BeamSearchParams(beam_width=2, max_tokens=6)
+
+        def search(llm: LLM) -> list[list[list[int]]]:
+            outputs = llm.beam_search([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
+            return [[beam.tokens for beam in output.sequences] for output in outputs]
+
+        llm = make_llm(**OPTIONS)
+        wanted = search(make_llm(**SMALL))
+        token_ids(llm)
+        before = num_restored(llm)
+        assert search(llm) == wanted
+        assert num_restored(llm) > before
+        assert search(llm) == wanted
+
+    def test_no_bit_depends_on_it_if_results_are_deterministic(self, make_llm: Callable[..., LLM]) -> None:
+        def bits(llm: LLM) -> list[object]:
+            outputs = llm.generate(PROMPTS[:7], greedy(3, logprobs=2), use_tqdm=False)
+            return [(output["token_ids"], output["logprobs"]) for output in outputs]
+
+        options = {"dtype": "bfloat16", "deterministic": True}
+        wanted, llm = bits(make_llm(**SMALL, **options)), make_llm(**OPTIONS, **options)
+        for _ in range(2):
+            assert bits(llm) == wanted
+        assert num_restored(llm) > 0
+
+    @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+    def test_layers_of_several_kinds(self, name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+        build(CASES[name], tmp_path)
+        options = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 150, "max_num_batched_tokens": 140}
+        prompts = [[2 + i, 3 + 2 * i, 5] * 44 for i in range(10)]
+        wanted = token_ids(make_llm(str(tmp_path), **options), prompts)
+        llm = make_llm(str(tmp_path), **options, num_kvcache_blocks=14, kv_offload_gib=0.05)
+        for _ in range(3):
+            assert token_ids(llm, prompts) == wanted
+        assert num_restored(llm) > 0
+
+    @pytest.mark.usefixtures("no_foresight")
+    def test_an_interrupt_at_any_line_leaves_it_usable(
+        self, expected: list[list[int]], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("test_lifecycle.HOST_FILES", ("host_tier.py", "block_manager.py", "llm_engine.py"))
+        llm = make_llm(**OPTIONS)
+        manager = llm.engine.scheduler.block_manager
+
+        def generate(trace: Interrupt) -> list[list[int]]:
+            sys.settrace(trace)
+            try:
+                return token_ids(llm)
+            finally:
+                sys.settrace(None)
+
+        assert token_ids(llm) == expected
+        whole = Interrupt()
+        assert generate(whole) == expected
+        for line in range(1, whole.count // 2, whole.count // 40):
+            with pytest.raises(KeyboardInterrupt):
+                generate(Interrupt(line))
+            assert manager.num_free == len(manager.blocks), f"interrupted at line {line}"
+            assert token_ids(llm) == expected, f"interrupted at line {line}"
+
+    def test_one_that_is_aborted_while_its_content_comes_back(
+        self, expected: list[list[int]], make_llm: Callable[..., LLM]
+    ) -> None:
+        llm = make_llm(**OPTIONS)
+        token_ids(llm)
+        for prompt in PROMPTS:
+            stream = llm.stream([prompt], greedy(8))
+            next(stream)
+            stream.close()
+        assert token_ids(llm) == expected
+
+    def test_the_plan_of_the_memory_tells_of_it(self, make_llm: Callable[..., LLM]) -> None:
+        memory = make_llm(**OPTIONS).memory
+        assert memory.host_blocks == int(0.05 * 2**30) // memory.block_bytes
+        assert f"{memory.host_blocks:,} blocks of " in str(memory)
+        assert "in host memory" in str(memory)
+
+    def test_replicas_and_ranks_divide_it(self, make_llm: Callable[..., LLM]) -> None:
+        whole, half = make_llm(**OPTIONS).memory, make_llm(**OPTIONS, tensor_parallel_size=2).memory
+        assert half.host_blocks * half.block_bytes <= whole.host_blocks * whole.block_bytes / 2
+
+    @pytest.mark.parametrize("options", [{}, {"kv_offload_gib": None}, {"kv_offload_gib": 0}])
+    def test_it_is_off_on_the_cpu_unless_it_is_asked_for(
+        self, options: dict[str, object], make_llm: Callable[..., LLM]
+    ) -> None:
+        llm = make_llm(**SMALL, **options)
+        token_ids(llm)
+        assert llm.memory.host_blocks == num_saved(llm) == 0
+        assert "in host memory" not in str(llm.memory)
+
+    @pytest.mark.parametrize(
+        ("value", "told"),
+        [
+            (-1, "kv_offload_gib=-1: must be a number of GiB, at least 0"),
+            (math.nan, "kv_offload_gib=nan: must be a number of GiB, at least 0"),
+            ("4", "kv_offload_gib='4': must be a number of GiB, at least 0"),
+            (True, "kv_offload_gib=True: must be a number of GiB, at least 0"),
+            (1e6, rf"kv_offload_gib=1e\+06: the host has {total_bytes() / 2**30:,.1f} GiB of memory"),
+            (1e-6, r"kv_offload_gib=1e-06: holds no block of \d+\.\d\d MiB for each rank; raise it, or set it to 0"),
+        ],
+    )
+    def test_values_that_make_no_sense(self, value: object, told: str, make_llm: Callable[..., LLM]) -> None:
+        with pytest.raises(ValueError, match=told):
+            make_llm(**SMALL, kv_offload_gib=value)
