@@ -387,6 +387,18 @@ class TestByExample:
         assert len(manager.take_transfers(1).restored) == 2
         assert seqs[0].block_tables[0][:2] == seqs[1].block_tables[0][:2]
 
+    def test_no_step_overwrites_what_it_restores(self) -> None:
+        manager = with_tier(8, alike(BLOCK), num_slots=2, per_step=8)
+        assert [len(run(manager, sequence([first] * 9)).saved) for first in range(3)] == [0, 0, 2]
+        manager.begin_step()
+        other, again = sequence([3] * 16), sequence([0] * 9)
+        assert manager.allocate(other, 16) == 0  # in the blocks that [0] * 8 had
+        manager.plan(other, 16)
+        assert manager.allocate(again, 9) == 8
+        transfers = manager.take_transfers(17)
+        assert sorted(slot for slot, _ in transfers.restored) == [0, 1]
+        assert transfers.saved == []
+
     def test_a_block_that_a_beam_filled_and_another_gets_before_the_next_step_is_not_copied(self) -> None:
         """Beams fork between two steps. The copy of a block is made with the next step, which may fill it."""
         manager = with_tier(4, alike(BLOCK), per_step=4)
