@@ -275,6 +275,8 @@ class BlockManager:
             return
         for block_id in range(len(self.blocks)):
             self.tree.detach(block_id)
+        if self.states is not None:
+            self.states.drop_snapshots()
 
     def forget(self, seq: Sequence) -> None:
         """Let no later sequence share what a sequence holds or fills, nor what others computed behind it. All go on."""
@@ -320,8 +322,8 @@ class BlockManager:
 
     def _hand_out(self) -> int:
         block_id, _ = self.free_blocks.popitem(last=False)
-        self.tree.detach(block_id)
         if self.tier is not None:
             self.tier.note_handed_out(block_id)
+        self.tree.detach(block_id)
         self.blocks[block_id].ref_count = 1
         return block_id

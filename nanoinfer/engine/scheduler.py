@@ -131,8 +131,8 @@ class Scheduler:
         if self.block_manager.begin_step():
             self.admission.is_shut = False
         step = (self._prefill_is_due() and self._schedule_prefill()) or self._schedule_decode(in_flight)
-        if step is None and not in_flight and self.waiting:  # the only one that ran has lost its blocks to a prompt
-            step = self._schedule_prefill()
+        if step is None and self.waiting and (not in_flight or self.block_manager.is_restoring):
+            step = self._schedule_prefill()  # nobody decodes, for the blocks that a prompt has got
         return step
 
     def _prefill_is_due(self) -> bool:

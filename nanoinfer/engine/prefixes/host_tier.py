@@ -10,7 +10,7 @@ from nanoinfer.engine.prefix_tree import NONE, Block, Node, PrefixTree
 from nanoinfer.runner.memory.offload import Offload
 from nanoinfer.runner.message import Transfers
 
-SHORT = 3 / 4  # of all blocks: if nodes have so many, others' content is soon to be lost
+SHORT = 3 / 4  # of all blocks: if nodes have so many, their content is soon to be lost
 
 
 class Room(Protocol):
@@ -39,8 +39,9 @@ class HostTier:
         self._used: OrderedDict[int, tuple[Node, int]] = OrderedDict()  # what slots hold: a node, and the place in it
         self._free: list[int] = []
         self._num_slots = 0  # that have been in use, or are free
-        self._fresh: list[int] = []  # blocks that are full when the newest step has run
+        self._fresh: OrderedDict[int, None] = OrderedDict()  # blocks that are full when the newest step has run
         self._unsaved: OrderedDict[int, None] = OrderedDict()  # blocks that were full before, the first of them first
+        self._is_short = False  # content has been lost
         self._planned = Transfers()
         self._newest: list[int] = []  # slots that get their content with the newest step
 
@@ -52,7 +53,7 @@ class HostTier:
     def begin_step(self) -> None:
         """Begin to plan a step. All steps before have been launched."""
         self._newest.clear()
-        self._unsaved.update(dict.fromkeys(self._fresh))
+        self._unsaved.update(self._fresh)
         self._fresh.clear()
 
     def restore(self, node: Node, place: int, block_id: int) -> None:
@@ -64,10 +65,12 @@ class HostTier:
 
     def note_filled(self, block_ids: Iterable[int]) -> None:
         """Note blocks that have become nodes', which steps fill that have been planned so far."""
-        self._fresh += block_ids
+        self._fresh.update(dict.fromkeys(block_ids))
 
     def note_handed_out(self, block_id: int) -> None:
-        """Note that a block gets other content."""
+        """Note that a block is to get other content."""
+        self._is_short = self._is_short or self._blocks[block_id].node is not None
+        self._fresh.pop(block_id, None)
         self._unsaved.pop(block_id, None)
 
     def save(self, num_tokens: int) -> None:
@@ -75,17 +78,18 @@ class HostTier:
 
         num_tokens: of the step that has just been planned
         """
-        if self._tree.num_attached < SHORT * len(self._blocks):
+        if not self._is_short and self._tree.num_attached < SHORT * len(self._blocks):
             return
         for _ in range(min(self._offload.most(num_tokens), len(self._unsaved))):
+            block_id = next(iter(self._unsaved))
+            block = self._blocks[block_id]
+            if block.node is None or block.node.copies[block.place] != NONE:
+                del self._unsaved[block_id]
+                continue
             slot = self._find()
             if slot == NONE:
                 return
-            block_id, _ = self._unsaved.popitem(last=False)
-            block = self._blocks[block_id]
-            if block.node is None or block.node.copies[block.place] != NONE:
-                self._free.append(slot)
-                continue
+            del self._unsaved[block_id]
             self._newest.append(slot)  # first, as an interrupt may come
             self._used[slot] = block.node, block.place
             block.node.copies[block.place] = slot
@@ -117,7 +121,7 @@ class HostTier:
             blocks.clear()
 
     def _find(self) -> int:
-        """Return a slot for new content; NONE: there is none yet. None is emptied as long as more are to come."""
+        """Return a slot for new content; NONE: there is none now. None is emptied as long as more are to come."""
         if self._free:
             return self._free.pop()
         if self._num_slots < self._room.num_ready():
@@ -125,8 +129,8 @@ class HostTier:
             return self._num_slots - 1
         if not self._room.is_whole:
             return NONE
-        restored = {slot for slot, _ in self._planned.restored}
-        oldest = next((slot for slot in self._used if slot not in restored), NONE)
+        taken = {*self._newest, *(slot for slot, _ in self._planned.restored)}  # by the planned step
+        oldest = next((slot for slot in self._used if slot not in taken), NONE)
         return oldest if oldest == NONE else self._drop(oldest)
 
     def _drop(self, slot: int) -> int:
