@@ -116,7 +116,7 @@ NO_CODE = "no code of yours runs between two tokens; see SamplingParams(logit_bi
 NO_LORA = "there is no LoRA here"
 NO_MEDIA = "models are run as text only"
 NO_CACHE_SWITCH = "prompts always share what is computed; llm.reset_prefix_cache() forgets it"
-NO_OFFLOADING = "weights and KV cache stay on the device; LLM(tensor_parallel_size=...) divides them"
+NO_OFFLOADING = "weights stay on the device; LLM(tensor_parallel_size=...) divides them"
 IN_ORDER = "requests begin in the order in which they come"
 OWN_KERNELS = "the kernels are nanoinfer's own; see LLM(attention_backend=...)"
 OWN_TOKENIZATION = "pass prompts of token ids to tokenize them yourself"
@@ -167,9 +167,10 @@ FOR_LLM: tuple[Line, ...] = (
     ("calculate_kv_scales", FALSE, "the checkpoint's own scales count; see LLM(kv_cache_dtype=...)"),
     ("disable_sliding_window", FLAG, "a model's windows are kept, and sequences may be longer than they are"),
     ("disable_hybrid_kv_cache_manager kv_sharing_fast_prefill swa_bounded_replay", FLAG, NOT_HERE),
-    ("swap_space", NUMBER, "a sequence that loses its blocks is computed again"),
+    ("swap_space", NUMBER, "LLM(kv_offload_gib=...) says how much host memory keeps what blocks held"),
     ("preemption_mode watermark", ANY, "a sequence that loses its blocks is computed again"),
-    ("cpu_offload_gb offload_group_size kv_offloading_size", _only(0), NO_OFFLOADING),
+    ("kv_offloading_size", _only(0), "write LLM(kv_offload_gib=...)"),
+    ("cpu_offload_gb offload_group_size", _only(0), NO_OFFLOADING),
     ("cpu_offload_params offload_params", EMPTY, NO_OFFLOADING),
     ("offload_backend offload_num_in_group offload_prefetch_step kv_offloading_backend", ANY, NO_OFFLOADING),
     ("kv_transfer_config kv_events_config ec_transfer_config", EMPTY, "no other engine takes part in a prompt"),

@@ -268,6 +268,7 @@ def test_it_prints_a_few_lines() -> None:
     stats = Stats(
         seconds=2.04, num_requests=1234, finish_reasons={"length": 1230, "stop": 4}, num_prompt_tokens=2000,
         num_cached_tokens=500, num_generated_tokens=5000, num_preemptions=2, num_recomputed_tokens=1001,
+        num_saved_blocks=1200, num_restored_blocks=3,
         num_prefill_steps=3, num_prefill_tokens=2503, prefill_seconds=0.5, prefill_tokens_per_second=5006.0,
         num_decode_steps=40, num_decode_tokens=3766, decode_seconds=1.25, decode_tokens_per_second=3012.8,
     )  # fmt: skip
@@ -278,7 +279,10 @@ def test_it_prints_a_few_lines() -> None:
         "prefill: 2,503 tokens in 0.50 s, 5,006 tok/s; steps: 3",
         "decode: 3,766 tokens in 1.25 s, 3,013 tok/s; steps: 40, with 94.2 rows each",
         "preemptions: 2; tokens computed again: 1,001",
+        "blocks in host memory: 1,200 saved, 3 restored",
     ]
+    without = replace(stats, num_saved_blocks=0, num_restored_blocks=0)
+    assert str(without).splitlines() == str(stats).splitlines()[:-1]
 
 
 def sequence(length: int, max_tokens: int, sample_index: int = 0) -> Sequence:
@@ -384,7 +388,7 @@ def test_what_replicas_did_before_a_reset_does_not_count_when_they_tell_it_later
     replicas.on_step = seen.append
     now = time.perf_counter()
     for ready_at in (now - 1, now + 1):
-        report = Report(0, 0, [], [], [StepFigures(0, 1, ready_at, 1, 0, 0.0, 0.1, 1, 0, 0, 0, 0)])
+        report = Report(0, 0, [], [], [StepFigures(0, 1, ready_at, 1, 0, 0.0, 0.1, 1, 0, 0, 0, 0, 0, 0)])
         replicas._note_steps(0, report)
     assert counts(replicas.counters.stats()) == {
         "num_generated_tokens": 1, "num_decode_steps": 1, "num_decode_tokens": 1,

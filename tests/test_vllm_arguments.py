@@ -177,7 +177,7 @@ class TestOptions:
             ({"num_gpu_blocks_override": 64}, r"must be None: write LLM\(num_kvcache_blocks=...\)"),
             ({"generation_config": "/here"}, r"must be None, 'auto' or 'vllm': see llm.default_sampling_params\(\)"),
             ({"quantization_config": {"bits": 4}}, r"must be None or empty: .*LLM\(quantization=...\)"),
-            ({"cpu_offload_gb": 4}, "cpu_offload_gb=4: must be None or 0: weights and KV cache stay on the device"),
+            ({"cpu_offload_gb": 4}, "cpu_offload_gb=4: must be None or 0: weights stay on the device"),
             ({"pipeline_parallel_size": 2}, r"must be None or 1: LLM\(tensor_parallel_size=..., data_parallel_size="),
             ({"model_impl": "transformers"}, "must be None, 'auto' or 'vllm': the models are nanoinfer's own"),
             ({"task": "embed"}, "must be None, 'auto' or 'generate': models generate text here"),

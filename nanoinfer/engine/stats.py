@@ -89,9 +89,14 @@ class Stats:
                 f" {self.decode_tokens_per_second:,.0f} tok/s; steps: {self.num_decode_steps:,},"
                 f" with {self.rows_per_decode_step:,.1f} rows each",
                 f"preemptions: {self.num_preemptions:,}; tokens computed again: {self.num_recomputed_tokens:,}",
-                f"blocks in host memory: {self.num_saved_blocks:,} saved, {self.num_restored_blocks:,} restored",
+                *self._host_memory(),
             ]
         )
+
+    def _host_memory(self) -> list[str]:
+        if not (self.num_saved_blocks or self.num_restored_blocks):
+            return []
+        return [f"blocks in host memory: {self.num_saved_blocks:,} saved, {self.num_restored_blocks:,} restored"]
 
 
 class Pace:

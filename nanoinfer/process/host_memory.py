@@ -8,7 +8,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from nanoinfer.checks import check_number
+from nanoinfer.checks import check_number, short
 
 CGROUPS = Path("/sys/fs/cgroup")
 LIMITS = (  # what a container may take, and what it has taken; the second way is that of older systems
@@ -51,10 +51,10 @@ def check_host_memory(name: str, gib: object) -> float:
     checked = check_number(name, gib, 0, math.inf, "of GiB, at least 0")
     if checked * 2**30 > (total := total_bytes()):
         raise ValueError(
-            f"{name}={checked:g}: the host has {total / 2**30:,.1f} GiB of memory, a container's limit counted; ask for"
-            " less"
+            f"{name}={short(checked)}: the host has {total / 2**30:,.1f} GiB of memory, a container's limit counted; ask"
+            " for less"
         )
-    return checked
+    return float(checked)
 
 
 def _of_machine(name: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +18,6 @@ from torch import Tensor
 from nanoinfer.attention import AttentionBackend, make_backend
 from nanoinfer.attention.in_order_backend import InOrderBackend
 from nanoinfer.config import Config
-from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
-from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.kernels.launch import recording
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.collector import no_collection
@@ -32,13 +29,14 @@ from nanoinfer.runner.memory.host_blocks import HostBlocks
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
 from nanoinfer.runner.memory.offload import Offload, plan_offload
 from nanoinfer.runner.memory.plan import BYTES_PER_GRAPH, MemoryPlan, named_memory_errors, plan_memory, shorten_on_cpu
-from nanoinfer.runner.message import ChunkMessage, DecodeMessage, JoinMessage, MaskMessage, PrefillMessage, StepMessage
+from nanoinfer.runner.message import DecodeMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.side_by_side import run_side_by_side
 from nanoinfer.runner.steps.one_by_one import OneByOne
 from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
+from nanoinfer.runner.trials import Trials, peak_bytes
 from nanoinfer.runner.voice import Voice
 
 log = logging.getLogger("nanoinfer")
@@ -173,28 +171,24 @@ class ModelRunner:
         Returns 0 on the CPU, where the plan does not count this memory.
         """
         self._make_cache(1)
-        if self.config.device == "cpu":
-            self._plan_offload()
-            return 0
-        self._compile()
-        prefill = max(self._peak_bytes(self._run_largest_prefill), self._peak_bytes(self._run_longest_prefill))
-        largest = self.config.max_num_seqs, self.config.max_model_len, self.config.shares_prefixes
-        decode = self._peak_bytes(lambda: self.steps.decode_rows(*largest))
-        # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
-        step_bytes = prefill + decode if self._graph_sizes else max(prefill, decode)
-        self._plan_offload()
-        other_bytes = BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
-        return step_bytes + self.steps.logits_processors.working_bytes + other_bytes
-
-    def _plan_offload(self) -> None:
+        config, trials = self.config, Trials(self.config, self.steps.max_blocks, self.device)
+        step_bytes = 0
+        if config.device == "cuda":
+            self._compile(trials)
+            prefill = max(peak_bytes(partial(self.run, step)) for step in trials.largest_prefills())
+            largest = config.max_num_seqs, config.max_model_len, config.shares_prefixes
+            decode = peak_bytes(lambda: self.steps.decode_rows(*largest))
+            # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
+            step_bytes = prefill + decode if self._graph_sizes else max(prefill, decode)
+            step_bytes += self.steps.logits_processors.working_bytes
+            step_bytes += BLOCKS_AT_ONCE * self.holdings.cache_spec.block_bytes
         cache, block_bytes = self.holdings.kv_cache, self.holdings.cache_spec.block_bytes
-        self.offload = plan_offload(self.config, cache, block_bytes, self.tp, self._run_prompt)
+        self.offload = plan_offload(
+            config, cache, block_bytes, self.tp, lambda tokens: self.steps.prefill(trials.prompt(tokens))
+        )
+        return step_bytes
 
-    def _run_prompt(self, tokens: int) -> None:
-        chunk = ChunkMessage(array("i", [0]) * tokens, 0, self._first_blocks())
-        self.steps.prefill(PrefillMessage([], 0, [chunk], []))
-
-    def _compile(self) -> None:
+    def _compile(self, trials: Trials) -> None:
         """Compile the kernels of the steps that are to be captured, and of a long prompt, side by side.
 
         Several ranks compile each kernel when they come to it, because all must launch their sums in the same order.
@@ -202,7 +196,7 @@ class ModelRunner:
         sizes, max_len = self._graph_sizes, self.config.max_model_len
         if self.tp.size > 1 or not sizes:
             return
-        prefill = partial(self._run_prompt, min(LONG_CHUNK, max_len - 1))
+        prefill = partial(self.steps.prefill, trials.prompt(min(LONG_CHUNK, max_len - 1)))
         draw = partial(self.steps.draw, self.logits, self.steps.batch.positions)
         steps = [(size, False) for size in sizes[:-1]] + [(size, True) for size in self._sharing_sizes]
         decode = [partial(self._try_decode, size, max_len, shares) for size, shares in steps if size in COMPILED_ROWS]
@@ -253,41 +247,6 @@ class ModelRunner:
         self.holdings.make_cache(num_blocks)
         make_steps = OneByOne if self.config.is_one_by_one else Steps
         self.steps = make_steps(self.config, self.tp, self.holdings, self.backend, self.logits)
-
-    def _first_blocks(self) -> list[list[int]]:
-        """Return a sequence's block tables that name one block everywhere."""
-        return [[0] * count for count in self.steps.max_blocks]
-
-    def _run_largest_prefill(self) -> None:
-        config = self.config
-        tokens = config.max_num_batched_tokens
-        prompts = min(config.max_num_seqs, tokens)
-        lengths = [tokens // prompts + (i < tokens % prompts) for i in range(prompts)]
-        tables = self._first_blocks()
-        most = config.max_model_len - 1
-        chunks = [ChunkMessage(array("i", [0]) * min(length, most), 0, tables) for length in lengths]
-        self.run(PrefillMessage([], 0, chunks, [JoinMessage(chunk, tables, 1.0, 0) for chunk in range(prompts)]))
-
-    def _run_longest_prefill(self) -> None:
-        """Run a chunk of a long prompt, if cuDNN may attend from it, because that takes more memory.
-
-        The chunk begins behind a multiple of MOST_KEYS, if it can. So our kernel and cuDNN both attend from it.
-        """
-        most = self.config.max_model_len - 1
-        length = min(self.config.max_num_batched_tokens, most)
-        may_attend = self.config.attention_backend == "triton" and not self.config.is_in_order
-        if length >= LONG and may_attend and is_faster(self.device):
-            start = min(MOST_KEYS + 1, most - length)
-            chunk = ChunkMessage(array("i", [0]) * length, start, self._first_blocks())
-            self.run(PrefillMessage([], 0, [chunk], []))
-
-    def _peak_bytes(self, step: Callable[[], object]) -> int:
-        """Return the device memory, in bytes, that a step takes while it runs."""
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method on every rank, such as "run" or "holdings.lend"; returns this rank's result.

@@ -1,0 +1,51 @@
+"""Trials: the messages of steps that are run before the first request, and the memory that a step takes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import torch
+
+from nanoinfer.config import Config
+from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
+from nanoinfer.kernels.attention.prefill_plan import LONG
+from nanoinfer.runner.message import ChunkMessage, JoinMessage, PrefillMessage
+
+
+class Trials:
+    """Steps whose block tables name one block everywhere."""
+
+    def __init__(self, config: Config, max_blocks: list[int], device: torch.device) -> None:
+        """max_blocks: see Steps."""
+        self._config, self._device = config, device
+        self._tables = [[0] * count for count in max_blocks]
+
+    def prompt(self, tokens: int, start: int = 0) -> PrefillMessage:
+        """Return a step that computes a chunk of one prompt; start: the chunk's first position."""
+        return PrefillMessage([], 0, [ChunkMessage(array("i", [0]) * tokens, start, self._tables)], [])
+
+    def largest_prefills(self) -> list[PrefillMessage]:
+        """Return the prefill steps of which one takes the most memory."""
+        config = self._config
+        tokens, most = config.max_num_batched_tokens, config.max_model_len - 1
+        prompts = min(config.max_num_seqs, tokens)
+        lengths = [min(tokens // prompts + (i < tokens % prompts), most) for i in range(prompts)]
+        chunks = [ChunkMessage(array("i", [0]) * length, 0, self._tables) for length in lengths]
+        joins = [JoinMessage(chunk, self._tables, 1.0, 0) for chunk in range(prompts)]
+        steps = [PrefillMessage([], 0, chunks, joins)]
+        length = min(tokens, most)
+        may_attend = config.attention_backend == "triton" and not config.is_in_order
+        if length >= LONG and may_attend and is_faster(self._device):
+            # cuDNN takes more memory. Behind a multiple of MOST_KEYS, our kernel and cuDNN both attend.
+            steps.append(self.prompt(length, min(MOST_KEYS + 1, most - length)))
+        return steps
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """Return the device memory, in bytes, that a step takes while it runs."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
