@@ -739,7 +739,7 @@ class TestLLM:
             (math.nan, "kv_offload_gib=nan: must be a number of GiB, at least 0"),
             ("4", "kv_offload_gib='4': must be a number of GiB, at least 0"),
             (True, "kv_offload_gib=True: must be a number of GiB, at least 0"),
-            (1e6, rf"kv_offload_gib=1e\+06: the host has {total_bytes() / 2**30:,.1f} GiB of memory"),
+            (1e6, rf"kv_offload_gib=1000000.0: the host has {total_bytes() / 2**30:,.1f} GiB of memory"),
             (1e-6, r"kv_offload_gib=1e-06: holds no block of \d+\.\d\d MiB for each rank; raise it, or set it to 0"),
         ],
     )

@@ -51,8 +51,8 @@ def check_host_memory(name: str, gib: object) -> float:
     checked = check_number(name, gib, 0, math.inf, "of GiB, at least 0")
     if checked * 2**30 > (total := total_bytes()):
         raise ValueError(
-            f"{name}={short(checked)}: the host has {total / 2**30:,.1f} GiB of memory, a container's limit counted; ask"
-            " for less"
+            f"{name}={short(checked)}: the host has {total / 2**30:,.1f} GiB of memory, a container's limit counted;"
+            " ask for less"
         )
     return float(checked)
 
