@@ -418,6 +418,7 @@ def open_engine(stage: Arena, rng: random.Random, monkeypatch: pytest.MonkeyPatc
     fewest = stage.fewest_blocks(block_size)
     drawn = {
         "num_kvcache_blocks": rng.choice([fewest, fewest, fewest + 1, fewest + 2, 2 * fewest]),
+        "kv_offload_gib": rng.choice([0, 0.001, 0.05]),
         "max_num_batched_tokens": rng.choice([7, 16, 30, rng.randint(8, 100), 100]),
         "max_num_seqs": rng.choice([1, 2, 4, 6, 8, 8]),
     }
