@@ -222,6 +222,8 @@ class ModelRunner:
         self._make_cache(self.memory.blocks)
         if slots:
             self.host_blocks = HostBlocks(slots, self.holdings.kv_cache, is_lazy=self.config.starts_ranks)
+            if not self.config.starts_ranks:  # each rank plans by itself, and all must plan alike
+                self.host_blocks.num_slots = self.tp.min(self.host_blocks.num_ready(), self.device)
 
     def _capture(self) -> None:
         """Capture the decode step for each batch size."""

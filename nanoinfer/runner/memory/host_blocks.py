@@ -53,7 +53,7 @@ class HostBlocks:
     @property
     def is_whole(self) -> bool:
         """Whether there will be no more slots than there are: all are there, or the host has no memory for more."""
-        return self._is_full or len(self._chunks) == self._num_chunks
+        return self._is_full or len(self._chunks) >= self._num_chunks
 
     def num_ready(self) -> int:
         """Return how many slots there are by now, and let there be more soon."""
