@@ -585,6 +585,24 @@ class TestLLM:
         assert num_restored(llm) > 0
         assert f"{num_saved(llm):,} saved, {num_restored(llm):,} restored" in str(llm.stats())
 
+    def test_a_host_whose_memory_gets_full_keeps_what_it_has(
+        self,
+        expected: list[list[int]],
+        make_llm: Callable[..., LLM],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        """There is memory for three slots, which is what one block of this model takes at a time, and then no more."""
+        free = iter([1 << 40] * 3)
+        monkeypatch.setattr("nanoinfer.runner.memory.host_blocks.CHUNK_BYTES", 1)
+        monkeypatch.setattr("nanoinfer.runner.memory.host_blocks.free_bytes", lambda: next(free, 0))
+        llm = make_llm(**OPTIONS)
+        for _ in range(3):
+            assert token_ids(llm) == expected
+        assert llm.engine.ranks.runner.host_blocks.num_ready() == 3
+        assert "the KV cache has 3 blocks in host memory, and gets no more: 0.0 GiB are free" in caplog.text
+        assert num_saved(llm) > 0
+
     @pytest.mark.usefixtures("no_foresight")
     def test_a_preempted_sequence_is_not_computed_again(self, make_llm: Callable[..., LLM]) -> None:
         params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=9)
