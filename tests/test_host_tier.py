@@ -6,7 +6,6 @@ Random operations come first, against a model that knows what each block and eac
 from __future__ import annotations
 
 import math
-import random
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -22,7 +21,7 @@ from hypothesis.stateful import invariant, rule
 from test_lifecycle import Interrupt
 from test_models import CASES, build
 from test_random_blocks import MIXED, ONLY_WINDOWS, PATTERNS, THREE, RandomOperations, Written, seldom
-from test_scheduler import GROUPS, Content, Device, serve_random_requests
+from test_scheduler import ENGINES, Content, Device, a_request, serve_random_requests
 from test_weights import weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
@@ -304,27 +303,14 @@ class RowMapWithHost(RowMap):
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(
-        st.tuples(
-            st.integers(4, 30),
-            st.integers(0, 20),
-            st.booleans(),
-            st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 3)),
-            st.sampled_from([1, 1, 2, 5]),
-        ),
+        a_request(shortest=4),
         min_size=10,
         max_size=40,
     ),
-    groups=GROUPS,
     spare=st.integers(0, 10),
-    rows=st.integers(1, 6),
-    budget=st.integers(1, 40),
-    worth=st.tuples(st.integers(1, 100), st.sampled_from([1 / 16, 1 / 2, 1])),
-    long_from=st.none() | st.integers(1, 38),
-    kind=st.sampled_from([BlockManager, CollidingBlockManager]),
-    foresight=st.booleans(),
     num_slots=st.sampled_from([2, 20, 100]),
     per_step=st.sampled_from([1, 3, 50]),
-    arrivals=st.integers(0, 2**32).map(random.Random),
+    **ENGINES,
 )
 def test_every_request_ends_with_its_own_tokens(
     depth, requests, groups, spare, rows, budget, worth, long_from, kind, foresight, num_slots, per_step, arrivals

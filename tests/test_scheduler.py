@@ -703,31 +703,39 @@ GROUPS = st.one_of(  # a block size and a window of each group
         lambda groups: sorted(groups, key=lambda group: group[1] is not None)
     ),
 )
+ENGINES = {
+    "groups": GROUPS,
+    "rows": st.integers(1, 6),
+    "budget": st.integers(1, 40),
+    "worth": st.tuples(st.integers(1, 100), st.sampled_from([1 / 16, 1 / 2, 1])),
+    "long_from": st.none() | st.integers(1, 38),
+    "kind": st.sampled_from([BlockManager, CollidingBlockManager]),
+    "foresight": st.booleans(),
+    "arrivals": st.integers(0, 2**32).map(random.Random),  # st.randoms() seldom draws what is not close to 0
+}
+
+
+def a_request(shortest: int) -> st.SearchStrategy:
+    """Draw what serve_random_requests takes for one request; shortest: tokens of its prompt."""
+    return st.tuples(
+        st.integers(shortest, 30),
+        st.integers(0, 20),
+        st.booleans(),
+        st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 3)),
+        st.sampled_from([1, 1, 2, 5]),
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["in step", "one step ahead"])
 @settings(max_examples=120, deadline=None)
 @given(
     requests=st.lists(
-        st.tuples(
-            st.integers(1, 30),
-            st.integers(0, 20),
-            st.booleans(),
-            st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 3)),
-            st.sampled_from([1, 1, 2, 5]),
-        ),
+        a_request(shortest=1),
         min_size=1,
         max_size=25,
     ),
-    groups=GROUPS,
     spare=st.integers(0, 30),
-    rows=st.integers(1, 6),
-    budget=st.integers(1, 40),
-    worth=st.tuples(st.integers(1, 100), st.sampled_from([1 / 16, 1 / 2, 1])),
-    long_from=st.none() | st.integers(1, 38),
-    kind=st.sampled_from([BlockManager, CollidingBlockManager]),
-    foresight=st.booleans(),
-    arrivals=st.integers(0, 2**32).map(random.Random),  # st.randoms() seldom draws what is not close to 0
+    **ENGINES,
 )
 def test_every_request_ends_with_its_own_tokens(
     depth, requests, groups, spare, rows, budget, worth, long_from, kind, foresight, arrivals
