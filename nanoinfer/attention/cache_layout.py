@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,9 +29,20 @@ class Pages:
 
 @dataclass(frozen=True)
 class State:
-    """What a layer remembers whose memory of the past has a fixed size, as a recurrence does."""
+    """What a layer remembers whose memory of the past has a fixed size, on one rank.
 
-    num_bytes: int  # of a sequence
+    channels, width: a causal convolution over so many channels sees so many tokens, its own the last
+    matrices: of a recurrence: how many heads, values of a head, and keys of a head; None: it is a convolution alone
+    """
+
+    channels: int
+    width: int
+    matrices: tuple[int, int, int] | None = None
+
+    def num_bytes(self, input_size: int, number_size: int) -> int:
+        """Return the bytes of a sequence; input_size: of a number of the convolution's inputs; number_size: of a matrix."""
+        matrices = 0 if self.matrices is None else math.prod(self.matrices)
+        return self.channels * self.width * input_size + matrices * number_size
 
 
 Memory = Pages | State
@@ -78,7 +90,7 @@ class CacheLayout:
     block_size: the option kvcache_block_size; if there is one group, its blocks have so many tokens
     prefix_size: prefixes are shared in multiples of so many tokens; each group's blocks divide it
     slice_numbers: numbers in a slice; slices: of a block
-    state_bytes: of a sequence's states, in all layers that have one
+    states: of the layers that have one, by their numbers in the model
     """
 
     groups: tuple[CacheGroup, ...]
@@ -86,7 +98,7 @@ class CacheLayout:
     prefix_size: int
     slice_numbers: int
     slices: int
-    state_bytes: int = 0
+    states: tuple[tuple[int, State], ...] = ()
 
     @cached_property
     def waste(self) -> float:
@@ -170,5 +182,5 @@ def lay_out(memory: Iterable[Memory], block_size: int, unit: int) -> CacheLayout
         prefix_size=packing.prefix_size,
         slice_numbers=packing.slice_numbers,
         slices=packing.slices,
-        state_bytes=sum(state.num_bytes for state in memory if isinstance(state, State)),
+        states=tuple((layer, state) for layer, state in enumerate(memory) if isinstance(state, State)),
     )

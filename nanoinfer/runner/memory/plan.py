@@ -163,8 +163,8 @@ def plan_memory(
         torch.cuda.empty_cache()
         used = total - torch.cuda.mem_get_info(device)[0]
     layout = spec.layout
-    slots = SLOTS_OF_A_ROW * config.max_num_seqs if layout.state_bytes else 0
-    states = slots * layout.state_bytes
+    slots = SLOTS_OF_A_ROW * config.max_num_seqs if layout.states else 0
+    states = slots * spec.state_bytes
     budget = tp.min(limit - used - steps - graphs - states, device)
     asked = config.num_kvcache_blocks
     blocks = _blocks_that_fit(config, spec, budget) if asked is None else layout.pool_of(asked)
