@@ -40,7 +40,7 @@ class State:
     matrices: tuple[int, int, int] | None = None
 
     def num_bytes(self, input_size: int, number_size: int) -> int:
-        """Return the bytes of a sequence; input_size: of a number of the convolution's inputs; number_size: of a matrix."""
+        """Return a sequence's bytes; input_size: of a number of the convolution's inputs; number_size: of a matrix."""
         matrices = 0 if self.matrices is None else math.prod(self.matrices)
         return self.channels * self.width * input_size + matrices * number_size
 

@@ -21,7 +21,7 @@ from nanoinfer.attention.context import Context, Scoring
 from nanoinfer.layers.attention import Attention, FullWidth
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.experts import MixtureOfExperts, Router, SharedExpert
-from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, share_of_heads
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, share_of_heads, side_by_side
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
@@ -49,10 +49,8 @@ class SelfAttention(nn.Module):
         prefix, memory = f"model.layers.{layer}.", model.memory(tp.size)
         self.head_dim = model.head_dim
         heads = model.num_heads, model.num_kv_heads, model.num_kv_heads
-        names = tuple(prefix + name for name in model.names.qkv)
-        self.qkv_proj = ColumnParallelLinear(
-            names, model.hidden_size, heads, tp, model.head_dim, model.qkv_bias, fp8=model.fp8
-        )
+        projections = side_by_side(tuple(prefix + name for name in model.names.qkv), heads, model.head_dim)
+        self.qkv_proj = ColumnParallelLinear(projections, model.hidden_size, tp, model.qkv_bias, model.fp8)
         self.attention = Attention(
             f"{prefix}self_attn",
             layer,
@@ -87,14 +85,8 @@ class MLP(nn.Module):
         super().__init__()
         prefix = f"model.layers.{layer}."
         size = model.intermediate_size
-        self.gate_up_proj = ColumnParallelLinear(
-            tuple(prefix + name for name in model.names.gate_up),
-            model.hidden_size,
-            (size, size),
-            tp,
-            bias=model.mlp_bias,
-            fp8=model.fp8,
-        )
+        gate_up = side_by_side(tuple(prefix + name for name in model.names.gate_up), (size, size))
+        self.gate_up_proj = ColumnParallelLinear(gate_up, model.hidden_size, tp, model.mlp_bias, model.fp8)
         self.activation = model.activation
         down = f"{prefix}mlp.down_proj"
         self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.fp8)
