@@ -260,7 +260,7 @@ class Config:
     def shares_prefixes(self) -> bool:
         """Whether decode attention reads prefixes once that several rows share, in layers where a query sees all."""
         can_share = self.attention_backend == "triton" and not self.deterministic
-        return can_share and None in self.description.windows and self.max_num_seqs > 1
+        return can_share and None in self.description.attention_windows and self.max_num_seqs > 1
 
     @property
     def starts_ranks(self) -> bool:
@@ -353,6 +353,11 @@ class Config:
             raise ValueError(
                 f"deterministic=True: attention_backend={self.attention_backend!r} adds up in other orders in other"
                 " steps; on CUDA it must be 'triton', or 'auto'"
+            )
+        if self.description.has_states:
+            raise ValueError(
+                "deterministic=True: must be False for this model: some of its layers keep a state, and computing it in"
+                " chunks adds up in another order than token by token"
             )
         if self.tensor_parallel_size > 1:
             self.description.check_ranks_in_order(self.tensor_parallel_size, self.device == "cpu")

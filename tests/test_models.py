@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from nanoinfer import LLM, RequestOutput
 from nanoinfer.config import Config
+from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.models import FAMILIES, describe, families
 
@@ -483,26 +484,31 @@ def test_what_only_longer_sequences_would_see_costs_nothing(
 
 
 @pytest.mark.parametrize(
-    ("windows", "experts", "layers"),
+    ("windows", "delta", "experts", "layers"),
     [
-        ([None], None, [0]),
-        ([None] * 4, None, [0, 1]),
-        ([8, None, 8, None], None, [0, 1, 2]),
-        ([8, 8, None, 8], None, [0, 1, 2]),
-        ([None] * 4, [False, False, True, True], [0, 1, 2]),
-        ([8, 8, None, 8], [False, True, True, False], [0, 1, 2, 3]),
+        ([None], None, None, [0]),
+        ([None] * 4, None, None, [0, 1]),
+        ([8, None, 8, None], None, None, [0, 1, 2]),
+        ([8, 8, None, 8], None, None, [0, 1, 2]),
+        ([None] * 4, None, [False, False, True, True], [0, 1, 2]),
+        ([8, 8, None, 8], None, [False, True, True, False], [0, 1, 2, 3]),
+        ([None] * 5, [0, 1, 2, 4], None, [0, 1, 3]),
+        ([None] * 5, [0, 1, 2, 4], [False, False, True, True, True], [0, 1, 2, 3]),
     ],
 )
 def test_the_different_layers_are_the_first_and_the_first_of_each_kind_of_the_others(
     windows: list[int | None],
+    delta: list[int] | None,
     experts: list[bool] | None,
     layers: list[int],
     family: Callable[[str], tuple[str, PreTrainedModel]],
 ) -> None:
+    """delta: the layers that have the gated delta rule, and no attention"""
     model = Config(family("qwen3moe")[0], device="cpu").description
     made = None if experts is None else replace(model.experts, layers=tuple(experts))
     ropes = model.ropes[:1] * len(windows)
-    changed = replace(model, num_layers=len(windows), windows=tuple(windows), ropes=ropes, experts=made)
+    mixers = tuple(GatedDelta(2, 2, 16, 16, 4) if layer in (delta or ()) else None for layer in range(len(windows)))
+    changed = replace(model, num_layers=len(windows), windows=tuple(windows), ropes=ropes, mixers=mixers, experts=made)
     assert changed.different_layers == layers
 
 
@@ -585,3 +591,55 @@ def test_the_page_that_says_how_to_add_a_model(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": [line[0]]}))
     run(make_llm(str(folder), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
+
+
+COUNTER = '''
+"""A model whose next token is the last one's successor."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from nanoinfer.models.causal_lm import CausalLM
+from nanoinfer.models.families import qwen3
+
+
+def describe(config):
+    return replace(qwen3.describe(config), module="nanoinfer.models.families.counter.Counter")
+
+
+class Counter(CausalLM):
+    first_id, num_ids = 0, 100
+
+    def __init__(self, *args):
+        super().__init__(*args)
+
+    def forward(self, token_ids, context):
+        return (token_ids.unsqueeze(1) + 1) % self.num_ids
+
+    def compute_logits(self, hidden, out=None):
+        logits = (hidden == torch.arange(self.num_ids, device=hidden.device)).float()
+        return logits if out is None else out.copy_(logits)
+
+    def one_of_each(self):
+        return nullcontext()
+
+    def fix_order(self, sizes, tokens):
+        pass
+
+    def fix_parts(self):
+        pass
+'''
+
+
+def test_a_family_may_name_a_module_of_its_own(
+    tmp_path: Path, make_llm: Callable[..., LLM], make_qwen3: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner builds the class that the description names."""
+    (tmp_path / "counter.py").write_text(COUNTER)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    monkeypatch.setitem(FAMILIES, "Qwen3ForCausalLM", "counter.describe")
+    llm = make_llm(make_qwen3(vocab_size=100), load_format="dummy")
+    outputs = llm.generate([[3, 7], [98]], greedy(4, ignore_eos=True), use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == [[8, 9, 10, 11], [99, 0, 1, 2]]

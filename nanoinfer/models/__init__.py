@@ -5,8 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import torch
+
+from nanoinfer.attention import AttentionBackend
+from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import Description
 from nanoinfer.models.settings import check_sizes
+from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,3 +57,16 @@ def describe(config: PretrainedConfig) -> Description:
     check_sizes(config.get_text_config())
     file, function = FAMILIES[names[0]].split(".")
     return getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)
+
+
+def build(
+    model: Description, max_model_len: int, backend: AttentionBackend, tp: TensorParallel, head_dtype: torch.dtype
+) -> CausalLM:
+    """Build one rank's share of a model by the class that its description names; the weights hold any numbers.
+
+    max_model_len: a sequence has at most so many tokens; head_dtype: of the logits and of the head's matrix
+    """
+    file, name = model.module.rsplit(".", 1)
+    made = getattr(import_module(file), name)(model, max_model_len, backend, tp, head_dtype)
+    assert isinstance(made, CausalLM)
+    return made

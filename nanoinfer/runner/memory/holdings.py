@@ -8,7 +8,8 @@ import torch
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.config import Config
-from nanoinfer.models.decoder import Decoder
+from nanoinfer.models import build
+from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
@@ -28,7 +29,7 @@ class Holdings:
     kv_cache: the last one that `make_cache` has made
     """
 
-    model: Decoder
+    model: CausalLM
     model_bytes: int
     weights: WeightWriter
     kv_cache: KVCache
@@ -55,7 +56,7 @@ class Holdings:
         config, description = self._config, self._config.description
         memory = nullcontext() if self._lender is None else self._lender.for_weights()
         with self._device, default_dtype(config.torch_dtype), memory:
-            self.model = Decoder(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
+            self.model = build(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
         self.model_bytes = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
         if config.is_one_by_one:
             self.model.fix_parts()

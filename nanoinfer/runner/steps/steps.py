@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
@@ -11,6 +9,7 @@ from nanoinfer.attention.context import Context
 from nanoinfer.config import PROCESSED, Config
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.layers.sampler import Sampler
+from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processors import NONE_LEFT, LogitsProcessors
@@ -20,28 +19,6 @@ from nanoinfer.runner.memory.kv_cache import KVCache
 from nanoinfer.runner.message import ChunkMessage, MaskMessage, PrefillMessage, StepMessage
 from nanoinfer.runner.steps.input_batch import TABLE_STEP, InputBatch, PrefillInputs
 from nanoinfer.runner.steps.pending_tokens import Launched
-
-
-class CausalLM(Protocol):
-    """The interface of a model that the runner uses: this rank's share of the model."""
-
-    @property
-    def first_id(self) -> int:
-        """The first of the token ids whose logits this rank computes."""
-        ...
-
-    @property
-    def num_ids(self) -> int:
-        """How many token ids this rank computes logits of."""
-        ...
-
-    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
-        """Run the model: [tokens] int32 to hidden states, [tokens, hidden_size]."""
-        ...
-
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute logits: [n, hidden_size] to [n, num_ids], into `out` if given."""
-        ...
 
 
 class Steps:
