@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import CASES, build
 from conftest import greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
 from test_kernels import DTYPES, assert_close, randn
 from test_loader import rank
-from test_models import CASES, build, run
+from test_models import run
 from transformers import AutoConfig, PreTrainedModel
 
 from nanoinfer import LLM, RequestOutput, SamplingParams

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import CASES, VOCAB, build
 from conftest import write_random_checkpoint
 from safetensors.torch import load_file, save_file
-from test_models import CASES, VOCAB, build
 from transformers import AutoModelForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, reference
