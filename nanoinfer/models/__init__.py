@@ -12,12 +12,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = {
+    "CwmForCausalLM": "llama.describe_cwm",
+    "Ernie4_5ForCausalLM": "llama.describe_ernie4_5",
+    "Exaone4ForCausalLM": "exaone4.describe",
+    "GemmaForCausalLM": "gemma.describe_gemma",
     "Gemma2ForCausalLM": "gemma.describe_gemma2",
     "Gemma3ForCausalLM": "gemma.describe_gemma3",
     "Gemma3ForConditionalGeneration": "multimodal.describe_gemma3",
-    "Glm4ForCausalLM": "glm4.describe",
+    "GlmForCausalLM": "glm.describe_glm",
+    "Glm4ForCausalLM": "glm.describe_glm4",
     "GraniteForCausalLM": "granite.describe",
-    "LlamaForCausalLM": "llama.describe",
+    "LlamaForCausalLM": "llama.describe_llama",
     "Ministral3ForCausalLM": "mistral.describe_ministral3",
     "Mistral3ForConditionalGeneration": "multimodal.describe_mistral3",
     "MistralForCausalLM": "mistral.describe_mistral",
@@ -32,7 +37,9 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3.describe",
     "Qwen3VLForConditionalGeneration": "multimodal.describe_qwen3_vl",
     "Qwen3MoeForCausalLM": "qwen3.describe_moe",
+    "SeedOssForCausalLM": "llama.describe_seed_oss",
     "SmolLM3ForCausalLM": "smollm3.describe",
+    "VaultGemmaForCausalLM": "gemma.describe_vaultgemma",
 }  # each class with the file in families/ and the function in it that reads the config
 
 

@@ -18,6 +18,42 @@ DENSE = {
     "llama biases, llama3 rope": Case(
         "LlamaForCausalLM", "llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}
     ),
+    "seedoss biases of the output and the MLP": Case(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "rope_parameters": YARN},
+    ),
+    "seedoss": Case("SeedOssForCausalLM", "seed_oss"),
+    "ernie4.5 tied, without biases, linear rope": Case(
+        "Ernie4_5ForCausalLM", "ernie4_5", {"use_bias": False, "tie_word_embeddings": True, "rope_parameters": LINEAR}
+    ),
+    "ernie4.5": Case("Ernie4_5ForCausalLM", "ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    "cwm": Case("CwmForCausalLM", "cwm", {"bos_token_id": 0, "sliding_window": 24, "rope_parameters": LLAMA3}),
+    "cwm biases, other windows": Case(
+        "CwmForCausalLM",
+        "cwm",
+        {
+            "bos_token_id": 0,
+            "mlp_bias": True,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "exaone4 windows by a pattern": Case("Exaone4ForCausalLM", "exaone4", {"sliding_window": 24}),
+    "exaone4 without windows": Case(
+        "Exaone4ForCausalLM", "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}
+    ),
+    "exaone4 windows, llama3 rope": Case(
+        "Exaone4ForCausalLM",
+        "exaone4",
+        {
+            "sliding_window": 33,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "rope_parameters": LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mistral": Case("MistralForCausalLM", "mistral", {"sliding_window": None}),
     "mistral window": Case("MistralForCausalLM", "mistral", {"sliding_window": 24}),
     "ministral3": Case(
@@ -58,10 +94,27 @@ DENSE = {
         "phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
     ),
+    "phi3 as in Phi-4-mini: tied, longrope on a share of each head": Case(
+        "Phi3ForCausalLM",
+        "phi3",
+        {
+            "rope_parameters": {
+                **{name: x[:6] if "factor" in name else x for name, x in LONGROPE.items()},
+                "partial_rotary_factor": 0.75,
+            },
+            "original_max_position_embeddings": 42,
+            "hidden_size": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
     "phi3 longrope": Case(
         "Phi3ForCausalLM",
         "phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 42, "hidden_size": 64},
+    ),
+    "gemma": Case("GemmaForCausalLM", "gemma"),
+    "gemma biases, an own head": Case(
+        "GemmaForCausalLM", "gemma", {"attention_bias": True, "tie_word_embeddings": False, "hidden_act": "gelu"}
     ),
     "gemma2": Case("Gemma2ForCausalLM", "gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 24}),
     "gemma2 without caps": Case(
@@ -71,6 +124,22 @@ DENSE = {
     ),
     "gemma2 low caps": Case(
         "Gemma2ForCausalLM", "gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    ),
+    "vaultgemma": Case("VaultGemmaForCausalLM", "vaultgemma", {"sliding_window": 24, "query_pre_attn_scalar": 24}),
+    "vaultgemma without caps": Case(
+        "VaultGemmaForCausalLM",
+        "vaultgemma",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "vaultgemma low caps, other windows": Case(
+        "VaultGemmaForCausalLM",
+        "vaultgemma",
+        {
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 40,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
     ),
     "gemma3": Case(
         "Gemma3ForCausalLM",
@@ -129,6 +198,16 @@ DENSE = {
             "mlp_bias": True,
         },
     ),
+    "glm without biases": Case(
+        "GlmForCausalLM",
+        "glm",
+        {
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "glm": Case("GlmForCausalLM", "glm"),
     "glm4 without biases": Case(
         "Glm4ForCausalLM",
         "glm4",
