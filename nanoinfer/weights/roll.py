@@ -12,6 +12,7 @@ from nanoinfer.weights.shards import Table
 FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}  # as files and as torch name them
 FP8 = {"F8_E4M3", "float8_e4m3fn"}
 COMPUTED = ("rotary_emb.inv_freq", ".input_scale")  # tensors that some checkpoints store and no model reads
+GUESSING = "mtp."  # begins the names of layers that guess the tokens after the next one, which no model runs
 NUMBER = re.compile(r"\d+")
 MOST_NAMES = 5  # in an error message
 
@@ -40,7 +41,7 @@ class Roll:
         """
         shards = self._table.get(name)
         if shards is None:
-            if not name.endswith(COMPUTED):
+            if not (name.endswith(COMPUTED) or name.startswith(GUESSING)):
                 self._unknown.append(name)
             return False
         is_stack, replaced = shards[0].entry is not None, shards[0].replaces
