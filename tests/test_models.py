@@ -25,6 +25,7 @@ from nanoinfer.models import FAMILIES, describe, families
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 100, 300]  # of the prompts, in one batch
 MAX_TOKENS = 6
+HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
 @torch.inference_mode()
@@ -157,6 +158,19 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
     run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model)
 
 
+@pytest.mark.parametrize("name", ["qwen2-vl", *whole_only(["qwen2-vl windows", "qwen2.5-vl"])])
+def test_the_first_configs_of_qwen2_vl_are_flat(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """The language model's settings stand beside vision_config, and name the rotation otherwise."""
+    model = build(CASES[name], tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    file.write_text(json.dumps({**text, "rope_theta": rope["rope_theta"], **scaling, **config}))
+    run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
+
+
 def test_a_mistral_with_layer_types_has_windows_on_those_alone(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
     """Ministral 8B has layer_types. transformers gives the model another model_type than its config.json."""
     kinds = ["sliding_attention", "full_attention"] * 2
@@ -167,11 +181,12 @@ def test_a_mistral_with_layer_types_has_windows_on_those_alone(make_llm: Callabl
     run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
 
 
-def test_windows_that_qwen3_vl_does_not_have() -> None:
-    text = {**SHAPE, "sliding_window": 24, "layer_types": ["sliding_attention"] * 4}
-    name = "Qwen3VLForConditionalGeneration"
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-vl-moe"])
+def test_windows_that_qwen3_vl_does_not_have(name: str) -> None:
+    case = CASES[name]
+    text = {**SHAPE, **case.settings, "sliding_window": 24, "layer_types": ["sliding_attention"] * 4}
     with pytest.raises(ValueError, match="layer_types='sliding_attention' in its config is not supported"):
-        describe(AutoConfig.for_model("qwen3_vl", text_config=text, architectures=[name]))
+        describe(AutoConfig.for_model(case.model_type, text_config=text, architectures=[case.architecture]))
 
 
 def test_a_multimodal_checkpoint_says_that_it_is_run_as_text_only(
@@ -255,7 +270,7 @@ def test_the_different_layers_run_alone(
         ("llama", {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 .*not sup"),
         ("phi3 longrope", {"original_max_position_embeddings": 1}, "original_max_position_embeddings=1 .*above 1"),
         ("phi3 longrope", {"rope_parameters": {**LONGROPE, "long_factor": [0.0] * 8}}, "long_factor=0.0 .*above 0"),
-        ("glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),
+        ("glm4", {"rope_parameters": {**HALF, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),
         ("mistral window", {"sliding_window": 0}, "sliding_window=0 .*must be a number above 0"),
         ("mistral window", {"sliding_window": -3}, "sliding_window=-3 .*must be a number above 0"),
         ("gemma2", {"sliding_window": -1}, "sliding_window=-1 .*must be a number above 0"),
@@ -267,9 +282,14 @@ def test_the_different_layers_run_alone(
         ("vaultgemma", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0 .*must be a number above 0"),
         ("exaone4 without windows", {"layer_types": ["sliding_attention"] * 4}, "layer_types='sliding_att.*not sup"),
         ("exaone4 windows, llama3 rope", {"sliding_window": 0}, "sliding_window=0 .*must be a number above 0"),
-        ("glm", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),
+        ("glm", {"rope_parameters": {**HALF, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0 .*must be a number above 0"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .*has 2 entries: .*num_hidden_layers=4"),
+        ("mellum", {"mlp_layer_types": ["dense", "moe"] * 2}, "mlp_layer_types='moe' .*must be 'sparse' or 'dense'"),
+        ("mellum", {"mlp_layer_types": ["dense"]}, "mlp_layer_types .*has 1 entries: .*num_hidden_layers=4"),
+        ("mellum", {"rope_parameters": {"full_attention": HALF}}, "partial_rotary_factor=0.5 .*not supported"),
+        ("granitemoe", {"num_local_experts": 0}, "num_local_experts=0 .*must be an integer of at least 1"),
+        ("granitemoe", {"attention_multiplier": 0}, "attention_multiplier=0 .*must be a number above 0"),
         ("gemma3 multimodal", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*not supported"),
     ],
 )  # fmt: skip

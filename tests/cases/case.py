@@ -55,7 +55,7 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
     """Save a checkpoint of random weights, norms and biases included; returns transformers' model of it."""
     torch.manual_seed(0)
     settings = {**SHAPE, **case.settings}
-    if case.architecture == "Qwen2_5_VLForConditionalGeneration":
+    if case.model_type in ("qwen2_vl", "qwen2_5_vl"):
         settings.pop("head_dim")  # transformers computes it from the hidden size
     if case.vision is not None:
         tied = {"tie_word_embeddings": settings.pop("tie_word_embeddings")} if "tie_word_embeddings" in settings else {}
