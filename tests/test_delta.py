@@ -2,39 +2,99 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import DEVICE, HAS_CUDA, of_each_kind
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
 
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks, cut
-from nanoinfer.kernels.delta.convolution import convolve_chunks_reference, convolve_rows_reference
-from nanoinfer.kernels.delta.decode import delta_rows_reference
-from nanoinfer.kernels.delta.gated_norm import gated_norm_reference
-from nanoinfer.kernels.delta.prefill import delta_chunks_reference
+from nanoinfer.kernels.delta.convolution import (
+    convolve_chunks_reference,
+    convolve_chunks_triton,
+    convolve_rows_reference,
+    convolve_rows_triton,
+)
+from nanoinfer.kernels.delta.decode import delta_rows_reference, delta_rows_triton
+from nanoinfer.kernels.delta.gated_norm import gated_norm_reference, gated_norm_triton
+from nanoinfer.kernels.delta.inverse import invert_reference
+from nanoinfer.kernels.delta.prefill import delta_chunks_reference, delta_chunks_triton
+from nanoinfer.kernels.launch import launch_in_between
 
+SHORT = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter's products of bfloat16 are wrong
+DTYPES = [torch.float32, SHORT]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 WIDTH = 4
 STALE = 1e4  # what slots have of an earlier owner: whoever reads it shows
 
 
 class Layer:
-    """Random parameters and slots of a layer: key heads, value heads, key dim and value dim as the shape has them."""
+    """Random parameters and slots of a layer: key heads, value heads, key dim and value dim as the shape has them.
 
-    def __init__(self, shape: tuple[int, int, int, int], slots: int = 8, dtype: torch.dtype = torch.float32) -> None:
+    bias: the range of dt_bias; far below 0, states are kept, far above, they are forgotten at once
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        slots: int = 8,
+        dtype: torch.dtype = torch.float32,
+        bias: tuple[float, float] = (-6, 1),
+    ) -> None:
         self.key_heads, self.value_heads, self.key_dim, self.value_dim = shape
         self.channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-        self.weight = torch.randn(self.channels, WIDTH).to(dtype)
+        self.weight = (torch.randn(self.channels, WIDTH) / 2).to(dtype)
         self.log_decay = torch.empty(self.value_heads).uniform_(0.01, 16).log()
-        self.dt_bias = torch.empty(self.value_heads).uniform_(-6, 1)  # decays near 1 and near 0
+        self.dt_bias = torch.empty(self.value_heads).uniform_(*bias)
         self.inputs = torch.full((slots, WIDTH, self.channels), STALE, dtype=dtype)
         self.matrices = torch.full((slots, self.value_heads, self.value_dim, self.key_dim), STALE)
 
-    def draw(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return qkv, a and b of some tokens, each some columns of one projection."""
+    def draw(self, tokens: int, strengths: float = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Return qkv, a and b of some tokens, each some columns of one projection; strengths: the mean of b."""
         sizes = (self.channels, self.value_heads, self.value_heads)
-        qkv, a, b = torch.randn(tokens, sum(sizes)).to(self.weight.dtype).split(sizes, dim=1)
-        return qkv, a, 4 * b
+        projected = torch.randn(tokens, sum(sizes))
+        projected[:, -self.value_heads :] += strengths
+        qkv, a, b = projected.to(self.weight.dtype).split(sizes, dim=1)
+        return qkv, a, b
+
+    def fill(self, *slots: int) -> None:
+        """Let sequences have been in some slots."""
+        for slot in slots:
+            self.inputs[slot] = torch.randn_like(self.inputs[slot])
+            self.matrices[slot] = torch.randn_like(self.matrices[slot]) / 4
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, [tokens, key heads, key dim], and v, [tokens, value heads, value dim]."""
+        dims = (self.key_dim, self.key_dim, self.value_dim)
+        heads = (self.key_heads, self.key_heads, self.value_heads)
+        parts = qkv.split([head * dim for head, dim in zip(heads, dims, strict=True)], dim=1)
+        q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
+        return q, k, v
+
+    def log_gates(self, a: Tensor) -> Tensor:
+        return -self.log_decay.exp() * F.softplus(a.float() + self.dt_bias)
+
+    def convolve(self, function: Callable[..., Tensor], x: Tensor, *where: object) -> Tensor:
+        return function(x, self.weight, self.inputs, *where)
+
+    def chunks(self, function: Callable[..., Tensor], qkv: Tensor, a: Tensor, b: Tensor, chunks: Chunks) -> Tensor:
+        return function(qkv, a, b, self.log_decay, self.dt_bias, self.matrices, chunks, self.key_heads)
+
+    def rows(self, function: Callable[..., Tensor], qkv: Tensor, a: Tensor, b: Tensor, *where: Tensor) -> Tensor:
+        parameters = (self.weight, self.log_decay, self.dt_bias)
+        return function(qkv, a, b, *parameters, self.inputs, self.matrices, *where, self.key_heads)
+
+    def copy(self, device: str = "cpu") -> Layer:
+        """Return a layer of the same numbers, and slots of its own."""
+        layer = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(layer, name, value.to(device, copy=True))
+        return layer
 
 
 def chunks_of(
@@ -55,25 +115,20 @@ def ints(*numbers: int) -> Tensor:
 def recur(layer: Layer, qkv: Tensor, a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The rule as it is defined, in float64 and one token after another, for qkv that is convolved already.
 
-    Returns the results, [tokens, value heads, value dim], and the states behind each token.
+    Returns the results, [tokens, value heads, value dim], and the state behind the last token.
     """
-    sizes = [layer.key_heads * layer.key_dim] * 2 + [layer.value_heads * layer.value_dim]
-    q, k, v = (
-        x.unflatten(1, (-1, dim))
-        for x, dim in zip(qkv.double().split(sizes, 1), [layer.key_dim] * 2 + [layer.value_dim], strict=True)
-    )
+    q, k, v = layer.split(qkv.double())
     q, k = (oracle.l2norm(x).repeat_interleave(layer.value_heads // layer.key_heads, dim=1) for x in (q, k))
-    decay = torch.exp(-layer.log_decay.double().exp() * F.softplus(a.double() + layer.dt_bias))
-    strength = b.double().sigmoid()
-    state = torch.zeros(layer.value_heads, layer.value_dim, layer.key_dim) if state is None else state
-    state, outs, states = state.double(), [], []
+    decays = torch.exp(-layer.log_decay.double().exp() * F.softplus(a.double() + layer.dt_bias))[..., None, None]
+    strengths = b.double().sigmoid()[..., None]
+    state = v.new_zeros(v.shape[1:] + k.shape[2:]) if state is None else state.double()
+    outs = []
     for t in range(len(qkv)):
-        state = state * decay[t, :, None, None]
-        miss = v[t] - torch.einsum("hvk,hk->hv", state, k[t])
-        state = state + torch.einsum("h,hv,hk->hvk", strength[t], miss, k[t])
-        outs.append(torch.einsum("hvk,hk->hv", state, q[t]) * layer.key_dim**-0.5)
-        states.append(state)
-    return torch.stack(outs), torch.stack(states)
+        state = state * decays[t]
+        update = strengths[t] * (v[t] - (state * k[t].unsqueeze(1)).sum(dim=2))
+        state = state + update.unsqueeze(2) * k[t].unsqueeze(1)
+        outs.append((state * q[t].unsqueeze(1)).sum(dim=2) * layer.key_dim**-0.5)
+    return torch.stack(outs), state
 
 
 def convolved(x: Tensor, weight: Tensor, silu: bool) -> Tensor:
@@ -81,21 +136,33 @@ def convolved(x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     return oracle.causal_conv1d_fn(x.T[None], weight, activation="silu" if silu else None)[0].T
 
 
-SHAPES = [(1, 1, 16, 16), (2, 4, 8, 16)]
+def to_device(chunks: Chunks) -> Chunks:
+    return Chunks(*(getattr(chunks, field).to(DEVICE) for field in Chunks.__dataclass_fields__))
+
+
+def assert_near(out: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Check the relative error of a whole tensor."""
+    error = (out.cpu().double() - expected.double()).norm() / expected.double().norm()
+    assert error < TOLERANCE[dtype], error
+
+
+SHAPES = [(1, 1, 16, 16), (2, 4, 8, 16), (1, 3, 12, 24)]
+SPANS = ((0, 64), (64, 214), (128, 129), (0, 3))
+SLOTS = {"initial": [-1, 3, 4, -1], "final": [0, 3, -1, 6], "snapshots": {64: 2}}
 
 
 @pytest.mark.parametrize("silu", [True, False])
 def test_a_convolution_is_transformers_in_chunks_and_in_rows(silu: bool) -> None:
     layer = Layer((2, 4, 8, 8))
     x = layer.draw(200)[0]
-    expected = convolved(x, layer.weight, silu)
     first = chunks_of((0, 128), initial=[-1], final=[3])
-    ys = [convolve_chunks_reference(x[:128], layer.weight, layer.inputs, first, silu)]
     behind = chunks_of((128, 195), initial=[3], final=[3])
-    ys.append(convolve_chunks_reference(x[128:195], layer.weight, layer.inputs, behind, silu))
-    for t in range(195, 200):
-        ys.append(convolve_rows_reference(x[t : t + 1], layer.weight, layer.inputs, ints(3), ints(t), silu))
-    torch.testing.assert_close(torch.cat(ys), expected)
+    ys = [
+        layer.convolve(convolve_chunks_reference, x[:128], first, silu),
+        layer.convolve(convolve_chunks_reference, x[128:195], behind, silu),
+        *(layer.convolve(convolve_rows_reference, x[[t]], ints(3), ints(t), silu) for t in range(195, 200)),
+    ]
+    torch.testing.assert_close(torch.cat(ys), convolved(x, layer.weight, silu))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 63, 64, 65])
@@ -103,33 +170,31 @@ def test_what_lies_before_a_sequence_counts_as_zero(length: int) -> None:
     layer = Layer((1, 1, 8, 8))
     x = layer.draw(length + 4)[0]
     expected = convolved(x, layer.weight, False)
+    chunks = chunks_of((0, length), initial=[-1], final=[0])
     ys = [
-        convolve_chunks_reference(
-            x[:length], layer.weight, layer.inputs, chunks_of((0, length), initial=[-1], final=[0]), False
-        )
+        layer.convolve(convolve_chunks_reference, x[:length], chunks, False),
+        *(layer.convolve(convolve_rows_reference, x[[t]], ints(0), ints(t), False) for t in range(length, length + 4)),
     ]
-    for t in range(length, length + 4):
-        ys.append(convolve_rows_reference(x[t : t + 1], layer.weight, layer.inputs, ints(0), ints(t), False))
     torch.testing.assert_close(torch.cat(ys), expected)
-    alone = Layer((1, 1, 8, 8))  # rows from the beginning: the ring has an earlier owner's numbers
-    ys = [convolve_rows_reference(x[t : t + 1], layer.weight, alone.inputs, ints(5), ints(t), False) for t in range(5)]
-    torch.testing.assert_close(torch.cat(ys), expected[:5])
+    ys = [layer.convolve(convolve_rows_reference, x[[t]], ints(5), ints(t), False) for t in range(5)]
+    torch.testing.assert_close(torch.cat(ys), expected[:5])  # the slot has an earlier owner's inputs
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_rule_in_chunks_is_the_rule_step_by_step(shape: tuple[int, int, int, int]) -> None:
     layer = Layer(shape)
-    qkv, a, b = layer.draw(64 + 150 + 1)
-    spans = ((0, 64), (0, 150), (0, 1))
-    chunks = chunks_of(*spans, initial=[-1] * 3, final=[0, 1, -1], snapshots={64: 2})
-    out = delta_chunks_reference(qkv, a, b, layer.log_decay, layer.dt_bias, layer.matrices, chunks, layer.key_heads)
-    for seq, (i, j) in enumerate([(0, 64), (64, 214), (214, 215)]):
-        expected, states = recur(layer, qkv[i:j], a[i:j], b[i:j])
+    layer.fill(3, 4)
+    before = layer.matrices.clone()
+    qkv, a, b = layer.draw(64 + 150 + 1 + 3)
+    out = layer.chunks(delta_chunks_reference, qkv, a, b, chunks_of(*SPANS, **SLOTS))
+    ends = [0, 64, 214, 215, 218]
+    for i, j, initial, final in zip(ends[:-1], ends[1:], SLOTS["initial"], SLOTS["final"], strict=True):
+        expected, state = recur(layer, qkv[i:j], a[i:j], b[i:j], before[initial] if initial >= 0 else None)
         torch.testing.assert_close(out[i:j].double(), expected, rtol=1e-4, atol=1e-5)
-        if seq < 2:
-            torch.testing.assert_close(layer.matrices[seq].double(), states[-1], rtol=1e-4, atol=1e-5)
-    assert layer.matrices[2].equal(layer.matrices[0])
-    assert (layer.matrices[3:] == STALE).all()
+        if final >= 0:
+            torch.testing.assert_close(layer.matrices[final].double(), state, rtol=1e-4, atol=1e-5)
+    assert layer.matrices[2].equal(layer.matrices[0])  # the snapshot
+    assert layer.matrices[[1, 4, 5, 7]].equal(before[[1, 4, 5, 7]])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -137,51 +202,111 @@ def test_the_rule_is_transformers(shape: tuple[int, int, int, int]) -> None:
     layer = Layer(shape)
     x, a, b = layer.draw(140)
     qkv = convolved(x, layer.weight, True)
-    sizes = [layer.key_heads * layer.key_dim] * 2 + [layer.value_heads * layer.value_dim]
-    q, k, v = (
-        part.unflatten(1, (-1, dim))[None]
-        for part, dim in zip(qkv.split(sizes, 1), [layer.key_dim] * 2 + [layer.value_dim], strict=True)
-    )
-    g = -layer.log_decay.exp() * F.softplus(a + layer.dt_bias)
     expected, state = oracle.torch_chunk_gated_delta_rule(
-        q, k, v, g=g[None], beta=b[None].sigmoid(), output_final_state=True, use_qk_l2norm_in_kernel=True
+        *(part[None] for part in layer.split(qkv)),
+        g=layer.log_gates(a)[None],
+        beta=b[None].sigmoid(),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
     )
     chunks = chunks_of((0, 128), initial=[-1], final=[1])
-    out = [
-        delta_chunks_reference(
-            qkv[:128], a[:128], b[:128], layer.log_decay, layer.dt_bias, layer.matrices, chunks, layer.key_heads
-        )
-    ]
-    convolve_chunks_reference(x[:128], layer.weight, layer.inputs, chunks, True)
+    layer.convolve(convolve_chunks_reference, x[:128], chunks, True)
+    outs = [layer.chunks(delta_chunks_reference, qkv[:128], a[:128], b[:128], chunks)]
     for t in range(128, 140):  # beside an empty row
-        rows = [torch.cat([y[t : t + 1], torch.full_like(y[:1], STALE)]) for y in (x, a, b)]
-        out.append(
-            delta_rows_reference(
-                *rows,
-                layer.weight,
-                layer.log_decay,
-                layer.dt_bias,
-                layer.inputs,
-                layer.matrices,
-                ints(1, -1),
-                ints(t, -1),
-                layer.key_heads,
-            )[:1]
-        )
-    torch.testing.assert_close(torch.cat(out), expected[0], rtol=1e-4, atol=1e-5)
+        rows = [torch.stack([y[t], torch.full_like(y[t], STALE)]) for y in (x, a, b)]
+        outs.append(layer.rows(delta_rows_reference, *rows, ints(1, -1), ints(t, -1))[:1])
+    torch.testing.assert_close(torch.cat(outs), expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(layer.matrices[1], state[0].mT, rtol=1e-4, atol=1e-5)
     assert (layer.matrices[[0, *range(2, 8)]] == STALE).all()
     assert (layer.inputs[[0, *range(2, 8)]] == STALE).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_gated_norm_is_transformers(dtype: torch.dtype) -> None:
-    norm = oracle.Qwen3_5RMSNormGated(16, eps=1e-6).to(dtype)
+    norm = oracle.Qwen3_5RMSNormGated(24, eps=1e-6).to(dtype)
     torch.nn.init.normal_(norm.weight)
-    x, gate = torch.randn(5, 4, 16).to(dtype), torch.randn(5, 80).to(dtype)[:, 16:]
-    expected = norm(x, gate.unflatten(1, (4, 16))).flatten(1)
+    x, gate = torch.randn(5, 3, 24).to(dtype), torch.randn(5, 88).to(dtype)[:, 16:]
+    expected = norm(x, gate.unflatten(1, (3, 24))).flatten(1)
     torch.testing.assert_close(gated_norm_reference(x, gate, norm.weight, 1e-6), expected)
+    if dtype in DTYPES:
+        out = gated_norm_triton(x.to(DEVICE), gate.to(DEVICE), norm.weight.to(DEVICE), 1e-6)
+        torch.testing.assert_close(out.cpu(), expected)
 
 
-def test_a_chunk_is_as_long_as_transformers() -> None:
-    assert CHUNK == 64
+@pytest.mark.parametrize("keys", ["random", "alike"])
+def test_an_inverse(keys: str) -> None:
+    k = torch.randn(5, CHUNK, 32) + (10 if keys == "alike" else 0)
+    k = F.normalize(k, dim=-1)
+    below = (k @ k.mT).tril(-1)
+    exact = torch.linalg.inv(torch.eye(CHUNK) + below.double())
+    torch.testing.assert_close(invert_reference(below).double(), exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("silu", of_each_kind(zip([True, False]), 0))
+def test_kernels_convolve(silu: bool, dtype: torch.dtype) -> None:
+    layer = Layer((1, 2, 12, 8), dtype=dtype)
+    layer.fill(3, 4, 5)
+    x = layer.draw(218)[0]
+    chunks = chunks_of(*SPANS, **SLOTS)
+    for reference, kernel, tokens, where in (
+        (convolve_chunks_reference, convolve_chunks_triton, x, (chunks,)),
+        (convolve_rows_reference, convolve_rows_triton, x[:4], (ints(3, -1, 4, 5), ints(77, -1, 128, 2))),
+    ):
+        ours = layer.copy(DEVICE)
+        expected = layer.convolve(reference, tokens, *where, silu)
+        launch_in_between(ours.inputs.device)
+        moved = [to_device(y) if isinstance(y, Chunks) else y.to(DEVICE) for y in where]
+        out = ours.convolve(kernel, tokens.to(DEVICE), *moved, silu)
+        filled = slice(None) if tokens is x else [0, 2, 3]
+        assert_near(out[filled], expected[filled], dtype)
+        assert ours.inputs.cpu().equal(layer.inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 2))
+def test_the_kernels_of_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    layer = Layer(shape, dtype=dtype)
+    layer.fill(3, 4)
+    ours = layer.copy(DEVICE)
+    qkv, a, b = layer.draw(218)
+    chunks = chunks_of(*SPANS, **SLOTS)
+    expected = layer.chunks(delta_chunks_reference, qkv, a, b, chunks)
+    out = ours.chunks(delta_chunks_triton, qkv.to(DEVICE), a.to(DEVICE), b.to(DEVICE), to_device(chunks))
+    assert_near(out, expected, dtype)
+    for slot in (0, 2, 3, 6):
+        assert_near(ours.matrices[slot], layer.matrices[slot], dtype)
+    assert ours.matrices[[1, 4, 5, 7]].cpu().equal(layer.matrices[[1, 4, 5, 7]])
+
+
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 2))
+def test_the_kernel_of_rows(shape: tuple[int, int, int, int], states: torch.dtype) -> None:
+    layer = Layer(shape)
+    layer.fill(3, 4, 5)
+    layer.matrices = layer.matrices.to(states)
+    ours = layer.copy(DEVICE)
+    rows, where = layer.draw(4), (ints(3, -1, 4, 5), ints(77, -1, 128, 2))
+    expected = layer.rows(delta_rows_reference, *rows, *where)
+    launch_in_between(ours.inputs.device)
+    out = ours.rows(delta_rows_triton, *(x.to(DEVICE) for x in (*rows, *where)))
+    assert out.isfinite().all()
+    assert_near(out[[0, 2, 3]], expected[[0, 2, 3]])
+    torch.testing.assert_close(
+        ours.matrices.cpu(), layer.matrices, rtol=1e-2 if states == torch.bfloat16 else 1e-4, atol=1e-5
+    )
+    assert ours.inputs.cpu().equal(layer.inputs)
+
+
+@pytest.mark.parametrize(("bias", "strengths"), [((-25, -15), 0), ((8, 9), 0), ((-6, 1), 15), ((-6, 1), -15)])
+def test_gates_near_0_and_1(bias: tuple[float, float], strengths: float) -> None:
+    layer = Layer((1, 1, 16, 16), bias=bias)
+    qkv, a, b = layer.draw(129, strengths)
+    chunks = chunks_of((0, 128), initial=[-1], final=[1])
+    expected, state = recur(layer, qkv[:128], a[:128], b[:128])
+    for device, function in (("cpu", delta_chunks_reference), (DEVICE, delta_chunks_triton)):
+        ours = layer.copy(device)
+        moved = [x[:128].to(device) for x in (qkv, a, b)]
+        out = ours.chunks(function, *moved, chunks if device == "cpu" else to_device(chunks))
+        assert_near(out, expected)
+        assert_near(ours.matrices[1], state)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
-from nanoinfer.kernels.delta.terms import gates, split_heads
+from nanoinfer.kernels.delta.inverse import invert, invert_reference
+from nanoinfer.kernels.delta.terms import gates, gates_of, length_factor, split_heads
+from nanoinfer.kernels.launch import num_multiprocessors
 
 
 def delta_chunks(
@@ -25,7 +29,8 @@ def delta_chunks(
     log_decay, dt_bias, matrices, key_heads: as for delta_rows
     Returns [tokens, value heads, value dim] in qkv's dtype.
     """
-    return delta_chunks_reference(qkv, a, b, log_decay, dt_bias, matrices, chunks, key_heads)
+    function = delta_chunks_triton if qkv.is_cuda else delta_chunks_reference
+    return function(qkv, a, b, log_decay, dt_bias, matrices, chunks, key_heads)
 
 
 def delta_chunks_reference(
@@ -52,10 +57,9 @@ def delta_chunks_reference(
     total = decays.cumsum(dim=2)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=qkv.device).triu(1)
     between = (total - total.mT).masked_fill(later, -torch.inf).exp()
-    system = strengths * (k @ k.mT) * between  # the solver reads what is below the diagonal, and takes 1 for it
-    updates, taken = torch.linalg.solve_triangular(
-        system, torch.cat([strengths * v, strengths * total.exp() * k], dim=-1), upper=False, unitriangular=True
-    ).split([v.shape[-1], k.shape[-1]], dim=-1)
+    solutions = invert_reference((strengths * (k @ k.mT) * between).tril(-1))
+    updates = solutions @ (strengths * v)
+    taken = solutions @ (strengths * total.exp() * k)
     scores = (q @ k.mT) * between
     q = q * total.exp()
     k = k * (total[:, :, -1:] - total).exp()
@@ -78,3 +82,225 @@ def delta_chunks_reference(
         if firsts[chunk] + CHUNK >= ends[seq] and final[seq] >= 0:
             matrices[final[seq]] = state.to(matrices.dtype)
     return out.transpose(1, 2)[is_token].to(qkv.dtype)
+
+
+def delta_chunks_triton(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_decay: Tensor,
+    dt_bias: Tensor,
+    matrices: Tensor,
+    chunks: Chunks,
+    key_heads: int,
+) -> Tensor:
+    """delta_chunks as two launches.
+
+    The first one's programs have a chunk and a head each: what does not depend on the state. Those of the second have a
+    sequence, a head and some of its values, and go from chunk to chunk.
+    """
+    value_heads, value_dim, key_dim = matrices.shape[1:]
+    num_chunks, num_seqs = len(chunks.seqs), len(chunks.starts)
+    squares = torch.empty((2, num_chunks, value_heads, CHUNK, CHUNK), dtype=qkv.dtype, device=qkv.device)
+    factors = torch.empty((num_chunks, value_heads, 4, CHUNK), dtype=torch.float32, device=qkv.device)
+    out = torch.empty((len(qkv), value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
+    is_wide = qkv.dtype == torch.float32
+    shape = {
+        "KEY_HEADS": key_heads,
+        "VALUE_HEADS": value_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "TOKENS": CHUNK,
+        "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
+        "PRECISION": "ieee" if is_wide else "tf32",
+    }
+    _look_within_kernel[(num_chunks, value_heads)](
+        qkv,
+        a,
+        b,
+        log_decay,
+        dt_bias,
+        chunks.cu_lens,
+        chunks.seqs,
+        chunks.first_tokens,
+        *squares,
+        factors,
+        qkv.stride(0),
+        a.stride(0),
+        b.stride(0),
+        **shape,
+        num_warps=4,
+    )
+    block_v = max(16, min(_values_at_once(num_seqs * value_heads, qkv.device), triton.next_power_of_2(value_dim)))
+    _go_through_kernel[(triton.cdiv(value_dim, block_v), value_heads, num_seqs)](
+        qkv,
+        *squares,
+        factors,
+        matrices,
+        chunks.cu_lens,
+        chunks.initial,
+        chunks.final,
+        chunks.seqs,
+        chunks.snapshots,
+        out,
+        num_chunks,
+        qkv.stride(0),
+        **shape,
+        BLOCK_V=block_v,
+        num_warps=4,
+        num_stages=1 if is_wide else 3,
+    )
+    return out
+
+
+def _values_at_once(heads: int, device: torch.device) -> int:
+    """Return how many values of a head a program has: few if there are few heads, so that all multiprocessors work."""
+    return 64 if heads >= num_multiprocessors(device) else 32
+
+
+@triton.jit
+def _look_within_kernel(
+    qkv_ptr,
+    a_ptr,
+    b_ptr,
+    log_decay_ptr,
+    dt_bias_ptr,
+    cu_lens_ptr,
+    seqs_ptr,
+    first_tokens_ptr,
+    solutions_ptr,
+    scores_ptr,
+    factors_ptr,
+    qkv_stride,
+    a_stride,
+    b_stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write of a chunk: what makes updates of values less what the state has for them, and the scores of updates.
+
+    The factors of each token are those of its query and its key where they meet the state before the chunk, of its
+    update in the state behind it, and the decay of the chunk, which all of its tokens have alike.
+    """
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seq = tl.load(seqs_ptr + chunk)
+    t, d = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
+    token = tl.load(first_tokens_ptr + chunk).to(tl.int64) + t
+    is_token = token < tl.load(cu_lens_ptr + seq + 1)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    at = token[:, None] * qkv_stride + key_head * KEY_DIM + d
+    mask = is_token[:, None] & (d < KEY_DIM)
+    q = tl.load(qkv_ptr + at, mask=mask, other=0.0)
+    k = tl.load(qkv_ptr + KEY_HEADS * KEY_DIM + at, mask=mask, other=0.0)
+    a = tl.load(a_ptr + token * a_stride + head, mask=is_token, other=0.0)
+    b = tl.load(b_ptr + token * b_stride + head, mask=is_token, other=0.0)
+    log_decay, strength = gates_of(a, b, tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head))
+    total = tl.cumsum(tl.where(is_token, log_decay, 0.0), axis=0)
+    last = tl.sum(tl.where(t == TOKENS - 1, total, 0.0), axis=0)  # a sum in another order would not be the same
+    q_factor = length_factor(q.to(tl.float32), 1) * KEY_DIM**-0.5
+    k_factor = length_factor(k.to(tl.float32), 1)
+
+    rows = factors_ptr + (chunk * VALUE_HEADS + head) * 4 * TOKENS + t
+    tl.store(rows, q_factor * tl.exp(total))
+    tl.store(rows + TOKENS, k_factor * tl.exp(total))
+    tl.store(rows + 2 * TOKENS, k_factor * tl.exp(last - total))
+    tl.store(rows + 3 * TOKENS, tl.exp(last) + tl.zeros([TOKENS], tl.float32))
+
+    square = (chunk * VALUE_HEADS + head) * TOKENS * TOKENS + t[:, None] * TOKENS + t
+    decay = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * k_factor
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * q_factor[:, None]
+    tl.store(scores_ptr + square, scores.to(q.dtype))
+    keys = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    system = tl.where(t[:, None] > t, keys * decay * (strength * k_factor)[:, None], 0.0)
+    solution = invert(system, TOKENS, PRECISION) * strength
+    tl.store(solutions_ptr + square, solution.to(q.dtype))
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _go_through_kernel(
+    qkv_ptr,
+    solutions_ptr,
+    scores_ptr,
+    factors_ptr,
+    matrices_ptr,
+    cu_lens_ptr,
+    initial_ptr,
+    final_ptr,
+    seqs_ptr,
+    snapshots_ptr,
+    out_ptr,
+    num_chunks,
+    qkv_stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    part, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin, end = tl.load(cu_lens_ptr + seq).to(tl.int64), tl.load(cu_lens_ptr + seq + 1).to(tl.int64)
+    t, d, v = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
+    has_k, has_v = d < KEY_DIM, v < VALUE_DIM
+    matrix = (head * VALUE_DIM + v[None, :]) * KEY_DIM + d[:, None]  # the state is transposed here: [keys, values]
+    matrix_mask = has_k[:, None] & has_v
+    MATRICES: tl.constexpr = VALUE_HEADS * VALUE_DIM * KEY_DIM
+    initial = tl.load(initial_ptr + seq).to(tl.int64)
+    known = (d < tl.where(initial >= 0, KEY_DIM, 0))[:, None] & has_v
+    state = tl.load(matrices_ptr + initial * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
+    q_ptr = qkv_ptr + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d
+    k_ptr = q_ptr + KEY_HEADS * KEY_DIM
+    v_ptr = qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
+    first_chunk = _chunks_before(seqs_ptr, num_chunks, seq)
+
+    for i in range(tl.cdiv(end - begin, TOKENS)):
+        token = begin + i * TOKENS + t
+        is_token = (token < end)[:, None]
+        chunk = first_chunk + i
+        chunk_head = (chunk * VALUE_HEADS + head).to(tl.int64)
+        square = chunk_head * TOKENS * TOKENS + t[:, None] * TOKENS + t
+        rows = factors_ptr + chunk_head * 4 * TOKENS + t
+        k = tl.load(k_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
+        value = tl.load(v_ptr + token[:, None] * qkv_stride, mask=is_token & has_v, other=0.0)
+        solution = tl.load(solutions_ptr + square)
+        q = tl.load(q_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
+        scores = tl.load(scores_ptr + square)
+        q_factor, k_factor, update_factor = tl.load(rows), tl.load(rows + TOKENS), tl.load(rows + 2 * TOKENS)
+        decay = tl.load(factors_ptr + chunk_head * 4 * TOKENS + 3 * TOKENS)
+        snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
+
+        narrow = state.to(k.dtype)
+        misses = value - k_factor[:, None] * tl.dot(k, narrow, input_precision=PRECISION)
+        updates = tl.dot(solution, misses.to(k.dtype), input_precision=PRECISION)
+        out = q_factor[:, None] * tl.dot(q, narrow, input_precision=PRECISION)
+        out = tl.dot(scores, updates.to(k.dtype), out, input_precision=PRECISION)
+        decayed = (updates * update_factor[:, None]).to(k.dtype)
+        state = tl.dot(tl.trans(k), decayed, state * decay, input_precision=PRECISION)
+
+        out_ptrs = out_ptr + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & has_v)
+        if snapshot >= 0:
+            snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
+            tl.store(snapshot_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
+    final = tl.load(final_ptr + seq).to(tl.int64)
+    if final >= 0:
+        final_ptrs = matrices_ptr + final * MATRICES + matrix
+        tl.store(final_ptrs, state.to(matrices_ptr.dtype.element_ty), mask=matrix_mask)
+
+
+@triton.jit
+def _chunks_before(seqs_ptr, num_chunks, seq):
+    """Return how many chunks stand before a sequence's."""
+    count = 0
+    for start in range(0, num_chunks, 256):
+        chunk = start + tl.arange(0, 256)
+        other = tl.load(seqs_ptr + chunk, mask=chunk < num_chunks, other=seq)
+        count += tl.sum((other < seq).to(tl.int32), axis=0)
+    return count

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
-L2_EPS = 1e-6  # within the root
+L2_EPS = tl.constexpr(1e-6)  # within the root
 
 
 def split_heads(qkv: Tensor, key_heads: int, value_heads: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -18,7 +20,7 @@ def split_heads(qkv: Tensor, key_heads: int, value_heads: int, value_dim: int) -
     """
     v = qkv[:, -value_heads * value_dim :].float().unflatten(1, (value_heads, value_dim))
     qk = qkv[:, : -value_heads * value_dim].float().unflatten(1, (2, key_heads, -1))
-    qk = qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + L2_EPS)
+    qk = qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + L2_EPS.value)
     q, k = qk.repeat_interleave(value_heads // key_heads, dim=2).unbind(1)
     return q * q.shape[-1] ** -0.5, k, v
 
@@ -29,3 +31,21 @@ def gates(a: Tensor, b: Tensor, log_decay: Tensor, dt_bias: Tensor) -> tuple[Ten
     a, b: [tokens, value heads]; log_decay, dt_bias: [value heads]
     """
     return -log_decay.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
+
+
+@triton.jit
+def length_factor(x, axis: tl.constexpr):
+    """Return what gives queries or keys, in float32, length 1."""
+    return tl.rsqrt(tl.sum(x * x, axis=axis) + L2_EPS)
+
+
+@triton.jit
+def gates_of(a, b, log_decay, dt_bias):
+    """`gates` inside a kernel."""
+    x = a.to(tl.float32) + dt_bias.to(tl.float32)
+    e = tl.exp(-tl.abs(x))
+    # log(1 + e) without the error of 1 + e (Kahan): where e is small, decays near 1 multiply over many tokens.
+    grown = 1.0 + e
+    log1p = tl.where(grown == 1.0, e, tl.log(grown) * (e / tl.maximum(grown - 1.0, 1e-10)))
+    softplus = tl.maximum(x, 0.0) + log1p
+    return -tl.exp(log_decay.to(tl.float32)) * softplus, tl.sigmoid(b.to(tl.float32))
