@@ -68,7 +68,7 @@ class Config:
     kv_offload_gib: so much host memory, over all ranks and replicas, keeps what KV-cache blocks held that others need:
         of sequences that lost theirs, and of cached prefixes. It is copied back when it is needed. 0: none. None: a
         quarter of what is free, at most 32 GiB, if computing again takes three times as long as copying there and back;
-        none on the CPU, and with several ranks
+        none on the CPU
     attention_backend: "triton", "flash_attn" or "torch"; "auto" is triton on CUDA and torch on the CPU
     dtype: "float32", "float16" ("half") or "bfloat16", or a torch.dtype; "auto" is the checkpoint's on CUDA, float32 on
         the CPU

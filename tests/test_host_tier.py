@@ -5,8 +5,15 @@ Random operations come first, against a model that knows what each block and eac
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import random
+import signal
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -14,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import test_scheduler
-from conftest import CollidingBlockManager, alike, greedy, layout_of, wait_until
+from conftest import CollidingBlockManager, alike, alive, greedy, layout_of, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
@@ -22,6 +29,7 @@ from test_lifecycle import Interrupt
 from test_models import CASES, build
 from test_random_blocks import MIXED, ONLY_WINDOWS, PATTERNS, THREE, RandomOperations, Written, seldom
 from test_scheduler import ENGINES, Content, Device, a_request, serve_random_requests
+from test_tensor_parallel import Remains
 from test_weights import weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
@@ -547,11 +555,17 @@ class TestLLM:
 
     @pytest.mark.parametrize(
         "options",
-        [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"max_num_batched_tokens": 40}],
-        ids=["one rank", "two ranks", "two replicas", "chunks"],
+        [
+            pytest.param({}, id="one rank"),
+            pytest.param({"tensor_parallel_size": 2}, id="two ranks"),
+            pytest.param({"data_parallel_size": 2}, id="two replicas"),
+            pytest.param({"max_num_batched_tokens": 40}, id="chunks"),
+            pytest.param({"device": "cuda"}, id="gpu", marks=pytest.mark.gpu),
+            pytest.param({"device": "cuda", "tensor_parallel_size": 2}, id="two gpus", marks=pytest.mark.multi_gpu),
+        ],
     )
     def test_the_tokens_are_those_of_an_llm_without(
-        self, options: dict[str, int], expected: list[list[int]], make_llm: Callable[..., LLM]
+        self, options: dict[str, object], expected: list[list[int]], make_llm: Callable[..., LLM]
     ) -> None:
         llm = make_llm(**{**OPTIONS, **options})
         for _ in range(3):
@@ -753,3 +767,87 @@ class TestLLM:
     def test_values_that_make_no_sense(self, value: object, told: str, make_llm: Callable[..., LLM]) -> None:
         with pytest.raises(ValueError, match=told):
             make_llm(**SMALL, kv_offload_gib=value)
+
+
+ON_CUDA = {**OPTIONS, "device": "cuda"}
+
+
+class TestDeaths:
+    """Copies are on their way at any moment of this workload."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            OPTIONS,
+            pytest.param({**OPTIONS, "tensor_parallel_size": 2}, marks=pytest.mark.whole),
+            pytest.param(ON_CUDA, marks=pytest.mark.gpu),
+            pytest.param({**ON_CUDA, "tensor_parallel_size": 2}, marks=pytest.mark.multi_gpu),
+        ],
+    )
+    def test_ctrl_c_at_random_moments(self, options: dict[str, object], make_llm: Callable[..., LLM]) -> None:
+        llm, chance = make_llm(**options), random.Random(1)
+        manager = llm.engine.scheduler.block_manager
+        expected = token_ids(llm)
+        began = time.perf_counter()
+        assert token_ids(llm) == expected
+        seconds, num_interrupted = time.perf_counter() - began, 0
+        for _ in range(12):
+            timer = threading.Timer(chance.random() * seconds, os.kill, (os.getpid(), signal.SIGINT))
+            try:
+                timer.start()
+                token_ids(llm)
+                timer.join()
+                time.sleep(1)  # for an interrupt that comes behind the last step
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            assert manager.num_free == len(manager.blocks)
+            assert token_ids(llm) == expected
+        assert num_interrupted > 6
+        assert num_restored(llm) > 0
+
+    @pytest.mark.parametrize("options", [OPTIONS, pytest.param(ON_CUDA, marks=pytest.mark.multi_gpu)])
+    def test_a_killed_rank(self, options: dict[str, object], make_llm: Callable[..., LLM]) -> None:
+        llm = make_llm(**options, tensor_parallel_size=2)
+        remains = Remains.of(llm)
+        token_ids(llm)
+        assert num_saved(llm) > 0
+        threading.Timer(0.05, os.kill, (remains.pids[0], signal.SIGKILL)).start()
+        with pytest.raises(RuntimeError, match="tensor-parallel rank 1 died"):
+            token_ids(llm, PROMPTS * 100)
+        remains.check_gone()
+
+    @pytest.mark.parametrize("options", [OPTIONS, pytest.param(ON_CUDA, marks=pytest.mark.multi_gpu)])
+    def test_a_killed_parent_leaves_nothing(self, options: dict[str, object], tmp_path: Path) -> None:
+        script = tmp_path / "killed.py"
+        script.write_text(KILLED)
+        done = subprocess.run(
+            [sys.executable, str(script), json.dumps(options)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        pid, *names = done.stdout.split()
+        assert len(names) == 2
+        assert wait_until(lambda: not alive(int(pid)))
+        assert wait_until(lambda: not any(Path(name).exists() for name in names))
+
+
+KILLED = """
+import json, os, signal, sys, threading
+from nanoinfer import BUNDLED_MODEL, LLM
+from test_host_tier import num_saved, token_ids
+from test_tensor_parallel import shared_names
+
+if __name__ == "__main__":
+    llm = LLM(BUNDLED_MODEL, tensor_parallel_size=2, **json.loads(sys.argv[1]))
+    token_ids(llm)
+    assert num_saved(llm) > 0
+    workers = llm.engine.ranks.workers
+    print(workers.processes[0].pid, *shared_names(workers), flush=True)
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        token_ids(llm)
+"""

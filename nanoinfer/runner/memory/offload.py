@@ -52,8 +52,7 @@ def plan_offload(
     Raises ValueError if `kv_offload_gib` holds no block.
     """
     asked, device = config.kv_offload_gib, kv_cache.device
-    # A trainer wants its processes' memory itself. Several ranks on GPUs have not been tried.
-    is_default = device.type == "cuda" and config.starts_ranks and config.tensor_parallel_size == 1
+    is_default = device.type == "cuda" and config.starts_ranks  # a trainer wants its processes' memory itself
     if asked == 0 or (asked is None and not is_default):
         return None
     num_bytes = min(free_bytes() * SHARE_OF_FREE, MOST_BYTES) if asked is None else asked * 2**30
