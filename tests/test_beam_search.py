@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases import LONGROPE
 from conftest import Oracle, greedy
-from test_models import LONGROPE
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchOutput, BeamSearchParams, SamplingParams

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import CASES, Case, build
 from conftest import greedy, whole_only, write_random_checkpoint
 from safetensors.torch import load_file
-from test_models import CASES, Case, build
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention.context import Context

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import CASES, build
 from conftest import greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
 from test_kernels import DTYPES, assert_close, randn
 from test_loader import rank
-from test_models import CASES, build, run
+from test_models import run
 from transformers import AutoConfig, PreTrainedModel
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
@@ -290,15 +291,57 @@ def test_a_checkpoint_that_stacks_its_experts(
     run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
 
 
-NAMES = ExpertTensors("experts.{}", "gate_proj", "up_proj", "down_proj", "experts")
+def stacks_of(weights: Weights) -> Weights:
+    found = {name: tensor for name, tensor in weights.items() if tensor.ndim == 3 and "visual" not in name}
+    assert len(found) == 8
+    return found
 
 
-@pytest.mark.parametrize("is_stacked", [False, True])
+def test_the_stacks_of_published_qwen3_vl_moe_are_turned(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """transformers turns them when it loads them, and saves them as its modules have them."""
+    model = build(CASES["qwen3-vl-moe"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    saved = load_file(file)
+    published = {**saved, **{name: stack.mT.contiguous() for name, stack in stacks_of(saved).items()}}
+    save_file(published, file, {"format": "pt"})
+    theirs = type(model).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(theirs[name], stack) for name, stack in stacks_of(saved).items())
+    options = {"kvcache_block_size": 16, "max_model_len": 320}
+    run(make_llm(str(tmp_path), **options), model, prompt_logprobs=0)
+    llm = make_llm(str(tmp_path), load_format="dummy", device="cpu", tensor_parallel_size=2, **options)
+    llm.update_weights(published)
+    run(llm, model)
+
+
+def test_each_of_the_names_that_the_stacks_of_granitemoe_have(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Files have other names than transformers' modules; a stack may come under one of them alone."""
+    model = build(CASES["granitemoe"], tmp_path)
+    saved, own = load_file(tmp_path / "model.safetensors"), dict(model.named_parameters())
+    assert len(stacks_of(saved).keys() | stacks_of(own).keys()) == 16
+    options = {"kvcache_block_size": 16, "max_model_len": 320}
+    llm = make_llm(str(tmp_path), **options)
+    run(llm, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    llm.update_weights(own)
+    run(llm, model)
+    with pytest.raises(ValueError, match=r"stored twice: model.layers.0.block_sparse_moe.experts.gate_up_proj"):
+        llm.update_weights({**saved, **stacks_of(own)})
+
+
+STACKS = (("experts.gate_up_proj", "experts.down_proj"),)
+NAMES = ExpertTensors("experts.{}", "gate_proj", "up_proj", "down_proj", STACKS)
+
+
+@pytest.mark.parametrize("form", ["one by one", "stacked", "stacked and turned"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_ranks_shares_make_up_every_expert(size: int, is_stacked: bool, tmp_path: Path) -> None:
+def test_the_ranks_shares_make_up_every_expert(size: int, form: str, tmp_path: Path) -> None:
     gates, ups, downs = torch.randn(3, 8, 6), torch.randn(3, 8, 6), torch.randn(3, 6, 8)
     weights = {"experts.gate_up_proj": torch.cat([gates, ups], dim=1), "experts.down_proj": downs}
-    if not is_stacked:
+    if form == "stacked and turned":
+        weights = {name: stack.mT.contiguous() for name, stack in weights.items()}
+    elif form == "one by one":
         projections = {"gate_proj": gates, "up_proj": ups, "down_proj": downs}
         weights = {f"experts.{i}.{key}.weight": x[i].clone() for key, x in projections.items() for i in range(3)}
     save_file(weights, tmp_path / "model.safetensors")

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import LONGROPE, Case, build
 from conftest import CollidingTree
 from safetensors.torch import load_file
-from test_models import LONGROPE, Case, build
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.benchmark.determinism import bits_of

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import CASES, Case, build
 from conftest import Oracle, greedy, plan_ahead
-from test_models import CASES, Case, build
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.attention import choose_backend, make_backend

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import pytest
 import test_scheduler
+from cases import CASES, build
 from conftest import CollidingBlockManager, alike, alive, greedy, layout_of, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from test_lifecycle import Interrupt
-from test_models import CASES, build
 from test_random_blocks import MIXED, ONLY_WINDOWS, PATTERNS, THREE, RandomOperations, Written, seldom
 from test_scheduler import ENGINES, Content, Device, a_request, serve_random_requests
 from test_tensor_parallel import Remains

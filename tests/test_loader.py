@@ -34,6 +34,15 @@ def rank(index: int, size: int) -> TensorParallel:
     return tp
 
 
+def test_tensors_that_no_model_reads(tmp_path: Path) -> None:
+    """Rotary frequencies are computed here, and layers that guess further tokens do not run."""
+    weights = {"embed.weight": torch.randn(21, 8), "layers.0.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**weights, "mtp.layers.0.mlp.gate.weight": torch.ones(4, 8)}, tmp_path / "model.safetensors")
+    embedding = VocabParallelEmbedding("embed", 21, 8, rank(0, 1))
+    FileSource(str(tmp_path)).fill(table_of(embedding))
+    assert torch.equal(embedding.weight, weights["embed.weight"])
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_ranks_slices_make_up_the_whole(size: int, tmp_path: Path) -> None:
     """There are two KV heads, and each of four ranks has the one that its query heads attend to."""

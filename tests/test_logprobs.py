@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import CASES, VOCAB, build
 from conftest import Oracle, greedy
-from test_models import CASES, VOCAB, build
 from test_sampling import definition, wants
 
 from nanoinfer import BUNDLED_MODEL, LLM, LogProb, SamplingParams

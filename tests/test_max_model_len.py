@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CASES, build
 from conftest import Oracle, assert_equal, greedy
-from test_models import CASES, build
 from transformers import AutoConfig
 
 from nanoinfer import BUNDLED_MODEL, LLM

@@ -6,15 +6,17 @@ import functools
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import greedy, whole_only
+from cases import CASES, MULTIMODAL, SHAPE, VOCAB, Case, build
+from cases.case import LINEAR, LLAMA3, LONGROPE, YARN
+from conftest import greedy, of_each_kind, whole_only
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from nanoinfer import LLM, RequestOutput
 from nanoinfer.config import Config
@@ -23,292 +25,7 @@ from nanoinfer.models import FAMILIES, describe, families
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 100, 300]  # of the prompts, in one batch
 MAX_TOKENS = 6
-VOCAB = 160
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2],
-    "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0],
-}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-
-@dataclass
-class Case:
-    """A class that config.json may name, with the model_type and the settings to try."""
-
-    architecture: str
-    model_type: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    vision: dict[str, Any] | None = None  # of a multimodal checkpoint, whose text_config has the settings
-
-
-CASES = {  # of several cases of a class, the last runs on two ranks too
-    "llama": Case("LlamaForCausalLM", "llama"),
-    "llama tied, linear rope": Case(
-        "LlamaForCausalLM", "llama", {"tie_word_embeddings": True, "rope_parameters": LINEAR}
-    ),
-    "llama llama3 rope, its length beside it": Case(
-        "LlamaForCausalLM", "llama", {"rope_parameters": LLAMA3, "original_max_position_embeddings": 16}
-    ),
-    "llama yarn": Case(
-        "LlamaForCausalLM", "llama", {"rope_parameters": {**YARN, "mscale": 1.2, "mscale_all_dim": 0.7}}
-    ),
-    "llama biases, llama3 rope": Case(
-        "LlamaForCausalLM", "llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}
-    ),
-    "mistral": Case("MistralForCausalLM", "mistral", {"sliding_window": None}),
-    "mistral window": Case("MistralForCausalLM", "mistral", {"sliding_window": 24}),
-    "ministral3": Case(
-        "Ministral3ForCausalLM",
-        "ministral3",
-        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}, "sliding_window": None},
-    ),
-    "ministral3 window": Case(
-        "Ministral3ForCausalLM",
-        "ministral3",
-        {
-            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1},
-            "original_max_position_embeddings": 32,
-            "sliding_window": 50,
-        },
-    ),
-    "qwen2": Case("Qwen2ForCausalLM", "qwen2"),
-    "qwen2 yarn, windows": Case(
-        "Qwen2ForCausalLM",
-        "qwen2",
-        {"rope_parameters": YARN, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2},
-    ),
-    "qwen3": Case("Qwen3ForCausalLM", "qwen3"),
-    "qwen3 biases, yarn, windows": Case(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        {
-            "attention_bias": True,
-            "rope_parameters": YARN,
-            "use_sliding_window": True,
-            "sliding_window": 33,
-            "max_window_layers": 1,
-        },
-    ),
-    "phi3": Case("Phi3ForCausalLM", "phi3", {"sliding_window": 47}),
-    "phi3 partial": Case(
-        "Phi3ForCausalLM",
-        "phi3",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
-    ),
-    "phi3 longrope": Case(
-        "Phi3ForCausalLM",
-        "phi3",
-        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 42, "hidden_size": 64},
-    ),
-    "gemma2": Case("Gemma2ForCausalLM", "gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 24}),
-    "gemma2 without caps": Case(
-        "Gemma2ForCausalLM",
-        "gemma2",
-        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
-    ),
-    "gemma2 low caps": Case(
-        "Gemma2ForCausalLM", "gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-    ),
-    "gemma3": Case(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        {"sliding_window": 24, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20},
-    ),
-    "gemma3 linear": Case(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        {
-            "sliding_window": 64,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-            "rope_local_base_freq": 500.0,
-            "final_logit_softcapping": 5.0,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
-    ),
-    "gemma3 yarn, a length that does not count": Case(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        {
-            "sliding_window": 64,
-            "rope_parameters": {"sliding_attention": LINEAR, "full_attention": YARN},
-            "original_max_position_embeddings": 16,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
-    ),
-    "olmo2": Case("Olmo2ForCausalLM", "olmo2"),
-    "olmo2 biases": Case("Olmo2ForCausalLM", "olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
-    "olmo3": Case(
-        "Olmo3ForCausalLM",
-        "olmo3",
-        {"sliding_window": 24, "rope_scaling": {k: v for k, v in YARN.items() if k != "rope_theta"}},
-    ),
-    "granite": Case(
-        "GraniteForCausalLM",
-        "granite",
-        {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 2.5,
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
-    ),
-    "smollm3": Case("SmolLM3ForCausalLM", "smollm3"),
-    "smollm3 windows, biases": Case(
-        "SmolLM3ForCausalLM",
-        "smollm3",
-        {
-            "no_rope_layers": [1, 0, 1, 0],
-            "use_sliding_window": True,
-            "sliding_window": 30,
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
-    ),
-    "glm4 without biases": Case(
-        "Glm4ForCausalLM",
-        "glm4",
-        {
-            "attention_bias": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
-        },
-    ),
-    "glm4": Case("Glm4ForCausalLM", "glm4"),
-    "mixtral": Case("MixtralForCausalLM", "mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "mixtral window": Case("MixtralForCausalLM", "mixtral", {"num_local_experts": 4, "sliding_window": 24}),
-    "olmoe": Case("OlmoeForCausalLM", "olmoe", {**EXPERTS, "hidden_size": 64}),
-    "olmoe biases": Case(
-        "OlmoeForCausalLM",
-        "olmoe",
-        {**EXPERTS, "hidden_size": 64, "attention_bias": True, "norm_topk_prob": True, "num_experts_per_tok": 1},
-    ),
-    "qwen2moe": Case(
-        "Qwen2MoeForCausalLM",
-        "qwen2_moe",
-        {
-            **EXPERTS,
-            "shared_expert_intermediate_size": 40,
-            "mlp_only_layers": [2],
-            "use_sliding_window": True,
-            "sliding_window": 20,
-        },
-    ),
-    "qwen2moe without biases": Case(
-        "Qwen2MoeForCausalLM",
-        "qwen2_moe",
-        {
-            **EXPERTS,
-            "shared_expert_intermediate_size": 40,
-            "decoder_sparse_step": 2,
-            "qkv_bias": False,
-            "norm_topk_prob": True,
-        },
-    ),
-    "qwen3moe": Case("Qwen3MoeForCausalLM", "qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
-    "qwen3moe without experts": Case("Qwen3MoeForCausalLM", "qwen3_moe", {**EXPERTS, "num_experts": 0}),
-    "qwen3moe window, biases, some layers": Case(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        {
-            **EXPERTS,
-            "attention_bias": True,
-            "decoder_sparse_step": 2,
-            "mlp_only_layers": [3],
-            "use_sliding_window": True,
-            "sliding_window": 24,
-        },
-    ),
-    "gemma3 multimodal": Case(
-        "Gemma3ForConditionalGeneration",
-        "gemma3",
-        {"sliding_window": 24},
-        {**VISION, "image_size": 28, "patch_size": 14},
-    ),
-    "ministral3 multimodal": Case(
-        "Mistral3ForConditionalGeneration",
-        "mistral3",
-        {"model_type": "ministral3", "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
-        {**VISION, "head_dim": 16, "image_size": 28, "patch_size": 14},
-    ),
-    "mistral3 multimodal": Case(
-        "Mistral3ForConditionalGeneration",
-        "mistral3",
-        {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False},
-        {**VISION, "head_dim": 16, "image_size": 28, "patch_size": 14},
-    ),
-    "qwen2.5-vl": Case(
-        "Qwen2_5_VLForConditionalGeneration",
-        "qwen2_5_vl",
-        {
-            "hidden_size": 64,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-        },
-        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64},
-    ),
-    "qwen3-vl": Case(
-        "Qwen3VLForConditionalGeneration",
-        "qwen3_vl",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
-        {
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "out_hidden_size": 48,
-            "deepstack_visual_indexes": [0],
-        },
-    ),
-}
-
-
-def build(case: Case, folder: Path) -> PreTrainedModel:
-    """Save a checkpoint of random weights, norms and biases included; returns transformers' model of it."""
-    torch.manual_seed(0)
-    settings = {**SHAPE, **case.settings}
-    if case.architecture == "Qwen2_5_VLForConditionalGeneration":
-        settings.pop("head_dim")  # transformers computes it from the hidden size
-    if case.vision is not None:
-        tied = {"tie_word_embeddings": settings.pop("tie_word_embeddings")} if "tie_word_embeddings" in settings else {}
-        settings = {"text_config": settings, "vision_config": case.vision, **tied}
-    config = AutoConfig.for_model(case.model_type, **settings)
-    auto = AutoModelForCausalLM if case.vision is None else AutoModelForImageTextToText
-    model = auto.from_config(config, attn_implementation="eager").float().eval()
-    assert type(model).__name__ == case.architecture
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            low, high = (0.5, 1.5) if parameter.min() == 1 else (-0.3, 0.3)  # a norm; else Gemma's norm, or a bias
-            torch.nn.init.uniform_(parameter, low, high)
-        elif "visual" not in name and "vision" not in name:
-            torch.nn.init.normal_(parameter, std=1.4 / parameter.shape[1] ** 0.5)
-    model.save_pretrained(folder)
-    return model
+HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
 @torch.inference_mode()
@@ -418,10 +135,7 @@ def test_more_ranks_than_kv_heads(make_llm: Callable[..., LLM], tmp_path: Path) 
     run(llm, model, prompt_logprobs=0)
 
 
-MULTIMODAL = [name for name, case in CASES.items() if case.vision is not None]
-
-
-@pytest.mark.parametrize("name", [MULTIMODAL[0], *whole_only(MULTIMODAL[1:])])
+@pytest.mark.parametrize("name", of_each_kind(MULTIMODAL, 0))
 def test_the_other_order_of_a_multimodal_checkpoints_names(
     name: str, make_llm: Callable[..., LLM], tmp_path: Path
 ) -> None:
@@ -444,6 +158,19 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
     run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model)
 
 
+@pytest.mark.parametrize("name", ["qwen2-vl", *whole_only(["qwen2-vl windows", "qwen2.5-vl"])])
+def test_the_first_configs_of_qwen2_vl_are_flat(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """The language model's settings stand beside vision_config, and name the rotation otherwise."""
+    model = build(CASES[name], tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    file.write_text(json.dumps({**text, "rope_theta": rope["rope_theta"], **scaling, **config}))
+    run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
+
+
 def test_a_mistral_with_layer_types_has_windows_on_those_alone(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
     """Ministral 8B has layer_types. transformers gives the model another model_type than its config.json."""
     kinds = ["sliding_attention", "full_attention"] * 2
@@ -454,11 +181,12 @@ def test_a_mistral_with_layer_types_has_windows_on_those_alone(make_llm: Callabl
     run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
 
 
-def test_windows_that_qwen3_vl_does_not_have() -> None:
-    text = {**SHAPE, "sliding_window": 24, "layer_types": ["sliding_attention"] * 4}
-    name = "Qwen3VLForConditionalGeneration"
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-vl-moe"])
+def test_windows_that_qwen3_vl_does_not_have(name: str) -> None:
+    case = CASES[name]
+    text = {**SHAPE, **case.settings, "sliding_window": 24, "layer_types": ["sliding_attention"] * 4}
     with pytest.raises(ValueError, match="layer_types='sliding_attention' in its config is not supported"):
-        describe(AutoConfig.for_model("qwen3_vl", text_config=text, architectures=[name]))
+        describe(AutoConfig.for_model(case.model_type, text_config=text, architectures=[case.architecture]))
 
 
 def test_a_multimodal_checkpoint_says_that_it_is_run_as_text_only(
@@ -542,15 +270,26 @@ def test_the_different_layers_run_alone(
         ("llama", {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 .*not sup"),
         ("phi3 longrope", {"original_max_position_embeddings": 1}, "original_max_position_embeddings=1 .*above 1"),
         ("phi3 longrope", {"rope_parameters": {**LONGROPE, "long_factor": [0.0] * 8}}, "long_factor=0.0 .*above 0"),
-        ("glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),
+        ("glm4", {"rope_parameters": {**HALF, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),
         ("mistral window", {"sliding_window": 0}, "sliding_window=0 .*must be a number above 0"),
         ("mistral window", {"sliding_window": -3}, "sliding_window=-3 .*must be a number above 0"),
         ("gemma2", {"sliding_window": -1}, "sliding_window=-1 .*must be a number above 0"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 .*must be a number above 0"),
         ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0 .*must be a number above 0"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True .*not supported"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True .*not supported"),
+        ("gemma", {"layer_types": ["sliding_attention"] * 4}, "layer_types='sliding_attention' .*not supported"),
+        ("vaultgemma", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0 .*must be a number above 0"),
+        ("exaone4 without windows", {"layer_types": ["sliding_attention"] * 4}, "layer_types='sliding_att.*not sup"),
+        ("exaone4 windows, llama3 rope", {"sliding_window": 0}, "sliding_window=0 .*must be a number above 0"),
+        ("glm", {"rope_parameters": {**HALF, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0 .*must be a number above 0"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers .*has 2 entries: .*num_hidden_layers=4"),
+        ("mellum", {"mlp_layer_types": ["dense", "moe"] * 2}, "mlp_layer_types='moe' .*must be 'sparse' or 'dense'"),
+        ("mellum", {"mlp_layer_types": ["dense"]}, "mlp_layer_types .*has 1 entries: .*num_hidden_layers=4"),
+        ("mellum", {"rope_parameters": {"full_attention": HALF}}, "partial_rotary_factor=0.5 .*not supported"),
+        ("granitemoe", {"num_local_experts": 0}, "num_local_experts=0 .*must be an integer of at least 1"),
+        ("granitemoe", {"attention_multiplier": 0}, "attention_multiplier=0 .*must be a number above 0"),
         ("gemma3 multimodal", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*not supported"),
     ],
 )  # fmt: skip

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CASES, build
 from conftest import Oracle, greedy, whole_only
 from safetensors.torch import load_file, save_file
-from test_models import CASES, build
 from torch import Tensor
 
 from nanoinfer import BUNDLED_MODEL, LLM

@@ -15,8 +15,8 @@ from types import FrameType
 
 import pytest
 import torch
+from cases import CASES, build
 from conftest import BESIDE_OTHERS, HAS_CUDA
-from test_models import CASES, build
 from test_weights import GPU_OPTIONS, INCOMPLETE, OPTIONS, PROMPTS, held_by, results, weights_of
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams

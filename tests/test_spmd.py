@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import CASES, build
 from conftest import Oracle, assert_equal, different_settings, greedy, safetensors_of
 from safetensors.torch import load_file
-from test_models import CASES, build
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
 

@@ -9,15 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import CASES, VOCAB, build
 from conftest import write_random_checkpoint
 from safetensors.torch import load_file, save_file
-from test_models import CASES, VOCAB, build
 from transformers import AutoModelForCausalLM
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, reference
 from nanoinfer.trainer.reference import Reference
 
-FAMILIES = ["llama", "llama biases, llama3 rope", "qwen3", "qwen2 yarn, windows", "mistral window", "smollm3"]
+FAMILIES = [
+    "llama",
+    "llama biases, llama3 rope",
+    "qwen3",
+    "qwen2 yarn, windows",
+    "mistral window",
+    "smollm3",
+    "ernie4.5",
+]
 
 
 def sequences(count: int, longest: int = 90, vocab_size: int = VOCAB) -> list[list[int]]:
@@ -212,6 +220,9 @@ class TestBadInput:
             ("olmo2", "reference has no norms of all heads at once"),
             ("granite", "reference has no factors of its embeddings, branches, logits or queries"),
             ("phi3", "reference has no projections that share a tensor"),
+            ("glm", "reference has no projections that share a tensor"),
+            ("vaultgemma without caps", "reference has no norms whose weights are stored less one"),
+            ("exaone4 without windows", "reference has no norms of a branch's result"),
         ],
     )
     def test_models(self, family: str, problem: str, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from cases import CASES, build
 from conftest import of_each_kind, whole_only
 from safetensors.torch import load_file
-from test_models import CASES, build
 from test_quantization import FP8_CONFIG, ONE_SCALE, write_checkpoint
 
 from nanoinfer import BUNDLED_MODEL, LLM

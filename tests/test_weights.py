@@ -25,10 +25,11 @@ from typing import Any, get_args
 import pytest
 import test_lifecycle
 import torch
+from cases import CASES, build
 from conftest import assert_close, greedy, whole_only
 from safetensors.torch import load_file, save_file
 from test_lifecycle import HOST_FILES, Interrupt
-from test_models import CASES, LAST_OF_CLASSES, OF_KINDS, build
+from test_models import LAST_OF_CLASSES, OF_KINDS
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CASES, build
 from conftest import Oracle, greedy, whole_only
 from test_experts import stacked
-from test_models import CASES, build
 from test_weights import INCOMPLETE, Tensors, breaking_off, changed, results, weights_of
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -12,12 +12,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = {
+    "CwmForCausalLM": "llama.describe_cwm",
+    "Ernie4_5ForCausalLM": "llama.describe_ernie4_5",
+    "Exaone4ForCausalLM": "exaone4.describe",
+    "FlexOlmoForCausalLM": "olmo.describe_flex_olmo",
+    "GemmaForCausalLM": "gemma.describe_gemma",
     "Gemma2ForCausalLM": "gemma.describe_gemma2",
     "Gemma3ForCausalLM": "gemma.describe_gemma3",
     "Gemma3ForConditionalGeneration": "multimodal.describe_gemma3",
-    "Glm4ForCausalLM": "glm4.describe",
-    "GraniteForCausalLM": "granite.describe",
-    "LlamaForCausalLM": "llama.describe",
+    "GlmForCausalLM": "glm.describe_glm",
+    "Glm4ForCausalLM": "glm.describe_glm4",
+    "GraniteForCausalLM": "granite.describe_granite",
+    "GraniteMoeForCausalLM": "granite.describe_moe",
+    "LlamaForCausalLM": "llama.describe_llama",
+    "MellumForCausalLM": "mellum.describe",
     "Ministral3ForCausalLM": "mistral.describe_ministral3",
     "Mistral3ForConditionalGeneration": "multimodal.describe_mistral3",
     "MistralForCausalLM": "mistral.describe_mistral",
@@ -28,11 +36,15 @@ FAMILIES = {
     "Phi3ForCausalLM": "phi3.describe",
     "Qwen2ForCausalLM": "qwen2.describe",
     "Qwen2MoeForCausalLM": "qwen2.describe_moe",
-    "Qwen2_5_VLForConditionalGeneration": "multimodal.describe_qwen2_5_vl",
+    "Qwen2VLForConditionalGeneration": "multimodal.describe_qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "multimodal.describe_qwen2_vl",
     "Qwen3ForCausalLM": "qwen3.describe",
     "Qwen3VLForConditionalGeneration": "multimodal.describe_qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "multimodal.describe_qwen3_vl_moe",
     "Qwen3MoeForCausalLM": "qwen3.describe_moe",
+    "SeedOssForCausalLM": "llama.describe_seed_oss",
     "SmolLM3ForCausalLM": "smollm3.describe",
+    "VaultGemmaForCausalLM": "gemma.describe_vaultgemma",
 }  # each class with the file in families/ and the function in it that reads the config
 
 

@@ -111,13 +111,11 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | Mixtu
     experts, names, prefix = model.experts, model.names, f"model.layers.{layer}."
     if experts is None or not experts.layers[layer]:
         return MLP(model, layer, tp)
-    stack = f"{prefix}mlp"  # begins the names of stacked tensors, which are the same in all families
     share = experts.size // tp.size
     sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, tp.rank * share, share)
-    tensors = ExpertTensors(
-        prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, f"{stack}.experts"
-    )
-    routers = tuple(dict.fromkeys((prefix + names.router, f"{stack}.gate")))
+    stacks = tuple((prefix + gate_up, prefix + down) for gate_up, down in names.expert_stacks)
+    tensors = ExpertTensors(prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, stacks)
+    routers = tuple(prefix + name for name in names.routers)
     shared = None
     if experts.shared_size is not None:
         shared = SharedExpert(f"{prefix}mlp.", model.hidden_size, experts.shared_size, model.activation, tp, model.fp8)

@@ -32,9 +32,10 @@ class Names:
     attention_norm, mlp_norm: the norm of a branch's input
     attention_post_norm, mlp_post_norm: the norm of a branch's result, before the joint adds it
     qkv, gate_up: one name for each projection, or a single name if one tensor holds them, one after another
-    router: the matrix that scores the experts
+    routers: the matrix that scores the experts, by each name that a checkpoint may give it
     expert: the module of an expert; "{}" stands for its number
     expert_gate, expert_up, expert_down: an expert's projections
+    expert_stacks: tensors that may hold those of all experts instead: gates above ups, and downs
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -43,11 +44,12 @@ class Names:
     mlp_post_norm: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    router: str = "mlp.gate"
+    routers: tuple[str, ...] = ("mlp.gate",)
     expert: str = "mlp.experts.{}"
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
+    expert_stacks: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
 
 
 @dataclass(frozen=True)

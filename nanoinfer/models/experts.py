@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.checks import as_int
 from nanoinfer.models.description import Experts
-from nanoinfer.models.settings import size_of
+from nanoinfer.models.settings import of_layers, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -18,17 +18,19 @@ def read_experts(
     size_field: str,
     normalised: bool | None = None,
     shared_size: int | None = None,
+    count_field: str = "num_experts",
 ) -> Experts | None:
     """Read the experts of the given layers; returns None if no layer has any.
 
     layers: for each layer, whether it has experts
     size_field: the setting with an expert's intermediate size
     normalised: whether a token's weights add up to 1; None: as norm_topk_prob says
+    count_field: the setting with the number of experts
     Raises ValueError, naming the setting, for sizes that no model can have.
     """
     if not any(layers):
         return None
-    count, used = size_of(config, "num_experts"), size_of(config, "num_experts_per_tok")
+    count, used = size_of(config, count_field), size_of(config, "num_experts_per_tok")
     if used > count:
         raise ValueError(
             f"model: num_experts_per_tok={used} in its config: must be at most the number of experts, {count}"
@@ -47,3 +49,12 @@ def sparse_layers(config: PretrainedConfig) -> tuple[bool, ...]:
     if any(as_int(layer) not in range(layers) for layer in dense):
         raise ValueError(f"model: mlp_only_layers={dense!r} in its config: must be layers from 0 to {layers - 1}")
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+
+
+def listed_layers(config: PretrainedConfig) -> tuple[bool, ...]:
+    """Return which layers have experts: those that mlp_layer_types calls "sparse"; the others must be "dense"."""
+    kinds = of_layers(config, "mlp_layer_types")
+    for kind in kinds:
+        if kind not in ("sparse", "dense"):
+            raise ValueError(f"model: mlp_layer_types={kind!r} in its config: must be 'sparse' or 'dense'")
+    return tuple(kind == "sparse" for kind in kinds)

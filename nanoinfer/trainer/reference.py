@@ -111,9 +111,9 @@ def _find_other(model: Description) -> str | None:
         "images": model.is_multimodal,
         "soft caps": model.score_cap is not None or model.logit_cap is not None,
         "norms of all heads at once": model.qk_norm == "full",
-        "projections that share a tensor": len(model.names.qkv) == 1,
-        "norms of a branch's result": model.names != Names(),
         "norms whose weights are stored less one": model.norm_plus_one,
+        "projections that share a tensor": 1 in (len(model.names.qkv), len(model.names.gate_up)),
+        "norms of a branch's result": model.names != Names(),
         "factors of its embeddings, branches, logits or queries": model.query_scaling is not None
         or {model.embedding_scale, model.residual_scale, model.logit_scale} != {1.0},
         "other rotations for long sequences": model.long_from is not None,

@@ -108,15 +108,15 @@ class Fp8Experts(nn.Module):
         """Yield the shards of the stacked tensors that a checkpoint may have; the stores yield the others."""
         names, count = self.tensors, self.sizes.count
         hidden_size, size = self.sizes.hidden_size, self.sizes.size
-        halves, downs = self.gate_up.parts, self.down.parts
-        numbers = range(count)
-        of_halves = tuple(names.of(projection, number) for number in numbers for projection in (names.gate, names.up))
-        of_downs = tuple(names.of(names.down, number) for number in numbers)
-        for number in numbers:
+        halves, downs, dim = self.gate_up.parts, self.down.parts, 1 if self.output_share is None else 0
+        gate_up_stacks, down_stacks = names.gate_up_stacks(count), names.down_stacks(count)
+        gate_up_shape, down_shape = (count, 2 * size, hidden_size), (count, hidden_size, size)
+        for number in range(count):
             gate, up = halves[2 * number : 2 * number + 2]
-            stack, shape = f"{names.stack}.gate_up_proj", (count, 2 * size, hidden_size)
-            yield Shard(stack, gate, shape, gate.cover[0].start, entry=number, replaces=of_halves)
-            yield Shard(stack, up, shape, size + up.cover[0].start, entry=number, replaces=of_halves)
-            stack, shape, down = f"{names.stack}.down_proj", (count, hidden_size, size), downs[number]
-            dim = 1 if self.output_share is None else 0
-            yield Shard(stack, down, shape, down.cover[dim].start, dim, entry=number, replaces=of_downs)
+            down = downs[number]
+            up_start = size + up.cover[0].start
+            for stack, others in gate_up_stacks.items():
+                yield Shard(stack, gate, gate_up_shape, gate.cover[0].start, entry=number, replaces=others)
+                yield Shard(stack, up, gate_up_shape, up_start, entry=number, replaces=others)
+            for stack, others in down_stacks.items():
+                yield Shard(stack, down, down_shape, down.cover[dim].start, dim, entry=number, replaces=others)

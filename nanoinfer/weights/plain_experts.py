@@ -18,18 +18,18 @@ from nanoinfer.weights.shards import Shard
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """The names that a checkpoint may give to the tensors of a layer's experts: one each, or two stacks of all.
+    """The names that a checkpoint may give to the tensors of a layer's experts: three for each, or two stacks of all.
 
     expert: the module of one expert; "{}" stands for its number
     gate, up, down: an expert's projections
-    stack: the module of all experts; its tensors are STACK.gate_up_proj and STACK.down_proj
+    stacks: pairs of stacks, by each pair of names that they may have: gates above ups, and downs
     """
 
     expert: str
     gate: str
     up: str
     down: str
-    stack: str
+    stacks: tuple[tuple[str, str], ...]
 
     def module(self, projection: str, number: int) -> str:
         """Return the name of one expert's projection."""
@@ -38,6 +38,23 @@ class ExpertTensors:
     def of(self, projection: str, number: int) -> str:
         """Return the name of the tensor of one expert's projection."""
         return f"{self.module(projection, number)}.weight"
+
+    def gate_up_stacks(self, count: int) -> dict[str, tuple[str, ...]]:
+        """Return the stack of gates and ups by each of its names, with the other tensors that may hold the same.
+
+        count: experts
+        """
+        halves = (self.of(projection, number) for number in range(count) for projection in (self.gate, self.up))
+        return _with_others([gate_up for gate_up, _ in self.stacks], tuple(halves))
+
+    def down_stacks(self, count: int) -> dict[str, tuple[str, ...]]:
+        """Return the same for the stack of downs."""
+        downs = (self.of(self.down, number) for number in range(count))
+        return _with_others([down for _, down in self.stacks], tuple(downs))
+
+
+def _with_others(stacks: list[str], single: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    return {stack: (*single, *(other for other in stacks if other != stack)) for stack in stacks}
 
 
 @dataclass(frozen=True)
@@ -116,16 +133,15 @@ class PlainExperts(nn.Module):
         count, hidden_size, size, start = self.sizes.count, self.sizes.hidden_size, self.sizes.size, self.sizes.start
         first, dim = (start, 1) if own is None else (own.outputs.start, 0)  # of this rank's part of down
         inward, outward = (size, hidden_size), (hidden_size, size)
-        numbers = range(count)
-        halves = tuple(names.of(projection, number) for number in numbers for projection in (names.gate, names.up))
-        downs = tuple(names.of(names.down, number) for number in numbers)
-        for number in numbers:
+        gate_up_stacks, down_stacks = names.gate_up_stacks(count), names.down_stacks(count)
+        for number in range(count):
             gate, up = self.gate_up[number].split(self.sizes.share)
             down = self.down[number]
             yield Shard(names.of(names.gate, number), gate, inward, start)
             yield Shard(names.of(names.up, number), up, inward, start)
             yield Shard(names.of(names.down, number), down, outward, first, dim)
-            stack, shape = f"{names.stack}.gate_up_proj", (count, 2 * size, hidden_size)
-            yield Shard(stack, gate, shape, start, entry=number, replaces=halves)
-            yield Shard(stack, up, shape, size + start, entry=number, replaces=halves)
-            yield Shard(f"{names.stack}.down_proj", down, (count, *outward), first, dim, entry=number, replaces=downs)
+            for stack, others in gate_up_stacks.items():
+                yield Shard(stack, gate, (count, 2 * size, hidden_size), start, entry=number, replaces=others)
+                yield Shard(stack, up, (count, 2 * size, hidden_size), size + start, entry=number, replaces=others)
+            for stack, others in down_stacks.items():
+                yield Shard(stack, down, (count, *outward), first, dim, entry=number, replaces=others)

@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterable, Set
 from heapq import nsmallest
 
-from nanoinfer.weights.shards import Table
+from nanoinfer.weights.shards import Shard, Table
 
 FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}  # as files and as torch name them
 FP8 = {"F8_E4M3", "float8_e4m3fn"}
 COMPUTED = ("rotary_emb.inv_freq", ".input_scale")  # tensors that some checkpoints store and no model reads
+GUESSING = "mtp."  # begins the names of layers that guess the tokens after the next one, which no model runs
 NUMBER = re.compile(r"\d+")
 MOST_NAMES = 5  # in an error message
 
@@ -40,7 +41,7 @@ class Roll:
         """
         shards = self._table.get(name)
         if shards is None:
-            if not name.endswith(COMPUTED):
+            if not (name.endswith(COMPUTED) or name.startswith(GUESSING)):
                 self._unknown.append(name)
             return False
         is_stack, replaced = shards[0].entry is not None, shards[0].replaces
@@ -51,7 +52,7 @@ class Roll:
             self._needed[shards[0].scale] = None
         elif dtype not in FLOATS:
             raise ValueError(f"{place}: {name} has numbers of type {dtype}, which are not supported as weights")
-        if tuple(shape) != shards[0].shape and not (shards[0].shape == (1,) and tuple(shape) == ()):
+        if not _fits(shards[0], tuple(shape)):
             raise ValueError(f"{place}: {name} has shape {list(shape)}, but the model needs {list(shards[0].shape)}")
         self.come[name] = None
         if is_stack:
@@ -81,6 +82,10 @@ class Roll:
                 ours = kind.format(*numbers) if kind.count("{}") == len(numbers) else ""
                 found.append(ours if ours in self._table else kinds[kind])
         return list(dict.fromkeys(found))
+
+
+def _fits(shard: Shard, shape: tuple[int, ...]) -> bool:
+    return shape == shard.shape or shard.is_turned(shape) or (shard.shape == (1,) and shape == ())
 
 
 def needed(table: Table) -> frozenset[str]:

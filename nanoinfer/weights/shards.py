@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -68,6 +68,13 @@ class Shard:
 
     def __post_init__(self) -> None:
         self.takes_all = self.entry is None and self.target.shape == self.shape
+
+    def is_turned(self, shape: Iterable[int]) -> bool:
+        """Whether a stack has this shape because its matrices are stored as [in, out], as Qwen3-VL-MoE's are."""
+        if self.entry is None or tuple(shape) == self.shape:
+            return False
+        count, rows, columns = self.shape
+        return tuple(shape) == (count, columns, rows)
 
     @property
     def index(self) -> tuple[slice | int, ...]:

@@ -104,8 +104,9 @@ class FileSource:
         uploads = Uploads(device_of_table(table), advance)
         for name, tensor, _ in self._tensors():
             if name in table:
+                upright = _Turned(tensor) if table[name][0].is_turned(tensor.get_shape()) else tensor
                 for shard in table[name]:
-                    uploads.add(shard.target, tensor[...] if shard.takes_all else tensor[shard.index])
+                    uploads.add(shard.target, tensor[...] if shard.takes_all else upright[shard.index])
                 copied.append(name)
         uploads.finish()
         return copied
@@ -123,6 +124,19 @@ class FileSource:
                     known = _known_name(name, self.is_multimodal)
                     if known is not None:
                         yield known, reader.get_slice(name), file
+
+
+class _Turned:
+    """Reads a stack in a file as if each of its matrices were the other way round."""
+
+    def __init__(self, stack: Any) -> None:
+        """stack: a slice object of safetensors"""
+        self._stack = stack
+
+    def __getitem__(self, index: tuple[slice | int, ...]) -> Tensor:
+        entry, rows, columns = index
+        matrix: Tensor = self._stack[entry, columns, rows]
+        return matrix.mT
 
 
 class TensorSource:
@@ -177,7 +191,7 @@ class TensorSource:
         roll = Roll(table, f"{self.what} do not fit the model")
         for name, tensor in self.pairs():
             if roll.tick(name, tensor.shape, _dtype_name(tensor.dtype), self.what):
-                yield name, tensor
+                yield name, tensor.mT if table[name][0].is_turned(tensor.shape) else tensor
             else:
                 roll.check()
             del tensor  # so that it can go before the next one comes

@@ -1,11 +1,11 @@
-"""Gemma 2 and Gemma 3 (Gemma Team, 2024 and 2025): norms before and after branches, scaled embeddings, windows."""
+"""Gemma (Gemma Team, 2024 and 2025): scaled embeddings; since Gemma 2 windows, and norms on branches' results."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.models.description import Description, Names
-from nanoinfer.models.reading import describe_common, read_windows
+from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope
 from nanoinfer.models.settings import head_dim_of, positive, positive_or_none, refuse
 
@@ -18,39 +18,56 @@ NAMES = Names(
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
 )
+VAULT_NAMES = Names(mlp_norm="pre_feedforward_layernorm")
+
+
+def describe_gemma(config: PretrainedConfig) -> Description:
+    """Describe a Gemma model of the first generation: no layer has a window."""
+    refuse_windows(config)
+    return _describe(config, "hidden_act")
 
 
 def describe_gemma2(config: PretrainedConfig) -> Description:
     """Describe a Gemma 2 model: its scores and its logits have soft caps."""
-    return _describe(
-        config,
-        score_cap=positive_or_none("attn_logit_softcapping", config.attn_logit_softcapping),
-        logit_cap=positive_or_none("final_logit_softcapping", config.final_logit_softcapping),
-    )
+    return _describe_capped(config, NAMES)
+
+
+def describe_vaultgemma(config: PretrainedConfig) -> Description:
+    """Describe a VaultGemma model (Sinha et al., 2025): Gemma 2 without norms on branches' results."""
+    return _describe_capped(config, VAULT_NAMES)
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:
     """Describe a Gemma 3 model: it has q/k norms by head, and other rotary settings in layers with a window."""
     ropes = {kind: read_rope(config, head_dim_of(config), kind) for kind in set(config.layer_types)}
+    return _describe_windowed(config, NAMES, ropes=tuple(ropes[kind] for kind in config.layer_types), qk_norm="head")
+
+
+def _describe_capped(config: PretrainedConfig, names: Names) -> Description:
+    score_cap = positive_or_none("attn_logit_softcapping", config.attn_logit_softcapping)
+    return _describe_windowed(config, names, score_cap=score_cap)
+
+
+def _describe_windowed(config: PretrainedConfig, names: Names, **own: Any) -> Description:
     return _describe(
         config,
-        ropes=tuple(ropes[kind] for kind in config.layer_types),
-        qk_norm="head",
+        "hidden_activation",
+        names=names,
+        windows=read_windows(config, config.sliding_window),
+        attention_scale=positive("query_pre_attn_scalar", config.query_pre_attn_scalar) ** -0.5,
         logit_cap=positive_or_none("final_logit_softcapping", config.final_logit_softcapping),
+        **own,
     )
 
 
-def _describe(config: PretrainedConfig, **own: Any) -> Description:
+def _describe(config: PretrainedConfig, activation_field: str, **own: Any) -> Description:
     refuse(config, use_bidirectional_attention=False)
     return describe_common(
         config,
-        activation_field="hidden_activation",
-        names=NAMES,
+        activation_field,
         norm_plus_one=True,
-        windows=read_windows(config, config.sliding_window),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
-        attention_scale=positive("query_pre_attn_scalar", config.query_pre_attn_scalar) ** -0.5,
         embedding_scale=config.hidden_size**0.5,
         **own,
     )

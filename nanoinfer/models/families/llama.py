@@ -1,22 +1,57 @@
-"""Llama (Touvron et al., 2023; Llama Team, 2024), and the many models that use its class."""
+"""Llama (Touvron et al., 2023; Llama Team, 2024), the many models that use its class, and some that differ little."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.reading import describe_common, refuse_windows
+from nanoinfer.models.reading import describe_common, read_windows, refuse_windows
+from nanoinfer.models.rope import read_rope
+from nanoinfer.models.settings import head_dim_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def describe(config: PretrainedConfig) -> Description:
+def describe_llama(config: PretrainedConfig) -> Description:
     """Describe a Llama model: norms before the branches, and biases if the config has them."""
     refuse_windows(config)
     return describe_common(
         config,
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+    )
+
+
+def describe_seed_oss(config: PretrainedConfig) -> Description:
+    """Describe a Seed-OSS model (ByteDance Seed, 2025): the output projection's bias has a setting of its own."""
+    refuse_windows(config)
+    return describe_common(
+        config,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_out_bias,
+        mlp_bias=config.mlp_bias,
+    )
+
+
+def describe_ernie4_5(config: PretrainedConfig) -> Description:
+    """Describe a dense ERNIE 4.5 model (Baidu, 2025): heads are rotated in pairs of neighbours."""
+    refuse_windows(config)
+    rope = read_rope(config, head_dim_of(config), interleaved=True)
+    return describe_common(
+        config,
+        ropes=(rope,) * config.num_hidden_layers,
+        qkv_bias=config.use_bias,
+        o_bias=config.use_bias,
+        mlp_bias=config.use_bias,
+    )
+
+
+def describe_cwm(config: PretrainedConfig) -> Description:
+    """Describe a Code World Model (FAIR CodeGen Team, 2025): the layers that layer_types names have a window."""
+    return describe_common(
+        config,
+        windows=read_windows(config, config.sliding_window),
         mlp_bias=config.mlp_bias,
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MIXTRAL_NAMES = Names(
-    router="block_sparse_moe.gate",
+    routers=("block_sparse_moe.gate", "mlp.gate"),
     expert="block_sparse_moe.experts.{}",
     expert_gate="w1",
     expert_up="w3",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
@@ -26,15 +27,21 @@ def describe_mistral3(config: PretrainedConfig) -> Description:
     return _describe_text(config, mistral.describe_ministral3 if is_ministral else mistral.describe_mistral)
 
 
-def describe_qwen2_5_vl(config: PretrainedConfig) -> Description:
-    """Describe a Qwen2.5-VL model: its positions have three dimensions, but for text these equal ordinary positions."""
+def describe_qwen2_vl(config: PretrainedConfig) -> Description:
+    """Describe a Qwen2-VL or 2.5-VL model: its positions have three dimensions, which are equal for text."""
     return _describe_text(config, qwen2.describe)
 
 
 def describe_qwen3_vl(config: PretrainedConfig) -> Description:
-    """Describe a Qwen3-VL model: positions as in Qwen2.5-VL. The model has no windows; layer_types may name none."""
+    """Describe a Qwen3-VL model: positions as in Qwen2-VL. The model has no windows; layer_types may name none."""
     refuse_windows(config.get_text_config())
     return _describe_text(config, qwen3.describe)
+
+
+def describe_qwen3_vl_moe(config: PretrainedConfig) -> Description:
+    """Describe a Qwen3-VL model of experts: positions as in Qwen2-VL, no windows; a token's weights add up to 1."""
+    refuse_windows(config.get_text_config())
+    return _describe_text(config, partial(qwen3.describe_moe, normalised=True))
 
 
 def _describe_text(config: PretrainedConfig, describe: Callable[[PretrainedConfig], Description]) -> Description:

@@ -1,4 +1,7 @@
-"""OLMo 2 and 3 (OLMo Team, 2025): norms on branches' results; a q/k norm over all heads at once. OLMoE: experts."""
+"""OLMo 2 and 3 (OLMo Team, 2025): norms on branches' results; a q/k norm over all heads at once.
+
+The layers of OLMoE and FlexOlmo have experts.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,12 @@ def describe_olmoe(config: PretrainedConfig) -> Description:
         o_bias=config.attention_bias,
         experts=read_experts(config, (True,) * config.num_hidden_layers, "intermediate_size"),
     )
+
+
+def describe_flex_olmo(config: PretrainedConfig) -> Description:
+    """Describe a FlexOlmo model (Shi et al., 2025): OLMo 2 with experts in all layers."""
+    refuse_windows(config)
+    return _describe(config, experts=read_experts(config, (True,) * config.num_hidden_layers, "intermediate_size"))
 
 
 def _describe(config: PretrainedConfig, **own: Any) -> Description:

@@ -23,13 +23,16 @@ def describe(config: PretrainedConfig) -> Description:
     )
 
 
-def describe_moe(config: PretrainedConfig) -> Description:
-    """Describe a Qwen3 model of experts: with use_sliding_window, all layers have a window."""
+def describe_moe(config: PretrainedConfig, normalised: bool | None = None) -> Description:
+    """Describe a Qwen3 model of experts: with use_sliding_window, all layers have a window.
+
+    normalised: as for read_experts
+    """
     return describe_common(
         config,
         windows=same_windows(config),
         qk_norm="head",
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
-        experts=read_experts(config, sparse_layers(config), "moe_intermediate_size"),
+        experts=read_experts(config, sparse_layers(config), "moe_intermediate_size", normalised),
     )

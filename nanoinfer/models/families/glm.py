@@ -1,4 +1,4 @@
-"""GLM-4 (Z.ai, 2025): norms before and after branches; half of each head is rotated, in pairs of neighbours."""
+"""GLM-4 (Z.ai, 2024 and 2025): a share of each head is rotated, in pairs of neighbours; 0414 has norms on results."""
 
 from __future__ import annotations
 
@@ -11,22 +11,32 @@ from nanoinfer.models.rope import read_rope, read_rotary_dim
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NAMES = Names(
+GATE_UP = ("mlp.gate_up_proj",)
+GLM4_NAMES = Names(
     attention_norm="input_layernorm",
     attention_post_norm="post_self_attn_layernorm",
     mlp_norm="post_attention_layernorm",
     mlp_post_norm="post_mlp_layernorm",
-    gate_up=("mlp.gate_up_proj",),
+    gate_up=GATE_UP,
 )
 
 
-def describe(config: PretrainedConfig) -> Description:
-    """Describe a GLM-4 model: queries, keys and values have biases if the config says so."""
+def describe_glm(config: PretrainedConfig) -> Description:
+    """Describe a model of the first GLM-4 checkpoints: norms stand before the branches alone."""
+    return _describe(config, Names(gate_up=GATE_UP))
+
+
+def describe_glm4(config: PretrainedConfig) -> Description:
+    """Describe a model of the GLM-4-0414 checkpoints: branches' results have norms, too."""
+    return _describe(config, GLM4_NAMES)
+
+
+def _describe(config: PretrainedConfig, names: Names) -> Description:
     refuse_windows(config)
     rope = read_rope(config, read_rotary_dim(config), interleaved=True)
     return describe_common(
         config,
-        names=NAMES,
+        names=names,
         ropes=(rope,) * config.num_hidden_layers,
         qkv_bias=config.attention_bias,
     )

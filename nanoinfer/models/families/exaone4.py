@@ -1,0 +1,34 @@
+"""EXAONE 4 (LG AI Research, 2025): norms on branches' results, a q/k norm by head, layers without rotation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanoinfer.models.description import Description, Names
+from nanoinfer.models.reading import describe_common, read_windows
+from nanoinfer.models.rope import read_rope
+from nanoinfer.models.settings import head_dim_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NAMES = Names(
+    attention_norm=None,
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_post_norm="post_feedforward_layernorm",
+)
+
+
+def describe(config: PretrainedConfig) -> Description:
+    """Describe an EXAONE 4 model: with a sliding_window, the layers that see all tokens do not rotate."""
+    windows = read_windows(config, config.sliding_window)
+    rope = read_rope(config, head_dim_of(config))
+    rotates = [window is not None or config.sliding_window is None for window in windows]
+    return describe_common(
+        config,
+        names=NAMES,
+        windows=windows,
+        ropes=tuple(rope if is_rotated else None for is_rotated in rotates),
+        qk_norm="head",
+    )

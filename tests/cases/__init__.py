@@ -1,0 +1,10 @@
+"""Cases: small models of every class, which are compared with transformers. docs/add-a-model.md says how to add one."""
+
+from cases.case import LONGROPE, SHAPE, VOCAB, Case, build
+from cases.dense import DENSE
+from cases.multimodal import MULTIMODAL
+from cases.sparse import SPARSE
+
+__all__ = ["CASES", "LONGROPE", "MULTIMODAL", "SHAPE", "VOCAB", "Case", "build"]
+
+CASES = {**DENSE, **SPARSE, **MULTIMODAL}  # of several cases of a class, the last runs on two ranks too

@@ -1,0 +1,74 @@
+"""Case: a small model of a class, and how its checkpoint is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+VOCAB = 160
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2],
+    "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0],
+}
+
+
+@dataclass
+class Case:
+    """A class that config.json may name, with the model_type and the settings to try."""
+
+    architecture: str
+    model_type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] | None = None  # of a multimodal checkpoint, whose text_config has the settings
+
+
+def build(case: Case, folder: Path) -> PreTrainedModel:
+    """Save a checkpoint of random weights, norms and biases included; returns transformers' model of it."""
+    torch.manual_seed(0)
+    settings = {**SHAPE, **case.settings}
+    if case.model_type in ("qwen2_vl", "qwen2_5_vl"):
+        settings.pop("head_dim")  # transformers computes it from the hidden size
+    if case.vision is not None:
+        tied = {"tie_word_embeddings": settings.pop("tie_word_embeddings")} if "tie_word_embeddings" in settings else {}
+        settings = {"text_config": settings, "vision_config": case.vision, **tied}
+    config = AutoConfig.for_model(case.model_type, **settings)
+    auto = AutoModelForCausalLM if case.vision is None else AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation="eager").float().eval()
+    assert type(model).__name__ == case.architecture
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            low, high = (0.5, 1.5) if parameter.min() == 1 else (-0.3, 0.3)  # a norm; else Gemma's norm, or a bias
+            torch.nn.init.uniform_(parameter, low, high)
+        elif "visual" not in name and "vision" not in name:
+            torch.nn.init.normal_(parameter, std=1.4 / parameter.shape[1] ** 0.5)
+    model.save_pretrained(folder)
+    return model

@@ -1,0 +1,94 @@
+"""Cases of multimodal checkpoints, which are run as text only."""
+
+from __future__ import annotations
+
+from cases.case import YARN, Case
+from cases.sparse import EXPERTS
+
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+QWEN2_VISION = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64}
+QWEN3_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "deepstack_visual_indexes": [0],
+}
+
+MULTIMODAL = {
+    "gemma3 multimodal": Case(
+        "Gemma3ForConditionalGeneration",
+        "gemma3",
+        {"sliding_window": 24},
+        {**VISION, "image_size": 28, "patch_size": 14},
+    ),
+    "ministral3 multimodal": Case(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        {"model_type": "ministral3", "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
+        {**VISION, "head_dim": 16, "image_size": 28, "patch_size": 14},
+    ),
+    "mistral3 multimodal": Case(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False},
+        {**VISION, "head_dim": 16, "image_size": 28, "patch_size": 14},
+    ),
+    "qwen2-vl windows": Case(
+        "Qwen2VLForConditionalGeneration",
+        "qwen2_vl",
+        {
+            "hidden_size": 64,
+            "rope_parameters": MROPE,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 2,
+            "tie_word_embeddings": True,
+        },
+        QWEN2_VISION,
+    ),
+    "qwen2-vl": Case(
+        "Qwen2VLForConditionalGeneration",
+        "qwen2_vl",
+        {
+            "hidden_size": 64,
+            "rope_parameters": MROPE,
+        },
+        QWEN2_VISION,
+    ),
+    "qwen2.5-vl": Case(
+        "Qwen2_5_VLForConditionalGeneration",
+        "qwen2_5_vl",
+        {
+            "hidden_size": 64,
+            "rope_parameters": MROPE,
+        },
+        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64},
+    ),
+    "qwen3-vl": Case(
+        "Qwen3VLForConditionalGeneration",
+        "qwen3_vl",
+        {"rope_parameters": MROPE},
+        QWEN3_VISION,
+    ),
+    "qwen3-vl-moe": Case(
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe",
+        {**EXPERTS, "rope_parameters": MROPE},
+        QWEN3_VISION,
+    ),
+    "qwen3-vl-moe biases, some layers": Case(
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe",
+        {
+            **EXPERTS,
+            "attention_bias": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "rope_parameters": MROPE,
+        },
+        QWEN3_VISION,
+    ),
+}

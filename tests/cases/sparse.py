@@ -1,0 +1,92 @@
+"""Cases of models whose layers have experts."""
+
+from __future__ import annotations
+
+from cases.case import YARN, Case
+
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+
+SPARSE = {
+    "mixtral": Case("MixtralForCausalLM", "mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral window": Case("MixtralForCausalLM", "mixtral", {"num_local_experts": 4, "sliding_window": 24}),
+    "granitemoe": Case("GraniteMoeForCausalLM", "granitemoe", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "granitemoe multipliers, biases": Case(
+        "GraniteMoeForCausalLM",
+        "granitemoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmoe": Case("OlmoeForCausalLM", "olmoe", {**EXPERTS, "hidden_size": 64}),
+    "olmoe biases": Case(
+        "OlmoeForCausalLM",
+        "olmoe",
+        {**EXPERTS, "hidden_size": 64, "attention_bias": True, "norm_topk_prob": True, "num_experts_per_tok": 1},
+    ),
+    "flexolmo": Case("FlexOlmoForCausalLM", "flex_olmo", {**EXPERTS, "hidden_size": 64}),
+    "flexolmo biases, weights that add up": Case(
+        "FlexOlmoForCausalLM",
+        "flex_olmo",
+        {**EXPERTS, "hidden_size": 64, "attention_bias": True, "norm_topk_prob": True, "rope_parameters": YARN},
+    ),
+    "qwen2moe": Case(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [2],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+        },
+    ),
+    "qwen2moe without biases": Case(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "decoder_sparse_step": 2,
+            "qkv_bias": False,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3moe": Case("Qwen3MoeForCausalLM", "qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3moe without experts": Case("Qwen3MoeForCausalLM", "qwen3_moe", {**EXPERTS, "num_experts": 0}),
+    "qwen3moe window, biases, some layers": Case(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        {
+            **EXPERTS,
+            "attention_bias": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "use_sliding_window": True,
+            "sliding_window": 24,
+        },
+    ),
+    "mellum": Case("MellumForCausalLM", "mellum", EXPERTS),
+    "mellum windows, biases, some layers": Case(
+        "MellumForCausalLM",
+        "mellum",
+        {
+            **EXPERTS,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": YARN,
+            },
+        },
+    ),
+}
