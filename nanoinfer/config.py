@@ -79,6 +79,7 @@ class Config:
         README's limits for what multiplies them as they are
     kv_cache_dtype: "fp8": the KV cache holds keys and values in eight bits (e4m3), by the checkpoint's own scales if it
         has some; flash_attn cannot read it; "auto": the cache has `dtype`
+    state_dtype: "float32" or "bfloat16": the dtype of a recurrence's states; "bfloat16" halves them, and loses digits
     logprobs_mode: "raw_logprobs": log-probabilities come from the model's own logits; "processed_logprobs": from the
         distribution that each token was drawn from, after penalties, bias, masks, temperature and filters. A token that
         could not be drawn has no entry then, and at temperature 0 the drawn token has 0.0. Nobody drew a prompt's
@@ -129,6 +130,7 @@ class Config:
     lm_head_dtype: str = "auto"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    state_dtype: str = "float32"
     logprobs_mode: str = RAW
     deterministic: bool = False
     routed_experts: bool = False
@@ -192,6 +194,7 @@ class Config:
             self.quantization = check_choice("quantization", self.quantization, ["fp8"], OWN_QUANTIZATION)
         self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
+        self.state_dtype = check_choice("state_dtype", self.state_dtype, ["float32", "bfloat16"])
 
     def _find_files(self) -> None:
         """Find the folders, or download them."""
@@ -240,6 +243,11 @@ class Config:
     def torch_cache_dtype(self) -> torch.dtype:
         """The dtype of the KV cache."""
         return self.torch_dtype if self.kv_cache_dtype == "auto" else FP8
+
+    @property
+    def torch_state_dtype(self) -> torch.dtype:
+        """The dtype of the states of recurrences."""
+        return DTYPES[self.state_dtype]
 
     @property
     def is_plain_cpu(self) -> bool:
@@ -339,6 +347,7 @@ class Config:
         self.description = self.description.within(self.max_model_len)
         unit = block_unit(self.attention_backend, self.kvcache_block_size, self.description.head_dim)
         self.cache_layout = lay_out(self.description.memory(self.tensor_parallel_size), self.kvcache_block_size, unit)
+        self.cache_layout.check_grid(self.kvcache_block_size, self.max_num_batched_tokens)
         most = self.cache_layout.asked_by(MAX_SLOTS // self.cache_layout.most_slots)
         if self.num_kvcache_blocks is not None and self.num_kvcache_blocks > most:
             raise ValueError(

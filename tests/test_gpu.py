@@ -28,7 +28,7 @@ from nanoinfer.kernels.linear.one_wave import find_one_wave
 from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 from nanoinfer.kernels.sampling.draw import draw_reference, draw_triton
 from nanoinfer.runner.message import ChunkMessage
-from nanoinfer.runner.steps.input_batch import PrefillInputs
+from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 
 pytestmark = pytest.mark.gpu
 

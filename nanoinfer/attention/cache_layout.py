@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nanoinfer.attention.packing import Kind, pack
+from nanoinfer.kernels.delta.chunks import CHUNK
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class State:
     matrices: tuple[int, int, int] | None = None
 
     def num_bytes(self, input_size: int, number_size: int) -> int:
-        """Return a sequence's bytes; input_size: of a number of the convolution's inputs; number_size: of a matrix."""
+        """Return the bytes of a sequence. input_size: of a convolution's input; number_size: of a matrix's number"""
         matrices = 0 if self.matrices is None else math.prod(self.matrices)
         return self.channels * self.width * input_size + matrices * number_size
 
@@ -109,6 +110,24 @@ class CacheLayout:
     def counts(self) -> list[int]:
         """How many blocks of each group a prefix of prefix_size tokens has."""
         return [self.prefix_size // group.block_size for group in self.groups]
+
+    @property
+    def grid(self) -> int:
+        """A chunk of a prompt ends at a multiple of so many tokens, unless the prompt does."""
+        return CHUNK if self.states else 1
+
+    def check_grid(self, kvcache_block_size: int, max_num_batched_tokens: int) -> None:
+        """Raise ValueError if with these options chunks or prefixes could not end at multiples of `grid`."""
+        if self.prefix_size % self.grid:
+            raise ValueError(
+                f"kvcache_block_size={kvcache_block_size}: must be a multiple of {self.grid}, as layers of this model"
+                " keep states"
+            )
+        if max_num_batched_tokens < self.grid:
+            raise ValueError(
+                f"max_num_batched_tokens={max_num_batched_tokens}: must be at least {self.grid}, as layers of this"
+                " model keep states"
+            )
 
     @property
     def block_numbers(self) -> int:

@@ -76,7 +76,7 @@ class Context:
     context_lens: Tensor  # [seqs] int32
     max_context_len: int  # at least the longest context
     prefill: PackedQueries | None = None  # None: a decode step
-    states: StateContext | None = None  # None: no layer has a state
+    states: StateContext | None = None  # None: no layer has one
     prefixes: SharedPrefixes | None = None  # which layers of the first group read once for all rows that share them
     rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables: `positions`, or set later
 
