@@ -67,7 +67,12 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
         layer_flops = measure_flops("cuda", FP8) if multiplies_fp8(config) else flops
     in_fp8 = FP8.itemsize if config.description.fp8 else None
-    itemsizes = config.torch_dtype.itemsize, config.torch_cache_dtype.itemsize, in_fp8
+    itemsizes = (
+        config.torch_dtype.itemsize,
+        config.torch_cache_dtype.itemsize,
+        in_fp8,
+        config.torch_state_dtype.itemsize,
+    )
     limits = limits_of(config)
     floor = Floor.of(work, config.description, limits, *itemsizes)
     floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, layer_flops)

@@ -86,7 +86,7 @@ class Config:
         tokens, so of the settings only the temperature changes theirs, and temperature 0 counts as 1
     deterministic: True: no bit of a request's results depends on what runs beside it, on caching, chunks, preemption or
         the number of ranks. On CUDA, sums then have one order. On the CPU, each token is computed alone, by one
-        thread. Some models cannot have it on several ranks yet
+        thread. Models whose layers keep a state cannot have it yet, and some others not on several ranks
     routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
         so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
         have experts

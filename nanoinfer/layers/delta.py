@@ -53,6 +53,11 @@ class GatedDelta:
         """The convolution's: the numbers of all queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    @property
+    def projected(self) -> int:
+        """How many numbers of a token the projections give and take."""
+        return self.channels + 2 * self.value_heads * (self.value_dim + 1)
+
     def state(self, ranks: int) -> State:
         """Return what a layer remembers, on one of so many ranks."""
         return State(self.channels // ranks, self.width, (self.value_heads // ranks, self.value_dim, self.key_dim))

@@ -32,6 +32,11 @@ class ShortConvolution:
         """What ranks divide, as configs name it."""
         return {"hidden_size": self.channels}
 
+    @property
+    def projected(self) -> int:
+        """How many numbers of a token the projections give and take."""
+        return 4 * self.channels
+
     def state(self, ranks: int) -> State:
         """Return what a layer remembers, on one of so many ranks."""
         return State(self.channels // ranks, self.width)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.models.description import Description, MixerSizes
 from nanoinfer.models.quantization import read_fp8
 from nanoinfer.models.rope import read_max_position, read_rope
-from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none, refuse
+from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none, refuse, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -97,3 +98,11 @@ def read_mixers(config: PretrainedConfig, kind: str, mixer: MixerSizes) -> tuple
     if "full_attention" not in kinds:
         raise ValueError(f"model: layer_types in its config has only {kind!r}: some layer must be 'full_attention'")
     return tuple(mixer if other == kind else None for other in kinds)
+
+
+def read_width(config: PretrainedConfig, name: str) -> int:
+    """Return how many tokens a convolution sees, its own the last; raises ValueError if prompts are cut into fewer."""
+    width = size_of(config, name)
+    if width > CHUNK:
+        raise ValueError(f"model: {name}={width} in its config: must be at most {CHUNK}")
+    return width

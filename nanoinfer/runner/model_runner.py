@@ -102,6 +102,9 @@ class ModelRunner:
         config, model = self.config, self.config.description
         if model.is_multimodal and self.tp.rank == 0:
             log.warning("%s: its language model is run, as text only; images are not supported", config.model)
+        if model.has_states and config.kv_cache_dtype == "fp8" and self.tp.rank == 0:
+            kept = config.state_dtype
+            log.info("kv_cache_dtype='fp8': keys and values are in FP8; the states of other layers stay in %s", kept)
         self.backend = make_backend(config.attention_backend, config.cache_layout, config.is_in_order)
         most_tokens = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens, self.has_host)

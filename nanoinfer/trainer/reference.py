@@ -107,7 +107,6 @@ def _find_other(model: Description) -> str | None:
     """Return what the model has that a Reference lacks; None: nothing."""
     others = {
         "experts": model.experts is not None,
-        "layers with a state": model.has_states,
         "output gates of attention": model.output_gate,
         "weights in FP8": model.fp8 is not None,
         "images": model.is_multimodal,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 
 BLOCK = 1024
 
@@ -26,7 +26,7 @@ def gate_heads_reference(heads: Tensor, gates: Tensor) -> Tensor:
 
 
 def gate_heads_triton(heads: Tensor, gates: Tensor) -> Tensor:
-    """gate_heads as one launch."""
+    """gate_heads as one launch. The kernel before may write the heads alone: the gates are read before it ends."""
     tokens, size = heads.shape[0], heads.shape[1] * heads.shape[2]
     assert heads.is_contiguous()
     assert gates[0].is_contiguous()
@@ -44,8 +44,9 @@ def _gate_heads_kernel(
     token = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < SIZE
+    # The predecessor attends; the gates come from a product before that.
+    gate = load_complete(gates_ptr + token * gates_stride + offsets, mask=mask, other=0.0)
     wait_for_predecessor(EARLY)
     head = tl.load(heads_ptr + token * SIZE + offsets, mask=mask, other=0.0)
-    gate = tl.load(gates_ptr + token * gates_stride + offsets, mask=mask, other=0.0)
     share = tl.sigmoid(gate.to(tl.float32)).to(gate.dtype)  # rounded, as transformers does
     tl.store(out_ptr + token * SIZE + offsets, head * share, mask=mask)
