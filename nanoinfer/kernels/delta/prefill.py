@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.delta.inverse import invert, invert_reference
-from nanoinfer.kernels.delta.terms import gates, gates_of, length_factor, split_heads
+from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
 from nanoinfer.kernels.launch import num_multiprocessors
 
 
@@ -209,7 +209,7 @@ def _look_within_kernel(
     tl.store(rows, q_factor * tl.exp(total))
     tl.store(rows + TOKENS, k_factor * tl.exp(total))
     tl.store(rows + 2 * TOKENS, k_factor * tl.exp(last - total))
-    tl.store(rows + 3 * TOKENS, tl.exp(last) + tl.zeros([TOKENS], tl.float32))
+    tl.store(rows + 3 * TOKENS, decay_of(last) + tl.zeros([TOKENS], tl.float32))
 
     square = (chunk * VALUE_HEADS + head) * TOKENS * TOKENS + t[:, None] * TOKENS + t
     decay = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * k_factor
