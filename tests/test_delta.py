@@ -386,7 +386,7 @@ KERNELS = (convolve_chunks_triton, delta_chunks_triton, delta_rows_triton)
     ids=["references", "kernels"],
 )
 def test_many_steps_do_not_drift_from_chunks(functions: tuple[Callable[..., Tensor], ...], device: str) -> None:
-    """Over 32,768 tokens, as transformers' two forms do not; each form rounds in places of its own, so at most twice."""
+    """Over 32,768 tokens, as transformers' two forms do not. Each rounds in places of its own: at most twice as far."""
     convolve, in_chunks, in_rows = functions
     tokens = 1 << 15
     layer = Layer((1, 2, 16, 16), bias=(-12, -4)).copy(device)

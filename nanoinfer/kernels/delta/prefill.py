@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -43,45 +45,64 @@ def delta_chunks_reference(
     chunks: Chunks,
     key_heads: int,
 ) -> Tensor:
-    """delta_chunks in torch: the chunked form of Yang et al. (2024).
-
-    Within a chunk, each token's update depends on those before it: a triangular system gives them all, as what they
-    would be behind a state of zeros, and what the state before the chunk takes away.
-    """
+    """delta_chunks in torch."""
     tokens = chunks.first_tokens.unsqueeze(1) + torch.arange(CHUNK, device=qkv.device)
     is_token = tokens < chunks.cu_lens[chunks.seqs.long() + 1].unsqueeze(1)
-    at = tokens.where(is_token, 0)
-    mask = is_token[:, None, :, None]  # all below is [chunks, value heads, CHUNK, ...]
+    mask, at = is_token[:, None, :, None], tokens.where(is_token, 0)
     q, k, v = (x[at].transpose(1, 2) * mask for x in split_heads(qkv, key_heads, *matrices.shape[1:3]))
-    decays, strengths = (x[at].transpose(1, 2).unsqueeze(-1) * mask for x in gates(a, b, log_decay, dt_bias))
-    total = decays.cumsum(dim=2)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=qkv.device).triu(1)
+    log_decays, strengths = (x[at].mT.unsqueeze(-1) * mask for x in gates(a, b, log_decay, dt_bias))
+    within = _look_within_reference(q, k, v, log_decays, strengths)
+    seqs, snapshots, final = chunks.seqs.tolist(), chunks.snapshots.tolist(), chunks.final.tolist()
+    out = torch.empty_like(v)
+    for chunk, (seq, before, after) in enumerate(zip(seqs, [-1, *seqs], [*seqs[1:], -1], strict=False)):
+        if seq != before:
+            slot = int(chunks.initial[seq])
+            state = matrices[slot].float() if slot >= 0 else torch.zeros_like(matrices[0], dtype=torch.float32)
+        new = within.updates[chunk] - within.taken[chunk] @ state.mT
+        out[chunk] = within.q[chunk] @ state.mT + within.scores[chunk] @ new
+        state = state * within.decay[chunk] + new.mT @ within.k[chunk]
+        for slot in (snapshots[chunk], final[seq] if seq != after else -1):
+            if slot >= 0:
+                matrices[slot] = state.to(matrices.dtype)
+    return out.transpose(1, 2)[is_token].to(qkv.dtype)
+
+
+class _Within(NamedTuple):
+    """What chunks have of themselves, all [chunks, value heads, ...].
+
+    q, k: as they meet the state before the chunk, and behind it, [CHUNK, key dim]
+    scores: of queries and updates, [CHUNK, CHUNK]
+    updates: of values, behind a state of zeros, [CHUNK, value dim]; taken: off them for the state, [CHUNK, key dim]
+    decay: of the state, [1, 1]
+    """
+
+    q: Tensor
+    k: Tensor
+    scores: Tensor
+    updates: Tensor
+    taken: Tensor
+    decay: Tensor
+
+
+def _look_within_reference(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, strengths: Tensor) -> _Within:
+    """Compute what does not depend on states, of numbers that are all [chunks, value heads, CHUNK, ...].
+
+    Each token's update depends on those before it in the chunk: a triangular system, whose inverse gives them all. This
+    is the chunked form of Yang et al. (2024).
+    """
+    total = log_decays.cumsum(dim=2)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     between = (total - total.mT).masked_fill(later, -torch.inf).exp()
     solutions = invert_reference((strengths * (k @ k.mT) * between).tril(-1))
-    updates = solutions @ (strengths * v)
-    taken = solutions @ (strengths * total.exp() * k)
-    scores = (q @ k.mT) * between
-    q = q * total.exp()
-    k = k * (total[:, :, -1:] - total).exp()
-    decay_of_chunk = total[:, :, -1:].exp()
-
-    out = torch.empty_like(v)
-    state, seq_before = torch.empty(0), -1
-    initial, final, ends = chunks.initial.tolist(), chunks.final.tolist(), chunks.cu_lens.tolist()[1:]
-    firsts, snapshots = chunks.first_tokens.tolist(), chunks.snapshots.tolist()
-    for chunk, seq in enumerate(chunks.seqs.tolist()):
-        if seq != seq_before:
-            slot = initial[seq]
-            state = matrices[slot].float() if slot >= 0 else torch.zeros_like(matrices[0], dtype=torch.float32)
-        seq_before = seq
-        new = updates[chunk] - taken[chunk] @ state.mT
-        out[chunk] = q[chunk] @ state.mT + scores[chunk] @ new
-        state = state * decay_of_chunk[chunk] + new.mT @ k[chunk]
-        if snapshots[chunk] >= 0:
-            matrices[snapshots[chunk]] = state.to(matrices.dtype)
-        if firsts[chunk] + CHUNK >= ends[seq] and final[seq] >= 0:
-            matrices[final[seq]] = state.to(matrices.dtype)
-    return out.transpose(1, 2)[is_token].to(qkv.dtype)
+    last = total[:, :, -1:]
+    return _Within(
+        q=q * total.exp(),
+        k=k * (last - total).exp(),
+        scores=(q @ k.mT) * between,
+        updates=solutions @ (strengths * v),
+        taken=solutions @ (strengths * total.exp() * k),
+        decay=last.exp(),
+    )
 
 
 def delta_chunks_triton(
@@ -100,11 +121,6 @@ def delta_chunks_triton(
     sequence, a head and some of its values, and go from chunk to chunk.
     """
     value_heads, value_dim, key_dim = matrices.shape[1:]
-    num_chunks, num_seqs = len(chunks.seqs), len(chunks.starts)
-    squares = torch.empty((2, num_chunks, value_heads, CHUNK, CHUNK), dtype=qkv.dtype, device=qkv.device)
-    factors = torch.empty((num_chunks, value_heads, 4, CHUNK), dtype=torch.float32, device=qkv.device)
-    out = torch.empty((len(qkv), value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    is_wide = qkv.dtype == torch.float32
     shape = {
         "KEY_HEADS": key_heads,
         "VALUE_HEADS": value_heads,
@@ -112,9 +128,11 @@ def delta_chunks_triton(
         "VALUE_DIM": value_dim,
         "TOKENS": CHUNK,
         "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
-        "PRECISION": "ieee" if is_wide else "tf32",
+        "PRECISION": "ieee" if qkv.dtype == torch.float32 else "tf32",
     }
-    _look_within_kernel[(num_chunks, value_heads)](
+    squares = torch.empty((2, len(chunks.seqs), value_heads, CHUNK, CHUNK), dtype=qkv.dtype, device=qkv.device)
+    factors = torch.empty((len(chunks.seqs), value_heads, 4, CHUNK), dtype=torch.float32, device=qkv.device)
+    _look_within_kernel[(len(chunks.seqs), value_heads)](
         qkv,
         a,
         b,
@@ -129,10 +147,20 @@ def delta_chunks_triton(
         a.stride(0),
         b.stride(0),
         **shape,
-        num_warps=4,
+        num_warps=16 if qkv.dtype == torch.float32 else 4,
     )
-    block_v = max(16, min(_values_at_once(num_seqs * value_heads, qkv.device), triton.next_power_of_2(value_dim)))
-    _go_through_kernel[(triton.cdiv(value_dim, block_v), value_heads, num_seqs)](
+    return _go_through(qkv, squares, factors, matrices, chunks, shape)
+
+
+def _go_through(
+    qkv: Tensor, squares: Tensor, factors: Tensor, matrices: Tensor, chunks: Chunks, shape: dict[str, int | str]
+) -> Tensor:
+    """Launch the second kernel of delta_chunks_triton; squares, factors: what the first one wrote."""
+    seqs, (value_heads, value_dim) = len(chunks.starts), matrices.shape[1:3]
+    out = torch.empty((len(qkv), value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
+    values, warps, stages = _programs(seqs * value_heads, qkv)
+    values = max(16, min(values, triton.next_power_of_2(value_dim)))
+    _go_through_kernel[(triton.cdiv(value_dim, values), value_heads, seqs)](
         qkv,
         *squares,
         factors,
@@ -143,19 +171,24 @@ def delta_chunks_triton(
         chunks.seqs,
         chunks.snapshots,
         out,
-        num_chunks,
+        len(chunks.seqs),
         qkv.stride(0),
         **shape,
-        BLOCK_V=block_v,
-        num_warps=4,
-        num_stages=1 if is_wide else 3,
+        BLOCK_V=values,
+        num_warps=warps,
+        num_stages=stages,
     )
     return out
 
 
-def _values_at_once(heads: int, device: torch.device) -> int:
-    """Return how many values of a head a program has: few if there are few heads, so that all multiprocessors work."""
-    return 64 if heads >= num_multiprocessors(device) else 32
+def _programs(heads: int, qkv: Tensor) -> tuple[int, int, int]:
+    """Return how many values of a head a program has, its warps, and the stages of its loads; heads: of all sequences.
+
+    Few heads are divided more, so that all multiprocessors work. Products of float32 numbers need registers.
+    """
+    if qkv.dtype == torch.float32:
+        return 32, 16, 1
+    return (64, 8, 2) if heads >= num_multiprocessors(qkv.device) else (32, 4, 3)
 
 
 @triton.jit
