@@ -309,6 +309,30 @@ def test_gates_near_0_and_1(bias: tuple[float, float], strengths: float) -> None
         assert_near(ours.matrices[1], state)
 
 
+REFERENCES = (convolve_chunks_reference, delta_chunks_reference, delta_rows_reference)
+KERNELS = (convolve_chunks_triton, delta_chunks_triton, delta_rows_triton)
+
+
+@pytest.mark.parametrize(("functions", "device"), [(REFERENCES, "cpu"), (KERNELS, DEVICE)], ids=["torch", "kernels"])
+def test_what_is_not_finite_stays_in_its_sequence(functions: tuple[Callable[..., Tensor], ...], device: str) -> None:
+    """And what a slot has of an earlier owner stays there."""
+    convolve, in_chunks, in_rows = functions
+    layer = Layer((1, 2, 8, 16)).copy(device)
+    layer.inputs[:], layer.matrices[:] = torch.nan, torch.nan
+    x, a, b = (y.to(device) for y in layer.copy().draw(100))
+    x[:40] = torch.nan
+    chunks = chunks_of((0, 40), (0, 59), (0, 1), initial=[-1] * 3, final=[0, 1, 2], device=device)
+    qkv = layer.convolve(convolve, x, chunks, True)
+    out = layer.chunks(in_chunks, qkv, a, b, chunks)
+    assert out[40:].isfinite().all()
+    assert layer.matrices[1:3].isfinite().all()
+    launch_in_between(x.device)
+    where = ints(0, 1, -1, 2).to(device), ints(40, 59, -1, 1).to(device)
+    rows = layer.rows(in_rows, x[50:54], a[50:54], b[50:54], *where)
+    assert rows[1:].isfinite().all()
+    assert layer.matrices[1:3].isfinite().all()
+
+
 REAL = (16, 32, 128, 128)  # Qwen3.5-9B's
 
 
@@ -371,10 +395,6 @@ def test_chunks_of_real_sizes(lengths: tuple[int, ...], dtype: torch.dtype) -> N
         assert_near(layer.matrices[seq], behind.cpu(), dtype)
     if lengths[0] >= 64:
         assert_near(layer.matrices[count], recur(layer, qkv[:64], a[:64], b[:64])[1].cpu(), dtype)
-
-
-REFERENCES = (convolve_chunks_reference, delta_chunks_reference, delta_rows_reference)
-KERNELS = (convolve_chunks_triton, delta_chunks_triton, delta_rows_triton)
 
 
 @pytest.mark.parametrize(

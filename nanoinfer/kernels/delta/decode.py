@@ -59,9 +59,9 @@ def delta_rows_reference(
     convolved = convolve_rows_reference(qkv, weight, inputs, slots, positions, silu=True)
     q, k, v = (x.unsqueeze(-1) for x in split_heads(convolved, key_heads, *matrices.shape[1:3]))
     decays, strengths = (x[..., None, None] for x in gates(a, b, log_decay, dt_bias))
-    states = matrices[slots.clamp(min=0).long()].float() * decays.exp()
-    states = states + strengths * (v - states @ k) @ k.mT
     filled = slots >= 0
+    states = matrices[slots.clamp(min=0).long()].float().where(filled[:, None, None, None], 0) * decays.exp()
+    states = states + strengths * (v - states @ k) @ k.mT
     matrices[slots[filled].long()] = states[filled].to(matrices.dtype)
     return (states @ q).squeeze(-1).to(qkv.dtype)
 
