@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -275,6 +276,25 @@ def test_the_kernels_of_chunks(shape: tuple[int, int, int, int], dtype: torch.dt
     for slot in (0, 2, 3, 6):
         assert_near(ours.matrices[slot], layer.matrices[slot], dtype)
     assert ours.matrices[[1, 4, 5, 7]].cpu().equal(layer.matrices[[1, 4, 5, 7]])
+
+
+def test_a_sequence_in_steps_and_company_has_the_same_bits() -> None:
+    layer = Layer((1, 2, 8, 16), dtype=SHORT).copy(DEVICE)
+    x, a, b = (y.to(DEVICE) for y in layer.copy().draw(300))
+
+    def compute(*parts: slice, **where: Any) -> Tensor:
+        """The results of spans of the tokens, of which the first one counts."""
+        chunks = chunks_of(*((part.start, part.stop) for part in parts), **where, device=DEVICE)
+        xs, bs, strengths = (torch.cat([y[part] for part in parts]) for y in (x, a, b))
+        qkv = layer.convolve(convolve_chunks_triton, xs, chunks, True)
+        return layer.chunks(delta_chunks_triton, qkv, bs, strengths, chunks)[: parts[0].stop - parts[0].start]
+
+    alone = compute(slice(0, 300), initial=[-1], final=[0])
+    first = compute(slice(0, 128), slice(0, 99), slice(0, 300), initial=[-1] * 3, final=[1, 2, 3])
+    second = compute(slice(128, 300), slice(64, 99), initial=[1, 0], final=[1, -1])
+    assert torch.cat([first, second]).equal(alone)
+    assert layer.matrices[1].equal(layer.matrices[0])
+    assert layer.inputs[1].equal(layer.inputs[0])
 
 
 @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
