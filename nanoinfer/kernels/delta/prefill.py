@@ -128,7 +128,6 @@ def delta_chunks_triton(
         "VALUE_DIM": value_dim,
         "TOKENS": CHUNK,
         "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
-        "PRECISION": "ieee" if qkv.dtype == torch.float32 else "tf32",
     }
     squares = torch.empty((2, len(chunks.seqs), value_heads, CHUNK, CHUNK), dtype=qkv.dtype, device=qkv.device)
     factors = torch.empty((len(chunks.seqs), value_heads, 4, CHUNK), dtype=torch.float32, device=qkv.device)
@@ -153,7 +152,7 @@ def delta_chunks_triton(
 
 
 def _go_through(
-    qkv: Tensor, squares: Tensor, factors: Tensor, matrices: Tensor, chunks: Chunks, shape: dict[str, int | str]
+    qkv: Tensor, squares: Tensor, factors: Tensor, matrices: Tensor, chunks: Chunks, shape: dict[str, int]
 ) -> Tensor:
     """Launch the second kernel of delta_chunks_triton; squares, factors: what the first one wrote."""
     seqs, (value_heads, value_dim) = len(chunks.starts), matrices.shape[1:3]
@@ -213,7 +212,6 @@ def _look_within_kernel(
     VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Write of a chunk: what makes updates of values less what the state has for them, and the scores of updates.
 
@@ -246,11 +244,11 @@ def _look_within_kernel(
 
     square = (chunk * VALUE_HEADS + head) * TOKENS * TOKENS + t[:, None] * TOKENS + t
     decay = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * k_factor
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * q_factor[:, None]
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * decay * q_factor[:, None]
     tl.store(scores_ptr + square, scores.to(q.dtype))
-    keys = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    keys = tl.dot(k, tl.trans(k), input_precision="ieee")
     system = tl.where(t[:, None] > t, keys * decay * (strength * k_factor)[:, None], 0.0)
-    solution = invert(system, TOKENS, PRECISION) * strength
+    solution = invert(system, TOKENS, tl.float32 if q.dtype == tl.float32 else tl.float16) * strength
     tl.store(solutions_ptr + square, solution.to(q.dtype))
 
 
@@ -275,7 +273,6 @@ def _go_through_kernel(
     VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     part, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -310,12 +307,12 @@ def _go_through_kernel(
         snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
 
         narrow = state.to(k.dtype)
-        misses = value - k_factor[:, None] * tl.dot(k, narrow, input_precision=PRECISION)
-        updates = tl.dot(solution, misses.to(k.dtype), input_precision=PRECISION)
-        out = q_factor[:, None] * tl.dot(q, narrow, input_precision=PRECISION)
-        out = tl.dot(scores, updates.to(k.dtype), out, input_precision=PRECISION)
+        misses = value - k_factor[:, None] * tl.dot(k, narrow, input_precision="ieee")
+        updates = tl.dot(solution, misses.to(k.dtype), input_precision="ieee")
+        out = q_factor[:, None] * tl.dot(q, narrow, input_precision="ieee")
+        out = tl.dot(scores, updates.to(k.dtype), out, input_precision="ieee")
         decayed = (updates * update_factor[:, None]).to(k.dtype)
-        state = tl.dot(tl.trans(k), decayed, state * decay, input_precision=PRECISION)
+        state = tl.dot(tl.trans(k), decayed, state * decay, input_precision="ieee")
 
         out_ptrs = out_ptr + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & has_v)
