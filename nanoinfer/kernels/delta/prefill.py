@@ -12,7 +12,7 @@ from torch import Tensor
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.delta.inverse import invert, invert_reference
 from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
-from nanoinfer.kernels.launch import num_multiprocessors
+from nanoinfer.kernels.launch import num_multiprocessors, shared_memory
 
 
 def delta_chunks(
@@ -157,7 +157,7 @@ def _go_through(
     """Launch the second kernel of delta_chunks_triton; squares, factors: what the first one wrote."""
     seqs, (value_heads, value_dim) = len(chunks.starts), matrices.shape[1:3]
     out = torch.empty((len(qkv), value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    values, warps, stages = _programs(seqs * value_heads, qkv)
+    values, warps = _programs(seqs * value_heads, qkv)
     values = max(16, min(values, triton.next_power_of_2(value_dim)))
     _go_through_kernel[(triton.cdiv(value_dim, values), value_heads, seqs)](
         qkv,
@@ -175,19 +175,26 @@ def _go_through(
         **shape,
         BLOCK_V=values,
         num_warps=warps,
-        num_stages=stages,
+        num_stages=_stages(shape["BLOCK_K"], values, qkv),
     )
     return out
 
 
-def _programs(heads: int, qkv: Tensor) -> tuple[int, int, int]:
-    """Return how many values of a head a program has, its warps, and the stages of its loads; heads: of all sequences.
+def _programs(heads: int, qkv: Tensor) -> tuple[int, int]:
+    """Return how many values of a head a program has, and its warps; heads: of all sequences.
 
     Few heads are divided more, so that all multiprocessors work. Products of float32 numbers need registers.
     """
     if qkv.dtype == torch.float32:
-        return 32, 16, 1
-    return (64, 8, 2) if heads >= num_multiprocessors(qkv.device) else (32, 4, 3)
+        return 32, 16
+    return (64, 8) if heads >= num_multiprocessors(qkv.device) else (32, 4)
+
+
+def _stages(keys: int, values: int, qkv: Tensor) -> int:
+    """Return how many chunks are in shared memory at a time, one to compute with, others on their way."""
+    chunk = CHUNK * (2 * keys + 2 * CHUNK + values) * qkv.itemsize
+    state = (keys + CHUNK) * values * qkv.itemsize
+    return max(1, min(3, (shared_memory(qkv.device) - state) // chunk))
 
 
 @triton.jit
@@ -297,19 +304,18 @@ def _go_through_kernel(
         chunk_head = (chunk * VALUE_HEADS + head).to(tl.int64)
         square = chunk_head * TOKENS * TOKENS + t[:, None] * TOKENS + t
         rows = factors_ptr + chunk_head * 4 * TOKENS + t
-        k = tl.load(k_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
-        value = tl.load(v_ptr + token[:, None] * qkv_stride, mask=is_token & has_v, other=0.0)
-        solution = tl.load(solutions_ptr + square)
-        q = tl.load(q_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
-        scores = tl.load(scores_ptr + square)
+        snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
         q_factor, k_factor, update_factor = tl.load(rows), tl.load(rows + TOKENS), tl.load(rows + 2 * TOKENS)
         decay = tl.load(factors_ptr + chunk_head * 4 * TOKENS + 3 * TOKENS)
-        snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
-
+        k = tl.load(k_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
+        value = tl.load(v_ptr + token[:, None] * qkv_stride, mask=is_token & has_v, other=0.0)
         narrow = state.to(k.dtype)
         misses = value - k_factor[:, None] * tl.dot(k, narrow, input_precision="ieee")
+        solution = tl.load(solutions_ptr + square)
         updates = tl.dot(solution, misses.to(k.dtype), input_precision="ieee")
+        q = tl.load(q_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
         out = q_factor[:, None] * tl.dot(q, narrow, input_precision="ieee")
+        scores = tl.load(scores_ptr + square)
         out = tl.dot(scores, updates.to(k.dtype), out, input_precision="ieee")
         decayed = (updates * update_factor[:, None]).to(k.dtype)
         state = tl.dot(tl.trans(k), decayed, state * decay, input_precision="ieee")
