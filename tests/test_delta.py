@@ -29,7 +29,6 @@ from nanoinfer.kernels.launch import launch_in_between
 SHORT = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter's products of bfloat16 are wrong
 DTYPES = [torch.float32, SHORT]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-WIDTH = 4
 STALE = 1e4  # what slots have of an earlier owner: whoever reads it shows
 
 
@@ -45,13 +44,14 @@ class Layer:
         slots: int = 8,
         dtype: torch.dtype = torch.float32,
         bias: tuple[float, float] = (-6, 1),
+        width: int = 4,
     ) -> None:
         self.key_heads, self.value_heads, self.key_dim, self.value_dim = shape
         self.channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-        self.weight = (torch.randn(self.channels, WIDTH) / 2).to(dtype)
+        self.weight = (torch.randn(self.channels, width) / 2).to(dtype)
         self.log_decay = torch.empty(self.value_heads).uniform_(0.01, 16).log()
         self.dt_bias = torch.empty(self.value_heads).uniform_(*bias)
-        self.inputs = torch.full((slots, WIDTH, self.channels), STALE, dtype=dtype)
+        self.inputs = torch.full((slots, width, self.channels), STALE, dtype=dtype)
         self.matrices = torch.full((slots, self.value_heads, self.value_dim, self.key_dim), STALE)
 
     def draw(self, tokens: int, strengths: float = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,9 +152,9 @@ SPANS = ((0, 64), (64, 214), (128, 129), (0, 3))
 SLOTS = {"initial": [-1, 3, 4, -1], "final": [0, 3, -1, 6], "snapshots": {64: 2}}
 
 
-@pytest.mark.parametrize("silu", [True, False])
-def test_a_convolution_is_transformers_in_chunks_and_in_rows(silu: bool) -> None:
-    layer = Layer((2, 4, 8, 8))
+@pytest.mark.parametrize(("width", "silu"), [(4, True), (3, False)])
+def test_a_convolution_is_transformers_in_chunks_and_in_rows(width: int, silu: bool) -> None:
+    layer = Layer((2, 4, 8, 8), width=width)
     x = layer.draw(200)[0]
     first = chunks_of((0, 128), initial=[-1], final=[3])
     behind = chunks_of((128, 195), initial=[3], final=[3])
@@ -244,9 +244,9 @@ def test_an_inverse(keys: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("silu", of_each_kind(zip([True, False]), 0))
-def test_kernels_convolve(silu: bool, dtype: torch.dtype) -> None:
-    layer = Layer((1, 2, 12, 8), dtype=dtype)
+@pytest.mark.parametrize(("width", "silu"), [(4, True), (3, False)])
+def test_kernels_convolve(width: int, silu: bool, dtype: torch.dtype) -> None:
+    layer = Layer((1, 2, 12, 8), dtype=dtype, width=width)
     layer.fill(3, 4, 5)
     x = layer.draw(218)[0]
     ours = layer.copy(DEVICE)
