@@ -147,6 +147,7 @@ def assert_near(out: Tensor, expected: Tensor, dtype: torch.dtype = torch.float3
     assert error < TOLERANCE[dtype], error
 
 
+REAL = (16, 32, 128, 128)  # Qwen3.5-9B's
 SHAPES = [(1, 1, 16, 16), (2, 4, 8, 16), (1, 3, 12, 24)]
 SPANS = ((0, 64), (64, 214), (128, 129), (0, 3))
 SLOTS = {"initial": [-1, 3, 4, -1], "final": [0, 3, -1, 6], "snapshots": {64: 2}}
@@ -278,20 +279,22 @@ def test_the_kernels_of_chunks(shape: tuple[int, int, int, int], dtype: torch.dt
     assert ours.matrices[[1, 4, 5, 7]].cpu().equal(layer.matrices[[1, 4, 5, 7]])
 
 
-def test_a_sequence_in_steps_and_company_has_the_same_bits() -> None:
-    layer = Layer((1, 2, 8, 16), dtype=SHORT).copy(DEVICE)
+@pytest.mark.parametrize("shape", [(1, 2, 8, 16), pytest.param(REAL, marks=pytest.mark.gpu)])
+def test_a_sequence_in_steps_and_company_has_the_same_bits(shape: tuple[int, int, int, int]) -> None:
+    layer = Layer(shape, dtype=SHORT).copy(DEVICE)
     x, a, b = (y.to(DEVICE) for y in layer.copy().draw(300))
 
     def compute(*parts: slice, **where: Any) -> Tensor:
         """The results of spans of the tokens, of which the first one counts."""
         chunks = chunks_of(*((part.start, part.stop) for part in parts), **where, device=DEVICE)
-        xs, bs, strengths = (torch.cat([y[part] for part in parts]) for y in (x, a, b))
+        xs, decays, strengths = (torch.cat([y[part] for part in parts]) for y in (x, a, b))
         qkv = layer.convolve(convolve_chunks_triton, xs, chunks, True)
-        return layer.chunks(delta_chunks_triton, qkv, bs, strengths, chunks)[: parts[0].stop - parts[0].start]
+        return layer.chunks(delta_chunks_triton, qkv, decays, strengths, chunks)[: parts[0].stop - parts[0].start]
 
     alone = compute(slice(0, 300), initial=[-1], final=[0])
-    first = compute(slice(0, 128), slice(0, 99), slice(0, 300), initial=[-1] * 3, final=[1, 2, 3])
-    second = compute(slice(128, 300), slice(64, 99), initial=[1, 0], final=[1, -1])
+    company = [slice(0, 70)] * 5  # with so many, programs are others on a GPU
+    first = compute(slice(0, 128), *company, initial=[-1] * 6, final=[1, 2, 3, 4, 5, 6])
+    second = compute(slice(128, 300), slice(64, 99), initial=[1, 2], final=[1, -1])
     assert torch.cat([first, second]).equal(alone)
     assert layer.matrices[1].equal(layer.matrices[0])
     assert layer.inputs[1].equal(layer.inputs[0])
@@ -351,9 +354,6 @@ def test_what_is_not_finite_stays_in_its_sequence(functions: tuple[Callable[...,
     rows = layer.rows(in_rows, x[50:54], a[50:54], b[50:54], *where)
     assert rows[1:].isfinite().all()
     assert layer.matrices[1:3].isfinite().all()
-
-
-REAL = (16, 32, 128, 128)  # Qwen3.5-9B's
 
 
 @pytest.mark.gpu
