@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -98,14 +99,18 @@ class Layer:
 
 
 def chunks_of(
-    *spans: tuple[int, int], initial: list[int], final: list[int], snapshots: dict[int, int] | None = None
+    *spans: tuple[int, int],
+    initial: list[int],
+    final: list[int],
+    snapshots: dict[int, int] | None = None,
+    device: str = "cpu",
 ) -> Chunks:
     """Return the Chunks of spans (first position, end); snapshots: of the first span, position -> slot."""
     cuts = cut((start, end, (snapshots or {}) if seq == 0 else {}) for seq, (start, end) in enumerate(spans))
     lengths = torch.tensor([0, *(end - start for start, end in spans)])
     starts = [start for start, _ in spans]
     tensors = [lengths.cumsum(0), starts, initial, final, *(list(part) for part in cuts)]
-    return Chunks(*(torch.as_tensor(x, dtype=torch.int32) for x in tensors))
+    return Chunks(*(torch.as_tensor(x, dtype=torch.int32, device=device) for x in tensors))
 
 
 def ints(*numbers: int) -> Tensor:
@@ -134,10 +139,6 @@ def recur(layer: Layer, qkv: Tensor, a: Tensor, b: Tensor, state: Tensor | None 
 def convolved(x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     """transformers' convolution of one sequence from its beginning, [tokens, channels]."""
     return oracle.causal_conv1d_fn(x.T[None], weight, activation="silu" if silu else None)[0].T
-
-
-def to_device(chunks: Chunks) -> Chunks:
-    return Chunks(*(getattr(chunks, field).to(DEVICE) for field in Chunks.__dataclass_fields__))
 
 
 def assert_near(out: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
@@ -248,19 +249,17 @@ def test_kernels_convolve(silu: bool, dtype: torch.dtype) -> None:
     layer = Layer((1, 2, 12, 8), dtype=dtype)
     layer.fill(3, 4, 5)
     x = layer.draw(218)[0]
-    chunks = chunks_of(*SPANS, **SLOTS)
-    for reference, kernel, tokens, where in (
-        (convolve_chunks_reference, convolve_chunks_triton, x, (chunks,)),
-        (convolve_rows_reference, convolve_rows_triton, x[:4], (ints(3, -1, 4, 5), ints(77, -1, 128, 2))),
-    ):
-        ours = layer.copy(DEVICE)
-        expected = layer.convolve(reference, tokens, *where, silu)
-        launch_in_between(ours.inputs.device)
-        moved = [to_device(y) if isinstance(y, Chunks) else y.to(DEVICE) for y in where]
-        out = ours.convolve(kernel, tokens.to(DEVICE), *moved, silu)
-        filled = slice(None) if tokens is x else [0, 2, 3]
-        assert_near(out[filled], expected[filled], dtype)
-        assert ours.inputs.cpu().equal(layer.inputs)
+    ours = layer.copy(DEVICE)
+    expected = layer.convolve(convolve_chunks_reference, x, chunks_of(*SPANS, **SLOTS), silu)
+    out = ours.convolve(convolve_chunks_triton, x.to(DEVICE), chunks_of(*SPANS, **SLOTS, device=DEVICE), silu)
+    assert_near(out, expected, dtype)
+    assert ours.inputs.cpu().equal(layer.inputs)
+    where = ints(3, -1, 4, 5), ints(77, -1, 128, 2)
+    expected = layer.convolve(convolve_rows_reference, x[:4], *where, silu)
+    launch_in_between(ours.inputs.device)
+    out = ours.convolve(convolve_rows_triton, *(y.to(DEVICE) for y in (x[:4], *where)), silu)
+    assert_near(out[[0, 2, 3]], expected[[0, 2, 3]], dtype)
+    assert ours.inputs.cpu().equal(layer.inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -270,13 +269,32 @@ def test_the_kernels_of_chunks(shape: tuple[int, int, int, int], dtype: torch.dt
     layer.fill(3, 4)
     ours = layer.copy(DEVICE)
     qkv, a, b = layer.draw(218)
-    chunks = chunks_of(*SPANS, **SLOTS)
-    expected = layer.chunks(delta_chunks_reference, qkv, a, b, chunks)
-    out = ours.chunks(delta_chunks_triton, qkv.to(DEVICE), a.to(DEVICE), b.to(DEVICE), to_device(chunks))
+    expected = layer.chunks(delta_chunks_reference, qkv, a, b, chunks_of(*SPANS, **SLOTS))
+    moved = [x.to(DEVICE) for x in (qkv, a, b)]
+    out = ours.chunks(delta_chunks_triton, *moved, chunks_of(*SPANS, **SLOTS, device=DEVICE))
     assert_near(out, expected, dtype)
     for slot in (0, 2, 3, 6):
         assert_near(ours.matrices[slot], layer.matrices[slot], dtype)
     assert ours.matrices[[1, 4, 5, 7]].cpu().equal(layer.matrices[[1, 4, 5, 7]])
+
+
+def test_a_sequence_in_steps_and_company_has_the_same_bits() -> None:
+    layer = Layer((1, 2, 8, 16), dtype=SHORT).copy(DEVICE)
+    x, a, b = (y.to(DEVICE) for y in layer.copy().draw(300))
+
+    def compute(*parts: slice, **where: Any) -> Tensor:
+        """The results of spans of the tokens, of which the first one counts."""
+        chunks = chunks_of(*((part.start, part.stop) for part in parts), **where, device=DEVICE)
+        xs, bs, strengths = (torch.cat([y[part] for part in parts]) for y in (x, a, b))
+        qkv = layer.convolve(convolve_chunks_triton, xs, chunks, True)
+        return layer.chunks(delta_chunks_triton, qkv, bs, strengths, chunks)[: parts[0].stop - parts[0].start]
+
+    alone = compute(slice(0, 300), initial=[-1], final=[0])
+    first = compute(slice(0, 128), slice(0, 99), slice(0, 300), initial=[-1] * 3, final=[1, 2, 3])
+    second = compute(slice(128, 300), slice(64, 99), initial=[1, 0], final=[1, -1])
+    assert torch.cat([first, second]).equal(alone)
+    assert layer.matrices[1].equal(layer.matrices[0])
+    assert layer.inputs[1].equal(layer.inputs[0])
 
 
 @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
@@ -301,12 +319,140 @@ def test_the_kernel_of_rows(shape: tuple[int, int, int, int], states: torch.dtyp
 @pytest.mark.parametrize(("bias", "strengths"), [((-25, -15), 0), ((8, 9), 0), ((-6, 1), 15), ((-6, 1), -15)])
 def test_gates_near_0_and_1(bias: tuple[float, float], strengths: float) -> None:
     layer = Layer((1, 1, 16, 16), bias=bias)
-    qkv, a, b = layer.draw(129, strengths)
-    chunks = chunks_of((0, 128), initial=[-1], final=[1])
-    expected, state = recur(layer, qkv[:128], a[:128], b[:128])
+    qkv, a, b = layer.draw(128, strengths)
+    expected, state = recur(layer, qkv, a, b)
     for device, function in (("cpu", delta_chunks_reference), (DEVICE, delta_chunks_triton)):
         ours = layer.copy(device)
-        moved = [x[:128].to(device) for x in (qkv, a, b)]
-        out = ours.chunks(function, *moved, chunks if device == "cpu" else to_device(chunks))
+        chunks = chunks_of((0, 128), initial=[-1], final=[1], device=device)
+        out = ours.chunks(function, *(x.to(device) for x in (qkv, a, b)), chunks)
         assert_near(out, expected)
         assert_near(ours.matrices[1], state)
+
+
+REFERENCES = (convolve_chunks_reference, delta_chunks_reference, delta_rows_reference)
+KERNELS = (convolve_chunks_triton, delta_chunks_triton, delta_rows_triton)
+
+
+@pytest.mark.parametrize(("functions", "device"), [(REFERENCES, "cpu"), (KERNELS, DEVICE)], ids=["torch", "kernels"])
+def test_what_is_not_finite_stays_in_its_sequence(functions: tuple[Callable[..., Tensor], ...], device: str) -> None:
+    """And what a slot has of an earlier owner stays there."""
+    convolve, in_chunks, in_rows = functions
+    layer = Layer((1, 2, 8, 16)).copy(device)
+    layer.inputs[:], layer.matrices[:] = torch.nan, torch.nan
+    x, a, b = (y.to(device) for y in layer.copy().draw(100))
+    x[:40] = torch.nan
+    chunks = chunks_of((0, 40), (0, 59), (0, 1), initial=[-1] * 3, final=[0, 1, 2], device=device)
+    qkv = layer.convolve(convolve, x, chunks, True)
+    out = layer.chunks(in_chunks, qkv, a, b, chunks)
+    assert out[40:].isfinite().all()
+    assert layer.matrices[1:3].isfinite().all()
+    launch_in_between(x.device)
+    where = ints(0, 1, -1, 2).to(device), ints(40, 59, -1, 1).to(device)
+    rows = layer.rows(in_rows, x[50:54], a[50:54], b[50:54], *where)
+    assert rows[1:].isfinite().all()
+    assert layer.matrices[1:3].isfinite().all()
+
+
+REAL = (16, 32, 128, 128)  # Qwen3.5-9B's
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 7, 64, 512])
+def test_rows_of_real_sizes(rows: int, dtype: torch.dtype) -> None:
+    with torch.device(DEVICE):
+        layer = Layer(REAL, rows, dtype)
+        layer.fill(*range(rows))
+        qkv, a, b = layer.draw(rows)
+        slots = torch.randperm(rows, dtype=torch.int32)
+        positions = torch.randint(4, 9999, (rows,), dtype=torch.int32)
+    if rows > 1:
+        slots[rows // 2] = -1
+    layers = [layer, *(layer.copy(DEVICE) for _ in range(2))]
+    tried = sorted({0, rows // 3, rows - 1})
+    before = layer.matrices[slots[tried].long()].double()
+    out = layers[0].rows(delta_rows_triton, qkv, a, b, slots, positions)
+    expected = layers[1].rows(delta_rows_reference, qkv, a, b, slots, positions)
+    filled = slots >= 0
+    assert_near(out[filled], expected[filled].cpu(), dtype)
+    assert_near(layers[0].matrices, layers[1].matrices.cpu(), dtype)
+    assert layers[0].inputs.equal(layers[1].inputs)
+    convolved = layers[2].convolve(convolve_rows_reference, qkv, slots, positions, True)
+    for row, state in zip(tried, before, strict=True):
+        answer, behind = recur(layer, convolved[[row]], a[[row]], b[[row]], state)
+        assert_near(out[[row]], answer.cpu(), dtype)
+        assert_near(layers[0].matrices[slots[row]], behind.cpu(), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(1,), (63,), (64,), (65,), (4096,), (1, 500, 64, 1027)])
+def test_chunks_of_real_sizes(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    count = len(lengths)
+    with torch.device(DEVICE):
+        layer = Layer(REAL, 2 * count, dtype)
+        layer.fill(*range(count))
+        x, a, b = layer.draw(sum(lengths))
+    layers = [layer, layer.copy(DEVICE)]
+    slots = [-1, *range(1, count)]
+    chunks = chunks_of(
+        *((64 * (slot >= 0), 64 * (slot >= 0) + length) for slot, length in zip(slots, lengths, strict=True)),
+        initial=slots,
+        final=list(range(count)),
+        snapshots={64: count} if lengths[0] >= 64 else {},
+        device=DEVICE,
+    )
+    before = layer.matrices.clone()
+    qkv = layers[0].convolve(convolve_chunks_triton, x, chunks, True)
+    assert_near(qkv, layers[1].convolve(convolve_chunks_reference, x, chunks, True).cpu(), dtype)
+    assert layers[0].inputs.equal(layers[1].inputs)
+    out = layer.chunks(delta_chunks_triton, qkv, a, b, chunks)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    for seq, (end, length, slot) in enumerate(zip(ends, lengths, slots, strict=True)):
+        span = slice(end - length, end)
+        answer, behind = recur(layer, qkv[span], a[span], b[span], before[slot] if slot >= 0 else None)
+        assert_near(out[span], answer.cpu(), dtype)
+        assert_near(layer.matrices[seq], behind.cpu(), dtype)
+    if lengths[0] >= 64:
+        assert_near(layer.matrices[count], recur(layer, qkv[:64], a[:64], b[:64])[1].cpu(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("functions", "device"),
+    [
+        pytest.param(REFERENCES, "cpu", marks=pytest.mark.whole),
+        pytest.param(KERNELS, DEVICE, marks=pytest.mark.gpu),
+    ],
+    ids=["references", "kernels"],
+)
+def test_many_steps_do_not_drift_from_chunks(functions: tuple[Callable[..., Tensor], ...], device: str) -> None:
+    """Over 32,768 tokens, as transformers' two forms do not. Each rounds in places of its own: at most twice as far."""
+    convolve, in_chunks, in_rows = functions
+    tokens = 1 << 15
+    layer = Layer((1, 2, 16, 16), bias=(-12, -4)).copy(device)
+    x, a, b = (y.to(device) for y in layer.copy().draw(tokens))
+    chunks = chunks_of((0, tokens), initial=[-1], final=[0], device=device)
+    qkv = layer.convolve(convolve, x, chunks, True)
+    out = layer.chunks(in_chunks, qkv, a, b, chunks)
+    layer.matrices[1] = 0
+    slots, positions = ints(1).to(device), torch.arange(tokens, dtype=torch.int32, device=device)
+    steps = []
+    for t in range(tokens):
+        launch_in_between(x.device)
+        steps.append(layer.rows(in_rows, x[[t]], a[[t]], b[[t]], slots, positions[[t]]))
+    layer = layer.copy()
+    settings = {"g": layer.log_gates(a.cpu())[None], "beta": b.cpu()[None].sigmoid()}
+    theirs = [
+        function(
+            *(part[None] for part in layer.split(qkv.cpu())),
+            **settings,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        for function in (oracle.torch_chunk_gated_delta_rule, oracle.torch_recurrent_gated_delta_rule)
+    ]
+    for ours, (chunked, recurrent) in (
+        ((out.cpu(), torch.cat(steps).cpu()), (theirs[0][0], theirs[1][0])),
+        (layer.matrices[:2], (theirs[0][1], theirs[1][1])),
+    ):
+        assert (ours[0] - ours[1]).norm() <= 2 * (chunked - recurrent).norm()

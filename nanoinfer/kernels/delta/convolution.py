@@ -178,8 +178,9 @@ def convolve_past(inputs_ptr, weight_ptr, slot, position, channel, mask, CHANNEL
     w = tl.arange(0, triton.next_power_of_2(WIDTH))
     before = position - (WIDTH - 1 - w)
     known = (channel < tl.where(slot >= 0, CHANNELS, 0))[:, None] & ((before >= 0) & (w < WIDTH - 1))
-    ring = inputs_ptr + (slot * WIDTH + tl.maximum(before, 0) % WIDTH) * CHANNELS
-    x = load_complete(ring + channel[:, None], known & mask[:, None], 0.0).to(tl.float32)
+    # The hint keeps threads from loading neighbours at once: so each loads what it has the weights of, and none waits.
+    ring = tl.max_contiguous((slot * WIDTH + tl.maximum(before, 0) % WIDTH) * CHANNELS + channel[:, None], [1, 1])
+    x = load_complete(inputs_ptr + ring, known & mask[:, None], 0.0).to(tl.float32)
     weight = tl.load(weight_ptr + channel[:, None] * WIDTH + w, mask=mask[:, None] & (w < WIDTH), other=0.0)
     weight = weight.to(tl.float32)
     return tl.sum(x * weight, axis=1), tl.sum(tl.where(w == WIDTH - 1, weight, 0.0), axis=1)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.delta.convolution import convolve_past, convolve_rows_reference, remember, silu_or_same
-from nanoinfer.kernels.delta.terms import gates, gates_of, length_factor, split_heads
+from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
 from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 
 BLOCK_V, WARPS = 32, 4  # values of a program's share of a matrix
@@ -59,9 +59,9 @@ def delta_rows_reference(
     convolved = convolve_rows_reference(qkv, weight, inputs, slots, positions, silu=True)
     q, k, v = (x.unsqueeze(-1) for x in split_heads(convolved, key_heads, *matrices.shape[1:3]))
     decays, strengths = (x[..., None, None] for x in gates(a, b, log_decay, dt_bias))
-    states = matrices[slots.clamp(min=0).long()].float() * decays.exp()
-    states = states + strengths * (v - states @ k) @ k.mT
     filled = slots >= 0
+    states = matrices[slots.clamp(min=0).long()].float().where(filled[:, None, None, None], 0) * decays.exp()
+    states = states + strengths * (v - states @ k) @ k.mT
     matrices[slots[filled].long()] = states[filled].to(matrices.dtype)
     return (states @ q).squeeze(-1).to(qkv.dtype)
 
@@ -177,7 +177,7 @@ def _delta_rows_kernel(
     query *= length_factor(query, 0) * KEY_DIM**-0.5
     key *= length_factor(key, 0)
     log_decay, strength = gates_of(a, b, log_decay, dt_bias)
-    decay = tl.exp(log_decay)
+    decay = decay_of(log_decay)
     # What the new state answers is what the old one does and the update's part: so no sum waits for another.
     update = strength * (value - decay * tl.sum(state * key[None, :], axis=1))
     out = decay * tl.sum(state * query[None, :], axis=1) + update * tl.sum(key * query, axis=0)

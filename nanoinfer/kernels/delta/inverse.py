@@ -28,8 +28,12 @@ def invert_reference(below: Tensor) -> Tensor:
 
 
 @triton.jit
-def invert(below, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """invert_reference inside a kernel, in float32, for 64 rows: each of four warps has 16 of them at first."""
+def invert(below, SIZE: tl.constexpr, FACTORS: tl.constexpr):
+    """invert_reference inside a kernel, for 64 float32 rows: each of four warps has 16 of them at first.
+
+    FACTORS: the dtype of what is multiplied. The rule only shrinks what it has learned: no number in the inverse of its
+    system is above 1. So float16 serves models of 16 bits, and rounds less than bfloat16.
+    """
     tl.static_assert(SIZE == 64)
     block = tl.arange(0, 4)
     is_diagonal = (block[:, None] == block)[:, None, :, None]
@@ -38,19 +42,20 @@ def invert(below, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     small = tl.sum(tl.where(is_diagonal, tl.reshape(below, [4, 16, 4, 16]), 0.0), axis=2)
     inverse = tl.where(row == column, 1.0, 0.0) - _between(small, row, column, 1)
     for level in tl.static_range(1, 4):
-        inverse = _join(inverse, small, row, column, 1 << level, PRECISION)
+        inverse = _join(inverse, small, row, column, 1 << level, FACTORS)
     inverse = tl.reshape(tl.where(is_diagonal, inverse[:, :, None, :], 0.0), [64, 64])
     r = tl.arange(0, 64)
     for level in tl.static_range(4, 6):
-        inverse = _join(inverse, below, r[:, None], r[None, :], 1 << level, PRECISION)
+        inverse = _join(inverse, below, r[:, None], r[None, :], 1 << level, FACTORS)
     return inverse
 
 
 @triton.jit
-def _join(inverse, below, row, column, HALF: tl.constexpr, PRECISION: tl.constexpr):
+def _join(inverse, below, row, column, HALF: tl.constexpr, FACTORS: tl.constexpr):
     """Make inverses of blocks of 2 * HALF rows of those of HALF rows."""
-    product = tl.dot(inverse, _between(below, row, column, HALF), input_precision=PRECISION)
-    return inverse - tl.dot(product, inverse, input_precision=PRECISION)
+    between = _between(below, row, column, HALF).to(FACTORS)
+    product = tl.dot(inverse.to(FACTORS), between, input_precision="ieee")
+    return inverse - tl.dot(product.to(FACTORS), inverse.to(FACTORS), input_precision="ieee")
 
 
 @triton.jit

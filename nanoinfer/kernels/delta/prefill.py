@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -9,8 +11,8 @@ from torch import Tensor
 
 from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
 from nanoinfer.kernels.delta.inverse import invert, invert_reference
-from nanoinfer.kernels.delta.terms import gates, gates_of, length_factor, split_heads
-from nanoinfer.kernels.launch import num_multiprocessors
+from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
+from nanoinfer.kernels.launch import num_multiprocessors, shared_memory
 
 
 def delta_chunks(
@@ -43,45 +45,64 @@ def delta_chunks_reference(
     chunks: Chunks,
     key_heads: int,
 ) -> Tensor:
-    """delta_chunks in torch: the chunked form of Yang et al. (2024).
-
-    Within a chunk, each token's update depends on those before it: a triangular system gives them all, as what they
-    would be behind a state of zeros, and what the state before the chunk takes away.
-    """
+    """delta_chunks in torch."""
     tokens = chunks.first_tokens.unsqueeze(1) + torch.arange(CHUNK, device=qkv.device)
     is_token = tokens < chunks.cu_lens[chunks.seqs.long() + 1].unsqueeze(1)
-    at = tokens.where(is_token, 0)
-    mask = is_token[:, None, :, None]  # all below is [chunks, value heads, CHUNK, ...]
-    q, k, v = (x[at].transpose(1, 2) * mask for x in split_heads(qkv, key_heads, *matrices.shape[1:3]))
-    decays, strengths = (x[at].transpose(1, 2).unsqueeze(-1) * mask for x in gates(a, b, log_decay, dt_bias))
-    total = decays.cumsum(dim=2)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=qkv.device).triu(1)
+    mask, at = is_token[:, None, :, None], tokens.where(is_token, 0)
+    q, k, v = (x[at].transpose(1, 2).where(mask, 0) for x in split_heads(qkv, key_heads, *matrices.shape[1:3]))
+    log_decays, strengths = (x[at].mT.unsqueeze(-1).where(mask, 0) for x in gates(a, b, log_decay, dt_bias))
+    within = _look_within_reference(q, k, v, log_decays, strengths)
+    seqs, snapshots, final = chunks.seqs.tolist(), chunks.snapshots.tolist(), chunks.final.tolist()
+    out = torch.empty_like(v)
+    for chunk, (seq, before, after) in enumerate(zip(seqs, [-1, *seqs], [*seqs[1:], -1], strict=False)):
+        if seq != before:
+            slot = int(chunks.initial[seq])
+            state = matrices[slot].float() if slot >= 0 else torch.zeros_like(matrices[0], dtype=torch.float32)
+        new = within.updates[chunk] - within.taken[chunk] @ state.mT
+        out[chunk] = within.q[chunk] @ state.mT + within.scores[chunk] @ new
+        state = state * within.decay[chunk] + new.mT @ within.k[chunk]
+        for slot in (snapshots[chunk], final[seq] if seq != after else -1):
+            if slot >= 0:
+                matrices[slot] = state.to(matrices.dtype)
+    return out.transpose(1, 2)[is_token].to(qkv.dtype)
+
+
+class _Within(NamedTuple):
+    """What chunks have of themselves, all [chunks, value heads, ...].
+
+    q, k: as they meet the state before the chunk, and behind it, [CHUNK, key dim]
+    scores: of queries and updates, [CHUNK, CHUNK]
+    updates: of values, behind a state of zeros, [CHUNK, value dim]; taken: off them for the state, [CHUNK, key dim]
+    decay: of the state, [1, 1]
+    """
+
+    q: Tensor
+    k: Tensor
+    scores: Tensor
+    updates: Tensor
+    taken: Tensor
+    decay: Tensor
+
+
+def _look_within_reference(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, strengths: Tensor) -> _Within:
+    """Compute what does not depend on states, of numbers that are all [chunks, value heads, CHUNK, ...].
+
+    Each token's update depends on those before it in the chunk: a triangular system, whose inverse gives them all. This
+    is the chunked form of Yang et al. (2024).
+    """
+    total = log_decays.cumsum(dim=2)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     between = (total - total.mT).masked_fill(later, -torch.inf).exp()
     solutions = invert_reference((strengths * (k @ k.mT) * between).tril(-1))
-    updates = solutions @ (strengths * v)
-    taken = solutions @ (strengths * total.exp() * k)
-    scores = (q @ k.mT) * between
-    q = q * total.exp()
-    k = k * (total[:, :, -1:] - total).exp()
-    decay_of_chunk = total[:, :, -1:].exp()
-
-    out = torch.empty_like(v)
-    state, seq_before = torch.empty(0), -1
-    initial, final, ends = chunks.initial.tolist(), chunks.final.tolist(), chunks.cu_lens.tolist()[1:]
-    firsts, snapshots = chunks.first_tokens.tolist(), chunks.snapshots.tolist()
-    for chunk, seq in enumerate(chunks.seqs.tolist()):
-        if seq != seq_before:
-            slot = initial[seq]
-            state = matrices[slot].float() if slot >= 0 else torch.zeros_like(matrices[0], dtype=torch.float32)
-        seq_before = seq
-        new = updates[chunk] - taken[chunk] @ state.mT
-        out[chunk] = q[chunk] @ state.mT + scores[chunk] @ new
-        state = state * decay_of_chunk[chunk] + new.mT @ k[chunk]
-        if snapshots[chunk] >= 0:
-            matrices[snapshots[chunk]] = state.to(matrices.dtype)
-        if firsts[chunk] + CHUNK >= ends[seq] and final[seq] >= 0:
-            matrices[final[seq]] = state.to(matrices.dtype)
-    return out.transpose(1, 2)[is_token].to(qkv.dtype)
+    last = total[:, :, -1:]
+    return _Within(
+        q=q * total.exp(),
+        k=k * (last - total).exp(),
+        scores=(q @ k.mT) * between,
+        updates=solutions @ (strengths * v),
+        taken=solutions @ (strengths * total.exp() * k),
+        decay=last.exp(),
+    )
 
 
 def delta_chunks_triton(
@@ -100,11 +121,6 @@ def delta_chunks_triton(
     sequence, a head and some of its values, and go from chunk to chunk.
     """
     value_heads, value_dim, key_dim = matrices.shape[1:]
-    num_chunks, num_seqs = len(chunks.seqs), len(chunks.starts)
-    squares = torch.empty((2, num_chunks, value_heads, CHUNK, CHUNK), dtype=qkv.dtype, device=qkv.device)
-    factors = torch.empty((num_chunks, value_heads, 4, CHUNK), dtype=torch.float32, device=qkv.device)
-    out = torch.empty((len(qkv), value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    is_wide = qkv.dtype == torch.float32
     shape = {
         "KEY_HEADS": key_heads,
         "VALUE_HEADS": value_heads,
@@ -112,9 +128,10 @@ def delta_chunks_triton(
         "VALUE_DIM": value_dim,
         "TOKENS": CHUNK,
         "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
-        "PRECISION": "ieee" if is_wide else "tf32",
     }
-    _look_within_kernel[(num_chunks, value_heads)](
+    squares = torch.empty((2, len(chunks.seqs), value_heads, CHUNK, CHUNK), dtype=qkv.dtype, device=qkv.device)
+    factors = torch.empty((len(chunks.seqs), value_heads, 4, CHUNK), dtype=torch.float32, device=qkv.device)
+    _look_within_kernel[(len(chunks.seqs), value_heads)](
         qkv,
         a,
         b,
@@ -129,10 +146,20 @@ def delta_chunks_triton(
         a.stride(0),
         b.stride(0),
         **shape,
-        num_warps=4,
+        num_warps=16 if qkv.dtype == torch.float32 else 4,
     )
-    block_v = max(16, min(_values_at_once(num_seqs * value_heads, qkv.device), triton.next_power_of_2(value_dim)))
-    _go_through_kernel[(triton.cdiv(value_dim, block_v), value_heads, num_seqs)](
+    return _go_through(qkv, squares, factors, matrices, chunks, shape)
+
+
+def _go_through(
+    qkv: Tensor, squares: Tensor, factors: Tensor, matrices: Tensor, chunks: Chunks, shape: dict[str, int]
+) -> Tensor:
+    """Launch the second kernel of delta_chunks_triton; squares, factors: what the first one wrote."""
+    seqs, (value_heads, value_dim) = len(chunks.starts), matrices.shape[1:3]
+    out = torch.empty((len(qkv), value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
+    values, warps = _programs(seqs * value_heads, qkv)
+    values = max(16, min(values, triton.next_power_of_2(value_dim)))
+    _go_through_kernel[(triton.cdiv(value_dim, values), value_heads, seqs)](
         qkv,
         *squares,
         factors,
@@ -143,19 +170,31 @@ def delta_chunks_triton(
         chunks.seqs,
         chunks.snapshots,
         out,
-        num_chunks,
+        len(chunks.seqs),
         qkv.stride(0),
         **shape,
-        BLOCK_V=block_v,
-        num_warps=4,
-        num_stages=1 if is_wide else 3,
+        BLOCK_V=values,
+        num_warps=warps,
+        num_stages=_stages(shape["BLOCK_K"], values, qkv),
     )
     return out
 
 
-def _values_at_once(heads: int, device: torch.device) -> int:
-    """Return how many values of a head a program has: few if there are few heads, so that all multiprocessors work."""
-    return 64 if heads >= num_multiprocessors(device) else 32
+def _programs(heads: int, qkv: Tensor) -> tuple[int, int]:
+    """Return how many values of a head a program has, and its warps; heads: of all sequences.
+
+    Few heads are divided more, so that all multiprocessors work. Products of float32 numbers need registers.
+    """
+    if qkv.dtype == torch.float32:
+        return 32, 16
+    return (64, 8) if heads >= num_multiprocessors(qkv.device) else (32, 4)
+
+
+def _stages(keys: int, values: int, qkv: Tensor) -> int:
+    """Return how many chunks are in shared memory at a time, one to compute with, others on their way."""
+    chunk = CHUNK * (2 * keys + 2 * CHUNK + values) * qkv.itemsize
+    state = (keys + CHUNK) * values * qkv.itemsize
+    return max(1, min(3, (shared_memory(qkv.device) - state) // chunk))
 
 
 @triton.jit
@@ -180,7 +219,6 @@ def _look_within_kernel(
     VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Write of a chunk: what makes updates of values less what the state has for them, and the scores of updates.
 
@@ -209,15 +247,15 @@ def _look_within_kernel(
     tl.store(rows, q_factor * tl.exp(total))
     tl.store(rows + TOKENS, k_factor * tl.exp(total))
     tl.store(rows + 2 * TOKENS, k_factor * tl.exp(last - total))
-    tl.store(rows + 3 * TOKENS, tl.exp(last) + tl.zeros([TOKENS], tl.float32))
+    tl.store(rows + 3 * TOKENS, decay_of(last) + tl.zeros([TOKENS], tl.float32))
 
     square = (chunk * VALUE_HEADS + head) * TOKENS * TOKENS + t[:, None] * TOKENS + t
     decay = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * k_factor
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * q_factor[:, None]
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * decay * q_factor[:, None]
     tl.store(scores_ptr + square, scores.to(q.dtype))
-    keys = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    keys = tl.dot(k, tl.trans(k), input_precision="ieee")
     system = tl.where(t[:, None] > t, keys * decay * (strength * k_factor)[:, None], 0.0)
-    solution = invert(system, TOKENS, PRECISION) * strength
+    solution = invert(system, TOKENS, tl.float32 if q.dtype == tl.float32 else tl.float16) * strength
     tl.store(solutions_ptr + square, solution.to(q.dtype))
 
 
@@ -242,7 +280,6 @@ def _go_through_kernel(
     VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     part, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -267,22 +304,21 @@ def _go_through_kernel(
         chunk_head = (chunk * VALUE_HEADS + head).to(tl.int64)
         square = chunk_head * TOKENS * TOKENS + t[:, None] * TOKENS + t
         rows = factors_ptr + chunk_head * 4 * TOKENS + t
-        k = tl.load(k_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
-        value = tl.load(v_ptr + token[:, None] * qkv_stride, mask=is_token & has_v, other=0.0)
-        solution = tl.load(solutions_ptr + square)
-        q = tl.load(q_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
-        scores = tl.load(scores_ptr + square)
+        snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
         q_factor, k_factor, update_factor = tl.load(rows), tl.load(rows + TOKENS), tl.load(rows + 2 * TOKENS)
         decay = tl.load(factors_ptr + chunk_head * 4 * TOKENS + 3 * TOKENS)
-        snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
-
+        k = tl.load(k_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
+        value = tl.load(v_ptr + token[:, None] * qkv_stride, mask=is_token & has_v, other=0.0)
         narrow = state.to(k.dtype)
-        misses = value - k_factor[:, None] * tl.dot(k, narrow, input_precision=PRECISION)
-        updates = tl.dot(solution, misses.to(k.dtype), input_precision=PRECISION)
-        out = q_factor[:, None] * tl.dot(q, narrow, input_precision=PRECISION)
-        out = tl.dot(scores, updates.to(k.dtype), out, input_precision=PRECISION)
+        misses = value - k_factor[:, None] * tl.dot(k, narrow, input_precision="ieee")
+        solution = tl.load(solutions_ptr + square)
+        updates = tl.dot(solution, misses.to(k.dtype), input_precision="ieee")
+        q = tl.load(q_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
+        out = q_factor[:, None] * tl.dot(q, narrow, input_precision="ieee")
+        scores = tl.load(scores_ptr + square)
+        out = tl.dot(scores, updates.to(k.dtype), out, input_precision="ieee")
         decayed = (updates * update_factor[:, None]).to(k.dtype)
-        state = tl.dot(tl.trans(k), decayed, state * decay, input_precision=PRECISION)
+        state = tl.dot(tl.trans(k), decayed, state * decay, input_precision="ieee")
 
         out_ptrs = out_ptr + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & has_v)

@@ -49,3 +49,11 @@ def gates_of(a, b, log_decay, dt_bias):
     log1p = tl.where(grown == 1.0, e, tl.log(grown) * (e / tl.maximum(grown - 1.0, 1e-10)))
     softplus = tl.maximum(x, 0.0) + log1p
     return -tl.exp(log_decay.to(tl.float32)) * softplus, tl.sigmoid(b.to(tl.float32))
+
+
+@triton.jit
+def decay_of(log_decay):
+    """Return exp of a negative number. Near 0, where thousands of them are multiplied, a GPU's exp errs to one side."""
+    x = log_decay
+    series = x * (1.0 + x / 2 * (1.0 + x / 3 * (1.0 + x / 4 * (1.0 + x / 5))))
+    return tl.where(x > -0.1, 1.0 + series, tl.exp(x))
