@@ -128,10 +128,12 @@ def test_two_gpus(
     run(make_llm(folder, tensor_parallel_size=2, **CASES[name].small), model, prompt_logprobs=0)
 
 
-def test_more_ranks_than_kv_heads(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
-    """Both ranks hold the only key head, and the norm over all heads must count its numbers once."""
-    model = build(Case("Olmo2ForCausalLM", "olmo2", {"num_key_value_heads": 1}), tmp_path)
-    llm = make_llm(str(tmp_path), device="cpu", tensor_parallel_size=2, kvcache_block_size=16, max_model_len=320)
+@pytest.mark.parametrize("name", ["olmo2", "qwen3.5"])
+def test_more_ranks_than_kv_heads(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Both ranks hold the only key head. OLMo 2's norm over all heads must count its numbers once."""
+    case = CASES[name]
+    model = build(replace(case, settings={**case.settings, "num_key_value_heads": 1}), tmp_path)
+    llm = make_llm(str(tmp_path), device="cpu", tensor_parallel_size=2, **case.small)
     run(llm, model, prompt_logprobs=0)
 
 
