@@ -14,6 +14,8 @@ from nanoinfer.kernels.delta.inverse import invert, invert_reference
 from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
 from nanoinfer.kernels.launch import num_multiprocessors, shared_memory
 
+CHUNKS_AT_ONCE = 32  # of which the reference has the numbers in memory
+
 
 def delta_chunks(
     qkv: Tensor,
@@ -48,23 +50,36 @@ def delta_chunks_reference(
     """delta_chunks in torch."""
     tokens = chunks.first_tokens.unsqueeze(1) + torch.arange(CHUNK, device=qkv.device)
     is_token = tokens < chunks.cu_lens[chunks.seqs.long() + 1].unsqueeze(1)
-    mask, at = is_token[:, None, :, None], tokens.where(is_token, 0)
-    q, k, v = (x[at].transpose(1, 2).where(mask, 0) for x in split_heads(qkv, key_heads, *matrices.shape[1:3]))
-    log_decays, strengths = (x[at].mT.unsqueeze(-1).where(mask, 0) for x in gates(a, b, log_decay, dt_bias))
-    within = _look_within_reference(q, k, v, log_decays, strengths)
     seqs, snapshots, final = chunks.seqs.tolist(), chunks.snapshots.tolist(), chunks.final.tolist()
-    out = torch.empty_like(v)
-    for chunk, (seq, before, after) in enumerate(zip(seqs, [-1, *seqs], [*seqs[1:], -1], strict=False)):
-        if seq != before:
-            slot = int(chunks.initial[seq])
-            state = matrices[slot].float() if slot >= 0 else torch.zeros_like(matrices[0], dtype=torch.float32)
-        new = within.updates[chunk] - within.taken[chunk] @ state.mT
-        out[chunk] = within.q[chunk] @ state.mT + within.scores[chunk] @ new
-        state = state * within.decay[chunk] + new.mT @ within.k[chunk]
-        for slot in (snapshots[chunk], final[seq] if seq != after else -1):
-            if slot >= 0:
-                matrices[slot] = state.to(matrices.dtype)
-    return out.transpose(1, 2)[is_token].to(qkv.dtype)
+    out = torch.empty((len(qkv), *matrices.shape[1:3]), dtype=qkv.dtype, device=qkv.device)
+    for first in range(0, len(seqs), CHUNKS_AT_ONCE):
+        group = slice(first, first + CHUNKS_AT_ONCE)
+        mask = is_token[group]
+        at = tokens[group].where(mask, 0).flatten()
+        terms = (*split_heads(qkv[at], key_heads, *matrices.shape[1:3]), *gates(a[at], b[at], log_decay, dt_bias))
+        within = _look_within_reference(*(_by_chunk(x, mask) for x in terms))
+        answers = torch.empty_like(within.updates)
+        for i, chunk in enumerate(range(first, min(first + CHUNKS_AT_ONCE, len(seqs)))):
+            seq = seqs[chunk]
+            if chunk == 0 or seqs[chunk - 1] != seq:
+                slot = int(chunks.initial[seq])
+                state = matrices[slot].float() if slot >= 0 else torch.zeros_like(matrices[0], dtype=torch.float32)
+            new = within.updates[i] - within.taken[i] @ state.mT
+            answers[i] = within.q[i] @ state.mT + within.scores[i] @ new
+            state = state * within.decay[i] + new.mT @ within.k[i]
+            is_last = chunk + 1 == len(seqs) or seqs[chunk + 1] != seq
+            for slot in (snapshots[chunk], final[seq] if is_last else -1):
+                if slot >= 0:
+                    matrices[slot] = state.to(matrices.dtype)
+        out[tokens[group][mask]] = answers.transpose(1, 2)[mask].to(out.dtype)
+    return out
+
+
+def _by_chunk(x: Tensor, is_token: Tensor) -> Tensor:
+    """Return numbers of tokens, [chunks * CHUNK, value heads, ...], as [chunks, value heads, CHUNK, dim]; 0: no token."""
+    x = x.unflatten(0, is_token.shape).transpose(1, 2)
+    x = x.unsqueeze(-1) if x.dim() == 3 else x
+    return x.where(is_token[:, None, :, None], 0)
 
 
 class _Within(NamedTuple):
