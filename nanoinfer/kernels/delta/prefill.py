@@ -76,7 +76,7 @@ def delta_chunks_reference(
 
 
 def _by_chunk(x: Tensor, is_token: Tensor) -> Tensor:
-    """Return numbers of tokens, [chunks * CHUNK, value heads, ...], as [chunks, value heads, CHUNK, dim]; 0: no token."""
+    """Return what is [chunks * CHUNK, value heads, ...] as [chunks, value heads, CHUNK, dim]; 0 where no token is."""
     x = x.unflatten(0, is_token.shape).transpose(1, 2)
     x = x.unsqueeze(-1) if x.dim() == 3 else x
     return x.where(is_token[:, None, :, None], 0)
