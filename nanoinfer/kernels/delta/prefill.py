@@ -172,7 +172,7 @@ def _go_through(
     """Launch the second kernel of delta_chunks_triton; squares, factors: what the first one wrote."""
     seqs, (value_heads, value_dim) = len(chunks.starts), matrices.shape[1:3]
     out = torch.empty((len(qkv), value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    values, warps = _programs(seqs * value_heads, qkv)
+    values, warps = _programs(seqs * value_heads, value_dim, qkv)
     values = max(16, min(values, triton.next_power_of_2(value_dim)))
     _go_through_kernel[(triton.cdiv(value_dim, values), value_heads, seqs)](
         qkv,
@@ -195,14 +195,18 @@ def _go_through(
     return out
 
 
-def _programs(heads: int, qkv: Tensor) -> tuple[int, int]:
+def _programs(heads: int, value_dim: int, qkv: Tensor) -> tuple[int, int]:
     """Return how many values of a head a program has, and its warps; heads: of all sequences.
 
-    Few heads are divided more, so that all multiprocessors work. Products of float32 numbers need registers.
+    A multiprocessor holds one program. What a chunk takes hardly depends on how many values there are, so that what
+    counts is how often each multiprocessor comes to another program. Products of float32 numbers need registers.
     """
     if qkv.dtype == torch.float32:
         return 32, 16
-    return (64, 8) if heads >= num_multiprocessors(qkv.device) else (32, 4)
+    turns = [
+        triton.cdiv(heads * triton.cdiv(value_dim, values), num_multiprocessors(qkv.device)) for values in (32, 64)
+    ]
+    return (64, 8) if turns[1] < turns[0] else (32, 4)
 
 
 def _stages(keys: int, values: int, qkv: Tensor) -> int:
