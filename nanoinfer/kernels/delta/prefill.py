@@ -245,17 +245,15 @@ def _look_within_kernel(
     update in the state behind it, and the decay of the chunk, which all of its tokens have alike.
     """
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    seq = tl.load(seqs_ptr + chunk)
     t, d = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
-    token = tl.load(first_tokens_ptr + chunk).to(tl.int64) + t
-    is_token = token < tl.load(cu_lens_ptr + seq + 1)
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
-    at = token[:, None] * qkv_stride + key_head * KEY_DIM + d
-    mask = is_token[:, None] & (d < KEY_DIM)
-    q = tl.load(qkv_ptr + at, mask=mask, other=0.0)
-    k = tl.load(qkv_ptr + KEY_HEADS * KEY_DIM + at, mask=mask, other=0.0)
-    a = tl.load(a_ptr + token * a_stride + head, mask=is_token, other=0.0)
-    b = tl.load(b_ptr + token * b_stride + head, mask=is_token, other=0.0)
+    first = tl.load(first_tokens_ptr + chunk).to(tl.int64)
+    is_token = t < tl.load(cu_lens_ptr + tl.load(seqs_ptr + chunk) + 1) - first
+    q_ptr = qkv_ptr + first * qkv_stride + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    places, mask = t[:, None] * qkv_stride + d, is_token[:, None] & (d < KEY_DIM)
+    q = tl.load(q_ptr + places, mask=mask, other=0.0)
+    k = tl.load(q_ptr + KEY_HEADS * KEY_DIM + places, mask=mask, other=0.0)
+    a = tl.load(a_ptr + first * a_stride + head + t * a_stride, mask=is_token, other=0.0)
+    b = tl.load(b_ptr + first * b_stride + head + t * b_stride, mask=is_token, other=0.0)
     log_decay, strength = gates_of(a, b, tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head))
     total = tl.cumsum(tl.where(is_token, log_decay, 0.0), axis=0)
     last = tl.sum(tl.where(t == TOKENS - 1, total, 0.0), axis=0)  # a sum in another order would not be the same
@@ -268,7 +266,7 @@ def _look_within_kernel(
     tl.store(rows + 2 * TOKENS, k_factor * tl.exp(last - total))
     tl.store(rows + 3 * TOKENS, decay_of(last) + tl.zeros([TOKENS], tl.float32))
 
-    square = (chunk * VALUE_HEADS + head) * TOKENS * TOKENS + t[:, None] * TOKENS + t
+    square = (chunk * VALUE_HEADS + head) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
     decay = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * k_factor
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * decay * q_factor[:, None]
     tl.store(scores_ptr + square, scores.to(q.dtype))
@@ -311,35 +309,36 @@ def _go_through_kernel(
     initial = tl.load(initial_ptr + seq).to(tl.int64)
     known = (d < tl.where(initial >= 0, KEY_DIM, 0))[:, None] & has_v
     state = tl.load(matrices_ptr + initial * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
-    q_ptr = qkv_ptr + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d
-    k_ptr = q_ptr + KEY_HEADS * KEY_DIM
-    v_ptr = qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
+    q_places = t[:, None] * qkv_stride + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d
+    v_places = t[:, None] * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
+    out_places = (t[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
     first_chunk = _chunks_before(seqs_ptr, num_chunks, seq)
 
     for i in range(tl.cdiv(end - begin, TOKENS)):
-        token = begin + i * TOKENS + t
-        is_token = (token < end)[:, None]
+        first = begin + i * TOKENS
+        is_token = (t < end - first)[:, None]
+        tokens_ptr = qkv_ptr + first * qkv_stride
         chunk = first_chunk + i
         chunk_head = (chunk * VALUE_HEADS + head).to(tl.int64)
-        square = chunk_head * TOKENS * TOKENS + t[:, None] * TOKENS + t
+        square = chunk_head * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
         rows = factors_ptr + chunk_head * 4 * TOKENS + t
         snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
         q_factor, k_factor, update_factor = tl.load(rows), tl.load(rows + TOKENS), tl.load(rows + 2 * TOKENS)
         decay = tl.load(factors_ptr + chunk_head * 4 * TOKENS + 3 * TOKENS)
-        k = tl.load(k_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
-        value = tl.load(v_ptr + token[:, None] * qkv_stride, mask=is_token & has_v, other=0.0)
+        k = tl.load(tokens_ptr + KEY_HEADS * KEY_DIM + q_places, mask=is_token & has_k, other=0.0)
+        value = tl.load(tokens_ptr + v_places, mask=is_token & has_v, other=0.0)
         narrow = state.to(k.dtype)
         misses = value - k_factor[:, None] * tl.dot(k, narrow, input_precision="ieee")
         solution = tl.load(solutions_ptr + square)
         updates = tl.dot(solution, misses.to(k.dtype), input_precision="ieee")
-        q = tl.load(q_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
+        q = tl.load(tokens_ptr + q_places, mask=is_token & has_k, other=0.0)
         out = q_factor[:, None] * tl.dot(q, narrow, input_precision="ieee")
         scores = tl.load(scores_ptr + square)
         out = tl.dot(scores, updates.to(k.dtype), out, input_precision="ieee")
         decayed = (updates * update_factor[:, None]).to(k.dtype)
         state = tl.dot(tl.trans(k), decayed, state * decay, input_precision="ieee")
 
-        out_ptrs = out_ptr + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
+        out_ptrs = out_ptr + first * VALUE_HEADS * VALUE_DIM + out_places
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & has_v)
         if snapshot >= 0:
             snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
