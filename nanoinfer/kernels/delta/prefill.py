@@ -161,7 +161,7 @@ def delta_chunks_triton(
         a.stride(0),
         b.stride(0),
         **shape,
-        num_warps=16 if qkv.dtype == torch.float32 else 4,
+        num_warps=_warps(qkv),
     )
     return _go_through(qkv, squares, factors, matrices, chunks, shape)
 
@@ -172,8 +172,7 @@ def _go_through(
     """Launch the second kernel of delta_chunks_triton; squares, factors: what the first one wrote."""
     seqs, (value_heads, value_dim) = len(chunks.starts), matrices.shape[1:3]
     out = torch.empty((len(qkv), value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    values, warps = _programs(seqs * value_heads, value_dim, qkv)
-    values = max(16, min(values, triton.next_power_of_2(value_dim)))
+    values = max(16, min(_values_at_once(seqs * value_heads, value_dim, qkv.device), triton.next_power_of_2(value_dim)))
     _go_through_kernel[(triton.cdiv(value_dim, values), value_heads, seqs)](
         qkv,
         *squares,
@@ -189,24 +188,25 @@ def _go_through(
         qkv.stride(0),
         **shape,
         BLOCK_V=values,
-        num_warps=warps,
+        num_warps=_warps(qkv),
         num_stages=_stages(shape["BLOCK_K"], values, qkv),
     )
     return out
 
 
-def _programs(heads: int, value_dim: int, qkv: Tensor) -> tuple[int, int]:
-    """Return how many values of a head a program has, and its warps; heads: of all sequences.
+def _values_at_once(heads: int, value_dim: int, device: torch.device) -> int:
+    """Return how many values of a head a program has; heads: of all sequences.
 
-    A multiprocessor holds one program. What a chunk takes hardly depends on how many values there are, so that what
-    counts is how often each multiprocessor comes to another program. Products of float32 numbers need registers.
+    A multiprocessor holds one program. Twice the values take a chunk half as long again, which pays where it saves
+    each multiprocessor a turn.
     """
-    if qkv.dtype == torch.float32:
-        return 32, 16
-    turns = [
-        triton.cdiv(heads * triton.cdiv(value_dim, values), num_multiprocessors(qkv.device)) for values in (32, 64)
-    ]
-    return (64, 8) if turns[1] < turns[0] else (32, 4)
+    turns = [triton.cdiv(heads * triton.cdiv(value_dim, values), num_multiprocessors(device)) for values in (32, 64)]
+    return 64 if turns[1] < turns[0] else 32
+
+
+def _warps(qkv: Tensor) -> int:
+    """Return the warps of a program; products of float32 numbers need the registers of many."""
+    return 16 if qkv.dtype == torch.float32 else 4
 
 
 def _stages(keys: int, values: int, qkv: Tensor) -> int:
