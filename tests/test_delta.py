@@ -300,6 +300,20 @@ def test_a_sequence_in_steps_and_company_has_the_same_bits(shape: tuple[int, int
     assert layer.inputs[1].equal(layer.inputs[0])
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 8, 16), pytest.param(REAL, marks=pytest.mark.gpu)])
+def test_a_row_in_company_has_the_same_bits(shape: tuple[int, int, int, int]) -> None:
+    layer = Layer(shape, dtype=SHORT)
+    layer.fill(*range(8))
+    alone, together = layer.copy(DEVICE), layer.copy(DEVICE)
+    rows = [x.to(DEVICE) for x in layer.draw(8)]
+    slots, positions = (torch.arange(8, dtype=torch.int32, device=DEVICE) + least for least in (0, 70))
+    launch_in_between(slots.device)
+    out = together.rows(delta_rows_triton, *rows, slots, positions)
+    launch_in_between(slots.device)
+    assert alone.rows(delta_rows_triton, *(x[3:4] for x in (*rows, slots, positions))).equal(out[3:4])
+    assert alone.matrices[3].equal(together.matrices[3])
+
+
 @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 2))
 def test_the_kernel_of_rows(shape: tuple[int, int, int, int], states: torch.dtype) -> None:

@@ -175,15 +175,14 @@ def convolve_past(inputs_ptr, weight_ptr, slot, position, channel, mask, CHANNEL
 
     slot: int64; -1: no token. May run before the wait, if the kernel before does not write inputs.
     """
-    w = tl.arange(0, triton.next_power_of_2(WIDTH))
-    before = position - (WIDTH - 1 - w)
-    known = (channel < tl.where(slot >= 0, CHANNELS, 0))[:, None] & ((before >= 0) & (w < WIDTH - 1))
-    # The hint keeps threads from loading neighbours at once: so each loads what it has the weights of, and none waits.
-    ring = tl.max_contiguous((slot * WIDTH + tl.maximum(before, 0) % WIDTH) * CHANNELS + channel[:, None], [1, 1])
-    x = load_complete(inputs_ptr + ring, known & mask[:, None], 0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + channel[:, None] * WIDTH + w, mask=mask[:, None] & (w < WIDTH), other=0.0)
-    weight = weight.to(tl.float32)
-    return tl.sum(x * weight, axis=1), tl.sum(tl.where(w == WIDTH - 1, weight, 0.0), axis=1)
+    total = tl.zeros(channel.shape, tl.float32)
+    for back in tl.static_range(WIDTH - 1, 0, -1):  # a sum over a dimension would have another order in other programs
+        known = mask & (channel < tl.where((slot >= 0) & (position >= back), CHANNELS, 0))
+        entry = slot * WIDTH + tl.maximum(position - back, 0) % WIDTH
+        x = load_complete(inputs_ptr + entry * CHANNELS + channel, known, 0.0)
+        weight = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1 - back, mask=mask, other=0.0)
+        total += x.to(tl.float32) * weight.to(tl.float32)
+    return total, tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

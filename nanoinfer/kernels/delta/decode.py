@@ -9,9 +9,10 @@ from torch import Tensor
 
 from nanoinfer.kernels.delta.convolution import convolve_past, convolve_rows_reference, remember, silu_or_same
 from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
-from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 
-BLOCK_V, WARPS = 32, 4  # values of a program's share of a matrix
+NUMBERS = 16384  # of a matrix that a program has: those of a head of 128 x 128
+FEW_NUMBERS = 4096  # where heads do not give each multiprocessor a program
 
 
 def delta_rows(
@@ -81,12 +82,14 @@ def delta_rows_triton(
 ) -> Tensor:
     """delta_rows as one launch. The kernel before may write qkv, a and b alone: the others are read before it ends.
 
-    A program has some values of a row's head: rows of its matrix, which it reads and writes once.
+    A program has a row's head, or some of its values: rows of the matrix, which it reads and writes once.
     """
     rows, width = len(qkv), weight.shape[1]
     value_heads, value_dim, key_dim = matrices.shape[1:]
     out = torch.empty((rows, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    block_v = min(BLOCK_V, triton.next_power_of_2(value_dim))
+    block_k = triton.next_power_of_2(key_dim)
+    numbers = FEW_NUMBERS if rows * value_heads < num_multiprocessors(qkv.device) else NUMBERS
+    block_v = max(1, min(numbers // block_k, triton.next_power_of_2(value_dim)))
     _delta_rows_kernel[(triton.cdiv(value_dim, block_v), value_heads, rows)](
         qkv,
         a,
@@ -107,9 +110,9 @@ def delta_rows_triton(
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         WIDTH=width,
-        BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_K=block_k,
         BLOCK_V=block_v,
-        num_warps=WARPS,
+        num_warps=4,
         **early_launch(qkv),
     )
     return out

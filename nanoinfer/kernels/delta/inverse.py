@@ -15,7 +15,7 @@ from torch import Tensor
 def invert_reference(below: Tensor) -> Tensor:
     """Return the inverse of 1 + below, [..., size, size], a power of two; below: 0 on the diagonal and above.
 
-    torch.linalg.solve_triangular takes a hundred times longer for many small matrices, if it has several threads.
+    torch.linalg.solve_triangular lets threads share each small matrix, one after another, and they wait for each other.
     """
     size = below.shape[-1]
     row = torch.arange(size, device=below.device)

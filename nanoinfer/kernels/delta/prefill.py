@@ -14,6 +14,8 @@ from nanoinfer.kernels.delta.inverse import invert, invert_reference
 from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
 from nanoinfer.kernels.launch import num_multiprocessors, shared_memory
 
+CHUNKS_AT_ONCE = 32  # of which the reference has the numbers in memory
+
 
 def delta_chunks(
     qkv: Tensor,
@@ -48,23 +50,36 @@ def delta_chunks_reference(
     """delta_chunks in torch."""
     tokens = chunks.first_tokens.unsqueeze(1) + torch.arange(CHUNK, device=qkv.device)
     is_token = tokens < chunks.cu_lens[chunks.seqs.long() + 1].unsqueeze(1)
-    mask, at = is_token[:, None, :, None], tokens.where(is_token, 0)
-    q, k, v = (x[at].transpose(1, 2).where(mask, 0) for x in split_heads(qkv, key_heads, *matrices.shape[1:3]))
-    log_decays, strengths = (x[at].mT.unsqueeze(-1).where(mask, 0) for x in gates(a, b, log_decay, dt_bias))
-    within = _look_within_reference(q, k, v, log_decays, strengths)
     seqs, snapshots, final = chunks.seqs.tolist(), chunks.snapshots.tolist(), chunks.final.tolist()
-    out = torch.empty_like(v)
-    for chunk, (seq, before, after) in enumerate(zip(seqs, [-1, *seqs], [*seqs[1:], -1], strict=False)):
-        if seq != before:
-            slot = int(chunks.initial[seq])
-            state = matrices[slot].float() if slot >= 0 else torch.zeros_like(matrices[0], dtype=torch.float32)
-        new = within.updates[chunk] - within.taken[chunk] @ state.mT
-        out[chunk] = within.q[chunk] @ state.mT + within.scores[chunk] @ new
-        state = state * within.decay[chunk] + new.mT @ within.k[chunk]
-        for slot in (snapshots[chunk], final[seq] if seq != after else -1):
-            if slot >= 0:
-                matrices[slot] = state.to(matrices.dtype)
-    return out.transpose(1, 2)[is_token].to(qkv.dtype)
+    out = torch.empty((len(qkv), *matrices.shape[1:3]), dtype=qkv.dtype, device=qkv.device)
+    for first in range(0, len(seqs), CHUNKS_AT_ONCE):
+        group = slice(first, first + CHUNKS_AT_ONCE)
+        mask = is_token[group]
+        at = tokens[group].where(mask, 0).flatten()
+        terms = (*split_heads(qkv[at], key_heads, *matrices.shape[1:3]), *gates(a[at], b[at], log_decay, dt_bias))
+        within = _look_within_reference(*(_by_chunk(x, mask) for x in terms))
+        answers = torch.empty_like(within.updates)
+        for i, chunk in enumerate(range(first, min(first + CHUNKS_AT_ONCE, len(seqs)))):
+            seq = seqs[chunk]
+            if chunk == 0 or seqs[chunk - 1] != seq:
+                slot = int(chunks.initial[seq])
+                state = matrices[slot].float() if slot >= 0 else torch.zeros_like(matrices[0], dtype=torch.float32)
+            new = within.updates[i] - within.taken[i] @ state.mT
+            answers[i] = within.q[i] @ state.mT + within.scores[i] @ new
+            state = state * within.decay[i] + new.mT @ within.k[i]
+            is_last = chunk + 1 == len(seqs) or seqs[chunk + 1] != seq
+            for slot in (snapshots[chunk], final[seq] if is_last else -1):
+                if slot >= 0:
+                    matrices[slot] = state.to(matrices.dtype)
+        out[tokens[group][mask]] = answers.transpose(1, 2)[mask].to(out.dtype)
+    return out
+
+
+def _by_chunk(x: Tensor, is_token: Tensor) -> Tensor:
+    """Return what is [chunks * CHUNK, value heads, ...] as [chunks, value heads, CHUNK, dim]; 0 where no token is."""
+    x = x.unflatten(0, is_token.shape).transpose(1, 2)
+    x = x.unsqueeze(-1) if x.dim() == 3 else x
+    return x.where(is_token[:, None, :, None], 0)
 
 
 class _Within(NamedTuple):
@@ -146,7 +161,7 @@ def delta_chunks_triton(
         a.stride(0),
         b.stride(0),
         **shape,
-        num_warps=16 if qkv.dtype == torch.float32 else 4,
+        num_warps=_warps(qkv),
     )
     return _go_through(qkv, squares, factors, matrices, chunks, shape)
 
@@ -157,8 +172,7 @@ def _go_through(
     """Launch the second kernel of delta_chunks_triton; squares, factors: what the first one wrote."""
     seqs, (value_heads, value_dim) = len(chunks.starts), matrices.shape[1:3]
     out = torch.empty((len(qkv), value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    values, warps = _programs(seqs * value_heads, qkv)
-    values = max(16, min(values, triton.next_power_of_2(value_dim)))
+    values = max(16, min(_values_at_once(seqs * value_heads, value_dim, qkv.device), triton.next_power_of_2(value_dim)))
     _go_through_kernel[(triton.cdiv(value_dim, values), value_heads, seqs)](
         qkv,
         *squares,
@@ -174,20 +188,25 @@ def _go_through(
         qkv.stride(0),
         **shape,
         BLOCK_V=values,
-        num_warps=warps,
+        num_warps=_warps(qkv),
         num_stages=_stages(shape["BLOCK_K"], values, qkv),
     )
     return out
 
 
-def _programs(heads: int, qkv: Tensor) -> tuple[int, int]:
-    """Return how many values of a head a program has, and its warps; heads: of all sequences.
+def _values_at_once(heads: int, value_dim: int, device: torch.device) -> int:
+    """Return how many values of a head a program has; heads: of all sequences.
 
-    Few heads are divided more, so that all multiprocessors work. Products of float32 numbers need registers.
+    A multiprocessor holds one program. Twice the values take a chunk half as long again, which pays where it saves
+    each multiprocessor a turn.
     """
-    if qkv.dtype == torch.float32:
-        return 32, 16
-    return (64, 8) if heads >= num_multiprocessors(qkv.device) else (32, 4)
+    turns = [triton.cdiv(heads * triton.cdiv(value_dim, values), num_multiprocessors(device)) for values in (32, 64)]
+    return 64 if turns[1] < turns[0] else 32
+
+
+def _warps(qkv: Tensor) -> int:
+    """Return the warps of a program; products of float32 numbers need the registers of many."""
+    return 16 if qkv.dtype == torch.float32 else 4
 
 
 def _stages(keys: int, values: int, qkv: Tensor) -> int:
@@ -226,17 +245,15 @@ def _look_within_kernel(
     update in the state behind it, and the decay of the chunk, which all of its tokens have alike.
     """
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    seq = tl.load(seqs_ptr + chunk)
     t, d = tl.arange(0, TOKENS), tl.arange(0, BLOCK_K)
-    token = tl.load(first_tokens_ptr + chunk).to(tl.int64) + t
-    is_token = token < tl.load(cu_lens_ptr + seq + 1)
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
-    at = token[:, None] * qkv_stride + key_head * KEY_DIM + d
-    mask = is_token[:, None] & (d < KEY_DIM)
-    q = tl.load(qkv_ptr + at, mask=mask, other=0.0)
-    k = tl.load(qkv_ptr + KEY_HEADS * KEY_DIM + at, mask=mask, other=0.0)
-    a = tl.load(a_ptr + token * a_stride + head, mask=is_token, other=0.0)
-    b = tl.load(b_ptr + token * b_stride + head, mask=is_token, other=0.0)
+    first = tl.load(first_tokens_ptr + chunk).to(tl.int64)
+    is_token = t < tl.load(cu_lens_ptr + tl.load(seqs_ptr + chunk) + 1) - first
+    q_ptr = qkv_ptr + first * qkv_stride + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    places, mask = t[:, None] * qkv_stride + d, is_token[:, None] & (d < KEY_DIM)
+    q = tl.load(q_ptr + places, mask=mask, other=0.0)
+    k = tl.load(q_ptr + KEY_HEADS * KEY_DIM + places, mask=mask, other=0.0)
+    a = tl.load(a_ptr + first * a_stride + head + t * a_stride, mask=is_token, other=0.0)
+    b = tl.load(b_ptr + first * b_stride + head + t * b_stride, mask=is_token, other=0.0)
     log_decay, strength = gates_of(a, b, tl.load(log_decay_ptr + head), tl.load(dt_bias_ptr + head))
     total = tl.cumsum(tl.where(is_token, log_decay, 0.0), axis=0)
     last = tl.sum(tl.where(t == TOKENS - 1, total, 0.0), axis=0)  # a sum in another order would not be the same
@@ -249,7 +266,7 @@ def _look_within_kernel(
     tl.store(rows + 2 * TOKENS, k_factor * tl.exp(last - total))
     tl.store(rows + 3 * TOKENS, decay_of(last) + tl.zeros([TOKENS], tl.float32))
 
-    square = (chunk * VALUE_HEADS + head) * TOKENS * TOKENS + t[:, None] * TOKENS + t
+    square = (chunk * VALUE_HEADS + head) * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
     decay = tl.exp(tl.where(t[:, None] >= t, total[:, None] - total, float("-inf"))) * k_factor
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * decay * q_factor[:, None]
     tl.store(scores_ptr + square, scores.to(q.dtype))
@@ -292,35 +309,36 @@ def _go_through_kernel(
     initial = tl.load(initial_ptr + seq).to(tl.int64)
     known = (d < tl.where(initial >= 0, KEY_DIM, 0))[:, None] & has_v
     state = tl.load(matrices_ptr + initial * MATRICES + matrix, mask=known, other=0.0).to(tl.float32)
-    q_ptr = qkv_ptr + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d
-    k_ptr = q_ptr + KEY_HEADS * KEY_DIM
-    v_ptr = qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
+    q_places = t[:, None] * qkv_stride + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d
+    v_places = t[:, None] * qkv_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
+    out_places = (t[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
     first_chunk = _chunks_before(seqs_ptr, num_chunks, seq)
 
     for i in range(tl.cdiv(end - begin, TOKENS)):
-        token = begin + i * TOKENS + t
-        is_token = (token < end)[:, None]
+        first = begin + i * TOKENS
+        is_token = (t < end - first)[:, None]
+        tokens_ptr = qkv_ptr + first * qkv_stride
         chunk = first_chunk + i
         chunk_head = (chunk * VALUE_HEADS + head).to(tl.int64)
-        square = chunk_head * TOKENS * TOKENS + t[:, None] * TOKENS + t
+        square = chunk_head * (TOKENS * TOKENS) + (t[:, None] * TOKENS + t)
         rows = factors_ptr + chunk_head * 4 * TOKENS + t
         snapshot = tl.load(snapshots_ptr + chunk).to(tl.int64)
         q_factor, k_factor, update_factor = tl.load(rows), tl.load(rows + TOKENS), tl.load(rows + 2 * TOKENS)
         decay = tl.load(factors_ptr + chunk_head * 4 * TOKENS + 3 * TOKENS)
-        k = tl.load(k_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
-        value = tl.load(v_ptr + token[:, None] * qkv_stride, mask=is_token & has_v, other=0.0)
+        k = tl.load(tokens_ptr + KEY_HEADS * KEY_DIM + q_places, mask=is_token & has_k, other=0.0)
+        value = tl.load(tokens_ptr + v_places, mask=is_token & has_v, other=0.0)
         narrow = state.to(k.dtype)
         misses = value - k_factor[:, None] * tl.dot(k, narrow, input_precision="ieee")
         solution = tl.load(solutions_ptr + square)
         updates = tl.dot(solution, misses.to(k.dtype), input_precision="ieee")
-        q = tl.load(q_ptr + token[:, None] * qkv_stride, mask=is_token & has_k, other=0.0)
+        q = tl.load(tokens_ptr + q_places, mask=is_token & has_k, other=0.0)
         out = q_factor[:, None] * tl.dot(q, narrow, input_precision="ieee")
         scores = tl.load(scores_ptr + square)
         out = tl.dot(scores, updates.to(k.dtype), out, input_precision="ieee")
         decayed = (updates * update_factor[:, None]).to(k.dtype)
         state = tl.dot(tl.trans(k), decayed, state * decay, input_precision="ieee")
 
-        out_ptrs = out_ptr + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + v
+        out_ptrs = out_ptr + first * VALUE_HEADS * VALUE_DIM + out_places
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_token & has_v)
         if snapshot >= 0:
             snapshot_ptrs = matrices_ptr + snapshot * MATRICES + matrix
