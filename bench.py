@@ -54,7 +54,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
     with llm:
         config = llm.config
         work = recipe.draw(config.description.vocab_size)
-        check_fits(work, config)
+        check_fits(work, llm)
         status.begin("warming up")
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
         count = args.repeats or (3 if config.device == "cuda" else 1)
@@ -67,8 +67,13 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
         layer_flops = measure_flops("cuda", FP8) if multiplies_fp8(config) else flops
     in_fp8 = FP8.itemsize if config.description.fp8 else None
-    itemsizes = config.torch_dtype.itemsize, config.torch_cache_dtype.itemsize, in_fp8
-    limits = limits_of(config)
+    itemsizes = (
+        config.torch_dtype.itemsize,
+        config.torch_cache_dtype.itemsize,
+        in_fp8,
+        config.torch_state_dtype.itemsize,
+    )
+    limits = limits_of(llm)
     floor = Floor.of(work, config.description, limits, *itemsizes)
     floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, layer_flops)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
@@ -115,11 +120,12 @@ def multiplies_fp8(config: Config) -> bool:
     return torch.cuda.get_device_capability() >= HAS_FP8
 
 
-def limits_of(config: Config) -> Limits:
-    """Return what one engine holds and does at once; config: of an LLM, which knows the size of its KV cache."""
+def limits_of(llm: LLM) -> Limits:
+    """Return what one engine holds and does at once."""
+    config, slots = llm.config, llm.memory.slots  # a row of a model with states has a slot for them
     assert config.num_kvcache_blocks is not None
     return Limits(
-        rows=config.max_num_seqs,
+        rows=min(config.max_num_seqs, slots) if slots else config.max_num_seqs,
         tokens=config.max_num_batched_tokens,
         blocks=config.cache_layout.pool_of(config.num_kvcache_blocks),
         groups=config.cache_layout.groups,
@@ -173,12 +179,13 @@ def run_weights(args: argparse.Namespace, folder: str, status: StatusLine) -> di
     return {"config": name, "device": device, "tensor_parallel_size": args.tp, "weights": rows}
 
 
-def check_fits(work: Workload, config: Config) -> None:
+def check_fits(work: Workload, llm: LLM) -> None:
     """Exit when a request is longer than max_model_len, which the model or the KV cache may have lowered."""
+    config = llm.config
     longest = max(len(prompt) + out for prompt, out in zip(work.prompts, work.output_lens, strict=True))
     limit = config.description.max_position
     remedy = "raise --max-model-len" if longest <= limit else f"this model has {limit} at most, take another"
-    if longest <= limit and longest > config.cache_layout.longest(limits_of(config).blocks, longest):
+    if longest <= limit and longest > config.cache_layout.longest(limits_of(llm).blocks, longest):
         remedy = f"raise --kv-tokens to {longest}"
     if longest > config.max_model_len:
         raise SystemExit(

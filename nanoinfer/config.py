@@ -79,13 +79,14 @@ class Config:
         README's limits for what multiplies them as they are
     kv_cache_dtype: "fp8": the KV cache holds keys and values in eight bits (e4m3), by the checkpoint's own scales if it
         has some; flash_attn cannot read it; "auto": the cache has `dtype`
+    state_dtype: "float32" or "bfloat16": the dtype of a recurrence's states; "bfloat16" halves them, and loses digits
     logprobs_mode: "raw_logprobs": log-probabilities come from the model's own logits; "processed_logprobs": from the
         distribution that each token was drawn from, after penalties, bias, masks, temperature and filters. A token that
         could not be drawn has no entry then, and at temperature 0 the drawn token has 0.0. Nobody drew a prompt's
         tokens, so of the settings only the temperature changes theirs, and temperature 0 counts as 1
     deterministic: True: no bit of a request's results depends on what runs beside it, on caching, chunks, preemption or
         the number of ranks. On CUDA, sums then have one order. On the CPU, each token is computed alone, by one
-        thread. Some models cannot have it on several ranks yet
+        thread. Models whose layers keep a state cannot have it yet, and some others not on several ranks
     routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
         so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
         have experts
@@ -129,6 +130,7 @@ class Config:
     lm_head_dtype: str = "auto"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    state_dtype: str = "float32"
     logprobs_mode: str = RAW
     deterministic: bool = False
     routed_experts: bool = False
@@ -192,6 +194,7 @@ class Config:
             self.quantization = check_choice("quantization", self.quantization, ["fp8"], OWN_QUANTIZATION)
         self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
+        self.state_dtype = check_choice("state_dtype", self.state_dtype, ["float32", "bfloat16"])
 
     def _find_files(self) -> None:
         """Find the folders, or download them."""
@@ -242,6 +245,11 @@ class Config:
         return self.torch_dtype if self.kv_cache_dtype == "auto" else FP8
 
     @property
+    def torch_state_dtype(self) -> torch.dtype:
+        """The dtype of the states of recurrences."""
+        return DTYPES[self.state_dtype]
+
+    @property
     def is_plain_cpu(self) -> bool:
         """Whether the CPU computes, and does not interpret the device's kernels."""
         return self.device == "cpu" and self.attention_backend == "torch"
@@ -260,7 +268,7 @@ class Config:
     def shares_prefixes(self) -> bool:
         """Whether decode attention reads prefixes once that several rows share, in layers where a query sees all."""
         can_share = self.attention_backend == "triton" and not self.deterministic
-        return can_share and None in self.description.windows and self.max_num_seqs > 1
+        return can_share and None in self.description.attention_windows and self.max_num_seqs > 1
 
     @property
     def starts_ranks(self) -> bool:
@@ -339,6 +347,7 @@ class Config:
         self.description = self.description.within(self.max_model_len)
         unit = block_unit(self.attention_backend, self.kvcache_block_size, self.description.head_dim)
         self.cache_layout = lay_out(self.description.memory(self.tensor_parallel_size), self.kvcache_block_size, unit)
+        self.cache_layout.check_grid(self.kvcache_block_size, self.max_num_batched_tokens)
         most = self.cache_layout.asked_by(MAX_SLOTS // self.cache_layout.most_slots)
         if self.num_kvcache_blocks is not None and self.num_kvcache_blocks > most:
             raise ValueError(
@@ -353,6 +362,11 @@ class Config:
             raise ValueError(
                 f"deterministic=True: attention_backend={self.attention_backend!r} adds up in other orders in other"
                 " steps; on CUDA it must be 'triton', or 'auto'"
+            )
+        if self.description.has_states:
+            raise ValueError(
+                "deterministic=True: must be False for this model: some of its layers keep a state, and computing it in"
+                " chunks adds up in another order than token by token"
             )
         if self.tensor_parallel_size > 1:
             self.description.check_ranks_in_order(self.tensor_parallel_size, self.device == "cpu")

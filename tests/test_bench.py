@@ -13,8 +13,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from nanoinfer.benchmark.repeats import Repeat, count_steps
 from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.models import describe
 from nanoinfer.models.description import Experts
 
@@ -131,9 +134,18 @@ def test_the_engine_tells_its_observer_what_each_step_found(tiny: LLM) -> None:
     assert times[-1] <= repeat.start + repeat.seconds
 
 
+def test_rows_that_keep_states_are_no_more_than_their_slots(tiny: LLM) -> None:
+    config = copy(tiny.config)
+    config.max_num_seqs = 8
+    for slots, rows in ((0, 8), (3, 3), (10, 8)):
+        llm = SimpleNamespace(config=config, memory=replace(tiny.memory, slots=slots))
+        assert bench.limits_of(llm).rows == rows
+
+
 class Shape:
     hidden_size, intermediate_size, num_layers, vocab_size = 8, 16, 2, 100
-    num_heads, num_kv_heads, head_dim, windows, experts = 4, 2, 4, (None, None), None
+    num_heads, num_kv_heads, head_dim, output_gate, experts = 4, 2, 4, False, None
+    mixers = attention_windows = (None, None)
 
 
 LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
@@ -368,7 +380,7 @@ def test_a_window_bounds_what_a_layer_reads_and_computes() -> None:
     """One of two layers sees 3 tokens. A prompt of 4 tokens gets 3: decode has contexts of 5 and 6 tokens."""
 
     class Windowed(Shape):
-        windows = (None, 3)
+        attention_windows = (None, 3)
 
     floor = floor_of(bench.Workload([[1, 2, 3, 4]], [3]), model=Windowed)
     assert bytes_of(floor) == 3 * MATRICES * 2 + (5 + 6 + 3 + 3) * KV_BYTES / 2
@@ -390,21 +402,44 @@ def test_the_floor_counts_the_experts_that_the_rows_of_a_step_use() -> None:
     assert bytes_of(waiting) == pytest.approx((4 * every + read) * 2 + 15 * KV_BYTES)
 
 
+class Recurrent(Shape):
+    """One of two layers attends, with an output gate; the other has two heads of three values and five keys."""
+
+    mixers = (GatedDelta(key_heads=1, value_heads=2, key_dim=5, value_dim=3, width=4), None)
+    attention_windows, output_gate = (None,), True
+
+
+def test_the_floor_counts_states() -> None:
+    """A prompt of 3 tokens gets 3 output tokens. Both decode steps read and write a state of four bytes a number."""
+    floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=Recurrent)
+    channels, values, state = 2 * 5 + 2 * 3, 2 * 3, 2 * 3 * 5
+    layers = 2 * LAYER - (8 * 16 + 2 * 8 * 8 + 16 * 8) + 8 * 16 + 8 * (channels + values + 2 * 2) + values * 8
+    read = 2 * (4 * channels * 2 + 2 * state * 4)
+    assert bytes_of(floor) == (1 + 2) * (layers + HEAD) * 2 + (4 + 5) * KV_BYTES / 2 + read
+    halved = floor_of(bench.Workload([[1, 2, 3]], [3]), model=Recurrent, state_itemsize=2)
+    assert bytes_of(floor) - bytes_of(halved) == 2 * 2 * state * 2
+    computed = (3 + 2) * 6 * state
+    prompt = 2 * layers * 3 + 2 * HEAD + 2 * 16 * 9
+    assert operations_of(floor) == prompt + 2 * 2 * (layers + HEAD) + computed
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
         ("0.6b", 0.596), ("8b", 8.19), ("32b", 32.8), ("llama-1b", 1.24), ("llama-8b", 8.03), ("qwen2.5-7b", 7.62),
         ("mistral-7b", 7.24), ("mistral-24b", 23.57), ("phi4-14b", 14.66), ("gemma3-12b", 11.77), ("olmo2-7b", 7.30),
-        ("30b-a3b", 30.5), ("olmoe-7b", 6.92),
+        ("30b-a3b", 30.5), ("olmoe-7b", 6.92), ("qwen3.5-0.8b", 0.752), ("qwen3.5-4b", 4.21), ("qwen3.5-9b", 8.95),
+        ("qwen3.5-27b", 26.9), ("qwen3.5-35b-a3b", 34.7), ("qwen3-next-80b", 79.7),
     ],
 )  # fmt: skip
 def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, billions: float, tmp_path: Path) -> None:
     bench.write_config(name, str(tmp_path))
     model = describe(Checkpoint.open(str(tmp_path)).hf_config)
-    heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    heads = ((3 if model.output_gate else 2) * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    mixers = sum(heads if mixer is None else mixer.projected for mixer in model.mixers)
     experts = model.experts
     mlp = 3 * model.intermediate_size if experts is None else experts.count * (3 * experts.size + 1)
-    layers = model.num_layers * model.hidden_size * (heads + mlp)
+    layers = model.hidden_size * (mixers + model.num_layers * mlp)
     matrices = layers + model.vocab_size * model.hidden_size * (1 if model.tied else 2)
     assert matrices / 1e9 == pytest.approx(billions, rel=0.005)
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer import SamplingParams
-from nanoinfer.attention.cache_layout import CacheLayout
+from nanoinfer.attention.cache_layout import CacheLayout, Pages, State, lay_out
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefix_tree import NONE
 from nanoinfer.engine.scheduler import Scheduler, Step
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.runner.message import ChunkStates
 
 BLOCK = 4
 MIXED = layout_of((8, None), (2, 5))  # blocks of 8 tokens of layers that see all, and of 2 where a query sees 5
@@ -215,7 +216,7 @@ class TestOneGroup:
         fill(manager, done)
         manager.begin_step()
         begin(manager, planned)
-        manager.plan(planned, 13)
+        manager.plan(planned, 0, 13)
         assert manager.prefixes.find(numbered(13)).num_tokens == 12
         manager.free_all()
         assert manager.num_free == 8
@@ -226,7 +227,7 @@ class TestOneGroup:
         first = numbered(9)
         manager.begin_step()
         begin(manager, first)
-        manager.plan(first, 9)
+        manager.plan(first, 0, 9)
         assert begin(manager, numbered(9)) == 8
         manager.begin_step()
         manager.free_all()
@@ -330,7 +331,7 @@ class TestWindow:
         for start in range(0, 40, 8):
             assert manager.extend(seq, start + 8) == start + 8
             seq.num_scheduled = start + 8
-            manager.plan(seq, start + 8)
+            manager.plan(seq, 0, start + 8)
             assert manager.begin_step()
             assert len(manager.held(seq)[0]) == 1
 
@@ -340,7 +341,7 @@ class TestWindow:
         seq = numbered(16)
         begin(manager, seq)
         seq.num_scheduled = 16
-        manager.plan(seq, 16)
+        manager.plan(seq, 0, 16)
         assert manager.num_free == 0
         assert manager.begin_step()
         assert manager.num_free == 3
@@ -359,7 +360,7 @@ class TestWindow:
         seq = numbered(16)
         begin(manager, seq)
         seq.num_scheduled = 16
-        manager.plan(seq, 16)
+        manager.plan(seq, 0, 16)
         manager.free(seq)
         assert not manager.begin_step()
         assert manager.num_free == 4
@@ -449,7 +450,7 @@ class TestSeveralGroups:
             start, end = end, manager.extend(seq, 40)
             assert end > start
             seq.num_scheduled = end
-            manager.plan(seq, end)
+            manager.plan(seq, 0, end)
             manager.begin_step()
 
     @given(
@@ -489,92 +490,153 @@ class TestSeveralGroups:
         assert manager.num_free == len(manager.blocks)
 
 
+def compute(manager: BlockManager, seq: Sequence, end: int | None = None) -> ChunkStates:
+    """Plan a chunk in a step of its own; returns where its states are. end: None: the sequence's"""
+    manager.begin_step()
+    if not seq.block_tables:
+        seq.num_scheduled = manager.allocate(seq, len(seq))
+    start, seq.num_scheduled = seq.num_scheduled, manager.extend(seq, end or len(seq))
+    return manager.plan(seq, start, seq.num_scheduled)
+
+
+def cached(manager: BlockManager, seq: Sequence) -> int:
+    return manager.prefixes.find(seq).num_tokens
+
+
 class TestStates:
     """Layers that remember the past in a fixed size."""
 
     def test_each_sequence_has_a_slot_and_waits_if_there_is_none(self) -> None:
         manager = BlockManager(20, alike(BLOCK), num_slots=2)
         first, second, third = (sequence([token] * 5) for token in range(3))
-        fill(manager, first)
-        fill(manager, second)
+        compute(manager, first)
+        compute(manager, second)  # takes the slot of the first one's snapshot
         assert {first.slot, second.slot} == {0, 1}
         free = manager.num_free
+        manager.begin_step()
         assert manager.allocate(third, 5) is None
         assert (manager.num_free, third.slot, third.block_tables) == (free, NONE, [])
         manager.free(first)
         assert first.slot == NONE
-        fill(manager, third)
+        compute(manager, third)
         assert third.slot == 1 - second.slot
 
-    def test_a_hit_ends_where_a_snapshot_is(self) -> None:
-        manager = BlockManager(20, alike(BLOCK), num_slots=3)
+    def test_a_prompt_leaves_a_snapshot_behind_its_last_whole_block(self) -> None:
+        """One of whole blocks leaves it before the last: the same prompt must compute its last token."""
+        manager = BlockManager(20, alike(BLOCK), num_slots=8)
         seq = numbered(8)
-        begin(manager, seq)
-        manager.record(seq, 4)
-        slot = manager.states.hang(seq.node)
-        assert slot == seq.node.snapshot != seq.slot
-        assert manager.states.hang(seq.node) == NONE  # it has one
-        manager.record(seq, 8)
-        cached = manager.prefixes.find(numbered(9))
-        assert (cached.num_tokens, cached.node.snapshot) == (4, slot)
-        manager.states.hang(seq.node)
-        assert manager.prefixes.find(numbered(9)).num_tokens == 8
+        states = compute(manager, seq)
+        assert (states.source, states.slot) == (NONE, seq.slot)
+        assert list(states.snapshots) == [4]
+        assert seq.slot not in states.snapshots.values()
+        manager.begin_step()
+        assert [cached(manager, numbered(length)) for length in (4, 5, 8, 9)] == [0, 4, 4, 4]
+        assert list(compute(manager, numbered(11)).snapshots) == [8]
 
-    def test_the_least_recently_used_snapshot_goes_first_but_not_that_of_the_sequences_own_prefix(self) -> None:
-        manager = BlockManager(40, alike(BLOCK), num_slots=3)
+    def test_who_goes_on_reads_the_snapshot_and_then_its_own_slot(self) -> None:
+        manager = BlockManager(20, alike(BLOCK), num_slots=8)
+        (slot,) = compute(manager, numbered(6)).snapshots.values()
+        seq = numbered(14)
+        first, second = compute(manager, seq, 9), compute(manager, seq)
+        assert (first.source, first.slot) == (slot, seq.slot)
+        assert (second.source, second.slot) == (seq.slot, seq.slot)
+        assert list(second.snapshots) == [12]
 
-        def cached() -> list[int]:
-            return [manager.prefixes.find(sequence([token] * 5)).num_tokens for token in range(2)]
+    def test_a_long_prompt_leaves_one_now_and_then(self) -> None:
+        manager = BlockManager(60, alike(256), num_slots=40)
+        assert sorted(compute(manager, numbered(7000)).snapshots) == [2048, 4096, 6144, 6912]
 
+    def test_a_prompt_leaves_one_where_those_that_wait_part_from_it(self) -> None:
+        manager = BlockManager(40, alike(BLOCK), num_slots=40)
+        same = [*range(8)]
+        prompts = [[*same, *range(20 + i, 29 + i)] for i in range(3)] + [[*range(4), 60, 61]]
+        seqs = [sequence(prompt) for prompt in prompts]
+        for seq in seqs:
+            manager.expect(seq)
+        states = compute(manager, seqs[0])
+        assert sorted(states.snapshots) == [4, 8, 16]
+        assert not manager.prefixes.find(seqs[1]).num_tokens  # the step that takes it does not read it
+        assert all(map(manager.should_wait, seqs[1:]))
+        second = compute(manager, seqs[1])
+        assert (second.source, list(second.snapshots)) == (states.snapshots[8], [16])
+        assert compute(manager, seqs[3]).source == states.snapshots[4]
+
+    def test_where_a_prompt_parts_from_one_that_has_gone_by_it_is_computed_again_once(self) -> None:
+        manager = BlockManager(40, alike(BLOCK), num_slots=40)
+        first, second, third = (sequence([*range(8), 50 + i, *range(4)]) for i in range(3))
+        assert list(compute(manager, first).snapshots) == [12]
+        states = compute(manager, second)
+        assert (states.source, sorted(states.snapshots)) == (NONE, [8, 12])
+        assert compute(manager, third).source == states.snapshots[8]
+
+    def test_the_least_recently_used_snapshot_goes_first(self) -> None:
+        manager = BlockManager(40, alike(BLOCK), num_slots=9)  # of which two may be snapshots
         for token in range(2):
-            seq = sequence([token] * 4)
-            fill(manager, seq)
-            manager.states.hang(seq.node)
-            manager.free(seq)
-        first = sequence([0] * 5)
-        assert begin(manager, first) == 4  # takes the free slot
-        assert cached() == [4, 4]
-        assert begin(manager, sequence([0] * 6)) == 4
-        assert cached() == [4, 0]
-        assert begin(manager, sequence([0] * 7)) is None
-        manager.free(first)
-        assert begin(manager, sequence([0] * 7)) == 4
+            compute(manager, sequence([token] * 5))
+        again = sequence([0] * 7)
+        compute(manager, again)
+        compute(manager, sequence([2] * 5))
+        manager.begin_step()
+        assert [cached(manager, sequence([token] * 5)) for token in range(3)] == [4, 0, 4]
+
+    def test_what_a_step_reads_or_writes_gets_no_new_owner_in_it(self) -> None:
+        manager = BlockManager(40, alike(BLOCK), num_slots=3)
+        (slot,) = compute(manager, numbered(5)).snapshots.values()
+        manager.begin_step()
+        seq = numbered(8)
+        seq.num_scheduled = manager.allocate(seq, 8)
+        manager.extend(seq, 8)
+        assert manager.plan(seq, 4, 8).source == slot  # and there is no slot left
+        assert manager.allocate(sequence([9] * 4), 4) is None
+        manager.forget_all([seq])
+        assert manager.allocate(sequence([9] * 4), 4) is None
+        manager.begin_step()
+        other = sequence([9] * 4)
+        assert manager.allocate(other, 4) == 0
+        assert other.slot == slot
 
     def test_a_node_goes_with_its_snapshot_if_its_blocks_are_gone(self) -> None:
         manager = BlockManager(2, alike(BLOCK), num_slots=2)
-        seq = numbered(4)
-        fill(manager, seq)
+        seq = sequence([7] * 5)
+        compute(manager, seq)
         node = seq.node
-        manager.states.hang(node)
         manager.free(seq)
-        big = sequence([50] * 5)
-        fill(manager, big)  # takes all blocks, and the free slot
-        assert node.is_found
-        assert manager.states.hang(big.node) != NONE  # takes the node's slot
+        big = sequence([50] * 8)
+        compute(manager, big)  # takes all blocks
+        assert node.snapshot == NONE
         assert not node.is_found
-        assert set(manager.tree) == {big.node}
+        assert set(manager.tree) == {big.node, big.node.parent}
 
     def test_a_node_that_no_lookup_finds_gets_no_snapshot(self) -> None:
-        manager = BlockManager(4, alike(BLOCK), num_slots=2)
-        seq = numbered(4)
-        fill(manager, seq)
-        node = seq.node
+        manager = BlockManager(4, alike(BLOCK), num_slots=4)
+        seq = numbered(9)
+        compute(manager, seq, 4)
         manager.forget(seq)
-        assert manager.states.hang(node) == NONE
+        assert compute(manager, seq).snapshots == {}
 
-    def test_a_sequence_has_no_forks(self) -> None:
-        """Its states have no copy."""
-        manager = BlockManager(20, alike(BLOCK), num_slots=3)
-        seq = numbered(8)
-        fill(manager, seq)
+    def test_a_further_sample_has_a_slot_of_its_own(self) -> None:
+        manager = BlockManager(20, alike(BLOCK), num_slots=2)
+        seq, other = numbered(8), numbered(8)
+        compute(manager, seq)
+        assert not manager.can_fork(seq)  # the step takes a snapshot with the other slot
+        manager.begin_step()
+        assert manager.can_fork(seq)
+        manager.fork(seq, other)
+        assert {seq.slot, other.slot} == {0, 1}
         assert not manager.can_fork(seq)
+
+    def test_a_chunk_ends_where_the_kernels_can_go_on(self) -> None:
+        layout = lay_out([Pages(1, 8), State(4, 2)], 128, 128)
+        manager = BlockManager(20, layout, num_slots=4)
+        seq = numbered(300)
+        manager.allocate(seq, 300)
+        assert [manager.extend(seq, end) for end in (63, 64, 200, 299, 300)] == [0, 64, 192, 256, 300]
 
     @pytest.mark.parametrize("how", ["forget", "forget_all", "free_all"])
     def test_what_is_forgotten_has_no_snapshot(self, how: str) -> None:
-        manager = BlockManager(20, alike(BLOCK), num_slots=2)
-        seq = numbered(4)
-        fill(manager, seq)
-        manager.states.hang(seq.node)
+        manager = BlockManager(20, alike(BLOCK), num_slots=4)
+        seq = numbered(5)
+        compute(manager, seq)
         {
             "forget": lambda: manager.forget(seq),
             "forget_all": lambda: manager.forget_all([seq]),
@@ -582,7 +644,6 @@ class TestStates:
         }[how]()
         if how != "free_all":
             manager.free(seq)
-        again = numbered(5)
-        fill(manager, again)
-        assert manager.prefixes.find(numbered(5)).num_tokens == 0  # its blocks are there again, but not its states
-        assert manager.states.hang(again.node) == 1 - again.slot
+        manager.begin_step()
+        assert cached(manager, numbered(5)) == 0
+        assert sorted(manager.states._free) == [0, 1, 2, 3]

@@ -106,12 +106,14 @@ class TestOneGroup:
 
     def test_states_take_bytes_of_a_sequence_and_no_pages(self) -> None:
         pages = [Pages(2, 64)] * 3
-        layout = lay_out([pages[0], State(1000), State(1000), pages[1], State(24), pages[2]], 256, 128)
-        assert layout.state_bytes == 2024
+        delta, convolution = State(100, 4, (2, 8, 16)), State(30, 3)
+        layout = lay_out([pages[0], delta, delta, pages[1], convolution, pages[2]], 256, 128)
+        assert layout.states == ((1, delta), (2, delta), (4, convolution))
+        assert [state.num_bytes(2, 4) for state in (delta, convolution)] == [2 * 400 + 4 * 256, 2 * 90]
         assert [group.layers for group in layout.groups] == [(0, 3, 5)]
         without = lay_out(pages, 256, 128)
-        assert without.state_bytes == 0
-        assert replace(layout, groups=without.groups, state_bytes=0) == without
+        assert (layout.grid, without.grid) == (64, 1)
+        assert replace(layout, groups=without.groups, states=()) == without
 
 
 class TestLengths:
@@ -157,7 +159,7 @@ kinds = st.lists(st.tuples(pages, st.integers(1, 7)), min_size=1, max_size=3)
 def memories(draw: st.DrawFn) -> list[Memory]:
     """Layers of at most three kinds, and some with states, in any order."""
     memory: list[Memory] = [layer for layer, times in draw(kinds) for _ in range(times)]
-    memory += [State(8)] * draw(st.integers(0, 2))
+    memory += [State(8, 3)] * draw(st.integers(0, 2))
     return draw(st.permutations(memory))
 
 
@@ -175,7 +177,7 @@ class TestAnyLayers:
         layout = lay_out(memory, block_size, unit)
         layers = [layer for group in layout.groups for layer in group.layers]
         assert sorted(layers) == [layer for layer, each in enumerate(memory) if isinstance(each, Pages)]
-        assert layout.state_bytes == 8 * sum(isinstance(each, State) for each in memory)
+        assert len(layout.states) == sum(isinstance(each, State) for each in memory)
         assert len(layout.groups) == len({group.pages for group in layout.groups}) == len(kinds_of(memory))
         for group in layout.groups:
             assert all(memory[layer] == group.pages for layer in group.layers)

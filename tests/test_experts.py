@@ -169,7 +169,7 @@ class TestRoutedExperts:
     def test_they_are_those_of_transformers(self, name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
         """The second time, the prompts' blocks are in the cache."""
         model = build(CASES[name], tmp_path)
-        llm = make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320, routed_experts=True)
+        llm = make_llm(str(tmp_path), **CASES[name].small, routed_experts=True)
         params = SamplingParams(max_tokens=20, n=2, seed=1, ignore_eos=True)
         for _ in range(2):
             for output in llm.generate(PROMPTS, params, use_tqdm=False):

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import LONGROPE, Case, build
+from cases.states import DELTA
 from conftest import CollidingTree
 from safetensors.torch import load_file
 
@@ -60,6 +61,12 @@ def subject(architecture: str, model_type: str, max_model_len: int = 128, **sett
     return Subject(Case(architecture, model_type, shape), max_model_len)
 
 
+def with_states(architecture: str, model_type: str, **settings: Any) -> Subject:
+    """Blocks have at least 64 tokens here, and snapshots hang behind them."""
+    drawn = subject(architecture, model_type, 288, **settings)
+    return replace(drawn, case=replace(drawn.case, keeps_states=True))
+
+
 def qwen3_windows(window: int, first: int) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": first}
 
@@ -81,14 +88,17 @@ SUBJECTS = {
     "phi3-window": subject("Phi3ForCausalLM", "phi3", 96, **PHI3_LONG, **{"sliding_window": 13}),
     "qwen3-window-1": subject("Qwen3ForCausalLM", "qwen3", **qwen3_windows(1, 1)),
     "qwen3-window-5": subject("Qwen3ForCausalLM", "qwen3", 112, **qwen3_windows(5, 3)),
+    "qwen3.5": with_states("Qwen3_5ForCausalLM", "qwen3_5_text", **DELTA),
+    "lfm2": with_states("Lfm2ForCausalLM", "lfm2", layer_types=["conv", "full_attention"] * 2),
 }
+WITHOUT_STATES = [name for name, subject in SUBJECTS.items() if not subject.case.keeps_states]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make as many rounds as --fuzz asks for, of each model in turn."""
     total = metafunc.config.getoption("fuzz")
     counts = {"test_tokens": total // ROUND, "test_bits": total // 120, "test_beams": total // 60}
-    names = list(SUBJECTS)
+    names = list(SUBJECTS) if metafunc.function is test_tokens else WITHOUT_STATES
     rounds = [(names[i % len(names)], i // len(names)) for i in range(max(1, counts[metafunc.function.__name__]))]
     metafunc.parametrize(("name", "number"), rounds, ids=[f"{name}-{number}" for name, number in rounds])
 
@@ -414,16 +424,19 @@ def open_engine(stage: Arena, rng: random.Random, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(Admission, "is_roomy", True)
     if nodes_collide:
         monkeypatch.setattr(BlockManager, "make_tree", CollidingTree)
-    block_size = rng.choice([16, 16, 32])
+    slots_of_a_row = rng.choice([0.6, 4 / 3, 3])
+    monkeypatch.setattr("nanoinfer.runner.memory.plan.SLOTS_OF_A_ROW", slots_of_a_row)
+    least = 64 if stage.subject.case.keeps_states else 1  # tokens in a step
+    block_size = rng.choice([16, 16, 32]) if least == 1 else rng.choice([64, 64, 128])
     fewest = stage.fewest_blocks(block_size)
     drawn = {
         "num_kvcache_blocks": rng.choice([fewest, fewest, fewest + 1, fewest + 2, 2 * fewest]),
         "kv_offload_gib": rng.choice([0, 0.001, 0.05]),
-        "max_num_batched_tokens": rng.choice([7, 16, 30, rng.randint(8, 100), 100]),
+        "max_num_batched_tokens": max(least, rng.choice([7, 16, 30, rng.randint(8, 100), 100])),
         "max_num_seqs": rng.choice([1, 2, 4, 6, 8, 8]),
     }
     options = {**stage.options(block_size), **drawn, **options}
-    print(f"engine: {options}, has_foresight={has_foresight}, nodes_collide={nodes_collide}")
+    print(f"engine: {options}, {has_foresight=}, {nodes_collide=}, {slots_of_a_row=}")
     return LLM(stage.folder, **options)
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, Case, build
+from cases import CASES, build
 from conftest import Oracle, greedy, plan_ahead
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
@@ -27,8 +27,8 @@ from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.one_wave import find_one_wave
 from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 from nanoinfer.kernels.sampling.draw import draw_reference, draw_triton
-from nanoinfer.runner.message import ChunkMessage
-from nanoinfer.runner.steps.input_batch import PrefillInputs
+from nanoinfer.runner.message import ChunkMessage, ChunkStates
+from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 
 pytestmark = pytest.mark.gpu
 
@@ -91,8 +91,9 @@ def logits_of(llm: LLM, prompt: list[int], first: int) -> torch.Tensor:
     for first_block, table in enumerate(tables):  # of each group others, in no order
         table[:] = [first_block + len(tables) * block for block in reversed(table)]
     for start, end in ((0, first), (first, len(prompt))):
-        chunk = ChunkMessage(array("i", prompt[start:end]), start, tables)
-        packed = PrefillInputs([chunk], [], steps.kv_cache)
+        states = ChunkStates(-1 if start == 0 else 0, 0) if steps.states else None
+        chunk = ChunkMessage(array("i", prompt[start:end]), start, tables, states=states)
+        packed = PrefillInputs([chunk], [], steps.kv_cache, steps.states)
         with torch.inference_mode():
             found.append(steps.model.compute_logits(steps.model(packed.token_ids, packed.context)).float().cpu())
     return torch.cat(found)
@@ -105,7 +106,7 @@ def relative(x: torch.Tensor, expected: torch.Tensor) -> float:
 KINDS = [
     "llama biases, llama3 rope", "mistral window", "ministral3 window", "qwen2 yarn, windows", "qwen3", "phi3 partial",
     "gemma2", "gemma3", "olmo2", "olmo3", "granite", "smollm3 windows, biases", "glm4",
-    "mixtral", "olmoe", "qwen2moe", "qwen3moe",
+    "mixtral", "olmoe", "qwen2moe", "qwen3moe", "qwen3.5", "qwen3next", "lfm2",
 ]  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[st
     def make(name: str) -> tuple[str, torch.nn.Module]:
         case, folder = CASES[name], tmp_path_factory.mktemp("family")
         settings = {**case.settings, "head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
-        return str(folder), build(Case(case.architecture, case.model_type, settings), folder)
+        return str(folder), build(replace(case, settings=settings), folder)
 
     return make
 
@@ -137,7 +138,8 @@ class TestFamilies:
             # Not model.bfloat16(), which would round the rotary frequencies.
             short = type(model).from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").cuda().eval()
             theirs = short(input_ids=ids).logits[0].float().cpu()
-        error, their_error = relative(logits_of(llm, prompt, 100), expected), relative(theirs, expected)
+        first = 128 if CASES[name].keeps_states else 100
+        error, their_error = relative(logits_of(llm, prompt, first), expected), relative(theirs, expected)
         assert error < 1.3 * their_error + 2e-3, f"relative error {error:.2e}, transformers' {their_error:.2e}"
 
     @pytest.mark.parametrize("name", KINDS)
@@ -145,7 +147,7 @@ class TestFamilies:
         generator = torch.Generator().manual_seed(3)
         prompts = [torch.randint(160, (length,), generator=generator).tolist() for length in (1, 17, 60, 200, 40)]
         folder, params = family(name)[0], SamplingParams(temperature=0.7, max_tokens=48, seed=1)
-        options = {"dtype": "bfloat16", "max_num_seqs": 8, "kvcache_block_size": 16, "max_model_len": 320}
+        options = {"dtype": "bfloat16", "max_num_seqs": 8, **CASES[name].small}
         graph, eager = make_llm(folder, **options), make_llm(folder, **options, enforce_eager=True)
         assert tokens(graph, prompts, params) == tokens(eager, prompts, params)
 

@@ -154,7 +154,7 @@ class OperationsWithHost(RandomOperations):
         for pattern, length in prefixes:
             self.is_planning = False
             before = len(self.live)
-            self.allocate((PATTERNS[pattern] * 2)[:length], 50, False, False, True, 0)
+            self.allocate((PATTERNS[pattern] * 2)[:length], 50, False, False, 0)
             if len(self.live) > before:
                 self.free(before, False)
 
@@ -188,7 +188,7 @@ class OperationsWithHost(RandomOperations):
         self.blocks = dict.fromkeys(range(self.num_blocks))
         assert not any(block.node for block in self.manager.blocks)
 
-    def is_whole(self, nodes: list[Node]) -> bool:
+    def is_whole(self, nodes: list[Node], with_fresh: bool) -> bool:
         end, place = len(nodes) * self.layout.prefix_size, 0
         for group in self.layout.groups:
             count = self.layout.prefix_size // group.block_size
@@ -198,7 +198,7 @@ class OperationsWithHost(RandomOperations):
             needed = [places[position // group.block_size] for position in positions]
             if any(node.blocks[at] == node.copies[at] == NONE for node, at in needed):
                 return False
-        return self.states is None or nodes[-1].snapshot != NONE
+        return self.states is None or self.has_snapshot(nodes[-1], with_fresh)
 
     @invariant()
     def no_node_is_empty_and_parents_count_their_children(self) -> None:
@@ -239,7 +239,7 @@ class OperationsWithHost(RandomOperations):
             self.manager.begin_step()
             assert self.manager.allocate(seq, len(seq)) == 0
             assert self.manager.extend(seq, len(seq)) == len(seq)
-            self.manager.plan(seq, len(seq))
+            self.manager.plan(seq, 0, len(seq))
             transfers = self.manager.take_transfers(1) or Transfers()
             slots.update(slot for _, slot in transfers.saved)
             self.manager.free(seq)
@@ -348,7 +348,7 @@ def run(manager: BlockManager, seq: Sequence) -> Transfers:
     start = manager.allocate(seq, len(seq))
     assert start is not None
     assert manager.extend(seq, len(seq)) == len(seq)
-    manager.plan(seq, len(seq))
+    manager.plan(seq, 0, len(seq))
     transfers = manager.take_transfers(len(seq) - start) or Transfers()
     manager.free(seq)
     return transfers
@@ -392,7 +392,7 @@ class TestByExample:
         manager.begin_step()
         other, again = sequence([3] * 16), sequence([0] * 9)
         assert manager.allocate(other, 16) == 0  # in the blocks that [0] * 8 had
-        manager.plan(other, 16)
+        manager.plan(other, 0, 16)
         assert manager.allocate(again, 9) == 8
         transfers = manager.take_transfers(17)
         assert sorted(slot for slot, _ in transfers.restored) == [0, 1]
@@ -405,7 +405,7 @@ class TestByExample:
         manager.begin_step()
         for seq in (ended, goes_on):
             assert manager.allocate(seq, len(seq)) == 0
-            manager.plan(seq, len(seq))
+            manager.plan(seq, 0, len(seq))
         assert manager.take_transfers(15) is None
         manager.free(ended)
         child = sequence([1] * 7)
@@ -413,7 +413,7 @@ class TestByExample:
         child.token_ids.append(2)
         manager.begin_step()
         manager.extend(child, 8)
-        manager.plan(child, 8)
+        manager.plan(child, 0, 8)
         transfers = manager.take_transfers(1) or Transfers()
         assert child.block_tables[0][1] not in [block_id for block_id, _ in transfers.saved]
 
@@ -422,8 +422,8 @@ class TestByExample:
         seq = sequence([0] * 9)
         manager.begin_step()
         assert manager.allocate(seq, 8) == 0
-        manager.plan(seq, 8)
-        assert manager.states.hang(seq.node) != NONE
+        manager.extend(seq, 8)
+        assert manager.plan(seq, 0, 8).snapshots
         manager.free(seq)
         manager.lose_blocks()
         assert not list(manager.tree)

@@ -23,6 +23,7 @@ from nanoinfer.attention import BACKENDS, choose_backend, make_backend
 from nanoinfer.attention.cache_layout import Pages, lay_out
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries, Scoring
 from nanoinfer.kernels.attention.decode_plan import FEW_ROWS, plan_decode
+from nanoinfer.kernels.attention.output_gate import gate_heads_reference, gate_heads_triton
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
@@ -150,6 +151,16 @@ def test_gate_mul(activation: Activation, size: int, dtype: torch.dtype) -> None
     gate_up = randn(7, 2 * size, dtype=dtype)
     assert_close(gate_mul_triton(gate_up, activation), gate_mul_reference(gate_up.float(), activation))
     assert_close(gate_mul_triton(gate_up, activation), activated(gate_up.float(), activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [3, 40])
+def test_gate_heads(heads: int, dtype: torch.dtype) -> None:
+    """The gates are some columns of a wider matrix."""
+    x, wide = randn(5, heads, 64, dtype=dtype), randn(5, 4 + heads, 64, dtype=dtype)
+    expected = (x.double() * wide[:, 4:].double().sigmoid()).flatten(1)
+    for gate_heads in (gate_heads_triton, gate_heads_reference):
+        assert_close(gate_heads(x, wide[:, 4:]), expected)
 
 
 def activated(out: torch.Tensor, activation: Activation | None) -> torch.Tensor:
@@ -503,6 +514,19 @@ def test_norm_rotate_store(heads: int, kv_heads: int, head_dim: int, dtype: torc
     assert_close(q, norm_rotate_store_reference(qkv.float(), *wide, *rotation, *expected_caches, slots))
     assert_close(caches[0], expected_caches[0])
     assert torch.equal(caches[1].float(), expected_caches[1])  # values are copied; nothing else is written
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_rotate_store_of_tokens_that_lie_apart(dtype: torch.dtype) -> None:
+    """Behind the values, a projection may have gates."""
+    wide, weight = randn(6, 5 + 2 * 2 + 5, 32, dtype=dtype), randn(32, dtype=dtype)
+    rows, norm, angles = torch.arange(6, dtype=torch.int32, device=DEVICE), Norm(weight, 1e-6), randn(6, 16)
+    results = []
+    for qkv in (wide[:, :9], wide[:, :9].contiguous()):
+        caches = [torch.zeros(1, 6, 2, 32, dtype=dtype, device=DEVICE) for _ in range(2)]
+        q = norm_rotate_store_triton(qkv, norm, norm, None, angles, False, None, rows, *caches, rows)
+        results.append((q, *caches))
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
 
 
 def dense_norm_rotate(

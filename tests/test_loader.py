@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nanoinfer import LLM
 from nanoinfer.layers.embedding import VocabParallelEmbedding
-from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side, unit_by_unit
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights import pinned
 from nanoinfer.weights.shards import table_of
@@ -58,7 +58,7 @@ def test_the_ranks_slices_make_up_the_whole(size: int, tmp_path: Path) -> None:
         tp = rank(index, size)
         block = nn.ModuleDict(
             {
-                "qk_proj": ColumnParallelLinear(("block.q_proj", "block.k_proj"), 8, (4, 2), tp, head_dim=4),
+                "qk_proj": ColumnParallelLinear(side_by_side(("block.q_proj", "block.k_proj"), (4, 2), 4), 8, tp),
                 "o_proj": RowParallelLinear("block.o_proj", 16, 8, tp),
             }
         )
@@ -85,7 +85,7 @@ def test_the_ranks_slices_of_a_fused_tensor_make_up_the_whole(size: int, tmp_pat
     save_file({"qkv.weight": weight, "qkv.bias": bias}, tmp_path / "model.safetensors")
     held: list[list[torch.Tensor]] = [[], [], []]  # queries, keys, values
     for index in range(size):
-        layer = ColumnParallelLinear(("qkv",), 8, (4, 2, 2), rank(index, size), head_dim=2, bias=True)
+        layer = ColumnParallelLinear(side_by_side(("qkv",), (4, 2, 2), 2), 8, rank(index, size), bias=True)
         FileSource(str(tmp_path)).fill(table_of(layer))
         whole = torch.cat([layer.matrix.weight, layer.matrix.bias[:, None]], dim=1)
         shares = whole.split([8 // size, max(4 // size, 2), max(4 // size, 2)])
@@ -94,6 +94,19 @@ def test_the_ranks_slices_of_a_fused_tensor_make_up_the_whole(size: int, tmp_pat
                 heads.append(share)
     expected = torch.cat([weight, bias[:, None]], dim=1)
     assert torch.equal(torch.cat([share for heads in held for share in heads]), expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_ranks_slices_of_a_tensor_that_goes_head_by_head(size: int, tmp_path: Path) -> None:
+    """The tensor holds, for each of four heads, two rows of one projection, and then three of another."""
+    weight, bias = torch.randn(20, 8), torch.randn(20)
+    save_file({"mixed.weight": weight, "mixed.bias": bias}, tmp_path / "model.safetensors")
+    first, second = torch.cat([weight, bias[:, None]], dim=1).view(4, 5, 9).split([2, 3], dim=1)
+    for index, heads in enumerate(torch.arange(4).chunk(size)):
+        layer = ColumnParallelLinear(unit_by_unit("mixed", 4, (2, 3)), 8, rank(index, size), bias=True)
+        FileSource(str(tmp_path)).fill(table_of(layer))
+        whole = torch.cat([layer.matrix.weight, layer.matrix.bias[:, None]], dim=1)
+        assert torch.equal(whole, torch.cat([first[heads].flatten(0, 1), second[heads].flatten(0, 1)]))
 
 
 class TestWhichFilesAreRead:

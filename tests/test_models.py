@@ -20,6 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from nanoinfer import LLM, RequestOutput
 from nanoinfer.config import Config
+from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.linear import RowParallelLinear
 from nanoinfer.models import FAMILIES, describe, families
 
@@ -86,11 +87,10 @@ def test_a_family_equals_transformers(
 ) -> None:
     """Prompts are fresh, then prefix-cached, then in chunks in a cache so small that sequences are preempted."""
     folder, model = family(name)
-    llm = make_llm(folder, kvcache_block_size=16, max_model_len=320)
+    llm = make_llm(folder, **CASES[name].small)
     run(llm, model, prompt_logprobs=0)
     run(llm, model)
-    tight = make_llm(folder, kvcache_block_size=16, max_model_len=320, num_kvcache_blocks=21, max_num_batched_tokens=50)
-    run(tight, model)
+    run(make_llm(folder, **CASES[name].tight), model)
 
 
 @pytest.mark.parametrize("name", [*whole_only(["qwen3"]), "qwen2moe"])
@@ -111,7 +111,7 @@ def test_two_ranks(
     name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
 ) -> None:
     folder, model = family(name)
-    llm = make_llm(folder, device="cpu", tensor_parallel_size=2, kvcache_block_size=16, max_model_len=320)
+    llm = make_llm(folder, device="cpu", tensor_parallel_size=2, **CASES[name].small)
     run(llm, model, prompt_logprobs=0)
 
 
@@ -125,13 +125,15 @@ def test_two_gpus(
 ) -> None:
     """Models with norms after branches, biases or experts take another way through the sums over ranks."""
     folder, model = family(name)
-    run(make_llm(folder, tensor_parallel_size=2, kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
+    run(make_llm(folder, tensor_parallel_size=2, **CASES[name].small), model, prompt_logprobs=0)
 
 
-def test_more_ranks_than_kv_heads(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
-    """Both ranks hold the only key head, and the norm over all heads must count its numbers once."""
-    model = build(Case("Olmo2ForCausalLM", "olmo2", {"num_key_value_heads": 1}), tmp_path)
-    llm = make_llm(str(tmp_path), device="cpu", tensor_parallel_size=2, kvcache_block_size=16, max_model_len=320)
+@pytest.mark.parametrize("name", ["olmo2", "qwen3.5"])
+def test_more_ranks_than_kv_heads(name: str, make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """Both ranks hold the only key head. OLMo 2's norm over all heads must count its numbers once."""
+    case = CASES[name]
+    model = build(replace(case, settings={**case.settings, "num_key_value_heads": 1}), tmp_path)
+    llm = make_llm(str(tmp_path), device="cpu", tensor_parallel_size=2, **case.small)
     run(llm, model, prompt_logprobs=0)
 
 
@@ -155,7 +157,7 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
 
     save_file({renamed(key): weight for key, weight in weights.items()}, file, {"format": "pt"})
     assert not set(load_file(file)) & set(weights) - {"lm_head.weight"}
-    run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model)
+    run(make_llm(str(tmp_path), **CASES[name].small), model)
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", *whole_only(["qwen2-vl windows", "qwen2.5-vl"])])
@@ -199,6 +201,21 @@ def test_a_multimodal_checkpoint_says_that_it_is_run_as_text_only(
     assert "images are not supported" in warning.getMessage()
 
 
+def test_keys_and_values_in_fp8_beside_states(
+    family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says what is in FP8. Tokens are drawn, and the log-probabilities are near transformers'."""
+    caplog.set_level("INFO", "nanoinfer")
+    folder, model = family("qwen3.5")
+    llm = make_llm(folder, **CASES["qwen3.5"].small, kv_cache_dtype="fp8")
+    assert "keys and values are in FP8; the states of other layers stay in float32" in caplog.text
+    (prompt,) = prompts()[-1:]
+    (output,) = llm.generate([prompt], greedy(1, prompt_logprobs=0, ignore_eos=True), use_tqdm=False)
+    ours = torch.tensor([entry[token] for entry, token in zip(output["prompt_logprobs"][1:], prompt[1:], strict=True)])
+    theirs = logprobs(model, prompt)[range(len(prompt) - 1), prompt[1:]]
+    assert 1e-4 < (ours - theirs).abs().mean() < 0.1
+
+
 def test_what_only_longer_sequences_would_see_costs_nothing(
     family: Callable[[str], tuple[str, PreTrainedModel]],
 ) -> None:
@@ -211,26 +228,31 @@ def test_what_only_longer_sequences_would_see_costs_nothing(
 
 
 @pytest.mark.parametrize(
-    ("windows", "experts", "layers"),
+    ("windows", "delta", "experts", "layers"),
     [
-        ([None], None, [0]),
-        ([None] * 4, None, [0, 1]),
-        ([8, None, 8, None], None, [0, 1, 2]),
-        ([8, 8, None, 8], None, [0, 1, 2]),
-        ([None] * 4, [False, False, True, True], [0, 1, 2]),
-        ([8, 8, None, 8], [False, True, True, False], [0, 1, 2, 3]),
+        ([None], None, None, [0]),
+        ([None] * 4, None, None, [0, 1]),
+        ([8, None, 8, None], None, None, [0, 1, 2]),
+        ([8, 8, None, 8], None, None, [0, 1, 2]),
+        ([None] * 4, None, [False, False, True, True], [0, 1, 2]),
+        ([8, 8, None, 8], None, [False, True, True, False], [0, 1, 2, 3]),
+        ([None] * 5, [0, 1, 2, 4], None, [0, 1, 3]),
+        ([None] * 5, [0, 1, 2, 4], [False, False, True, True, True], [0, 1, 2, 3]),
     ],
 )
 def test_the_different_layers_are_the_first_and_the_first_of_each_kind_of_the_others(
     windows: list[int | None],
+    delta: list[int] | None,
     experts: list[bool] | None,
     layers: list[int],
     family: Callable[[str], tuple[str, PreTrainedModel]],
 ) -> None:
+    """delta: the layers that have the gated delta rule, and no attention"""
     model = Config(family("qwen3moe")[0], device="cpu").description
     made = None if experts is None else replace(model.experts, layers=tuple(experts))
     ropes = model.ropes[:1] * len(windows)
-    changed = replace(model, num_layers=len(windows), windows=tuple(windows), ropes=ropes, experts=made)
+    mixers = tuple(GatedDelta(2, 2, 16, 16, 4) if layer in (delta or ()) else None for layer in range(len(windows)))
+    changed = replace(model, num_layers=len(windows), windows=tuple(windows), ropes=ropes, mixers=mixers, experts=made)
     assert changed.different_layers == layers
 
 
@@ -290,6 +312,20 @@ def test_the_different_layers_run_alone(
         ("mellum", {"rope_parameters": {"full_attention": HALF}}, "partial_rotary_factor=0.5 .*not supported"),
         ("granitemoe", {"num_local_experts": 0}, "num_local_experts=0 .*must be an integer of at least 1"),
         ("granitemoe", {"attention_multiplier": 0}, "attention_multiplier=0 .*must be a number above 0"),
+        ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, "layer_types .*some layer must be 'full_attention'"),
+        ("qwen3.5", {"layer_types": ["full_attention"]}, "layer_types .*has 1 entries: .*num_hidden_layers=4"),
+        ("qwen3.5", {"layer_types": ["full_attention", "conv"] * 2}, "layer_types='conv' .*supported here: linear"),
+        ("qwen3.5", {"linear_num_key_heads": 3}, "linear_num_key_heads=3 .*must be a divisor of linear_num_value"),
+        ("qwen3.5", {"linear_value_head_dim": 0}, "linear_value_head_dim=0 .*must be an integer of at least 1"),
+        ("qwen3.5", {"linear_conv_kernel_dim": -4}, "linear_conv_kernel_dim=-4 .*must be an integer of at least 1"),
+        ("qwen3.5", {"linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim=65 .*must be at most 64"),
+        ("qwen3.5", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh' .*not supported"),
+        ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate=False .*not supported"),
+        ("qwen3.5moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 .*at least 1"),
+        ("lfm2", {"layer_types": ["linear_attention"] * 4}, "layer_types='linear_attention' .*supported here: conv"),
+        ("lfm2", {"conv_L_cache": 0}, "conv_L_cache=0 .*must be an integer of at least 1"),
+        ("lfm2", {"block_multiple_of": 0}, "block_multiple_of=0 .*must be an integer of at least 1"),
+        ("lfm2", {"block_ffn_dim_multiplier": -1.0}, "block_ffn_dim_multiplier=-1.0 .*must be a number above 0"),
         ("gemma3 multimodal", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*not supported"),
     ],
 )  # fmt: skip
@@ -303,6 +339,27 @@ def test_a_setting_that_no_model_can_have_is_named(name: str, changes: dict[str,
         setattr(config, setting, value)
     with pytest.raises(ValueError, match=message):
         describe(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "message"),
+    [
+        ("qwen3.5", 4, "tensor_parallel_size=4: linear_num_key_heads=2 is not divisible by it; use a divisor: 1, 2$"),
+        ("lfm2", 5, "tensor_parallel_size=5: hidden_size=48 is not divisible by it; use a divisor: 1, 2, 3, 4, 6, 8$"),
+    ],
+)
+def test_ranks_that_a_mixer_cannot_have(name: str, ranks: int, message: str) -> None:
+    case = CASES[name]
+    heads = {"num_attention_heads": 20, "num_key_value_heads": 20, "intermediate_size": 80, "vocab_size": 400}
+    settings = {**SHAPE, **case.settings, **heads, "block_auto_adjust_ff_dim": False}
+    config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **settings)
+    with pytest.raises(ValueError, match=message):
+        describe(config).check_ranks(ranks)
+
+
+def test_a_state_is_not_deterministic_yet(family: Callable[[str], tuple[str, PreTrainedModel]]) -> None:
+    with pytest.raises(ValueError, match=r"deterministic=True: must be False for this model: .* keep a state"):
+        Config(family("lfm2")[0], device="cpu", deterministic=True)
 
 
 def test_every_class_has_a_case() -> None:
@@ -324,3 +381,55 @@ def test_the_page_that_says_how_to_add_a_model(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": [line[0]]}))
     run(make_llm(str(folder), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
+
+
+COUNTER = '''
+"""A model whose next token is the last one's successor."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from nanoinfer.models.causal_lm import CausalLM
+from nanoinfer.models.families import qwen3
+
+
+def describe(config):
+    return replace(qwen3.describe(config), module="nanoinfer.models.families.counter.Counter")
+
+
+class Counter(CausalLM):
+    first_id, num_ids = 0, 100
+
+    def __init__(self, *args):
+        super().__init__(*args)
+
+    def forward(self, token_ids, context):
+        return (token_ids.unsqueeze(1) + 1) % self.num_ids
+
+    def compute_logits(self, hidden, out=None):
+        logits = (hidden == torch.arange(self.num_ids, device=hidden.device)).float()
+        return logits if out is None else out.copy_(logits)
+
+    def one_of_each(self):
+        return nullcontext()
+
+    def fix_order(self, sizes, tokens):
+        pass
+
+    def fix_parts(self):
+        pass
+'''
+
+
+def test_a_family_may_name_a_module_of_its_own(
+    tmp_path: Path, make_llm: Callable[..., LLM], make_qwen3: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner builds the class that the description names."""
+    (tmp_path / "counter.py").write_text(COUNTER)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    monkeypatch.setitem(FAMILIES, "Qwen3ForCausalLM", "counter.describe")
+    llm = make_llm(make_qwen3(vocab_size=100), load_format="dummy")
+    outputs = llm.generate([[3, 7], [98]], greedy(4, ignore_eos=True), use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == [[8, 9, 10, 11], [99, 0, 1, 2]]

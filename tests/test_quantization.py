@@ -55,7 +55,10 @@ CONFIGS = {
     "tensors": compressed("tensor"),
     "compressed blocks": compressed("block", block_structure=[64, 32]),
 }
-MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # the ends of the names of quantized matrices
+MATRICES = (  # the ends of the names of quantized matrices
+    "_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", ".in_proj_qkv.weight", ".in_proj_z.weight",
+    ".in_proj_qkvz.weight",
+)  # fmt: skip
 
 
 def quantize(weight: Tensor, format: Fp8Format) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,12 +156,17 @@ def test_ranks_have_the_bits_of_one(
 
 
 @pytest.mark.parametrize(
-    "family", ["glm4", *whole_only(["llama biases, llama3 rope", "gemma3", "olmo2", "mixtral", "qwen2moe"])]
-)
+    "family",
+    [
+        "glm4", "qwen3.5",
+        *whole_only(["llama biases, llama3 rope", "gemma3", "olmo2", "mixtral", "qwen2moe", "qwen3next", "lfm2"]),
+    ],
+)  # fmt: skip
 def test_families(family: str, write: Callable[..., tuple[str, str]], make_llm: Callable[..., LLM]) -> None:
     folder, dense = write(family, SMALL_BLOCKS)
     oracle = Oracle(dense)
-    assert tokens_of(make_llm(folder, **OPTIONS)) == [oracle.greedy(prompt, 8, ignore_eos=True) for prompt in PROMPTS]
+    llm = make_llm(folder, **{**OPTIONS, **CASES[family].small})
+    assert tokens_of(llm) == [oracle.greedy(prompt, 8, ignore_eos=True) for prompt in PROMPTS]
 
 
 def test_multimodal_checkpoints(write: Callable[..., tuple[str, str]], make_llm: Callable[..., LLM]) -> None:

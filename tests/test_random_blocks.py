@@ -19,6 +19,7 @@ from nanoinfer import SamplingParams
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefix_tree import NONE, Node
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.runner.message import ChunkStates
 
 PATTERNS = [[0] * 40, [1] * 40, [0, 1] * 20, [0, 1, 1, 1] * 10]  # prompts begin like these: many prefixes are equal
 MOST_TOKENS = 80
@@ -39,7 +40,6 @@ prompts = st.builds(
     st.lists(st.integers(0, 1), max_size=9),
 )
 seldom = st.sampled_from([False] * 9 + [True])
-often = st.sampled_from([True] * 3 + [False])
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class RandomOperations(RuleBasedStateMachine):
         self.waiting: list[Sequence] = []  # those that were preempted
         self.blocks: dict[int, Written | None] = {}  # None: nobody knows
         self.slots: dict[int, Written] = {}
+        self.read_slots: set[int] = set()  # slots that this step reads before it writes
+        self.written_slots: set[int] = set()  # slots that it writes
         self.writes: dict[Sequence, frozenset[int]] = {}  # that all it computes depends on
         self.forgotten: set[int] = set()  # writes
         self.numbers = count()
@@ -95,6 +97,8 @@ class RandomOperations(RuleBasedStateMachine):
         self.chunked.clear()
         self.touched.clear()
         self.planned.clear()
+        self.read_slots.clear()
+        self.written_slots.clear()
 
     def plan_step(self) -> None:
         """Begin to plan a prefill step, if none is being planned."""
@@ -126,13 +130,11 @@ class RandomOperations(RuleBasedStateMachine):
                 self.blocks[block_id] = Written(group, seq.is_long, tuple(seq.token_ids[:last]), self.writes[seq])
         return written
 
-    def chunk(self, seq: Sequence, most_tokens: int, hangs: bool) -> int:
-        """Plan the next chunk of a prompt; returns its tokens. hangs: states get a snapshot at its end, if they can"""
+    def chunk(self, seq: Sequence, most_tokens: int) -> int:
+        """Plan the next chunk of a prompt; returns its tokens."""
         start = seq.num_scheduled
         held = {block_id for _, _, block_id in self.columns(seq)}
         end = min(len(seq), start + most_tokens)
-        if self.states is not None and hangs:
-            end = max(end // self.layout.prefix_size * self.layout.prefix_size, start + 1)
         end = self.manager.extend(seq, end)
         assert start <= end <= start + most_tokens
         assert not {block_id for _, _, block_id in self.columns(seq)} - held & self.touched
@@ -145,35 +147,47 @@ class RandomOperations(RuleBasedStateMachine):
             seq.num_scheduled = end
             self.planned |= self.write(seq, start, end)
             self.touched.update(block_id for _, _, block_id in self.columns(seq))
-            self.manager.plan(seq, end)
-            if self.states is not None and hangs:
-                self.hang(seq)
+            planned = self.manager.plan(seq, start, end)
+            assert (planned is None) == (self.states is None)
+            if planned is not None:
+                self.compute_states(seq, start, end, planned)
         return end - start
 
-    def hang(self, seq: Sequence) -> None:
-        """Take a snapshot of the states, which is to be read once its step has run."""
-        if seq.node is None or seq.num_nodes == 0 or seq.num_scheduled != seq.num_nodes * self.layout.prefix_size:
-            return
-        has_one, is_found = seq.node.snapshot != NONE, seq.node.is_found
-        slot = self.states.hang(seq.node)
-        assert slot == NONE or not has_one
-        if not has_one and is_found and len(self.live) < self.num_slots:
-            assert slot == seq.node.snapshot != NONE
-        if slot != NONE:
-            prefix = tuple(seq.token_ids[: seq.num_scheduled])
-            self.slots[slot] = Written(NONE, seq.is_long, prefix, self.writes[seq])
+    def compute_states(self, seq: Sequence, start: int, end: int, planned: ChunkStates) -> None:
+        """Go on from the states before a chunk, which no other one of the step writes; keep those behind it."""
+        assert planned.slot == seq.slot
+        assert planned.source not in self.written_slots
+        assert (planned.source == NONE) == (start == 0)
+        if start:
+            self.check_states(seq, planned.source, start)
+            self.read_slots.add(planned.source)
+        writes = {end: seq.slot}
+        kept = {position: slot for position, slot in planned.snapshots.items() if position != end}
+        for position, slot in [*kept.items(), *writes.items(), (end, planned.snapshots.get(end, seq.slot))]:
+            assert start < position <= end
+            assert slot == seq.slot or slot not in self.read_slots | self.written_slots
+            self.slots[slot] = Written(NONE, seq.is_long, tuple(seq.token_ids[:position]), self.writes[seq])
+            self.written_slots.add(slot)
+
+    def check_states(self, seq: Sequence, slot: int, num_tokens: int) -> None:
+        written = self.slots[slot]
+        assert (written.is_long, written.prefix) == (seq.is_long, tuple(seq.token_ids[:num_tokens]))
+
+    @rule(prompt=prompts)
+    def expect(self, prompt: list[int]) -> None:
+        """Queue a sequence."""
+        if len(self.waiting) < MOST_LIVE:
+            self.waiting.append(Sequence(prompt, SamplingParams(max_tokens=1000), seed=0, max_model_len=1000))
+            self.manager.expect(self.waiting[-1])
 
     @rule(
         prompt=prompts,
         most_tokens=st.integers(1, 50),
         is_long=seldom,
         comes_again=st.booleans(),
-        hangs=often,
         num_forks=st.integers(0, 2),
     )
-    def allocate(
-        self, prompt: list[int], most_tokens: int, is_long: bool, comes_again: bool, hangs: bool, num_forks: int
-    ) -> None:
+    def allocate(self, prompt: list[int], most_tokens: int, is_long: bool, comes_again: bool, num_forks: int) -> None:
         if len(self.live) == MOST_LIVE:
             return
         seq = Sequence(prompt, SamplingParams(max_tokens=1000), seed=0, max_model_len=1000)
@@ -182,6 +196,9 @@ class RandomOperations(RuleBasedStateMachine):
             seq = self.waiting.pop()
         self.plan_step()
         expected, free, nodes = self.longest_cached(seq), self.manager.num_free, set(self.tree)
+        if self.manager.should_wait(seq):
+            assert self.chunked, "a step that computes nothing is waited for"
+            assert self.longest_cached(seq, with_fresh=True) > expected
         cached = self.manager.allocate(seq, most_tokens)
         if cached is None:
             assert (self.manager.num_free, seq.block_tables, seq.node, seq.slot) == (free, [], None, NONE)
@@ -195,7 +212,7 @@ class RandomOperations(RuleBasedStateMachine):
         self.check_hit(seq, cached)
         for group, table in zip(self.layout.groups, seq.block_tables, strict=True):
             assert len(table) == -(-(len(seq) if group.window is None else cached) // group.block_size)
-        assert self.chunk(seq, most_tokens, hangs) > 0
+        assert self.chunk(seq, most_tokens) > 0
         for _ in range(num_forks):
             self.fork(seq)
 
@@ -216,16 +233,19 @@ class RandomOperations(RuleBasedStateMachine):
             assert not self.forgotten & written.writes
             self.writes[seq] |= written.writes
 
-    def longest_cached(self, seq: Sequence) -> int:
-        """Return how many tokens are cached of a sequence, by trying each prefix."""
+    def longest_cached(self, seq: Sequence, with_fresh: bool = False) -> int:
+        """Return how many tokens are cached of a sequence, by trying each prefix.
+
+        with_fresh: snapshots count that the planned step takes
+        """
         size, node, nodes = self.layout.prefix_size, self.tree.roots[seq.is_long], []
         for start in range(0, seq.num_reusable // size * size, size):
             if (node := self.tree.find(node, seq.token_ids[start : start + size].tobytes())) is None:
                 break
             nodes.append(node)
-        return next((end * size for end in range(len(nodes), 0, -1) if self.is_whole(nodes[:end])), 0)
+        return next((end * size for end in range(len(nodes), 0, -1) if self.is_whole(nodes[:end], with_fresh)), 0)
 
-    def is_whole(self, nodes: list[Node]) -> bool:
+    def is_whole(self, nodes: list[Node], with_fresh: bool) -> bool:
         """Whether a path has all that the next query sees."""
         end, place = len(nodes) * self.layout.prefix_size, 0
         for group in self.layout.groups:
@@ -235,16 +255,19 @@ class RandomOperations(RuleBasedStateMachine):
             positions = range(0 if group.window is None else max(0, end - group.window + 1), end)
             if any(blocks[position // group.block_size] == NONE for position in positions):
                 return False
-        return self.states is None or nodes[-1].snapshot != NONE
+        return self.states is None or self.has_snapshot(nodes[-1], with_fresh)
+
+    def has_snapshot(self, node: Node, with_fresh: bool) -> bool:
+        return node.snapshot != NONE and (with_fresh or node.snapshot not in self.written_slots)
 
     @precondition(lambda self: self.live)
-    @rule(which=which_seq, most_tokens=st.integers(1, 50), hangs=often, num_forks=st.integers(0, 2))
-    def prefill(self, which: int, most_tokens: int, hangs: bool, num_forks: int) -> None:
+    @rule(which=which_seq, most_tokens=st.integers(1, 50), num_forks=st.integers(0, 2))
+    def prefill(self, which: int, most_tokens: int, num_forks: int) -> None:
         seq = self.choose(which)
         if seq.num_scheduled == len(seq) or (self.is_planning and seq in self.chunked):
             return
         self.plan_step()
-        num_tokens = self.chunk(seq, most_tokens, hangs)
+        num_tokens = self.chunk(seq, most_tokens)
         if len(self.live) == 1 and self.num_blocks >= self.layout.blocks_of(len(seq)):
             assert num_tokens > 0
         for _ in range(num_forks):
@@ -255,7 +278,8 @@ class RandomOperations(RuleBasedStateMachine):
         if seq.num_scheduled < len(seq) or len(self.live) == MOST_LIVE:
             return
         needed = sum(len(seq) % group.block_size > 0 for group in self.layout.groups)
-        assert self.manager.can_fork(seq) == (self.states is None and self.manager.num_free >= needed)
+        if self.states is None:
+            assert self.manager.can_fork(seq) == (self.manager.num_free >= needed)
         if not self.manager.can_fork(seq):
             return
         other = Sequence(seq.token_ids.tolist(), seq.params, seed=0, max_model_len=1000)
@@ -269,6 +293,10 @@ class RandomOperations(RuleBasedStateMachine):
         self.touched.update(copy for _, copy in copies)
         other.num_scheduled = len(seq)
         self.writes[other] = self.writes[seq]
+        if self.states is not None:
+            assert other.slot not in self.read_slots | self.written_slots
+            self.slots[other.slot] = self.slots[seq.slot]
+            self.written_slots.add(other.slot)
         self.chunked.add(other)
         self.live.append(other)
 
@@ -291,6 +319,9 @@ class RandomOperations(RuleBasedStateMachine):
             seq.token_ids.append(token)
             seq.num_scheduled = len(seq)
             self.write(seq, len(seq) - 1, len(seq))
+            if self.states is not None:
+                self.check_states(seq, seq.slot, len(seq) - 1)
+                self.slots[seq.slot] = Written(NONE, seq.is_long, tuple(seq.token_ids), self.writes[seq])
             if records and self.manager.next_end(len(seq) - 1) == len(seq):
                 self.manager.record(seq, len(seq))
                 self.manager.release(seq, len(seq))
@@ -322,7 +353,7 @@ class RandomOperations(RuleBasedStateMachine):
         self.live.remove(seq)
         self.manager.free(seq)
         assert (seq.block_tables, seq.num_released, seq.node, seq.num_nodes, seq.slot) == ([], [], None, 0, NONE)
-        if comes_again:
+        if comes_again and len(self.waiting) < MOST_LIVE:
             seq.num_scheduled = 0
             self.waiting.append(seq)
 
@@ -462,7 +493,7 @@ class RandomOperations(RuleBasedStateMachine):
             assert all(seq.slot == NONE for seq in self.live)
             return
         snapshots = [node.snapshot for node in self.states._snapshots]
-        slots = [*self.states._free, *snapshots, *(seq.slot for seq in self.live)]
+        slots = [*self.states._free, *self.states._late, *snapshots, *(seq.slot for seq in self.live)]
         assert sorted(slots) == list(range(self.num_slots))
         assert {node for node in self.tree if node.snapshot != NONE} == set(self.states._snapshots)
         for node in self.states._snapshots:
@@ -483,7 +514,8 @@ TestMixed = machine(layout=MIXED, num_blocks=24)
 TestWindowOfOne = machine(layout=WINDOW_OF_ONE, num_blocks=24)
 TestThree = machine(layout=THREE, num_blocks=30)
 TestOnlyWindows = machine(layout=ONLY_WINDOWS, num_blocks=16)
-TestStates = machine(layout=FULL, num_slots=4)
-TestMixedStates = machine(layout=MIXED, num_blocks=24, num_slots=5)
+TestFewStates = machine(layout=FULL, num_slots=4)
+TestStates = machine(layout=FULL, num_blocks=40, num_slots=24)
+TestMixedStates = machine(layout=MIXED, num_blocks=24, num_slots=16)
 TestColliding = machine(layout=FULL, kind=CollidingBlockManager)
-TestMixedColliding = machine(layout=MIXED, num_blocks=24, num_slots=5, kind=CollidingBlockManager)
+TestMixedColliding = machine(layout=MIXED, num_blocks=24, num_slots=16, kind=CollidingBlockManager)

@@ -134,9 +134,10 @@ class TestAnUpdatedLLMEqualsAFreshOne:
     ) -> None:
         """The trainer's names are those of transformers' modules; the files may have others."""
         old, new, model = family(name)
-        llm = make_llm(old, **OPTIONS)
+        options = {**OPTIONS, **CASES[name].small}
+        llm = make_llm(old, **options)
         before = results(llm)
-        expected = results(make_llm(new, **OPTIONS))
+        expected = results(make_llm(new, **options))
         assert llm.update_weights(model.named_parameters()) == llm.weights_version == 1
         assert results(llm) == expected != before
         assert llm.load_weights(old) == 2
@@ -144,12 +145,13 @@ class TestAnUpdatedLLMEqualsAFreshOne:
         assert llm.load_weights(new) == 3
         assert results(llm) == expected
 
-    @pytest.mark.parametrize("name", ["phi3", "qwen2moe", "olmo2 biases", "gemma3 multimodal"])
+    @pytest.mark.parametrize("name", ["phi3", "qwen2moe", "olmo2 biases", "qwen3next", "gemma3 multimodal"])
     def test_on_two_ranks(
         self, name: str, family: Callable[[str], tuple[str, str, PreTrainedModel]], make_llm: Callable[..., LLM]
     ) -> None:
         old, new, model = family(name)
-        llm = make_llm(old, tensor_parallel_size=2, **OPTIONS)
+        options = {**OPTIONS, **CASES[name].small, "tensor_parallel_size": 2}
+        llm = make_llm(old, **options)
         before = results(llm)
         assert llm.update_weights(model.named_parameters()) == 1
         after = results(llm)
@@ -158,7 +160,7 @@ class TestAnUpdatedLLMEqualsAFreshOne:
         assert llm.load_weights(new) == 3
         assert results(llm) == after != before
         llm.close()
-        assert after == results(make_llm(new, tensor_parallel_size=2, **OPTIONS))
+        assert after == results(make_llm(new, **options))
 
     def test_from_tensors_of_other_dtypes_and_strides(
         self, llm: LLM, other: Tensors, expected: list[list[Any]]
@@ -239,7 +241,7 @@ class TestOnAGPU:
         make_llm: Callable[..., LLM],
     ) -> None:
         old, new, model = family(name)
-        options = {**GPU_OPTIONS, "dtype": "bfloat16", "enforce_eager": enforce_eager}
+        options = {**GPU_OPTIONS, **CASES[name].small, "dtype": "bfloat16", "enforce_eager": enforce_eager}
         llm = make_llm(old, **options)
         before = results(llm)
         expected = results(make_llm(new, **options))

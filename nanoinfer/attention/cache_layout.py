@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from nanoinfer.attention.packing import Kind, pack
+from nanoinfer.kernels.delta.chunks import CHUNK
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,20 @@ class Pages:
 
 @dataclass(frozen=True)
 class State:
-    """What a layer remembers whose memory of the past has a fixed size, as a recurrence does."""
+    """What a layer remembers whose memory of the past has a fixed size, on one rank.
 
-    num_bytes: int  # of a sequence
+    channels, width: a causal convolution over so many channels sees so many tokens, its own the last
+    matrices: of a recurrence: how many heads, values of a head, and keys of a head; None: it is a convolution alone
+    """
+
+    channels: int
+    width: int
+    matrices: tuple[int, int, int] | None = None
+
+    def num_bytes(self, input_size: int, number_size: int) -> int:
+        """Return the bytes of a sequence. input_size: of a convolution's input; number_size: of a matrix's number"""
+        matrices = 0 if self.matrices is None else math.prod(self.matrices)
+        return self.channels * self.width * input_size + matrices * number_size
 
 
 Memory = Pages | State
@@ -78,7 +91,7 @@ class CacheLayout:
     block_size: the option kvcache_block_size; if there is one group, its blocks have so many tokens
     prefix_size: prefixes are shared in multiples of so many tokens; each group's blocks divide it
     slice_numbers: numbers in a slice; slices: of a block
-    state_bytes: of a sequence's states, in all layers that have one
+    states: of the layers that have one, by their numbers in the model
     """
 
     groups: tuple[CacheGroup, ...]
@@ -86,7 +99,7 @@ class CacheLayout:
     prefix_size: int
     slice_numbers: int
     slices: int
-    state_bytes: int = 0
+    states: tuple[tuple[int, State], ...] = ()
 
     @cached_property
     def waste(self) -> float:
@@ -97,6 +110,24 @@ class CacheLayout:
     def counts(self) -> list[int]:
         """How many blocks of each group a prefix of prefix_size tokens has."""
         return [self.prefix_size // group.block_size for group in self.groups]
+
+    @property
+    def grid(self) -> int:
+        """A chunk of a prompt ends at a multiple of so many tokens, unless the prompt does."""
+        return CHUNK if self.states else 1
+
+    def check_grid(self, kvcache_block_size: int, max_num_batched_tokens: int) -> None:
+        """Raise ValueError if with these options chunks or prefixes could not end at multiples of `grid`."""
+        if self.prefix_size % self.grid:
+            raise ValueError(
+                f"kvcache_block_size={kvcache_block_size}: must be a multiple of {self.grid}, as layers of this model"
+                " keep states"
+            )
+        if max_num_batched_tokens < self.grid:
+            raise ValueError(
+                f"max_num_batched_tokens={max_num_batched_tokens}: must be at least {self.grid}, as layers of this"
+                " model keep states"
+            )
 
     @property
     def block_numbers(self) -> int:
@@ -170,5 +201,5 @@ def lay_out(memory: Iterable[Memory], block_size: int, unit: int) -> CacheLayout
         prefix_size=packing.prefix_size,
         slice_numbers=packing.slice_numbers,
         slices=packing.slices,
-        state_bytes=sum(state.num_bytes for state in memory if isinstance(state, State)),
+        states=tuple((layer, state) for layer, state in enumerate(memory) if isinstance(state, State)),
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.prefill_plan import DividedPrefill
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
+from nanoinfer.kernels.delta.chunks import Chunks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +52,21 @@ class GroupContext:
 
 
 @dataclass(slots=True)
+class StateContext:
+    """Where the states of a step's sequences live, for all layers that have states. A slot holds one sequence's.
+
+    layers: for each such layer, the inputs of its convolution, [slots, width, channels], and its matrices,
+        [slots, heads, values, keys], or None. The input of the token at position p is at p % width
+    slots: [seqs] int32; -1: an empty row
+    chunks: of a prefill step
+    """
+
+    layers: Mapping[int, tuple[Tensor, Tensor | None]]
+    slots: Tensor
+    chunks: Chunks | None = None
+
+
+@dataclass(slots=True)
 class Context:
     """One step's tokens and where their keys and values live. Decode has one token a sequence."""
 
@@ -60,6 +76,7 @@ class Context:
     context_lens: Tensor  # [seqs] int32
     max_context_len: int  # at least the longest context
     prefill: PackedQueries | None = None  # None: a decode step
+    states: StateContext | None = None  # None: no layer has one
     prefixes: SharedPrefixes | None = None  # which layers of the first group read once for all rows that share them
     rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables: `positions`, or set later
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -47,13 +48,15 @@ class Floor:
         itemsize: int,
         cache_itemsize: int | None = None,
         matrix_itemsize: int | None = None,
+        state_itemsize: int = 4,
     ) -> Floor:
-        """Count each step's products, the keys and values that decode reads, and the prompts' attention.
+        """Count each step's products, the keys, values and states that decode reads, and the prompts' attention.
 
         itemsize: bytes of a weight; matrix_itemsize: of one in a layer's matrices, None: as many
-        cache_itemsize: bytes of a number in the KV cache, None: as many as of a weight
+        cache_itemsize: bytes of a number in the KV cache, None: as many as of a weight; state_itemsize: in states
 
         All matrices of one format take as many bytes and operations for a weight, so that their loads add up.
+        Each decode step reads and writes each row's states once; prompts only compute with them.
         A shared prefix counts once a step, for however many rows, and is computed once. So does a prompt of several
         samples. The count leaves out reads of both by layers with a window.
         """
@@ -69,6 +72,7 @@ class Floor:
         loads = [
             Load(2 * keys * kv_size * (cache_itemsize or itemsize), 0),
             Load(0, 4 * q_size * _pairs(work, model)),
+            *_state_loads(model, sum(steps.rows for steps in decode), prefill.rows, (itemsize, 2 * state_itemsize)),
         ]
         for steps in (*decode, prefill):
             loads += [
@@ -96,7 +100,7 @@ def _keys_read(work: Workload, model: Description, num_steps: int) -> int:
     shared = [0] * len(own) if work.samples == 1 else own
     decoded = [out - 1 for out in work.output_lens]
     keys = 0
-    for window in model.windows:
+    for window in model.attention_windows:
         keys += work.samples * sum(_seen(n + 1, out, window) for n, out in zip(firsts, decoded, strict=True))
         if not window:
             keys += num_steps * work.prefix_len + sum(n * out for n, out in zip(shared, decoded, strict=True))
@@ -108,21 +112,35 @@ def _pairs(work: Workload, model: Description) -> float:
     areas = (
         _area(work.prefix_len, window) * (1 - len(work.prompts))
         + sum(_area(len(prompt), window) for prompt in work.prompts)
-        for window in model.windows
+        for window in model.attention_windows
     )
     return sum(areas)
+
+
+def _state_loads(model: Description, decoded: int, prefilled: int, sizes: tuple[int, int]) -> list[Load]:
+    """Count what so many decoded and prefilled tokens read, write and compute of the layers' states.
+
+    A matrix is read and written, and a convolution reads all but one of its inputs, and writes that one. A number of a
+    matrix takes six operations: it gives a part of what the key recalls, is updated, and answers the query.
+    sizes: the bytes that move for an input, and for a number of a matrix
+    """
+    states = [mixer.state(1) for mixer in model.mixers if mixer is not None]
+    num_bytes = sum(state.num_bytes(*sizes) for state in states)
+    operations = 6 * sum(math.prod(state.matrices) for state in states if state.matrices is not None)
+    return [Load(decoded * num_bytes, decoded * operations), Load(0, prefilled * operations)]
 
 
 def _layer_weights(model: Description) -> int:
     """Count the numbers in the matrices that every token uses, over all layers, but for routers."""
     q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.num_layers * (2 * q_size + 2 * kv_size)
+    mixers = [mixer.projected for mixer in model.mixers if mixer is not None]
+    attention = (model.num_layers - len(mixers)) * ((3 if model.output_gate else 2) * q_size + 2 * kv_size)
     if (experts := model.experts) is None:
-        return model.hidden_size * (attention + model.num_layers * 3 * model.intermediate_size)
+        return model.hidden_size * (attention + sum(mixers) + model.num_layers * 3 * model.intermediate_size)
     sparse = sum(experts.layers)
     shared = 3 * sparse * (experts.shared_size or 0)
     dense = 3 * (model.num_layers - sparse) * model.intermediate_size
-    return model.hidden_size * (attention + dense + shared)
+    return model.hidden_size * (attention + sum(mixers) + dense + shared)
 
 
 def _router_weights(model: Description) -> int:

@@ -28,6 +28,11 @@ GEMMA = {
     "sliding_window": 1024, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
     "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }  # fmt: skip
+QWEN3_5 = {
+    "model_type": "qwen3_5_text", "max_position_embeddings": 262144, "linear_num_key_heads": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+QWEN3_NEXT = {**QWEN3_5, "model_type": "qwen3_next", "linear_num_value_heads": 32, "norm_topk_prob": True}
 SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
     "tiny": ((64, 128, 2, 4, 2, 32, True, 2048), QWEN3),
     "0.6b": ((1024, 3072, 28, 16, 8, 128, True, 151936), QWEN3),
@@ -57,12 +62,40 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
         (2048, 1024, 16, 16, 16, 128, False, 50304),
         {**OLMOE, "num_experts": 64, "num_experts_per_tok": 8},
     ),
+    "qwen3.5-0.8b": ((1024, 3584, 24, 8, 2, 256, True, 248320), {**QWEN3_5, "linear_num_value_heads": 16}),
+    "qwen3.5-4b": ((2560, 9216, 32, 16, 4, 256, True, 248320), {**QWEN3_5, "linear_num_value_heads": 32}),
+    "qwen3.5-9b": ((4096, 12288, 32, 16, 4, 256, False, 248320), {**QWEN3_5, "linear_num_value_heads": 32}),
+    "qwen3.5-27b": ((5120, 17408, 64, 24, 4, 256, False, 248320), {**QWEN3_5, "linear_num_value_heads": 48}),
+    "qwen3.5-35b-a3b": (
+        (2048, 512, 40, 16, 2, 256, False, 248320),
+        {
+            **QWEN3_5,
+            "model_type": "qwen3_5_moe_text",
+            "linear_num_value_heads": 32,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+    ),
+    "qwen3-next-80b": (
+        (2048, 5120, 48, 16, 2, 256, False, 151936),
+        {
+            **QWEN3_NEXT,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+    ),
     "olmo2-7b": ((4096, 11008, 32, 32, 32, 128, False, 100352), OLMO),
 }  # published shapes, but for the first
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }  # fmt: skip
 MAX_TOKEN = 10000  # the largest random token id in prompts, if the vocabulary has it
 

@@ -13,7 +13,7 @@ from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.prefixes.prefix_cache import CachedPrefix, PrefixCache
 from nanoinfer.engine.prefixes.state_slots import StateSlots
 from nanoinfer.engine.sequence import Sequence
-from nanoinfer.runner.message import Transfers
+from nanoinfer.runner.message import ChunkStates, Transfers
 
 MakeTier = Callable[[PrefixTree, list[Block]], HostTier]
 
@@ -39,8 +39,8 @@ class BlockManager:
         self._sizes = [group.block_size for group in self.groups]
         self._has_windows = any(group.window for group in self.groups)
         self.tree = self.make_tree(self.blocks, sum(layout.counts))
-        self.prefixes = PrefixCache(layout, self.tree, has_states=num_slots > 0)
-        self.states = StateSlots(num_slots, self.tree) if num_slots else None
+        self.states = StateSlots(num_slots, self.tree, layout.prefix_size) if num_slots else None
+        self.prefixes = PrefixCache(layout, self.tree, self.states)
         self.tier = None if tier is None else tier(self.tree, self.blocks)
         self._planned: list[int] = []  # blocks that became a node's with the newest prefill step
         self._passed: list[Sequence] = []  # those of the newest prefill step
@@ -72,11 +72,22 @@ class BlockManager:
         self._planned.clear()
         if self.tier is not None:
             self.tier.begin_step()
+        if self.states is not None:
+            self.states.begin_step()
         if not self._passed:
             return False
         released = [self.release(seq, seq.num_scheduled) for seq in self._passed if seq.block_tables]
         self._passed.clear()
         return any(released)
+
+    def expect(self, seq: Sequence) -> None:
+        """Note a sequence that is to begin later."""
+        if self.states is not None:
+            self.states.expect(seq)
+
+    def should_wait(self, seq: Sequence) -> bool:
+        """Whether a sequence had better begin with a later step: the planned one computes more of its prefix."""
+        return self.states is not None and self.prefixes.find(seq).is_awaited
 
     def allocate(self, seq: Sequence, most_tokens: int) -> int | None:
         """Give a sequence that holds no blocks what it needs to begin, cached prefix first; `extend` gives the rest.
@@ -96,7 +107,7 @@ class BlockManager:
         needed += len(cached.lost)
         if needed + sum(block_id in self.free_blocks for block_id in own) > self.num_free:
             return None
-        if self.states is not None and not self.states.take(seq, cached.node):
+        if self.states is not None and not self.states.take(seq, cached.node, cached.num_matched):
             return None
         for block_id in own:
             self._acquire(block_id)
@@ -124,7 +135,8 @@ class BlockManager:
     def extend(self, seq: Sequence, end: int) -> int:
         """Give a sequence the blocks of its next chunk, which is to end at `end`; returns where it can end.
 
-        No group takes blocks for tokens for which another group finds none.
+        No group takes blocks for tokens for which another group finds none. If layers have states, it ends where their
+        kernels can go on, or with the sequence's tokens.
         """
         pairs = list(zip(self.groups, seq.block_tables, strict=True))
 
@@ -133,16 +145,15 @@ class BlockManager:
 
         if num_lacking(end) > self.num_free:
             end = bisect_right(range(end + 1), self.num_free, key=num_lacking) - 1
+        if end < len(seq):
+            end -= end % self.layout.grid
         for group, table in pairs:
             self._extend(table, -(-end // group.block_size))
         return end
 
     def can_fork(self, seq: Sequence) -> bool:
-        """Whether `fork` finds the blocks that it needs: those of its copies.
-
-        The states of a sequence have no copy: a sample goes on from a snapshot.
-        """
-        return self.states is None and self.num_free >= sum(self.num_copied(seq))
+        """Whether `fork` finds what it needs: the blocks of its copies, and a slot for states."""
+        return self.num_free >= sum(self.num_copied(seq)) and (self.states is None or self.states.has_room)
 
     def num_copied(self, seq: Sequence) -> list[int]:
         """Return how many blocks of each group a fork of a sequence gets for itself."""
@@ -169,6 +180,8 @@ class BlockManager:
                 copies.append((table[num_full], own[num_full]))
         if self._has_windows:
             self._passed.append(other)
+        if self.states is not None:
+            self.states.fork(other)
         return copies
 
     def num_needed(self, seq: Sequence) -> int:
@@ -195,14 +208,16 @@ class BlockManager:
         self.tier.save(num_tokens)
         return self.tier.take()
 
-    def plan(self, seq: Sequence, num_tokens: int) -> None:
-        """Record what the first `num_tokens` tokens fill once the planned prefill step has run.
+    def plan(self, seq: Sequence, start: int, end: int) -> ChunkStates | None:
+        """Record what a sequence's tokens up to `end` fill once the planned prefill step has run.
 
         Other sequences of the same step may share these blocks: each layer writes all keys before it attends.
+        Returns where the step finds and leaves the states of the chunk, if layers have some.
         """
-        self._record(seq, num_tokens, self._planned)
+        self._record(seq, end, self._planned)
         if self._has_windows:
             self._passed.append(seq)
+        return None if self.states is None else self.states.plan(seq, start, end)
 
     def record(self, seq: Sequence, num_tokens: int) -> None:
         """Let later sequences find what the first `num_tokens` tokens fill, which has been computed."""
@@ -233,7 +248,7 @@ class BlockManager:
             self._take_back(table)
         seq.block_tables, seq.num_released = [], []
         seq.node, seq.num_nodes = None, 0
-        if self.states is not None and seq.slot != NONE:
+        if self.states is not None:
             self.states.give_back(seq)
 
     def free_all(self) -> None:

@@ -98,7 +98,8 @@ def _describe_block(seq: Sequence, group: int) -> tuple[int, int, int, int]:
 
 def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     seq = chunk.seq
-    message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_tables, is_long=seq.is_long)
+    tokens = seq.token_ids[chunk.start : chunk.end]
+    message = ChunkMessage(tokens, chunk.start, seq.block_tables, is_long=seq.is_long, states=chunk.states)
     if seq.wants_prompt_logprobs:
         message.num_logprobs = seq.params.prompt_logprobs
         message.temperature = seq.temperature
@@ -119,7 +120,7 @@ def _describe_joins(step: PrefillStep) -> dict[Sequence, JoinMessage]:
 
 
 def _describe_join(seq: Sequence, chunk: int) -> JoinMessage:
-    message = JoinMessage(chunk, seq.block_tables, seq.temperature, seq.seed)
+    message = JoinMessage(chunk, seq.block_tables, seq.temperature, seq.seed, slot=seq.slot)
     if not is_plain(seq.params) or seq.num_output_tokens < seq.params.min_tokens:
         message.logits = describe_logits(seq)
     return message

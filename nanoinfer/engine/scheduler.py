@@ -10,6 +10,7 @@ from itertools import islice
 from nanoinfer.engine.admission.admission import Admission
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
+from nanoinfer.runner.message import ChunkStates
 
 # While sequences decode, prompts gather until they are worth a step of their own. On an H200, the host needs longer to
 # launch a step of a thousand tokens of a small model than the device needs to run it.
@@ -25,6 +26,7 @@ class Chunk:
     start: int
     end: int
     is_last: bool  # the sequence's tokens end with it: its logits give the next one, if there is one
+    states: ChunkStates | None = None  # if the model's layers have some
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind the others."""
         self.admission.add(seq)
+        self.block_manager.expect(seq)
 
     def put_longest_first(self) -> None:
         """If there are too few rows or blocks for all, let those begin sooner that may get more tokens."""
@@ -160,6 +163,8 @@ class Scheduler:
         while budget > 0 and len(self.running) < self.max_num_seqs and (seq := self.admission.choose(self.running)):
             if not seq.block_tables:
                 seq.is_long = self.long_from is not None and len(seq) > self.long_from
+                if chunks and self.block_manager.should_wait(seq):
+                    break
                 num_cached = self.block_manager.allocate(seq, budget)
                 if num_cached is None:
                     self.admission.is_shut = True
@@ -174,9 +179,9 @@ class Scheduler:
             end = self.block_manager.extend(seq, min(len(seq), start + budget))
             if end == start:
                 break
-            chunks.append(Chunk(seq, start, end, is_last=end == len(seq)))
+            states = self.block_manager.plan(seq, start, end)
+            chunks.append(Chunk(seq, start, end, end == len(seq), states))
             seq.num_scheduled = end
-            self.block_manager.plan(seq, end)
             budget -= end - start
             if end == len(seq):
                 self._start(seq)

@@ -12,7 +12,7 @@ from nanoinfer.kernels.experts.route import RouterScoring, Routes, route
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_and_linear
 from nanoinfer.kernels.linear.in_order import InOrderWeight
-from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.fp8_experts import Fp8Experts
@@ -89,8 +89,8 @@ class SharedExpert(nn.Module):
         """prefix: the layer's MLP in the checkpoint, with a dot; fp8: as for ColumnParallelLinear"""
         super().__init__()
         expert = f"{prefix}shared_expert."
-        names = f"{expert}gate_proj", f"{expert}up_proj"
-        self.gate_up_proj = ColumnParallelLinear(names, hidden_size, (size, size), tp, fp8=fp8)
+        gate_up = side_by_side((f"{expert}gate_proj", f"{expert}up_proj"), (size, size))
+        self.gate_up_proj = ColumnParallelLinear(gate_up, hidden_size, tp, fp8=fp8)
         self.activation = activation
         self.down_proj = RowParallelLinear(f"{expert}down_proj", size, hidden_size, tp, fp8=fp8)
         self.gate_name = f"{prefix}shared_expert_gate"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
 from torch import Tensor, nn
 
 from nanoinfer.kernels.linear.activation import Activation
@@ -28,36 +32,77 @@ def share_of_heads(heads: int, ranks: int) -> int:
     return max(heads // ranks, 1)
 
 
+@dataclass(frozen=True)
+class Projection:
+    """Where a tensor of the checkpoint has the rows of a projection.
+
+    name: the tensor's, without ".weight"; other projections may have rows in it, too
+    units: how many units the projection has over all ranks; the rows of one, such as a head's, stay together on a rank
+    size: a unit's rows
+    start: the row where the first unit begins; stride: from there to the next unit's first row
+    tensor_rows: of the whole tensor
+    """
+
+    name: str
+    units: int
+    size: int
+    start: int
+    stride: int
+    tensor_rows: int
+
+    def sections(self, rank: int, ranks: int, in_features: int) -> Iterator[Section]:
+        """Yield the rows that a rank holds: an equal share of the units, or one that several ranks hold."""
+        count, first = share_of_heads(self.units, ranks), rank * self.units // ranks
+        together = count if self.stride == self.size else 1  # neighbours are one section
+        shape, outputs = (self.tensor_rows, in_features), self.units * self.size
+        for unit in range(first, first + count, together):
+            yield Section(self.name, together * self.size, shape, self.start + unit * self.stride, fused=outputs)
+
+
+def stacked(name: str, *parts: tuple[int, int]) -> list[Projection]:
+    """Return the projections that one tensor holds, one after another; parts: the units and their size of each."""
+    rows = [units * size for units, size in parts]
+    starts = accumulate(rows[:-1], initial=0)
+    return [Projection(name, *part, start, part[1], sum(rows)) for part, start in zip(parts, starts, strict=True)]
+
+
+def side_by_side(names: tuple[str, ...], sizes: tuple[int, ...], head_dim: int = 1) -> list[Projection]:
+    """Return projections of units of head_dim rows; names: one for each, or a single one if one tensor holds them."""
+    if len(names) == 1:
+        return stacked(names[0], *((size, head_dim) for size in sizes))
+    return [
+        Projection(name, size, head_dim, 0, head_dim, size * head_dim) for name, size in zip(names, sizes, strict=True)
+    ]
+
+
+def unit_by_unit(name: str, units: int, sizes: tuple[int, ...]) -> list[Projection]:
+    """Return the projections that one tensor holds as a unit of each, of these sizes, then the next unit of each."""
+    stride = sum(sizes)
+    starts = accumulate(sizes[:-1], initial=0)
+    return [
+        Projection(name, units, size, start, stride, units * stride) for size, start in zip(sizes, starts, strict=True)
+    ]
+
+
 class ColumnParallelLinear(nn.Module):
     """Several projections of one input as one matrix product; each rank holds a share of each projection's outputs.
 
-    names: the projections' names in the checkpoint; one name if one tensor holds them, one after another
-    sizes: the outputs of each projection over all ranks, in units of head_dim
-    head_dim: the outputs that stay together on a rank: a head's, or a single one. If a projection has fewer such units
-        than there are ranks, several ranks hold the same unit
     fp8: the format of the checkpoint's matrices, which may leave out these; None: all have the model's dtype
     """
 
     def __init__(
         self,
-        names: tuple[str, ...],
+        projections: list[Projection],
         in_features: int,
-        sizes: tuple[int, ...],
         tp: TensorParallel,
-        head_dim: int = 1,
         bias: bool = False,
         fp8: Fp8Format | None = None,
     ) -> None:
         super().__init__()
         self.tp = tp
-        is_fused = len(names) == 1
-        sections, before = [], 0
-        for name, size in zip(names * len(sizes) if is_fused else names, sizes, strict=True):
-            rows = share_of_heads(size, tp.size) * head_dim
-            start = (before + tp.rank * size // tp.size) * head_dim
-            shape = (sum(sizes) if is_fused else size) * head_dim, in_features
-            sections.append(Section(name, rows, shape, start, fused=size * head_dim if is_fused else None))
-            before += size if is_fused else 0
+        sections = [
+            section for projection in projections for section in projection.sections(tp.rank, tp.size, in_features)
+        ]
         self.matrix = make_matrix(sections, in_features, bias, fp8)
 
     def forward(

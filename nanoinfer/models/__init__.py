@@ -5,8 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import torch
+
+from nanoinfer.attention import AttentionBackend
+from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import Description
 from nanoinfer.models.settings import check_sizes
+from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,6 +29,7 @@ FAMILIES = {
     "Glm4ForCausalLM": "glm.describe_glm4",
     "GraniteForCausalLM": "granite.describe_granite",
     "GraniteMoeForCausalLM": "granite.describe_moe",
+    "Lfm2ForCausalLM": "lfm2.describe",
     "LlamaForCausalLM": "llama.describe_llama",
     "MellumForCausalLM": "mellum.describe",
     "Ministral3ForCausalLM": "mistral.describe_ministral3",
@@ -42,6 +48,11 @@ FAMILIES = {
     "Qwen3VLForConditionalGeneration": "multimodal.describe_qwen3_vl",
     "Qwen3VLMoeForConditionalGeneration": "multimodal.describe_qwen3_vl_moe",
     "Qwen3MoeForCausalLM": "qwen3.describe_moe",
+    "Qwen3NextForCausalLM": "qwen3_5.describe_next",
+    "Qwen3_5ForCausalLM": "qwen3_5.describe",
+    "Qwen3_5ForConditionalGeneration": "multimodal.describe_qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5.describe_moe",
+    "Qwen3_5MoeForConditionalGeneration": "multimodal.describe_qwen3_5_moe",
     "SeedOssForCausalLM": "llama.describe_seed_oss",
     "SmolLM3ForCausalLM": "smollm3.describe",
     "VaultGemmaForCausalLM": "gemma.describe_vaultgemma",
@@ -64,3 +75,16 @@ def describe(config: PretrainedConfig) -> Description:
     check_sizes(config.get_text_config())
     file, function = FAMILIES[names[0]].split(".")
     return getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)
+
+
+def build(
+    model: Description, max_model_len: int, backend: AttentionBackend, tp: TensorParallel, head_dtype: torch.dtype
+) -> CausalLM:
+    """Build one rank's share of a model by the class that its description names; the weights hold any numbers.
+
+    max_model_len: a sequence has at most so many tokens; head_dtype: of the logits and of the head's matrix
+    """
+    file, name = model.module.rsplit(".", 1)
+    made = getattr(import_module(file), name)(model, max_model_len, backend, tp, head_dtype)
+    assert isinstance(made, CausalLM)
+    return made

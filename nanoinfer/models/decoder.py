@@ -1,9 +1,10 @@
-"""The decoder: embeddings, layers of attention and a gated MLP on a residual stream, and logits.
+"""The decoder: embeddings, layers of a mixer and a gated MLP on a residual stream, and logits.
 
-    tokens --> embedding --> [ joint --> attention --> joint --> MLP ] x layers --> joint --> logits
+    tokens --> embedding --> [ joint --> mixer --> joint --> MLP ] x layers --> joint --> logits
 
-A joint (layers/norm.py) adds a branch's result to the residual stream and normalises the next branch's input. A
-Description says which norms, biases, windows and scales the model has. Only constructors read it, no forward pass does.
+A mixer (models/mixers.py), such as attention, lets a token see those before it. A joint (layers/norm.py) adds a
+branch's result to the residual stream and normalises the next branch's input. A Description says which mixers, norms,
+biases, windows and scales the model has. Only constructors read it, no forward pass does.
 """
 
 from __future__ import annotations
@@ -16,68 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.attention.cache_layout import kinds_of
-from nanoinfer.attention.context import Context, Scoring
-from nanoinfer.layers.attention import Attention, FullWidth
+from nanoinfer.attention.context import Context
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.experts import MixtureOfExperts, Router, SharedExpert
-from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, share_of_heads
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
+from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.models.mixers import Mixer, make_mixer
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.fp8_experts import Fp8Experts
 from nanoinfer.weights.fp8_matrix import Fp8Matrix
 from nanoinfer.weights.matrix import make_experts
 from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare, PlainExperts
 from nanoinfer.weights.plain_matrix import PlainMatrix
-
-
-class SelfAttention(nn.Module):
-    """Grouped-query attention: projects the joint's output to queries, keys and values, attends, and projects back."""
-
-    def __init__(
-        self,
-        model: Description,
-        layer: int,
-        rotary: RotaryEmbedding | None,
-        scales: Tensor | None,
-        backend: AttentionBackend,
-        tp: TensorParallel,
-    ) -> None:
-        super().__init__()
-        prefix, memory = f"model.layers.{layer}.", model.memory(tp.size)
-        self.head_dim = model.head_dim
-        heads = model.num_heads, model.num_kv_heads, model.num_kv_heads
-        names = tuple(prefix + name for name in model.names.qkv)
-        self.qkv_proj = ColumnParallelLinear(
-            names, model.hidden_size, heads, tp, model.head_dim, model.qkv_bias, fp8=model.fp8
-        )
-        self.attention = Attention(
-            f"{prefix}self_attn",
-            layer,
-            kinds_of(memory).index(memory[layer]),
-            Scoring(model.attention_scale, model.windows[layer], model.score_cap, torch.ones(2, dtype=torch.float32)),
-            backend,
-            rotary,
-            scales,
-            _query_and_key_norms(model, prefix, tp),
-            _full_width(model, tp),
-        )
-        self.o_proj = RowParallelLinear(
-            f"{prefix}self_attn.o_proj",
-            model.num_heads * model.head_dim,
-            model.hidden_size,
-            tp,
-            model.o_bias,
-            model.fp8,
-        )
-
-    def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
-        """Return the branch's result, and the residual stream; the next joint adds the two."""
-        qkv, residual = self.qkv_proj(x, residual, joint)
-        heads = self.attention(qkv.unflatten(-1, (-1, self.head_dim)), context)
-        return self.o_proj(heads.flatten(1)), residual
 
 
 class MLP(nn.Module):
@@ -87,16 +41,10 @@ class MLP(nn.Module):
         super().__init__()
         prefix = f"model.layers.{layer}."
         size = model.intermediate_size
-        self.gate_up_proj = ColumnParallelLinear(
-            tuple(prefix + name for name in model.names.gate_up),
-            model.hidden_size,
-            (size, size),
-            tp,
-            bias=model.mlp_bias,
-            fp8=model.fp8,
-        )
+        gate_up = side_by_side(tuple(prefix + name for name in model.names.gate_up), (size, size))
+        self.gate_up_proj = ColumnParallelLinear(gate_up, model.hidden_size, tp, model.mlp_bias, model.fp8)
         self.activation = model.activation
-        down = f"{prefix}mlp.down_proj"
+        down = prefix + model.names.down
         self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.fp8)
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
@@ -135,11 +83,9 @@ def _output_share(model: Description, tp: TensorParallel) -> OutputShare:
 class DecoderLayer(nn.Module):
     """One layer: two branches, each after a joint. The next layer's first joint adds the second branch's result."""
 
-    def __init__(
-        self, attention_joint: Joint, attention: SelfAttention, mlp_joint: Joint, mlp: MLP | MixtureOfExperts
-    ) -> None:
+    def __init__(self, mixer_joint: Joint, mixer: Mixer, mlp_joint: Joint, mlp: MLP | MixtureOfExperts) -> None:
         super().__init__()
-        self.attention_joint, self.attention = attention_joint, attention
+        self.mixer_joint, self.mixer = mixer_joint, mixer
         self.mlp_joint, self.mlp = mlp_joint, mlp
 
     def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
@@ -149,12 +95,12 @@ class DecoderLayer(nn.Module):
         residual: None in the first layer, where x is the embeddings
         All are [tokens, hidden_size], but for pieces: see Joint.forward.
         """
-        x, residual = self.attention(x, residual, self.attention_joint, context)
+        x, residual = self.mixer(x, residual, self.mixer_joint, context)
         return self.mlp(x, residual, self.mlp_joint)
 
 
-class Decoder(nn.Module):
-    """A whole model. The runner uses the members that runner.steps.steps.CausalLM declares."""
+class Decoder(CausalLM):
+    """A whole model of such layers."""
 
     def __init__(
         self,
@@ -164,8 +110,8 @@ class Decoder(nn.Module):
         tp: TensorParallel,
         head_dtype: torch.dtype,
     ) -> None:
-        """head_dtype: the logits', and that of the matrix that computes them."""
-        super().__init__()
+        """Build the layers; arguments: as CausalLM says."""
+        super().__init__(model, max_model_len, backend, tp, head_dtype)
         self.num_layers = model.num_layers
         self.different_layers = model.different_layers
         self.embedding = VocabParallelEmbedding(
@@ -181,9 +127,9 @@ class Decoder(nn.Module):
         scales = None if scaling is None else query_scales(scaling.beta, scaling.length, max_model_len)
         for layer, rope in enumerate(model.ropes):
             rotary = None if rope is None else rotaries[rope]
-            attention = SelfAttention(model, layer, rotary, scales, backend, tp)
+            mixer = make_mixer(model, layer, rotary, scales, backend, tp)
             mlp = _make_mlp(model, layer, tp)
-            self.layers.append(DecoderLayer(next(joints), attention, next(joints), mlp))
+            self.layers.append(DecoderLayer(next(joints), mixer, next(joints), mlp))
         self.joint = next(joints)
         self.lm_head = self.embedding
         if not model.tied or head_dtype != self.embedding.weight.dtype:
@@ -264,27 +210,5 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
         scale = model.residual_scale
         yield Joint(norm(layer, names.attention_post_norm), norm(layer, names.mlp_norm), tp, scale, whole)
         post = norm(layer, names.mlp_post_norm)
-    last = RMSNorm("model.norm", model.hidden_size, model.norm_eps, model.norm_plus_one)
+    last = RMSNorm(names.last_norm, model.hidden_size, model.norm_eps, model.norm_plus_one)
     yield Joint(post, last, tp, scale, whole)
-
-
-def _query_and_key_norms(model: Description, prefix: str, tp: TensorParallel) -> tuple[RMSNorm, RMSNorm] | None:
-    if model.qk_norm is None:
-        return None
-
-    def norm(name: str, heads: int) -> RMSNorm:
-        path = f"{prefix}self_attn.{name}"
-        if model.qk_norm == "head":
-            return RMSNorm(path, model.head_dim, model.norm_eps, model.norm_plus_one)
-        share = share_of_heads(heads, tp.size) * model.head_dim
-        start = tp.rank * heads // tp.size * model.head_dim
-        return RMSNorm(path, heads * model.head_dim, model.norm_eps, model.norm_plus_one, start, share)
-
-    return norm("q_norm", model.num_heads), norm("k_norm", model.num_kv_heads)
-
-
-def _full_width(model: Description, tp: TensorParallel) -> FullWidth | None:
-    if model.qk_norm != "full":
-        return None
-    copies = max(tp.size // model.num_kv_heads, 1)
-    return FullWidth(model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, copies, tp)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from nanoinfer.attention.cache_layout import Pages
+from nanoinfer.attention.cache_layout import Memory, Pages
 from nanoinfer.kernels.experts.route import RouterScoring
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
+from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.rotary import Rope
+from nanoinfer.layers.short_convolution import ShortConvolution
+from nanoinfer.parallel.group import MAX_RANKS
 from nanoinfer.weights.fp8_format import ROWS_TOGETHER, Fp8Format
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
 
+MixerSizes: TypeAlias = GatedDelta | ShortConvolution  # the sizes of what a layer may have in place of attention
 Width = Literal["head", "full"]  # the norm of queries and keys goes over each head by itself, or over all heads at once
 
 
@@ -31,7 +35,10 @@ class Names:
 
     attention_norm, mlp_norm: the norm of a branch's input
     attention_post_norm, mlp_post_norm: the norm of a branch's result, before the joint adds it
+    last_norm: that of the decoder's result, without a layer's prefix
     qkv, gate_up: one name for each projection, or a single name if one tensor holds them, one after another
+    o, down: the projection of attention's result, and of the MLP's
+    q_norm, k_norm: the norm of queries, and of keys
     routers: the matrix that scores the experts, by each name that a checkpoint may give it
     expert: the module of an expert; "{}" stands for its number
     expert_gate, expert_up, expert_down: an expert's projections
@@ -42,8 +49,13 @@ class Names:
     attention_post_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None
+    last_norm: str = "model.norm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    o: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
     routers: tuple[str, ...] = ("mlp.gate",)
     expert: str = "mlp.experts.{}"
     expert_gate: str = "gate_proj"
@@ -83,6 +95,7 @@ class Experts:
 class Description:
     """A decoder-only transformer. Fields without a line below have names that explain them.
 
+    intermediate_size: of the MLPs; 0: all layers have experts
     max_position: the most tokens that a sequence may have
     tied: the output projection is the embedding's matrix
     norm_plus_one: checkpoints store norm weights less one
@@ -92,9 +105,13 @@ class Description:
     score_cap, logit_cap: a cap c turns a scaled score, or a logit, into c * tanh(it / c); None: no cap
     embedding_scale, logit_scale: factor of the embeddings, and of the logits
     residual_scale: factor of a branch's result, before the joint adds it
-    windows: for each layer, how many tokens a query sees, its own the last; None: all
+    windows: for each layer, how many tokens a query sees, its own the last; None: all, or the layer has no queries
     ropes: for each layer, how it rotates queries and keys; None: not at all
-    fp8: the format of the matrices, but for embeddings, head and routers; None: all have the model's dtype
+    mixers: for each layer, what it has in place of attention; None: attention
+    output_gate: the query projection has a second number for each; sigmoid of it multiplies attention's result
+    fp8: the format of the matrices, but for embeddings, head, routers, and what decides strengths and decays of a delta
+        rule; None: all have the model's dtype
+    module: the class that computes the model, by its full name: a CausalLM (models/causal_lm.py)
     is_multimodal: the checkpoint holds other models beside this one; nanoinfer does not read those
     """
 
@@ -112,9 +129,11 @@ class Description:
     attention_scale: float
     windows: tuple[int | None, ...]
     ropes: tuple[Rope | None, ...]
+    mixers: tuple[MixerSizes | None, ...]
     names: Names = Names()
     norm_plus_one: bool = False
     qk_norm: Width | None = None
+    output_gate: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -125,6 +144,7 @@ class Description:
     logit_cap: float | None = None
     query_scaling: QueryScaling | None = None
     experts: Experts | None = None
+    module: str = "nanoinfer.models.decoder.Decoder"
     is_multimodal: bool = False
     fp8: Fp8Format | None = None
 
@@ -132,13 +152,26 @@ class Description:
     def different_layers(self) -> list[int]:
         """The first layer, which has nothing to add, and the first of each kind of the others."""
         experts = [False] * self.num_layers if self.experts is None else self.experts.layers
-        kinds = list(zip(self.windows, self.ropes, experts, strict=True))
+        kinds = list(zip(self.windows, self.ropes, self.mixers, experts, strict=True))
         return [0, *(layer for layer in range(1, self.num_layers) if kinds.index(kinds[layer], 1) == layer)]
 
-    def memory(self, ranks: int) -> list[Pages]:
+    @property
+    def attention_windows(self) -> list[int | None]:
+        """The windows of the layers that attend."""
+        return [window for window, mixer in zip(self.windows, self.mixers, strict=True) if mixer is None]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer's memory of the past is a state of fixed size."""
+        return any(self.mixers)
+
+    def memory(self, ranks: int) -> list[Memory]:
         """Return what each layer remembers of the past, on one of so many ranks."""
         kv_heads = max(self.num_kv_heads // ranks, 1)
-        return [Pages(kv_heads, self.head_dim, window) for window in self.windows]
+        return [
+            Pages(kv_heads, self.head_dim, window) if mixer is None else mixer.state(ranks)
+            for window, mixer in zip(self.windows, self.mixers, strict=True)
+        ]
 
     @property
     def widest(self) -> int:
@@ -176,9 +209,14 @@ class Description:
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if the model cannot be split over this many ranks."""
         sizes = {"num_attention_heads": self.num_heads, **self._intermediate_sizes}
+        for mixer in self.mixers:
+            sizes |= {} if mixer is None else mixer.divided
         for name, size in sizes.items():
             if size % ranks:
-                raise ValueError(f"tensor_parallel_size={ranks}: {name}={size} is not divisible by it; use a divisor")
+                divisors = ", ".join(str(n) for n in range(1, MAX_RANKS + 1) if size % n == 0)
+                raise ValueError(
+                    f"tensor_parallel_size={ranks}: {name}={size} is not divisible by it; use a divisor: {divisors}"
+                )
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
             raise ValueError(
                 f"tensor_parallel_size={ranks}: num_key_value_heads={self.num_kv_heads} neither divides it nor is"

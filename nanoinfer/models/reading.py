@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.models.description import Description
+from nanoinfer.kernels.delta.chunks import CHUNK
+from nanoinfer.models.description import Description, MixerSizes
 from nanoinfer.models.quantization import read_fp8
 from nanoinfer.models.rope import read_max_position, read_rope
-from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none, refuse
+from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none, refuse, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -15,15 +16,19 @@ if TYPE_CHECKING:
 ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # a config's name: ours
 
 
-def describe_common(config: PretrainedConfig, activation_field: str = "hidden_act", **own: Any) -> Description:
+def describe_common(
+    config: PretrainedConfig, activation_field: str | None = "hidden_act", eps_field: str = "rms_norm_eps", **own: Any
+) -> Description:
     """Build a Description from the settings that all families share; `own`, the family's fields, override these.
 
-    If `own` has no ropes, all layers have the same one; if it has no windows, no layer has one.
-    activation_field: the setting that names the activation
+    If `own` has no ropes, all layers have the same one; if it has no windows, no layer has one; without mixers all
+    attend.
+    activation_field: the setting that names the activation; None: it is SiLU
+    eps_field: the setting with the number that norms add
     Raises ValueError, naming the setting, for a setting that no family here implements.
     """
     refuse(config, is_causal=True)
-    activation = getattr(config, activation_field)
+    activation = "silu" if activation_field is None else getattr(config, activation_field)
     if activation not in ACTIVATION_NAMES:
         raise ValueError(
             f"model: {activation_field}={activation!r} in its config is not supported; supported:"
@@ -33,17 +38,18 @@ def describe_common(config: PretrainedConfig, activation_field: str = "hidden_ac
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": getattr(config, "intermediate_size", 0),
         "num_layers": config.num_hidden_layers,
         "num_heads": config.num_attention_heads,
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         "head_dim": head_dim,
         "max_position": read_max_position(config),
-        "norm_eps": config.rms_norm_eps,
+        "norm_eps": getattr(config, eps_field),
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
         "activation": ACTIVATION_NAMES[activation],
         "attention_scale": head_dim**-0.5,
         "windows": (None,) * config.num_hidden_layers,
+        "mixers": (None,) * config.num_hidden_layers,
         "fp8": read_fp8(config),
     }
     if "ropes" not in own:
@@ -76,3 +82,27 @@ def read_windows(config: PretrainedConfig, window: int | None) -> tuple[int | No
                 f"model: layer_types={kind!r} in its config is not supported; supported here: {', '.join(supported)}"
             )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def read_mixers(config: PretrainedConfig, kind: str, mixer: MixerSizes) -> tuple[MixerSizes | None, ...]:
+    """Return each layer's mixer: `mixer` where layer_types says `kind`, and None, attention, for "full_attention".
+
+    Raises ValueError for another type, and if no layer attends: then nothing would be in the KV cache.
+    """
+    kinds = of_layers(config, "layer_types")
+    for other in kinds:
+        if other not in (kind, "full_attention"):
+            raise ValueError(
+                f"model: layer_types={other!r} in its config is not supported; supported here: {kind}, full_attention"
+            )
+    if "full_attention" not in kinds:
+        raise ValueError(f"model: layer_types in its config has only {kind!r}: some layer must be 'full_attention'")
+    return tuple(mixer if other == kind else None for other in kinds)
+
+
+def read_width(config: PretrainedConfig, name: str) -> int:
+    """Return how many tokens a convolution sees, its own the last; raises ValueError if prompts are cut into fewer."""
+    width = size_of(config, name)
+    if width > CHUNK:
+        raise ValueError(f"model: {name}={width} in its config: must be at most {CHUNK}")
+    return width

@@ -20,7 +20,8 @@ OWN_SIZES = ("num_key_value_heads", "head_dim")  # a config may leave these out
 def check_sizes(config: PretrainedConfig) -> None:
     """Raise ValueError if one of the sizes that all families read is impossible."""
     for name in (*SIZES, *OWN_SIZES):
-        if name in SIZES or getattr(config, name, None) is not None:
+        # A class of configs lacks what its models have not, such as intermediate_size if all layers have experts.
+        if hasattr(config, name) if name in SIZES else getattr(config, name, None) is not None:
             size_of(config, name)
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if kv_heads is not None and heads % kv_heads:

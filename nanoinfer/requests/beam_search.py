@@ -149,6 +149,11 @@ class SearchesBeams(ABC):
             raise ValueError(
                 "routed_experts=True: beam_search cannot tell the experts of beams; make the LLM without it"
             )
+        if config.cache_layout.states:
+            raise ValueError(
+                "beam_search: layers of this model keep states, of which beams would need copies in every step; take"
+                " samples by generate, with SamplingParams(n=...)"
+            )
         most = config.description.vocab_size - len(self._stop_ids(params))
         if params.beam_width > most:
             raise ValueError(

@@ -18,6 +18,15 @@ class Transfers:
 
 
 @dataclass(slots=True)
+class ChunkStates:
+    """The slots that a chunk uses, if the model's layers have states."""
+
+    source: int  # holds the states before the chunk; -1: they are zeros
+    slot: int  # the sequence's own: gets the states behind the chunk
+    snapshots: dict[int, int] = field(default_factory=dict)  # position -> the slot that gets the states before it
+
+
+@dataclass(slots=True)
 class ChunkMessage:
     """One chunk of a prompt."""
 
@@ -29,6 +38,7 @@ class ChunkMessage:
     num_unscored: int = 0  # for prompt_logprobs: behind this many first tokens of the chunk, none is computed
     next_token: int | None = None  # for prompt_logprobs: the prompt's token behind this chunk, if it goes on
     is_long: bool = False  # whether the sequence has the rotary frequencies of long ones
+    states: ChunkStates | None = None
 
     @property
     def scored(self) -> array[int]:
@@ -60,6 +70,7 @@ class JoinMessage:
     seed: int
     logits: LogitsMessage | None = None
     copied_blocks: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied behind the step
+    slot: int = -1  # for states; if it is not the chunk's, they are copied behind the step
 
 
 @dataclass(slots=True)

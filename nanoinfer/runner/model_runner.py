@@ -102,6 +102,9 @@ class ModelRunner:
         config, model = self.config, self.config.description
         if model.is_multimodal and self.tp.rank == 0:
             log.warning("%s: its language model is run, as text only; images are not supported", config.model)
+        if model.has_states and config.kv_cache_dtype == "fp8" and self.tp.rank == 0:
+            kept = config.state_dtype
+            log.info("kv_cache_dtype='fp8': keys and values are in FP8; the states of other layers stay in %s", kept)
         self.backend = make_backend(config.attention_backend, config.cache_layout, config.is_in_order)
         most_tokens = max(config.max_num_batched_tokens, config.max_num_seqs, LONG_CHUNK)
         self.holdings = Holdings(config, self.backend, self.tp, self.device, most_tokens, self.has_host)
@@ -215,11 +218,11 @@ class ModelRunner:
     def _size(self, step_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
         graph_bytes = (len(self._graph_sizes) + len(self._sharing_sizes)) * BYTES_PER_GRAPH
-        spec, held = self.holdings.cache_spec, self.holdings.model_bytes
+        specs, held = (self.holdings.cache_spec, self.holdings.state_spec), self.holdings.model_bytes
         slots = 0 if self.offload is None else self.offload.slots
-        self.memory = plan_memory(self.config, spec, self.device, self.tp, held, step_bytes, graph_bytes, slots)
+        self.memory = plan_memory(self.config, *specs, self.device, self.tp, held, step_bytes, graph_bytes, slots)
         self.config.max_model_len = self.memory.max_model_len
-        self._make_cache(self.memory.blocks)
+        self._make_cache(self.memory.blocks, self.memory.slots)
         if slots:
             self.host_blocks = HostBlocks(slots, self.holdings.kv_cache, is_lazy=self.config.starts_ranks)
             if not self.config.starts_ranks:  # each rank plans by itself, and all must plan alike
@@ -245,8 +248,8 @@ class ModelRunner:
     def _sharing_sizes(self) -> list[int]:
         return sharing_batch_sizes(self._graph_sizes) if self.config.shares_prefixes else []
 
-    def _make_cache(self, num_blocks: int) -> None:
-        self.holdings.make_cache(num_blocks)
+    def _make_cache(self, num_blocks: int, num_slots: int = 1) -> None:
+        self.holdings.make_cache(num_blocks, num_slots)
         make_steps = OneByOne if self.config.is_one_by_one else Steps
         self.steps = make_steps(self.config, self.tp, self.holdings, self.backend, self.logits)
 

@@ -107,6 +107,7 @@ def _find_other(model: Description) -> str | None:
     """Return what the model has that a Reference lacks; None: nothing."""
     others = {
         "experts": model.experts is not None,
+        "output gates of attention": model.output_gate,
         "weights in FP8": model.fp8 is not None,
         "images": model.is_multimodal,
         "soft caps": model.score_cap is not None or model.logit_cap is not None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cases.case import YARN, Case
 from cases.sparse import EXPERTS
+from cases.states import DELTA, DELTA_MOE
 
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -16,6 +17,7 @@ QWEN3_VISION = {
     "out_hidden_size": 48,
     "deepstack_visual_indexes": [0],
 }
+QWEN3_5_VISION = {name: size for name, size in QWEN3_VISION.items() if name != "deepstack_visual_indexes"}
 
 MULTIMODAL = {
     "gemma3 multimodal": Case(
@@ -90,5 +92,9 @@ MULTIMODAL = {
             "rope_parameters": MROPE,
         },
         QWEN3_VISION,
+    ),
+    "qwen3.5 multimodal": Case("Qwen3_5ForConditionalGeneration", "qwen3_5", DELTA, QWEN3_5_VISION, keeps_states=True),
+    "qwen3.5moe multimodal": Case(
+        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", DELTA_MOE, QWEN3_5_VISION, keeps_states=True
     ),
 }

@@ -118,7 +118,7 @@ class BeamSearches:
             if end == start:
                 continue
             chunks.append(Chunk(seq, start, end, is_last=end == len(seq)))
-            self._blocks.plan(seq, end)
+            self._blocks.plan(seq, start, end)
             seq.num_scheduled = end
             budget -= end - start
         return chunks

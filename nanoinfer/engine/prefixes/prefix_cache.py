@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.engine.prefix_tree import NONE, Node, PrefixTree
+from nanoinfer.engine.prefixes.state_slots import StateSlots
 from nanoinfer.engine.sequence import Sequence
 
 
@@ -17,6 +18,8 @@ class CachedPrefix:
     tables: for each group, the blocks that queries behind the prefix see, from column starts[group] on; NONE where
         only host memory has the content
     lost: for each of these, in order: the node and the place in it
+    num_matched: tokens of the longest prefix that others have computed; what they left of it may not be enough
+    is_awaited: with the snapshot that the planned step takes, a longer prefix could be shared
     """
 
     node: Node
@@ -24,14 +27,16 @@ class CachedPrefix:
     tables: list[list[int]]
     starts: list[int]
     lost: list[tuple[Node, int]]
+    num_matched: int
+    is_awaited: bool
 
 
 class PrefixCache:
     """The tree of prefixes, as sequences meet it: with their tokens and block tables."""
 
-    def __init__(self, layout: CacheLayout, tree: PrefixTree, has_states: bool) -> None:
-        """has_states: a sequence needs a snapshot of states to go on behind a prefix."""
-        self._groups, self._size, self._has_states = layout.groups, layout.prefix_size, has_states
+    def __init__(self, layout: CacheLayout, tree: PrefixTree, states: StateSlots | None = None) -> None:
+        """states: given if a sequence needs a snapshot of states to go on behind a prefix."""
+        self._groups, self._size, self._states = layout.groups, layout.prefix_size, states
         self._counts = layout.counts
         self._places = [sum(self._counts[:index]) for index in range(len(self._counts))]
         self.tree = tree
@@ -41,16 +46,20 @@ class PrefixCache:
         size = self._size
         path: list[Node] = [self.tree.roots[seq.is_long]]
         runs = [0] * len(self._groups)  # how many neighbouring blocks each group has before the end of the path
-        whole = 0
+        whole, is_awaited = 0, False
         for start in range(0, seq.num_reusable // size * size, size):
             node = self.tree.find(path[-1], seq.token_ids[start : start + size].tobytes())
             if node is None or not self._follow(node, runs, start + size):
                 break
             path.append(node)
-            if self._is_whole(node, runs, start + size):
-                whole = len(path) - 1
+            if not self._has_windows_whole(runs, start + size):
+                continue
+            if self._states is None or self._states.is_ready(node):
+                whole, is_awaited = len(path) - 1, False
+            elif self._states.is_fresh(node):
+                is_awaited = True
         last, *nodes = path[whole], *path[1 : whole + 1]
-        found = CachedPrefix(last, whole * size, [], [], [])
+        found = CachedPrefix(last, whole * size, [], [], [], (len(path) - 1) * size, is_awaited)
         for group, count, place in zip(self._groups, self._counts, self._places, strict=True):
             first = 0 if group.window is None else max(0, whole * size - group.window + 1) // group.block_size
             places = [(nodes[column // count], place + column % count) for column in range(first, whole * count)]
@@ -69,12 +78,12 @@ class PrefixCache:
                 return False
         return True
 
-    def _is_whole(self, node: Node, runs: list[int], end: int) -> bool:
-        """Whether each group has the blocks that queries behind the node see, and the states have a snapshot."""
-        for group, run in zip(self._groups, runs, strict=True):
-            if group.window is not None and run * group.block_size < min(end, group.window - 1):
-                return False
-        return not self._has_states or node.snapshot != NONE
+    def _has_windows_whole(self, runs: list[int], end: int) -> bool:
+        """Whether each group with a window has the blocks that queries from `end` on see."""
+        return all(
+            group.window is None or run * group.block_size >= min(end, group.window - 1)
+            for group, run in zip(self._groups, runs, strict=True)
+        )
 
     def record(self, seq: Sequence, num_tokens: int, attached: list[int]) -> None:
         """Let later sequences find what the first `num_tokens` tokens fill. attached: gets the blocks that are new

@@ -5,68 +5,158 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from nanoinfer.engine.prefix_tree import NONE, Node, PrefixTree
+from nanoinfer.engine.prefixes.forks import Forks
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.runner.message import ChunkStates
+
+SNAPSHOT_TOKENS = 2048  # from one snapshot of a long prompt to the next, or a little more
+MOST_SNAPSHOTS = 1 / 4  # of all slots
 
 
 class StateSlots:
     """Gives each sequence a slot for its states. The other slots hold snapshots, each on a node.
 
-    A sequence goes on from the snapshot of its prefix. The least recently used snapshot goes when no slot is
-    free.
+    A snapshot is taken where a later sequence may want to go on: at a prompt's last whole node, where prompts part, and
+    now and then in a long prompt. The least recently used one goes when a slot is needed.
+
+    A step reads and writes slots in no order. So a slot that the planned step uses gets no new owner in that step, and
+    a snapshot that it takes is read by later steps only.
     """
 
-    def __init__(self, num_slots: int, tree: PrefixTree) -> None:
+    def __init__(self, num_slots: int, tree: PrefixTree, prefix_size: int) -> None:
+        """prefix_size: tokens of a node"""
         self.num_slots = num_slots
-        self._tree = tree
+        self._tree, self._size = tree, prefix_size
+        self._interval = -(-SNAPSHOT_TOKENS // prefix_size) * prefix_size
+        self._most_snapshots = max(1, int(MOST_SNAPSHOTS * num_slots))
+        self._waiting = Forks(prefix_size)
         self._snapshots: OrderedDict[Node, None] = OrderedDict()
         self._free = list(range(num_slots))
+        self._stops: dict[Sequence, set[int]] = {}  # where sequences that have slots take snapshots, beside the usual
+        self._sources: dict[Sequence, int] = {}  # the slots from which those go on whose first chunk is still to come
+        self._in_use: set[int] = set()  # slots of snapshots that the newest step reads or writes
+        self._fresh: set[Node] = set()  # nodes whose snapshots it writes
+        self._late: list[int] = []  # slots to be free when no planned step uses them any more
+
+    def begin_step(self) -> None:
+        """Begin to plan a step. All steps before have been launched."""
+        self._in_use.clear()
+        self._fresh.clear()
+        late, self._late = self._late, []
+        for slot in late:
+            self._release(slot)
+
+    def expect(self, seq: Sequence) -> None:
+        """Note a sequence that is to begin later."""
+        self._waiting.add(seq)
 
     def clear(self) -> None:
-        """Take back all slots, those of sequences and of snapshots."""
+        """Take back all slots, those of sequences and of snapshots, and expect nobody."""
+        self.begin_step()
+        self._sources.clear()
+        self._stops.clear()
+        self._waiting.clear()
         self.drop_snapshots()
-        self._free = list(range(self.num_slots))
+        self._free, self._late = list(range(self.num_slots)), []
 
-    def take(self, seq: Sequence, prefix: Node) -> bool:
-        """Give a sequence a slot, if one can be had; returns whether. prefix: its snapshot stays"""
+    @property
+    def has_room(self) -> bool:
+        """Whether a sequence can get a slot."""
+        return bool(self._free) or any(not self._is_used(node.snapshot) for node in self._snapshots)
+
+    def is_ready(self, node: Node) -> bool:
+        """Whether the planned step may read a node's snapshot."""
+        return node.snapshot != NONE and node not in self._fresh
+
+    def is_fresh(self, node: Node) -> bool:
+        """Whether the planned step takes a node's snapshot."""
+        return node in self._fresh
+
+    def take(self, seq: Sequence, prefix: Node, num_matched: int) -> bool:
+        """Give a sequence a slot, if one can be had; returns whether.
+
+        prefix: from whose snapshot it goes on; num_matched: so many of its tokens have been computed by others
+        """
+        self._sources[seq] = prefix.snapshot
         if prefix.snapshot != NONE:
             self._snapshots.move_to_end(prefix)
-        slot = self._find(prefix)
-        if slot != NONE:
-            seq.slot = slot
-        return slot != NONE
+        slot = self._find()
+        if slot == NONE:
+            del self._sources[seq]
+            return False
+        seq.slot = slot
+        self._stops[seq] = self._waiting.remove(seq) | {num_matched, (len(seq) - 1) // self._size * self._size}
+        return True
+
+    def fork(self, other: Sequence) -> None:
+        """Give a further sample of a prompt a slot for a copy of its states, which are computed by the planned step."""
+        assert self.has_room
+        other.slot = self._find()
+        self._waiting.remove(other)
+
+    def plan(self, seq: Sequence, start: int, end: int) -> ChunkStates:
+        """Return where a chunk finds its states and leaves them. Its nodes have been recorded."""
+        source = self._sources.pop(seq, seq.slot)
+        if source not in (NONE, seq.slot):
+            self._in_use.add(source)
+        planned = ChunkStates(source, seq.slot)
+        stops = self._stops[seq]
+        node, position = seq.node, seq.num_nodes * self._size
+        while node is not None and position > start:
+            if (position in stops or position % self._interval == 0) and (slot := self._hang(node)) != NONE:
+                planned.snapshots[position] = slot
+            node, position = node.parent, position - self._size
+        return planned
 
     def give_back(self, seq: Sequence) -> None:
-        """Take back a sequence's slot."""
-        self._free.append(seq.slot)
-        seq.slot = NONE
-
-    def hang(self, node: Node) -> int:
-        """Return a slot for a snapshot of the states behind a node; NONE: it has one, or there is no slot."""
-        if node.snapshot != NONE or not node.is_found:
-            return NONE
-        node.snapshot = self._find(node)
-        if node.snapshot != NONE:
-            self._snapshots[node] = None
-        return node.snapshot
+        """Take back a sequence's slot, if it has one, and expect it no more."""
+        self._waiting.remove(seq)
+        self._sources.pop(seq, None)
+        self._stops.pop(seq, None)
+        if seq.slot != NONE:
+            slot, seq.slot = seq.slot, NONE
+            self._release(slot)
 
     def drop(self, node: Node) -> None:
         """Let a node have no snapshot."""
         if node.snapshot != NONE:
-            self._free.append(self._take_from(node))
+            self._release(self._take_from(node))
 
     def drop_snapshots(self) -> None:
         """Let no node have a snapshot."""
         for node in list(self._snapshots):
             self.drop(node)
 
-    def _find(self, prefix: Node) -> int:
-        if self._free:
-            return self._free.pop()
-        oldest = next((node for node in self._snapshots if node is not prefix), None)
+    def _hang(self, node: Node) -> int:
+        """Return a slot for a snapshot of the states behind a node; NONE: it has one, or there is no slot."""
+        if node.snapshot != NONE or not node.is_found:
+            return NONE
+        is_full = len(self._snapshots) >= self._most_snapshots
+        slot = self._oldest_snapshot() if is_full else self._find()
+        if slot != NONE:
+            self._in_use.add(slot)
+            self._fresh.add(node)
+            self._snapshots[node] = None
+            node.snapshot = slot
+        return slot
+
+    def _find(self) -> int:
+        return self._free.pop() if self._free else self._oldest_snapshot()
+
+    def _oldest_snapshot(self) -> int:
+        """Take the least recently used snapshot from its node, and return its slot; NONE: all are in use."""
+        oldest = next((node for node in self._snapshots if not self._is_used(node.snapshot)), None)
         return NONE if oldest is None else self._take_from(oldest)
+
+    def _is_used(self, slot: int) -> bool:
+        return slot in self._in_use or slot in self._sources.values()
+
+    def _release(self, slot: int) -> None:
+        (self._late if self._is_used(slot) else self._free).append(slot)
 
     def _take_from(self, node: Node) -> int:
         slot, node.snapshot = node.snapshot, NONE
         del self._snapshots[node]
+        self._fresh.discard(node)
         self._tree.prune(node)
         return slot

@@ -32,7 +32,8 @@ def norm_rotate_store(
 ) -> Tensor:
     """RMSNorm the query and key heads, rotate them by their token's angles, and write keys and values to the cache.
 
-    qkv: [tokens, heads + 2 * kv_heads, head_dim], the query heads first and the value heads last; head_dim is even
+    qkv: [tokens, heads + 2 * kv_heads, head_dim], the query heads first and the value heads last; head_dim is even, and
+        tokens may lie apart
     q_norm, k_norm: both None: no norm. They differ in their weights alone: [head_dim], each head by itself
     mean_squares: [tokens, 2] float32, of all query heads and of all key heads of a token, over all ranks. With it the
         norms go over all heads together, and their weights are [heads * head_dim] and [kv_heads * head_dim]
@@ -180,7 +181,7 @@ def norm_rotate_store_triton(
 ) -> Tensor:
     """norm_rotate_store as one launch."""
     (tokens, all_heads, head_dim), kv_heads = qkv.shape, k_cache.shape[2]
-    assert qkv.is_contiguous()
+    assert qkv[0].is_contiguous()
     assert head_dim % 2 == 0
     q_weight, eps, plus_one = q_norm or (None, 0.0, False)
     k_weight, *k_rest = k_norm or (None, 0.0, False)
@@ -200,6 +201,7 @@ def norm_rotate_store_triton(
         slot_mapping,
         q,
         kv_scales,
+        TOKEN_STRIDE=qkv.stride(0),
         HEADS=all_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
@@ -232,6 +234,7 @@ def _norm_rotate_store_kernel(
     slot_mapping_ptr,
     q_ptr,
     kv_scales_ptr,
+    TOKEN_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -278,7 +281,7 @@ def _norm_rotate_store_kernel(
             query_scale = tl.where(is_q, tl.load(query_scales_ptr + position), 1.0)
     wait_for_predecessor(EARLY)
 
-    source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF) + at
+    source = qkv_ptr + token * TOKEN_STRIDE + head * (2 * HALF) + at
     first, second = _load_pairs(source, apart, (is_q | is_k | is_v) & in_head)
     out1, out2 = first.to(tl.float32), second.to(tl.float32)
     if NORM != "none":

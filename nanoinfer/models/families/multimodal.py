@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.families import gemma, mistral, qwen2, qwen3
+from nanoinfer.models.families import gemma, mistral, qwen2, qwen3, qwen3_5
 from nanoinfer.models.quantization import read_fp8
 from nanoinfer.models.reading import refuse_windows
 
@@ -42,6 +42,16 @@ def describe_qwen3_vl_moe(config: PretrainedConfig) -> Description:
     """Describe a Qwen3-VL model of experts: positions as in Qwen2-VL, no windows; a token's weights add up to 1."""
     refuse_windows(config.get_text_config())
     return _describe_text(config, partial(qwen3.describe_moe, normalised=True))
+
+
+def describe_qwen3_5(config: PretrainedConfig) -> Description:
+    """Describe a dense Qwen3.5 model: positions as in Qwen2-VL."""
+    return _describe_text(config, qwen3_5.describe)
+
+
+def describe_qwen3_5_moe(config: PretrainedConfig) -> Description:
+    """Describe a Qwen3.5 model of experts: positions as in Qwen2-VL."""
+    return _describe_text(config, qwen3_5.describe_moe)
 
 
 def _describe_text(config: PretrainedConfig, describe: Callable[[PretrainedConfig], Description]) -> Description:

@@ -8,11 +8,13 @@ import torch
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.config import Config
-from nanoinfer.models.decoder import Decoder
+from nanoinfer.models import build
+from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
 from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
 from nanoinfer.runner.memory.lender import Lender, Tag
+from nanoinfer.runner.memory.state_pool import StatePool, StateSpec
 from nanoinfer.runner.routing import Routing
 from nanoinfer.runner.weight_writer import WeightWriter
 
@@ -24,14 +26,15 @@ class Holdings:
     model_bytes: its parameters and tables take this much, packed ones too
     weights: writes into the model
     routing: where there is a host, if outputs are to have the experts
-    cache_spec: the shape of the KV cache
-    kv_cache: the last one that `make_cache` has made
+    cache_spec, state_spec: the shapes of the KV cache and of the states
+    kv_cache, states: the last ones that `make_cache` has made
     """
 
-    model: Decoder
+    model: CausalLM
     model_bytes: int
     weights: WeightWriter
     kv_cache: KVCache
+    states: StatePool
 
     def __init__(
         self,
@@ -49,13 +52,14 @@ class Holdings:
         self.routing: Routing | None = None
         self.weights = self._build()
         self.cache_spec = KVCacheSpec(config.cache_layout, config.torch_cache_dtype, by_head=config.is_plain_cpu)
+        self.state_spec = StateSpec(config.cache_layout, config.torch_dtype, config.torch_state_dtype)
 
     def _build(self) -> WeightWriter:
         """Build the model, whose weights hold any numbers; returns what writes into them."""
         config, description = self._config, self._config.description
         memory = nullcontext() if self._lender is None else self._lender.for_weights()
         with self._device, default_dtype(config.torch_dtype), memory:
-            self.model = Decoder(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
+            self.model = build(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
         self.model_bytes = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
         if config.is_one_by_one:
             self.model.fix_parts()
@@ -64,11 +68,12 @@ class Holdings:
             self.routing = Routing(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
         return WeightWriter(self.model, self._tp, self._device)
 
-    def make_cache(self, num_blocks: int) -> None:
-        """Make a KV cache in place of the one before; raises ValueError when the memory does not hold it."""
+    def make_cache(self, num_blocks: int, num_slots: int) -> None:
+        """Make a KV cache and states in place of those before; raises ValueError when the memory does not hold them."""
         with nullcontext() if self._lender is None else self._lender.for_new_kv_cache():
             self.kv_cache = self.cache_spec.allocate(num_blocks, self._device)
-        self._num_blocks = num_blocks
+            self.states = self.state_spec.allocate(num_slots, self._device)
+        self._num_blocks, self._num_slots = num_blocks, num_slots
 
     @torch.inference_mode()
     def save_weights(self) -> str | None:
@@ -94,6 +99,7 @@ class Holdings:
             torch.cuda.empty_cache()
             return
         self.__dict__.pop("kv_cache", None)
+        self.__dict__.pop("states", None)
         if not keep_weights:
             self.routing = None
             self.__dict__.pop("model", None)
@@ -118,7 +124,7 @@ class Holdings:
                 if tag == "kv_cache":
                     self.kv_cache.zero()
         elif tag == "kv_cache":
-            self.make_cache(self._num_blocks)
+            self.make_cache(self._num_blocks, self._num_slots)
         elif "weights" not in self.__dict__:
             weights = self._build()
             weights.pack()
@@ -133,7 +139,7 @@ class Holdings:
     def close(self) -> None:
         """Give all memory back for good."""
         self.routing = None
-        for name in ("model", "weights", "kv_cache"):
+        for name in ("model", "weights", "kv_cache", "states"):
             self.__dict__.pop(name, None)
         if self._lender is not None:
             self._lender.close()

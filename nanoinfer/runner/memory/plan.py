@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,11 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.logits.token_history import PLANNED_TOKENS
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.room import what_makes_room
+from nanoinfer.runner.memory.state_pool import StateSpec
 
 CPU_BUDGET = 4 << 30  # for the KV cache, whose pages cost memory only once they are written
-SLOTS_OF_A_ROW = 2  # for states: its own, and one for snapshots
+SLOTS_OF_A_ROW = 4 / 3  # for states: its own, and a quarter of all for snapshots
+MEAN_TOKENS = 1024  # of a sequence, where states and blocks share what memory there is
 MAX_ROWS_SHARE = 0.5  # of the limit: steps and the KV cache need the rest
 BYTES_PER_GRAPH = 8 << 20  # a captured step of 28 or 36 layers took 6 to 8 MiB on an H200
 
@@ -38,7 +41,7 @@ class MemoryPlan:
     steps: the largest step takes this much while it runs; on the CPU 0, because it is not measured there
     graphs: the CUDA graphs keep about this much
     states: the states of layers whose memory of the past has a fixed size take this much
-    slots: so many sequences and snapshots have states
+    slots: so many sequences and snapshots can have states
     block_bytes: one block of the KV cache takes this much
     blocks: the KV cache has this many blocks
     asked: the num_kvcache_blocks that asks for these
@@ -72,7 +75,7 @@ class MemoryPlan:
             "used": self.used,
             "steps": self.steps,
             "graphs": self.graphs,
-            **({"states": self.states} if self.slots else {}),
+            **({f"states of {self.slots:,}": self.states} if self.slots else {}),
             "KV cache": self.blocks * self.block_bytes,
         }
         told = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
@@ -144,6 +147,7 @@ def _total(device: torch.device) -> int:
 def plan_memory(
     config: Config,
     spec: KVCacheSpec,
+    state_spec: StateSpec,
     device: torch.device,
     tp: TensorParallel,
     held: int,
@@ -163,11 +167,11 @@ def plan_memory(
         torch.cuda.empty_cache()
         used = total - torch.cuda.mem_get_info(device)[0]
     layout = spec.layout
-    slots = SLOTS_OF_A_ROW * config.max_num_seqs if layout.state_bytes else 0
-    states = slots * layout.state_bytes
-    budget = tp.min(limit - used - steps - graphs - states, device)
+    budget = tp.min(limit - used - steps - graphs, device)
+    slots = _slots_that_fit(config, spec, state_spec.slot_bytes, budget) if layout.states else 0
+    states = slots * state_spec.slot_bytes
     asked = config.num_kvcache_blocks
-    blocks = _blocks_that_fit(config, spec, budget) if asked is None else layout.pool_of(asked)
+    blocks = _blocks_that_fit(config, spec, budget - states) if asked is None else layout.pool_of(asked)
     longest = layout.longest(blocks, config.max_model_len)
     plan = MemoryPlan(
         total=total,
@@ -207,6 +211,14 @@ def _why(config: Config, plan: MemoryPlan) -> str:
     if not config.fits_memory:
         return f"num_kvcache_blocks={config.num_kvcache_blocks} hold no longer sequence: raise it"
     return f"the KV cache holds no longer sequence: {what_makes_room(config)}"
+
+
+def _slots_that_fit(config: Config, spec: KVCacheSpec, slot_bytes: int, budget: int) -> int:
+    """Return how many sequences and snapshots are to have states, so that the blocks beside them are enough for all."""
+    tokens = min(config.max_model_len, MEAN_TOKENS)
+    row_bytes = SLOTS_OF_A_ROW * slot_bytes + spec.layout.blocks_of(tokens) * spec.block_bytes
+    rows = min(config.max_num_seqs, max(1, int(budget / row_bytes)))
+    return math.ceil(SLOTS_OF_A_ROW * rows)
 
 
 def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:

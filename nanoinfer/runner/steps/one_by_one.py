@@ -15,7 +15,7 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.message import ChunkMessage, StepMessage
-from nanoinfer.runner.steps.input_batch import PrefillInputs
+from nanoinfer.runner.steps.prefill_inputs import PrefillInputs
 from nanoinfer.runner.steps.steps import Steps
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
 
 from nanoinfer.attention import AttentionBackend
@@ -11,37 +9,18 @@ from nanoinfer.attention.context import Context
 from nanoinfer.config import PROCESSED, Config
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.layers.sampler import Sampler
+from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.extras import Extras
 from nanoinfer.runner.logits.processors import NONE_LEFT, LogitsProcessors
 from nanoinfer.runner.logits.prompt_logprobs import prompt_logprobs
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.kv_cache import KVCache
+from nanoinfer.runner.memory.state_pool import StatePool
 from nanoinfer.runner.message import ChunkMessage, MaskMessage, PrefillMessage, StepMessage
-from nanoinfer.runner.steps.input_batch import TABLE_STEP, InputBatch, PrefillInputs
+from nanoinfer.runner.steps.input_batch import InputBatch
 from nanoinfer.runner.steps.pending_tokens import Launched
-
-
-class CausalLM(Protocol):
-    """The interface of a model that the runner uses: this rank's share of the model."""
-
-    @property
-    def first_id(self) -> int:
-        """The first of the token ids whose logits this rank computes."""
-        ...
-
-    @property
-    def num_ids(self) -> int:
-        """How many token ids this rank computes logits of."""
-        ...
-
-    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
-        """Run the model: [tokens] int32 to hidden states, [tokens, hidden_size]."""
-        ...
-
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute logits: [n, hidden_size] to [n, num_ids], into `out` if given."""
-        ...
+from nanoinfer.runner.steps.prefill_inputs import TABLE_STEP, PrefillInputs
 
 
 class Steps:
@@ -87,6 +66,11 @@ class Steps:
         """This rank's KV cache."""
         return self.holdings.kv_cache
 
+    @property
+    def states(self) -> StatePool | None:
+        """This rank's states, if layers have some."""
+        return self.holdings.states if self.kv_cache.layout.states else None
+
     def update(self, message: StepMessage) -> None:
         """Bring the rows up to date, as the message says, before its step runs."""
         self.batch.update(message)
@@ -95,7 +79,7 @@ class Steps:
     def prefill(self, message: PrefillMessage) -> Launched:
         """Run a step of prompts, or of chunks of them."""
         self.kv_cache.copy_pairs(message.copies)
-        prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache)
+        prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.states)
         hidden = self._run_chunks(message.chunks, prompts)
         extras = self.extras(message.num_tokens)
         extras.prompt_logprobs = prompt_logprobs(
@@ -106,6 +90,7 @@ class Steps:
             self.logits_processors.prompt_tokens_at_once(message.chunks),
         )
         self.kv_cache.copy_blocks(prompts.copied_blocks)
+        self.holdings.states.copy(prompts.copied_states)
         if not message.joins:
             return Launched(message.num_rows, self.logits[:0], extras)
         logits = self._logits(hidden[prompts.last_indices])
@@ -119,7 +104,7 @@ class Steps:
     def decode_rows(self, num_rows: int, max_context_len: int, shares: bool = False) -> None:
         """Run one decode step over the first rows, all of it on the device. shares: as for decode_context"""
         batch = self.batch
-        context = batch.decode_context(num_rows, self.kv_cache, max_context_len, shares)
+        context = batch.decode_context(num_rows, self.kv_cache, self.states, max_context_len, shares)
         logits = self._logits(self._run_rows(num_rows, context), self.logits[:num_rows])
         self.draw(logits, context.context_lens)
 

@@ -1,0 +1,53 @@
+"""Chunks: the tokens of a prefill step, cut where the kernels of layers with states cut them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+CHUNK = 64  # tokens: a sequence is cut at multiples of this, from its beginning
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """A step's tokens, packed one sequence after another. What a sequence computes begins at a multiple of CHUNK.
+
+    All are int32 on the device. A slot of -1 stands for none.
+
+    cu_lens: [seqs + 1], where each sequence's tokens begin among the step's, and the last one's end
+    starts: [seqs], the position of a sequence's first token in this step
+    initial: [seqs], the slot of the states before that token; none: they are zeros, or the convolution's first inputs
+    final: [seqs], the slot that gets the states behind a sequence's last token in this step; may be `initial`
+    seqs: [chunks], the sequence whose tokens a chunk holds; a sequence's chunks are neighbours, in order
+    first_tokens: [chunks], the first of the chunk's tokens among the step's
+    snapshots: [chunks], one more slot, that gets the states behind the chunk's last token; the chunk is whole then
+    """
+
+    cu_lens: Tensor
+    starts: Tensor
+    initial: Tensor
+    final: Tensor
+    seqs: Tensor
+    first_tokens: Tensor
+    snapshots: Tensor
+
+
+def cut(spans: Iterable[tuple[int, int, dict[int, int]]]) -> tuple[array[int], array[int], array[int]]:
+    """Cut sequences into chunks; returns Chunks.seqs, first_tokens and snapshots.
+
+    spans: of each sequence: the first position, the end, and snapshots: position -> the slot that gets the states
+        behind the tokens before it
+    """
+    seqs, first_tokens, snapshots = array("i"), array("i"), array("i")
+    token = 0
+    for seq, (start, end, slots) in enumerate(spans):
+        assert start % CHUNK == 0
+        for first in range(start, end, CHUNK):
+            seqs.append(seq)
+            first_tokens.append(token + first - start)
+            snapshots.append(slots.get(first + CHUNK, -1))
+        token += end - start
+    return seqs, first_tokens, snapshots

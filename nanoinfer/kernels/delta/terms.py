@@ -1,0 +1,59 @@
+"""What the gated delta rule takes of each token by itself: queries, keys, values, decays and strengths."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+L2_EPS = tl.constexpr(1e-6)  # within the root
+
+
+def split_heads(qkv: Tensor, key_heads: int, value_heads: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, [tokens, value heads, key dim], and v, [tokens, value heads, value dim], in float32.
+
+    q and k get length 1, and q then key_dim^-0.5. Value head h has key head h // (value heads / key heads).
+
+    qkv: [tokens, channels], whose channels are q | k | v
+    """
+    v = qkv[:, -value_heads * value_dim :].float().unflatten(1, (value_heads, value_dim))
+    qk = qkv[:, : -value_heads * value_dim].float().unflatten(1, (2, key_heads, -1))
+    qk = qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + L2_EPS.value)
+    q, k = qk.repeat_interleave(value_heads // key_heads, dim=2).unbind(1)
+    return q * q.shape[-1] ** -0.5, k, v
+
+
+def gates(a: Tensor, b: Tensor, log_decay: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logarithms of decays, and the strengths of updates, both [tokens, value heads] in float32.
+
+    a, b: [tokens, value heads]; log_decay, dt_bias: [value heads]
+    """
+    return -log_decay.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
+
+
+@triton.jit
+def length_factor(x, axis: tl.constexpr):
+    """Return what gives queries or keys, in float32, length 1."""
+    return tl.rsqrt(tl.sum(x * x, axis=axis) + L2_EPS)
+
+
+@triton.jit
+def gates_of(a, b, log_decay, dt_bias):
+    """`gates` inside a kernel."""
+    x = a.to(tl.float32) + dt_bias.to(tl.float32)
+    e = tl.exp(-tl.abs(x))
+    # log(1 + e) without the error of 1 + e (Kahan): where e is small, decays near 1 multiply over many tokens.
+    grown = 1.0 + e
+    log1p = tl.where(grown == 1.0, e, tl.log(grown) * (e / tl.maximum(grown - 1.0, 1e-10)))
+    softplus = tl.maximum(x, 0.0) + log1p
+    return -tl.exp(log_decay.to(tl.float32)) * softplus, tl.sigmoid(b.to(tl.float32))
+
+
+@triton.jit
+def decay_of(log_decay):
+    """Return exp of a negative number. Near 0, where thousands of them are multiplied, a GPU's exp errs to one side."""
+    x = log_decay
+    series = x * (1.0 + x / 2 * (1.0 + x / 3 * (1.0 + x / 4 * (1.0 + x / 5))))
+    return tl.where(x > -0.1, 1.0 + series, tl.exp(x))

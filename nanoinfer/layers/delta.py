@@ -1,0 +1,159 @@
+"""The gated delta rule (Gated Delta Networks, Yang et al., 2024), as the layers of Qwen3-Next and Qwen3.5 apply it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.attention.cache_layout import State
+from nanoinfer.attention.context import Context
+from nanoinfer.kernels.delta.decode import delta_rows
+from nanoinfer.kernels.delta.gated_norm import gated_norm
+from nanoinfer.kernels.delta.prefill import delta_chunks
+from nanoinfer.layers.convolution import CausalConvolution
+from nanoinfer.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear, stacked, unit_by_unit
+from nanoinfer.layers.norm import Joint, RMSNorm
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.fp8_format import Fp8Format
+from nanoinfer.weights.shards import Fill, Shard
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """The sizes of a layer with the gated delta rule.
+
+    key_heads, value_heads: the former divide the latter; neighbouring value heads share a key head
+    key_dim, value_dim: numbers of a head
+    width: the convolution's; a token sees so many inputs, its own the last
+    by_head: two tensors of the checkpoint hold all projections, key head by key head, as in Qwen3-Next
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    by_head: bool = False
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """What ranks divide, as configs name it."""
+        return {"linear_num_key_heads": self.key_heads}
+
+    @property
+    def values_together(self) -> int:
+        """How many value heads share a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        """The convolution's: the numbers of all queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """How many numbers of a token the projections give and take."""
+        return self.channels + 2 * self.value_heads * (self.value_dim + 1)
+
+    def state(self, ranks: int) -> State:
+        """Return what a layer remembers, on one of so many ranks."""
+        return State(self.channels // ranks, self.width, (self.value_heads // ranks, self.value_dim, self.key_dim))
+
+
+class GatedDeltaMixer(nn.Module):
+    """The layer: each rank has a share of the key heads, and the value heads that use them.
+
+    A convolution and SiLU go over queries, keys and values. The rule turns them into a result for each value head,
+    which a norm with a gate of its own finishes.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        layer: int,
+        sizes: GatedDelta,
+        hidden_size: int,
+        norm_eps: float,
+        tp: TensorParallel,
+        fp8: Fp8Format | None,
+    ) -> None:
+        """prefix: the mixer's module in the checkpoint, with a dot; layer: its number; fp8: as for linear layers"""
+        super().__init__()
+        self.prefix, self.layer, self.sizes = prefix, layer, sizes
+        heads, values = sizes.value_heads // tp.size, sizes.value_heads * sizes.value_dim
+        self.key_heads, self.first_head = sizes.key_heads // tp.size, tp.rank * heads
+        self._wide, self._narrow = [sizes.channels // tp.size, values // tp.size], [heads, heads]
+        wide, narrow = _projections(prefix, sizes)
+        # Checkpoints in FP8 leave out what decides strengths and decays: there it has a matrix of its own.
+        self.in_proj = ColumnParallelLinear(wide + narrow if fp8 is None else wide, hidden_size, tp, fp8=fp8)
+        self.narrow_proj = None if fp8 is None else ColumnParallelLinear(narrow, hidden_size, tp)
+        self.convolution = CausalConvolution(layer, _channels(f"{prefix}conv1d", sizes), sizes.width, tp)
+        self.log_decay, self.dt_bias = (
+            nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False) for _ in range(2)
+        )
+        self.norm = RMSNorm(f"{prefix}norm", sizes.value_dim, norm_eps)
+        self.out_proj = RowParallelLinear(f"{prefix}out_proj", values, hidden_size, tp, fp8=fp8)
+
+    def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
+        """Return the branch's result, and the residual stream; the next joint adds the two."""
+        (qkv, gate, b, a), residual = self._project(x, residual, joint)
+        heads = self._recall(qkv, a, b, context)
+        return self.out_proj(gated_norm(heads, gate, self.norm.weight, self.norm.norm.eps)), residual
+
+    def _project(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Sequence[Tensor], Tensor]:
+        """Return q | k | v, the norm's gate, b and a, each [tokens, this rank's share], and the residual stream."""
+        if self.narrow_proj is None:
+            projected, residual = self.in_proj(x, residual, joint)
+            return projected.split(self._wide + self._narrow, dim=-1), residual
+        joined, residual = joint(x, residual)
+        wide = self.in_proj.project(joined).split(self._wide, dim=-1)
+        return wide + self.narrow_proj.project(joined).split(self._narrow, dim=-1), residual
+
+    def _recall(self, qkv: Tensor, a: Tensor, b: Tensor, context: Context) -> Tensor:
+        """Let the states take in a step's tokens; returns what they answer, [tokens, value heads, value_dim]."""
+        states = context.states
+        assert states is not None
+        inputs, matrices = states.layers[self.layer]
+        assert matrices is not None
+        if states.chunks is not None:
+            qkv = self.convolution(qkv, context, silu=True)
+            return delta_chunks(qkv, a, b, self.log_decay, self.dt_bias, matrices, states.chunks, self.key_heads)
+        return delta_rows(
+            qkv,
+            a,
+            b,
+            self.convolution.weight,
+            self.log_decay,
+            self.dt_bias,
+            inputs,
+            matrices,
+            states.slots,
+            context.positions,
+            self.key_heads,
+        )
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards of what decides how fast heads forget. Random weights forget as slowly as a new model's."""
+        fills: dict[str, tuple[Tensor, Fill]] = {"A_log": (self.log_decay, "zeros"), "dt_bias": (self.dt_bias, "ones")}
+        for name, (values, fill) in fills.items():
+            yield Shard(f"{self.prefix}{name}", values, (self.sizes.value_heads,), self.first_head, random=fill)
+
+
+def _projections(prefix: str, sizes: GatedDelta) -> tuple[list[Projection], list[Projection]]:
+    """Return where a checkpoint has queries, keys, values and gates, and where strengths and decays."""
+    heads, key, few = sizes.key_heads, sizes.key_dim, sizes.values_together
+    value = few * sizes.value_dim
+    if sizes.by_head:
+        wide = unit_by_unit(f"{prefix}in_proj_qkvz", heads, (key, key, value, value))
+        return wide, unit_by_unit(f"{prefix}in_proj_ba", heads, (few, few))
+    wide = _channels(f"{prefix}in_proj_qkv", sizes) + stacked(f"{prefix}in_proj_z", (heads, value))
+    return wide, stacked(f"{prefix}in_proj_b", (heads, few)) + stacked(f"{prefix}in_proj_a", (heads, few))
+
+
+def _channels(name: str, sizes: GatedDelta) -> list[Projection]:
+    """Return where a tensor has the rows of all queries, keys and values."""
+    heads, key = sizes.key_heads, sizes.key_dim
+    return stacked(name, (heads, key), (heads, key), (heads, sizes.values_together * sizes.value_dim))

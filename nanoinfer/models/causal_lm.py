@@ -1,0 +1,63 @@
+"""CausalLM: what the runner uses of a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.attention import AttentionBackend
+from nanoinfer.attention.context import Context
+from nanoinfer.models.description import Description
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+
+
+class CausalLM(nn.Module, ABC):
+    """One rank's share of a model. Its weights are those of its modules that have shards (weights/shards.py)."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        model: Description,
+        max_model_len: int,
+        backend: AttentionBackend,
+        tp: TensorParallel,
+        head_dtype: torch.dtype,
+    ) -> None:
+        """head_dtype: the logits', and that of the matrix that computes them."""
+        super().__init__()
+
+    @property
+    @abstractmethod
+    def first_id(self) -> int:
+        """The first of this rank's token ids, whose logits it computes."""
+
+    @property
+    @abstractmethod
+    def num_ids(self) -> int:
+        """How many token ids this rank has."""
+
+    @abstractmethod
+    def forward(self, token_ids: Tensor, context: Context) -> Tensor:
+        """Compute hidden states, [tokens, hidden_size], from token ids, [tokens] int32."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Compute logits, [rows, this rank's token ids], from [rows, hidden_size], into `out` if given."""
+
+    @abstractmethod
+    def one_of_each(self) -> AbstractContextManager[None]:
+        """Let a forward pass run one layer of each kind: it launches every kernel, and its result means nothing."""
+
+    @abstractmethod
+    def fix_order(self, sizes: list[int], tokens: int) -> None:
+        """Let a GPU's products add up in the order of the inputs; raises ValueError if they cannot.
+
+        sizes: the rows of decode steps whose bits are compared; tokens: those of a full step, which are compared too
+        """
+
+    @abstractmethod
+    def fix_parts(self) -> None:
+        """Let the CPU multiply by parts of the matrices, whose shapes do not depend on the number of ranks."""

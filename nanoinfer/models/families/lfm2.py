@@ -1,0 +1,55 @@
+"""LFM2 (Liquid AI, 2025): some layers attend, with norms of each query and key head; the others convolve."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanoinfer.layers.short_convolution import ShortConvolution
+from nanoinfer.models.description import Description, Names
+from nanoinfer.models.reading import describe_common, read_mixers, read_width
+from nanoinfer.models.rope import read_rope
+from nanoinfer.models.settings import head_dim_of, positive, size_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NAMES = Names(
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    last_norm="model.embedding_norm",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    o="self_attn.out_proj",
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+)
+
+
+def describe(config: PretrainedConfig) -> Description:
+    """Describe an LFM2 model: layer_types says "conv" for layers that convolve."""
+    convolution = ShortConvolution(config.hidden_size, read_width(config, "conv_L_cache"), bool(config.conv_bias))
+    mixers = read_mixers(config, "conv", convolution)
+    rope = read_rope(config, head_dim_of(config))
+    return describe_common(
+        config,
+        activation_field=None,
+        eps_field="norm_eps",
+        names=NAMES,
+        intermediate_size=_read_intermediate_size(config),
+        mixers=mixers,
+        ropes=tuple(rope if mixer is None else None for mixer in mixers),
+        qk_norm="head",
+    )
+
+
+def _read_intermediate_size(config: PretrainedConfig) -> int:
+    """Return the MLP's size: intermediate_size, or if the config adjusts it, two thirds, scaled and rounded up."""
+    size: int = config.intermediate_size
+    if not config.block_auto_adjust_ff_dim:
+        return size
+    size = 2 * size // 3
+    if config.block_ffn_dim_multiplier is not None:
+        unit = size_of(config, "block_multiple_of")
+        size = int(positive("block_ffn_dim_multiplier", config.block_ffn_dim_multiplier) * size)
+        size = -(-size // unit) * unit
+    return size

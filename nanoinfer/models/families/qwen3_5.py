@@ -1,0 +1,73 @@
+"""Qwen3-Next and Qwen3.5 (Qwen Team, 2025 and 2026): most layers have the gated delta rule, the others attend.
+
+Attention has an output gate and norms of each query and key head, and rotates a share of a head. Norms are stored less
+one, but for those of the delta rule.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.layers.delta import GatedDelta
+from nanoinfer.models.description import Description
+from nanoinfer.models.experts import read_experts, sparse_layers
+from nanoinfer.models.reading import describe_common, read_mixers, read_width
+from nanoinfer.models.rope import read_rope, read_rotary_dim
+from nanoinfer.models.settings import refuse, size_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def describe(config: PretrainedConfig) -> Description:
+    """Describe a dense Qwen3.5 model."""
+    return _describe(config)
+
+
+def describe_moe(config: PretrainedConfig) -> Description:
+    """Describe a Qwen3.5 model of experts: all layers have them, and a token's weights add up to 1."""
+    layers, shared = (True,) * config.num_hidden_layers, size_of(config, "shared_expert_intermediate_size")
+    return _describe(
+        config, experts=read_experts(config, layers, "moe_intermediate_size", normalised=True, shared_size=shared)
+    )
+
+
+def describe_next(config: PretrainedConfig) -> Description:
+    """Describe a Qwen3-Next model: its checkpoints hold the delta rule's projections head by head, in two tensors."""
+    shared = size_of(config, "shared_expert_intermediate_size")
+    experts = read_experts(config, sparse_layers(config), "moe_intermediate_size", shared_size=shared)
+    return _describe(config, by_head=True, experts=experts)
+
+
+def _describe(config: PretrainedConfig, by_head: bool = False, **own: Any) -> Description:
+    refuse(config, hidden_act="silu", attn_output_gate=True)
+    mixers = read_mixers(config, "linear_attention", _read_delta(config, by_head))
+    rope = read_rope(config, read_rotary_dim(config))
+    return describe_common(
+        config,
+        mixers=mixers,
+        ropes=tuple(rope if mixer is None else None for mixer in mixers),
+        norm_plus_one=True,
+        qk_norm="head",
+        output_gate=True,
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        **own,
+    )
+
+
+def _read_delta(config: PretrainedConfig, by_head: bool) -> GatedDelta:
+    delta = GatedDelta(
+        key_heads=size_of(config, "linear_num_key_heads"),
+        value_heads=size_of(config, "linear_num_value_heads"),
+        key_dim=size_of(config, "linear_key_head_dim"),
+        value_dim=size_of(config, "linear_value_head_dim"),
+        width=read_width(config, "linear_conv_kernel_dim"),
+        by_head=by_head,
+    )
+    if delta.value_heads % delta.key_heads:
+        raise ValueError(
+            f"model: linear_num_key_heads={delta.key_heads} in its config: must be a divisor of"
+            f" linear_num_value_heads={delta.value_heads}"
+        )
+    return delta

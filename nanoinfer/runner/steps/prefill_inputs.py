@@ -1,0 +1,155 @@
+"""PrefillInputs: a prefill step's tokens on the device, and what its layers need to know of them."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import islice
+
+from nanoinfer.attention.context import Context, GroupContext, PackedQueries, StateContext
+from nanoinfer.kernels.attention.prefill_plan import DividedPrefill, divide
+from nanoinfer.kernels.delta.chunks import Chunks, cut
+from nanoinfer.runner.memory.kv_cache import KVCache
+from nanoinfer.runner.memory.state_pool import StatePool
+from nanoinfer.runner.message import ChunkMessage, ChunkStates, JoinMessage
+from nanoinfer.runner.transfer import upload, upload_all
+
+TABLE_STEP = 16  # a table has a multiple of so many columns: for other strides, Triton would compile anew
+
+
+class PrefillInputs:
+    """A prefill step's tokens on the device, packed one sequence after another.
+
+    token_ids: [tokens] int32
+    context: the tokens' positions, slots and block tables, for the layers
+    last_indices: [joins] int64, where the last token of each complete prompt stands in token_ids
+    sample_positions: [joins] int32, the positions of the tokens to be sampled
+    join_tables: for each group of layers, [joins, columns] int32, in pages
+    slots: [joins] int32, for states
+    temperatures: [joins] float32; seeds: [joins] int64
+    copied_blocks, copied_states: [2, copies] int64, the blocks or slots to copy, and their copies
+    """
+
+    def __init__(
+        self,
+        chunks: list[ChunkMessage],
+        joins: list[JoinMessage],
+        kv_cache: KVCache,
+        states: StatePool | None = None,
+    ) -> None:
+        """states: given if layers have some."""
+        query_lens = [len(chunk.token_ids) for chunk in chunks]
+        context_lens = [chunk.start + count for chunk, count in zip(chunks, query_lens, strict=True)]
+        arrays = [*_pack_chunks(chunks), array("i", context_lens), *_pack_joins(chunks, joins)]
+        widths = []
+        for index, (group, step) in enumerate(zip(kv_cache.layout.groups, kv_cache.steps, strict=True)):
+            widths.append(TABLE_STEP * -(-max(len(chunk.block_tables[index]) for chunk in chunks) // TABLE_STEP))
+            arrays += _pack_group(chunks, joins, index, group.block_size, step, widths[-1])
+        if states is not None:
+            arrays += _pack_states(chunks)
+        division = divide(query_lens, context_lens)
+        if division is not None:
+            arrays += [division.rows, division.cu_query_lens, division.context_lens]
+        on_device = iter(upload_all(arrays, kv_cache.device))
+        self.token_ids, positions, cu_queries, cu_contexts, lens = islice(on_device, 5)
+        sampled, copies, self.slots, copied_states = islice(on_device, 4)
+        groups, self.join_tables = [], []
+        for width in widths:
+            slots, tables, join_tables = islice(on_device, 3)
+            groups.append(GroupContext(slots, tables.view(-1, width)))
+            self.join_tables.append(join_tables.view(-1, width))
+        state_context = None
+        if states is not None:
+            starts, initial, final, *cuts = islice(on_device, 6)
+            state_context = StateContext(states.layers, final, Chunks(cu_queries, starts, initial, final, *cuts))
+        divided = None
+        if division is not None:
+            rows, *piece_lens = on_device
+            divided = DividedPrefill(division.stretches, division.max_query_len, *piece_lens)
+            for group_context in groups:
+                group_context.divided_tables = group_context.block_tables[rows]
+        are_long = [chunk.is_long for chunk in chunks]
+        packed = PackedQueries(query_lens, context_lens, cu_queries, cu_contexts, are_long, divided)
+        self.context = Context(kv_cache.layers, groups, positions, lens, max(context_lens), packed, state_context)
+        self.last_indices = cu_queries[1:][sampled].long() - 1
+        self.sample_positions = lens[sampled]
+        self.copied_blocks, self.copied_states = (pairs.view(-1, 2).T.long() for pairs in (copies, copied_states))
+        self.temperatures = upload(array("f", [join.temperature for join in joins]), kv_cache.device)
+        self.seeds = upload(array("q", [join.seed for join in joins]), kv_cache.device)
+
+
+def _pack_chunks(chunks: list[ChunkMessage]) -> list[array[int]]:
+    """Return the chunks' tokens and positions, and the sums of two lengths.
+
+    The sums say where each chunk's queries begin and the last one's end, and the same of contexts laid end to end.
+    """
+    tokens, positions = array("i"), array("i")
+    cu_queries, cu_contexts = array("i", [0]), array("i", [0])
+    for chunk in chunks:
+        end = chunk.start + len(chunk.token_ids)
+        tokens.extend(chunk.token_ids)
+        positions.extend(range(chunk.start, end))
+        cu_queries.append(len(tokens))
+        cu_contexts.append(cu_contexts[-1] + end)
+    return [tokens, positions, cu_queries, cu_contexts]
+
+
+def _pack_joins(chunks: list[ChunkMessage], joins: list[JoinMessage]) -> list[array[int]]:
+    """Return the numbers of the chunks that the joins end, the blocks to copy, the joins' slots, and those to copy."""
+    sampled, copies, slots, copied_states = array("i"), array("i"), array("i"), array("i")
+    for join in joins:
+        sampled.append(join.chunk)
+        slots.append(join.slot)
+        for pair in join.copied_blocks:
+            copies.extend(pair)
+        states = chunks[join.chunk].states
+        if states is not None and join.slot != states.slot:
+            copied_states.extend((states.slot, join.slot))
+    return [sampled, copies, slots, copied_states]
+
+
+def _pack_states(chunks: list[ChunkMessage]) -> list[array[int]]:
+    """Return the starts, sources and own slots of the chunks, and how kernels cut these (see Chunks)."""
+    states = [chunk.states or ChunkStates(-1, -1) for chunk in chunks]
+    spans = [
+        (chunk.start, chunk.start + len(chunk.token_ids), planned.snapshots)
+        for chunk, planned in zip(chunks, states, strict=True)
+    ]
+    return [
+        array("i", [chunk.start for chunk in chunks]),
+        array("i", [planned.source for planned in states]),
+        array("i", [planned.slot for planned in states]),
+        *cut(spans),
+    ]
+
+
+def _pack_group(
+    chunks: list[ChunkMessage], joins: list[JoinMessage], index: int, block_size: int, step: int, width: int
+) -> list[array[int]]:
+    """Return the slots of the chunks' tokens, the chunks' block tables and those of the joins, for one group of layers.
+
+    index: the group's; step: pages from one block to the next; width: columns of a table
+    """
+    slots, tables, join_tables = array("i"), array("i"), array("i")
+    for chunk in chunks:
+        pages = _pages(chunk.block_tables[index], step)
+        slots.extend(_slots(pages, chunk.start, chunk.start + len(chunk.token_ids), block_size))
+        tables.extend(pages + [0] * (width - len(pages)))
+    for join in joins:
+        pages = _pages(join.block_tables[index], step)
+        join_tables.extend(pages + [0] * (width - len(pages)))
+    return [slots, tables, join_tables]
+
+
+def _pages(block_table: list[int], step: int) -> list[int]:
+    return block_table if step == 1 else [block * step for block in block_table]
+
+
+def _slots(pages: list[int], start: int, end: int, block_size: int) -> array[int]:
+    """Return the cache slots of tokens `start` to `end`."""
+    slots = array("i")
+    while start < end:
+        page, offset = pages[start // block_size], start % block_size
+        count = min(block_size - offset, end - start)
+        slots.extend(range(page * block_size + offset, page * block_size + offset + count))
+        start += count
+    return slots

@@ -1,0 +1,29 @@
+"""Cases of models some of whose layers remember a state of fixed size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cases.case import YARN, Case
+from cases.sparse import EXPERTS
+
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32}
+DELTA_MOE = {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 40}
+KINDS = {"layer_types": ["conv", "full_attention"] * 2}
+
+CASES = {
+    "qwen3.5 yarn, biases": Case(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        {**DELTA, "attention_bias": True, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3.5": Case("Qwen3_5ForCausalLM", "qwen3_5_text", DELTA),
+    "qwen3.5moe": Case("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", DELTA_MOE),
+    "qwen3next": Case("Qwen3NextForCausalLM", "qwen3_next", {**DELTA_MOE, "mlp_only_layers": [1]}),
+    "lfm2": Case("Lfm2ForCausalLM", "lfm2", KINDS),
+    "lfm2 biases, another width": Case(
+        "Lfm2ForCausalLM", "lfm2", {**KINDS, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}
+    ),
+}
+
+STATES = {name: replace(case, keeps_states=True) for name, case in CASES.items()}

@@ -1,0 +1,472 @@
+"""The gated delta rule, its convolution and its norm: against transformers, and against one step after another."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE, HAS_CUDA, of_each_kind
+from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
+
+from nanoinfer.kernels.delta.chunks import CHUNK, Chunks, cut
+from nanoinfer.kernels.delta.convolution import (
+    convolve_chunks_reference,
+    convolve_chunks_triton,
+    convolve_rows_reference,
+    convolve_rows_triton,
+)
+from nanoinfer.kernels.delta.decode import delta_rows_reference, delta_rows_triton
+from nanoinfer.kernels.delta.gated_norm import gated_norm_reference, gated_norm_triton
+from nanoinfer.kernels.delta.inverse import invert_reference
+from nanoinfer.kernels.delta.prefill import delta_chunks_reference, delta_chunks_triton
+from nanoinfer.kernels.launch import launch_in_between
+
+SHORT = torch.bfloat16 if HAS_CUDA else torch.float16  # the interpreter's products of bfloat16 are wrong
+DTYPES = [torch.float32, SHORT]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+STALE = 1e4  # what slots have of an earlier owner: whoever reads it shows
+
+
+class Layer:
+    """Random parameters and slots of a layer: key heads, value heads, key dim and value dim as the shape has them.
+
+    bias: the range of dt_bias; far below 0, states are kept, far above, they are forgotten at once
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        slots: int = 8,
+        dtype: torch.dtype = torch.float32,
+        bias: tuple[float, float] = (-6, 1),
+        width: int = 4,
+    ) -> None:
+        self.key_heads, self.value_heads, self.key_dim, self.value_dim = shape
+        self.channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        self.weight = (torch.randn(self.channels, width) / 2).to(dtype)
+        self.log_decay = torch.empty(self.value_heads).uniform_(0.01, 16).log()
+        self.dt_bias = torch.empty(self.value_heads).uniform_(*bias)
+        self.inputs = torch.full((slots, width, self.channels), STALE, dtype=dtype)
+        self.matrices = torch.full((slots, self.value_heads, self.value_dim, self.key_dim), STALE)
+
+    def draw(self, tokens: int, strengths: float = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Return qkv, a and b of some tokens, each some columns of one projection; strengths: the mean of b."""
+        sizes = (self.channels, self.value_heads, self.value_heads)
+        projected = torch.randn(tokens, sum(sizes))
+        projected[:, -self.value_heads :] += strengths
+        qkv, a, b = projected.to(self.weight.dtype).split(sizes, dim=1)
+        return qkv, a, b
+
+    def fill(self, *slots: int) -> None:
+        """Let sequences have been in some slots."""
+        for slot in slots:
+            self.inputs[slot] = torch.randn_like(self.inputs[slot])
+            self.matrices[slot] = torch.randn_like(self.matrices[slot]) / 4
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, [tokens, key heads, key dim], and v, [tokens, value heads, value dim]."""
+        dims = (self.key_dim, self.key_dim, self.value_dim)
+        heads = (self.key_heads, self.key_heads, self.value_heads)
+        parts = qkv.split([head * dim for head, dim in zip(heads, dims, strict=True)], dim=1)
+        q, k, v = (part.unflatten(1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
+        return q, k, v
+
+    def log_gates(self, a: Tensor) -> Tensor:
+        return -self.log_decay.exp() * F.softplus(a.float() + self.dt_bias)
+
+    def convolve(self, function: Callable[..., Tensor], x: Tensor, *where: object) -> Tensor:
+        return function(x, self.weight, self.inputs, *where)
+
+    def chunks(self, function: Callable[..., Tensor], qkv: Tensor, a: Tensor, b: Tensor, chunks: Chunks) -> Tensor:
+        return function(qkv, a, b, self.log_decay, self.dt_bias, self.matrices, chunks, self.key_heads)
+
+    def rows(self, function: Callable[..., Tensor], qkv: Tensor, a: Tensor, b: Tensor, *where: Tensor) -> Tensor:
+        parameters = (self.weight, self.log_decay, self.dt_bias)
+        return function(qkv, a, b, *parameters, self.inputs, self.matrices, *where, self.key_heads)
+
+    def copy(self, device: str = "cpu") -> Layer:
+        """Return a layer of the same numbers, and slots of its own."""
+        layer = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(layer, name, value.to(device, copy=True))
+        return layer
+
+
+def chunks_of(
+    *spans: tuple[int, int],
+    initial: list[int],
+    final: list[int],
+    snapshots: dict[int, int] | None = None,
+    device: str = "cpu",
+) -> Chunks:
+    """Return the Chunks of spans (first position, end); snapshots: of the first span, position -> slot."""
+    cuts = cut((start, end, (snapshots or {}) if seq == 0 else {}) for seq, (start, end) in enumerate(spans))
+    lengths = torch.tensor([0, *(end - start for start, end in spans)])
+    starts = [start for start, _ in spans]
+    tensors = [lengths.cumsum(0), starts, initial, final, *(list(part) for part in cuts)]
+    return Chunks(*(torch.as_tensor(x, dtype=torch.int32, device=device) for x in tensors))
+
+
+def ints(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def recur(layer: Layer, qkv: Tensor, a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The rule as it is defined, in float64 and one token after another, for qkv that is convolved already.
+
+    Returns the results, [tokens, value heads, value dim], and the state behind the last token.
+    """
+    q, k, v = layer.split(qkv.double())
+    q, k = (oracle.l2norm(x).repeat_interleave(layer.value_heads // layer.key_heads, dim=1) for x in (q, k))
+    decays = torch.exp(-layer.log_decay.double().exp() * F.softplus(a.double() + layer.dt_bias))[..., None, None]
+    strengths = b.double().sigmoid()[..., None]
+    state = v.new_zeros(v.shape[1:] + k.shape[2:]) if state is None else state.double()
+    outs = []
+    for t in range(len(qkv)):
+        state = state * decays[t]
+        update = strengths[t] * (v[t] - (state * k[t].unsqueeze(1)).sum(dim=2))
+        state = state + update.unsqueeze(2) * k[t].unsqueeze(1)
+        outs.append((state * q[t].unsqueeze(1)).sum(dim=2) * layer.key_dim**-0.5)
+    return torch.stack(outs), state
+
+
+def convolved(x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    """transformers' convolution of one sequence from its beginning, [tokens, channels]."""
+    return oracle.causal_conv1d_fn(x.T[None], weight, activation="silu" if silu else None)[0].T
+
+
+def assert_near(out: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Check the relative error of a whole tensor."""
+    error = (out.cpu().double() - expected.double()).norm() / expected.double().norm()
+    assert error < TOLERANCE[dtype], error
+
+
+REAL = (16, 32, 128, 128)  # Qwen3.5-9B's
+SHAPES = [(1, 1, 16, 16), (2, 4, 8, 16), (1, 3, 12, 24)]
+SPANS = ((0, 64), (64, 214), (128, 129), (0, 3))
+SLOTS = {"initial": [-1, 3, 4, -1], "final": [0, 3, -1, 6], "snapshots": {64: 2}}
+
+
+@pytest.mark.parametrize(("width", "silu"), [(4, True), (3, False)])
+def test_a_convolution_is_transformers_in_chunks_and_in_rows(width: int, silu: bool) -> None:
+    layer = Layer((2, 4, 8, 8), width=width)
+    x = layer.draw(200)[0]
+    first = chunks_of((0, 128), initial=[-1], final=[3])
+    behind = chunks_of((128, 195), initial=[3], final=[3])
+    ys = [
+        layer.convolve(convolve_chunks_reference, x[:128], first, silu),
+        layer.convolve(convolve_chunks_reference, x[128:195], behind, silu),
+        *(layer.convolve(convolve_rows_reference, x[[t]], ints(3), ints(t), silu) for t in range(195, 200)),
+    ]
+    torch.testing.assert_close(torch.cat(ys), convolved(x, layer.weight, silu))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 63, 64, 65])
+def test_what_lies_before_a_sequence_counts_as_zero(length: int) -> None:
+    layer = Layer((1, 1, 8, 8))
+    x = layer.draw(length + 4)[0]
+    expected = convolved(x, layer.weight, False)
+    chunks = chunks_of((0, length), initial=[-1], final=[0])
+    ys = [
+        layer.convolve(convolve_chunks_reference, x[:length], chunks, False),
+        *(layer.convolve(convolve_rows_reference, x[[t]], ints(0), ints(t), False) for t in range(length, length + 4)),
+    ]
+    torch.testing.assert_close(torch.cat(ys), expected)
+    ys = [layer.convolve(convolve_rows_reference, x[[t]], ints(5), ints(t), False) for t in range(5)]
+    torch.testing.assert_close(torch.cat(ys), expected[:5])  # the slot has an earlier owner's inputs
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_rule_in_chunks_is_the_rule_step_by_step(shape: tuple[int, int, int, int]) -> None:
+    layer = Layer(shape)
+    layer.fill(3, 4)
+    before = layer.matrices.clone()
+    qkv, a, b = layer.draw(64 + 150 + 1 + 3)
+    out = layer.chunks(delta_chunks_reference, qkv, a, b, chunks_of(*SPANS, **SLOTS))
+    ends = [0, 64, 214, 215, 218]
+    for i, j, initial, final in zip(ends[:-1], ends[1:], SLOTS["initial"], SLOTS["final"], strict=True):
+        expected, state = recur(layer, qkv[i:j], a[i:j], b[i:j], before[initial] if initial >= 0 else None)
+        torch.testing.assert_close(out[i:j].double(), expected, rtol=1e-4, atol=1e-5)
+        if final >= 0:
+            torch.testing.assert_close(layer.matrices[final].double(), state, rtol=1e-4, atol=1e-5)
+    assert layer.matrices[2].equal(layer.matrices[0])  # the snapshot
+    assert layer.matrices[[1, 4, 5, 7]].equal(before[[1, 4, 5, 7]])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_rule_is_transformers(shape: tuple[int, int, int, int]) -> None:
+    layer = Layer(shape)
+    x, a, b = layer.draw(140)
+    qkv = convolved(x, layer.weight, True)
+    expected, state = oracle.torch_chunk_gated_delta_rule(
+        *(part[None] for part in layer.split(qkv)),
+        g=layer.log_gates(a)[None],
+        beta=b[None].sigmoid(),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    chunks = chunks_of((0, 128), initial=[-1], final=[1])
+    layer.convolve(convolve_chunks_reference, x[:128], chunks, True)
+    outs = [layer.chunks(delta_chunks_reference, qkv[:128], a[:128], b[:128], chunks)]
+    for t in range(128, 140):  # beside an empty row
+        rows = [torch.stack([y[t], torch.full_like(y[t], STALE)]) for y in (x, a, b)]
+        outs.append(layer.rows(delta_rows_reference, *rows, ints(1, -1), ints(t, -1))[:1])
+    torch.testing.assert_close(torch.cat(outs), expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.matrices[1], state[0].mT, rtol=1e-4, atol=1e-5)
+    assert (layer.matrices[[0, *range(2, 8)]] == STALE).all()
+    assert (layer.inputs[[0, *range(2, 8)]] == STALE).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gated_norm_is_transformers(dtype: torch.dtype) -> None:
+    norm = oracle.Qwen3_5RMSNormGated(24, eps=1e-6).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    x, gate = torch.randn(5, 3, 24).to(dtype), torch.randn(5, 88).to(dtype)[:, 16:]
+    expected = norm(x, gate.unflatten(1, (3, 24))).flatten(1)
+    torch.testing.assert_close(gated_norm_reference(x, gate, norm.weight, 1e-6), expected)
+    if dtype in DTYPES:
+        out = gated_norm_triton(x.to(DEVICE), gate.to(DEVICE), norm.weight.to(DEVICE), 1e-6)
+        torch.testing.assert_close(out.cpu(), expected)
+
+
+@pytest.mark.parametrize("keys", ["random", "alike"])
+def test_an_inverse(keys: str) -> None:
+    k = torch.randn(5, CHUNK, 32) + (10 if keys == "alike" else 0)
+    k = F.normalize(k, dim=-1)
+    below = (k @ k.mT).tril(-1)
+    exact = torch.linalg.inv(torch.eye(CHUNK) + below.double())
+    torch.testing.assert_close(invert_reference(below).double(), exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "silu"), [(4, True), (3, False)])
+def test_kernels_convolve(width: int, silu: bool, dtype: torch.dtype) -> None:
+    layer = Layer((1, 2, 12, 8), dtype=dtype, width=width)
+    layer.fill(3, 4, 5)
+    x = layer.draw(218)[0]
+    ours = layer.copy(DEVICE)
+    expected = layer.convolve(convolve_chunks_reference, x, chunks_of(*SPANS, **SLOTS), silu)
+    out = ours.convolve(convolve_chunks_triton, x.to(DEVICE), chunks_of(*SPANS, **SLOTS, device=DEVICE), silu)
+    assert_near(out, expected, dtype)
+    assert ours.inputs.cpu().equal(layer.inputs)
+    where = ints(3, -1, 4, 5), ints(77, -1, 128, 2)
+    expected = layer.convolve(convolve_rows_reference, x[:4], *where, silu)
+    launch_in_between(ours.inputs.device)
+    out = ours.convolve(convolve_rows_triton, *(y.to(DEVICE) for y in (x[:4], *where)), silu)
+    assert_near(out[[0, 2, 3]], expected[[0, 2, 3]], dtype)
+    assert ours.inputs.cpu().equal(layer.inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 2))
+def test_the_kernels_of_chunks(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    layer = Layer(shape, dtype=dtype)
+    layer.fill(3, 4)
+    ours = layer.copy(DEVICE)
+    qkv, a, b = layer.draw(218)
+    expected = layer.chunks(delta_chunks_reference, qkv, a, b, chunks_of(*SPANS, **SLOTS))
+    moved = [x.to(DEVICE) for x in (qkv, a, b)]
+    out = ours.chunks(delta_chunks_triton, *moved, chunks_of(*SPANS, **SLOTS, device=DEVICE))
+    assert_near(out, expected, dtype)
+    for slot in (0, 2, 3, 6):
+        assert_near(ours.matrices[slot], layer.matrices[slot], dtype)
+    assert ours.matrices[[1, 4, 5, 7]].cpu().equal(layer.matrices[[1, 4, 5, 7]])
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 8, 16), pytest.param(REAL, marks=pytest.mark.gpu)])
+def test_a_sequence_in_steps_and_company_has_the_same_bits(shape: tuple[int, int, int, int]) -> None:
+    layer = Layer(shape, dtype=SHORT).copy(DEVICE)
+    x, a, b = (y.to(DEVICE) for y in layer.copy().draw(300))
+
+    def compute(*parts: slice, **where: Any) -> Tensor:
+        """The results of spans of the tokens, of which the first one counts."""
+        chunks = chunks_of(*((part.start, part.stop) for part in parts), **where, device=DEVICE)
+        xs, decays, strengths = (torch.cat([y[part] for part in parts]) for y in (x, a, b))
+        qkv = layer.convolve(convolve_chunks_triton, xs, chunks, True)
+        return layer.chunks(delta_chunks_triton, qkv, decays, strengths, chunks)[: parts[0].stop - parts[0].start]
+
+    alone = compute(slice(0, 300), initial=[-1], final=[0])
+    company = [slice(0, 70)] * 5  # with so many, programs are others on a GPU
+    first = compute(slice(0, 128), *company, initial=[-1] * 6, final=[1, 2, 3, 4, 5, 6])
+    second = compute(slice(128, 300), slice(64, 99), initial=[1, 2], final=[1, -1])
+    assert torch.cat([first, second]).equal(alone)
+    assert layer.matrices[1].equal(layer.matrices[0])
+    assert layer.inputs[1].equal(layer.inputs[0])
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 8, 16), pytest.param(REAL, marks=pytest.mark.gpu)])
+def test_a_row_in_company_has_the_same_bits(shape: tuple[int, int, int, int]) -> None:
+    layer = Layer(shape, dtype=SHORT)
+    layer.fill(*range(8))
+    alone, together = layer.copy(DEVICE), layer.copy(DEVICE)
+    rows = [x.to(DEVICE) for x in layer.draw(8)]
+    slots, positions = (torch.arange(8, dtype=torch.int32, device=DEVICE) + least for least in (0, 70))
+    launch_in_between(slots.device)
+    out = together.rows(delta_rows_triton, *rows, slots, positions)
+    launch_in_between(slots.device)
+    assert alone.rows(delta_rows_triton, *(x[3:4] for x in (*rows, slots, positions))).equal(out[3:4])
+    assert alone.matrices[3].equal(together.matrices[3])
+
+
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 2))
+def test_the_kernel_of_rows(shape: tuple[int, int, int, int], states: torch.dtype) -> None:
+    layer = Layer(shape)
+    layer.fill(3, 4, 5)
+    layer.matrices = layer.matrices.to(states)
+    ours = layer.copy(DEVICE)
+    rows, where = layer.draw(4), (ints(3, -1, 4, 5), ints(77, -1, 128, 2))
+    expected = layer.rows(delta_rows_reference, *rows, *where)
+    launch_in_between(ours.inputs.device)
+    out = ours.rows(delta_rows_triton, *(x.to(DEVICE) for x in (*rows, *where)))
+    assert out.isfinite().all()
+    assert_near(out[[0, 2, 3]], expected[[0, 2, 3]])
+    torch.testing.assert_close(
+        ours.matrices.cpu(), layer.matrices, rtol=1e-2 if states == torch.bfloat16 else 1e-4, atol=1e-5
+    )
+    assert ours.inputs.cpu().equal(layer.inputs)
+
+
+@pytest.mark.parametrize(("bias", "strengths"), [((-25, -15), 0), ((8, 9), 0), ((-6, 1), 15), ((-6, 1), -15)])
+def test_gates_near_0_and_1(bias: tuple[float, float], strengths: float) -> None:
+    layer = Layer((1, 1, 16, 16), bias=bias)
+    qkv, a, b = layer.draw(128, strengths)
+    expected, state = recur(layer, qkv, a, b)
+    for device, function in (("cpu", delta_chunks_reference), (DEVICE, delta_chunks_triton)):
+        ours = layer.copy(device)
+        chunks = chunks_of((0, 128), initial=[-1], final=[1], device=device)
+        out = ours.chunks(function, *(x.to(device) for x in (qkv, a, b)), chunks)
+        assert_near(out, expected)
+        assert_near(ours.matrices[1], state)
+
+
+REFERENCES = (convolve_chunks_reference, delta_chunks_reference, delta_rows_reference)
+KERNELS = (convolve_chunks_triton, delta_chunks_triton, delta_rows_triton)
+
+
+@pytest.mark.parametrize(("functions", "device"), [(REFERENCES, "cpu"), (KERNELS, DEVICE)], ids=["torch", "kernels"])
+def test_what_is_not_finite_stays_in_its_sequence(functions: tuple[Callable[..., Tensor], ...], device: str) -> None:
+    """And what a slot has of an earlier owner stays there."""
+    convolve, in_chunks, in_rows = functions
+    layer = Layer((1, 2, 8, 16)).copy(device)
+    layer.inputs[:], layer.matrices[:] = torch.nan, torch.nan
+    x, a, b = (y.to(device) for y in layer.copy().draw(100))
+    x[:40] = torch.nan
+    chunks = chunks_of((0, 40), (0, 59), (0, 1), initial=[-1] * 3, final=[0, 1, 2], device=device)
+    qkv = layer.convolve(convolve, x, chunks, True)
+    out = layer.chunks(in_chunks, qkv, a, b, chunks)
+    assert out[40:].isfinite().all()
+    assert layer.matrices[1:3].isfinite().all()
+    launch_in_between(x.device)
+    where = ints(0, 1, -1, 2).to(device), ints(40, 59, -1, 1).to(device)
+    rows = layer.rows(in_rows, x[50:54], a[50:54], b[50:54], *where)
+    assert rows[1:].isfinite().all()
+    assert layer.matrices[1:3].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 7, 64, 512])
+def test_rows_of_real_sizes(rows: int, dtype: torch.dtype) -> None:
+    with torch.device(DEVICE):
+        layer = Layer(REAL, rows, dtype)
+        layer.fill(*range(rows))
+        qkv, a, b = layer.draw(rows)
+        slots = torch.randperm(rows, dtype=torch.int32)
+        positions = torch.randint(4, 9999, (rows,), dtype=torch.int32)
+    if rows > 1:
+        slots[rows // 2] = -1
+    layers = [layer, *(layer.copy(DEVICE) for _ in range(2))]
+    tried = sorted({0, rows // 3, rows - 1})
+    before = layer.matrices[slots[tried].long()].double()
+    out = layers[0].rows(delta_rows_triton, qkv, a, b, slots, positions)
+    expected = layers[1].rows(delta_rows_reference, qkv, a, b, slots, positions)
+    filled = slots >= 0
+    assert_near(out[filled], expected[filled].cpu(), dtype)
+    assert_near(layers[0].matrices, layers[1].matrices.cpu(), dtype)
+    assert layers[0].inputs.equal(layers[1].inputs)
+    convolved = layers[2].convolve(convolve_rows_reference, qkv, slots, positions, True)
+    for row, state in zip(tried, before, strict=True):
+        answer, behind = recur(layer, convolved[[row]], a[[row]], b[[row]], state)
+        assert_near(out[[row]], answer.cpu(), dtype)
+        assert_near(layers[0].matrices[slots[row]], behind.cpu(), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(1,), (63,), (64,), (65,), (4096,), (1, 500, 64, 1027)])
+def test_chunks_of_real_sizes(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    count = len(lengths)
+    with torch.device(DEVICE):
+        layer = Layer(REAL, 2 * count, dtype)
+        layer.fill(*range(count))
+        x, a, b = layer.draw(sum(lengths))
+    layers = [layer, layer.copy(DEVICE)]
+    slots = [-1, *range(1, count)]
+    chunks = chunks_of(
+        *((64 * (slot >= 0), 64 * (slot >= 0) + length) for slot, length in zip(slots, lengths, strict=True)),
+        initial=slots,
+        final=list(range(count)),
+        snapshots={64: count} if lengths[0] >= 64 else {},
+        device=DEVICE,
+    )
+    before = layer.matrices.clone()
+    qkv = layers[0].convolve(convolve_chunks_triton, x, chunks, True)
+    assert_near(qkv, layers[1].convolve(convolve_chunks_reference, x, chunks, True).cpu(), dtype)
+    assert layers[0].inputs.equal(layers[1].inputs)
+    out = layer.chunks(delta_chunks_triton, qkv, a, b, chunks)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    for seq, (end, length, slot) in enumerate(zip(ends, lengths, slots, strict=True)):
+        span = slice(end - length, end)
+        answer, behind = recur(layer, qkv[span], a[span], b[span], before[slot] if slot >= 0 else None)
+        assert_near(out[span], answer.cpu(), dtype)
+        assert_near(layer.matrices[seq], behind.cpu(), dtype)
+    if lengths[0] >= 64:
+        assert_near(layer.matrices[count], recur(layer, qkv[:64], a[:64], b[:64])[1].cpu(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("functions", "device"),
+    [
+        pytest.param(REFERENCES, "cpu", marks=pytest.mark.whole),
+        pytest.param(KERNELS, DEVICE, marks=pytest.mark.gpu),
+    ],
+    ids=["references", "kernels"],
+)
+def test_many_steps_do_not_drift_from_chunks(functions: tuple[Callable[..., Tensor], ...], device: str) -> None:
+    """Over 32,768 tokens, as transformers' two forms do not. Each rounds in places of its own: at most twice as far."""
+    convolve, in_chunks, in_rows = functions
+    tokens = 1 << 15
+    layer = Layer((1, 2, 16, 16), bias=(-12, -4)).copy(device)
+    x, a, b = (y.to(device) for y in layer.copy().draw(tokens))
+    chunks = chunks_of((0, tokens), initial=[-1], final=[0], device=device)
+    qkv = layer.convolve(convolve, x, chunks, True)
+    out = layer.chunks(in_chunks, qkv, a, b, chunks)
+    layer.matrices[1] = 0
+    slots, positions = ints(1).to(device), torch.arange(tokens, dtype=torch.int32, device=device)
+    steps = []
+    for t in range(tokens):
+        launch_in_between(x.device)
+        steps.append(layer.rows(in_rows, x[[t]], a[[t]], b[[t]], slots, positions[[t]]))
+    layer = layer.copy()
+    settings = {"g": layer.log_gates(a.cpu())[None], "beta": b.cpu()[None].sigmoid()}
+    theirs = [
+        function(
+            *(part[None] for part in layer.split(qkv.cpu())),
+            **settings,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        for function in (oracle.torch_chunk_gated_delta_rule, oracle.torch_recurrent_gated_delta_rule)
+    ]
+    for ours, (chunked, recurrent) in (
+        ((out.cpu(), torch.cat(steps).cpu()), (theirs[0][0], theirs[1][0])),
+        (layer.matrices[:2], (theirs[0][1], theirs[1][1])),
+    ):
+        assert (ours[0] - ours[1]).norm() <= 2 * (chunked - recurrent).norm()

@@ -1,0 +1,232 @@
+"""Models some of whose layers remember a state of fixed size, as users meet them: caching, samples, sleep, errors.
+
+test_models.py compares them with transformers, test_fuzz.py plays with them, test_random_blocks.py has the slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cases import CASES, VOCAB, build
+from conftest import greedy
+from safetensors.torch import load_file
+
+from nanoinfer import LLM, BeamSearchParams, SamplingParams
+
+OPTIONS = {"device": "cpu", "kvcache_block_size": 64, "max_model_len": 320}
+NAMES = ["qwen3.5", pytest.param("lfm2", marks=pytest.mark.whole)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    made = {}
+    for name in ("qwen3.5", "lfm2"):
+        made[name] = str(tmp_path_factory.mktemp("states"))
+        build(CASES[name], Path(made[name]))
+    return made
+
+
+@pytest.fixture
+def folder(folders: dict[str, str]) -> str:
+    return folders["qwen3.5"]
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+STEM = random_tokens(200, 0)  # three blocks, and a part of a fourth one
+PROMPTS = [STEM + random_tokens(5 + 3 * seed, seed) for seed in range(1, 9)]
+
+
+def token_ids(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams | None = None) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(prompts, params or greedy(8), use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, str]) -> dict[str, list[list[int]]]:
+    """The tokens of each prompt, computed alone from its beginning."""
+    found = {}
+    for name, folder in folders.items():
+        with LLM(folder, dtype="float32", num_kvcache_blocks=20, **OPTIONS) as llm:
+            found[name] = []
+            for prompt in PROMPTS:
+                llm.reset_prefix_cache()
+                found[name] += token_ids(llm, [prompt])
+    return found
+
+
+class TestPrefixes:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_what_waiting_prompts_share_is_computed_once(
+        self, name: str, folders: dict[str, str], expected: dict[str, list[list[int]]], make_llm: Callable[..., LLM]
+    ) -> None:
+        llm = make_llm(folders[name], **OPTIONS)
+        assert token_ids(llm) == expected[name]
+        stats = llm.stats()
+        assert stats.num_cached_tokens == (len(PROMPTS) - 1) * 192
+        assert stats.num_prefill_tokens == sum(map(len, PROMPTS)) - stats.num_cached_tokens
+
+    def test_a_prompt_that_parts_from_one_that_has_gone_by_is_computed_again_once(
+        self, folder: str, expected: dict[str, list[list[int]]], make_llm: Callable[..., LLM]
+    ) -> None:
+        llm, cached = make_llm(folder, **OPTIONS), []
+        assert token_ids(llm, [STEM[:100] + random_tokens(100, 99)])
+        for prompt, tokens in zip(PROMPTS[:4], expected["qwen3.5"], strict=False):
+            output = llm.generate([prompt], greedy(8), use_tqdm=False)[0]
+            assert output.token_ids == tokens
+            cached.append(output["num_cached_tokens"])
+        assert cached == [0, 192, 192, 192]  # the second one finds the first one's last whole block
+
+    def test_a_chat_goes_on_behind_its_last_turn(self, folder: str, make_llm: Callable[..., LLM]) -> None:
+        llm, prompt = make_llm(folder, **OPTIONS), list(STEM[:70])
+        for turn in range(3):
+            output = llm.generate([prompt], greedy(8), use_tqdm=False)[0]
+            assert output["num_cached_tokens"] == 64 * ((len(prompt) - 50) // 64) if turn else True
+            prompt = prompt + output.token_ids + random_tokens(50 - 8, turn)
+
+    def test_a_slot_that_has_been_anybodys_is_begun_anew(
+        self, folder: str, expected: dict[str, list[list[int]]], make_llm: Callable[..., LLM]
+    ) -> None:
+        llm = make_llm(folder, **OPTIONS)
+        with torch.inference_mode():
+            for inputs, matrices in llm.engine.ranks.runner.holdings.states.layers.values():
+                inputs.fill_(math.nan)
+                matrices.fill_(math.nan)
+        assert token_ids(llm) == expected["qwen3.5"]
+
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.usefixtures("no_foresight")
+    def test_who_is_preempted_goes_on_from_a_snapshot(
+        self, name: str, folders: dict[str, str], make_llm: Callable[..., LLM]
+    ) -> None:
+        params = SamplingParams(temperature=0.8, max_tokens=100, ignore_eos=True, seed=3)
+        roomy, tight = (
+            make_llm(folders[name], **OPTIONS),
+            make_llm(folders[name], **{**OPTIONS, "num_kvcache_blocks": 9}),
+        )
+        assert token_ids(tight, params=params) == token_ids(roomy, params=params)
+        assert tight.stats().num_preemptions > 0
+        assert roomy.stats().num_preemptions == 0
+
+    def test_with_fewer_slots_than_rows_some_wait(
+        self,
+        folder: str,
+        expected: dict[str, list[list[int]]],
+        make_llm: Callable[..., LLM],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("nanoinfer.runner.memory.plan.SLOTS_OF_A_ROW", 0.5)
+        llm = make_llm(folder, max_num_seqs=4, **OPTIONS)
+        assert llm.memory.slots == 2
+        assert token_ids(llm) == expected["qwen3.5"]
+        assert llm.stats().num_cached_tokens > 0
+
+    def test_what_is_reset_is_computed_again(
+        self, folder: str, expected: dict[str, list[list[int]]], make_llm: Callable[..., LLM]
+    ) -> None:
+        llm = make_llm(folder, **OPTIONS)
+        resets = (
+            llm.reset_prefix_cache,
+            lambda: llm.update_weights(load_file(Path(folder) / "model.safetensors")),
+            lambda: (llm.sleep(level=1), llm.wake_up()),
+            lambda: (llm.sleep(level=2), llm.wake_up(), llm.load_weights(folder)),
+        )
+        for reset in resets:
+            assert token_ids(llm) == expected["qwen3.5"]
+            reset()
+            assert llm.generate(PROMPTS[:1], greedy(1), use_tqdm=False)[0]["num_cached_tokens"] == 0
+
+    def test_host_memory_keeps_blocks_and_no_states(
+        self, folder: str, expected: dict[str, list[list[int]]], make_llm: Callable[..., LLM]
+    ) -> None:
+        llm = make_llm(folder, **{**OPTIONS, "num_kvcache_blocks": 9}, kv_offload_gib=0.01)
+        others = [random_tokens(250, 20 + seed) for seed in range(4)]
+        for _ in range(3):
+            assert token_ids(llm) == expected["qwen3.5"]
+            token_ids(llm, others)
+        assert llm.stats().num_restored_blocks > 0
+
+
+class TestSamples:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_samples_of_a_prompt_share_its_computation(
+        self, name: str, folders: dict[str, str], make_llm: Callable[..., LLM]
+    ) -> None:
+        llm = make_llm(folders[name], **OPTIONS)
+        alone = llm.generate([PROMPTS[0]], greedy(12), use_tqdm=False)[0].token_ids
+        llm.reset_prefix_cache()
+        llm.reset_stats()
+        (output,) = llm.generate([PROMPTS[0]], greedy(12, n=6), use_tqdm=False)
+        assert [sample.token_ids for sample in output.samples] == [alone] * 6
+        assert llm.stats().num_prefill_tokens == len(PROMPTS[0])
+
+    def test_samples_for_which_there_is_no_row_begin_at_the_snapshot(
+        self, folder: str, make_llm: Callable[..., LLM]
+    ) -> None:
+        llm = make_llm(folder, max_num_seqs=2, **OPTIONS)
+        params = SamplingParams(temperature=1, seed=5, max_tokens=10, ignore_eos=True, n=5)
+        (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+        (wanted,) = make_llm(folder, **OPTIONS).generate([PROMPTS[0]], params, use_tqdm=False)
+        assert [sample.token_ids for sample in output.samples] == [sample.token_ids for sample in wanted.samples]
+        assert llm.stats().num_prefill_tokens < 2 * len(PROMPTS[0])
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
+def test_ranks_and_replicas(
+    options: dict[str, int], folder: str, expected: dict[str, list[list[int]]], make_llm: Callable[..., LLM]
+) -> None:
+    llm = make_llm(folder, **OPTIONS, **options)
+    for _ in range(2):
+        assert token_ids(llm) == expected["qwen3.5"]
+    assert llm.stats().num_cached_tokens > 0
+
+
+def test_states_of_sixteen_bits_take_half_the_memory(folder: str, make_llm: Callable[..., LLM]) -> None:
+    whole, half = make_llm(folder, **OPTIONS), make_llm(folder, **OPTIONS, state_dtype="bfloat16")
+    sizes = [llm.memory.states / llm.memory.slots for llm in (whole, half)]
+    matrices = 4 * 3 * (4 * 32 * 16)  # bytes of a number, layers, heads of values and keys
+    assert sizes[0] - sizes[1] == matrices / 2
+
+    def logprobs(llm: LLM) -> list[float]:
+        outputs = llm.generate(PROMPTS, greedy(2, ignore_eos=True, allowed_token_ids=[7], logprobs=0), use_tqdm=False)
+        return [output["logprobs"][1][7] for output in outputs]
+
+    wanted = logprobs(whole)
+    assert logprobs(half) == pytest.approx(wanted, abs=0.1)
+    assert logprobs(half) != pytest.approx(wanted, abs=1e-4)
+
+
+def test_the_plan_of_the_memory_tells_of_them(folder: str, make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(folder, **OPTIONS, max_num_seqs=6)
+    assert llm.memory.slots == 8  # a quarter of them for snapshots
+    assert "states of 8 " in str(llm.memory)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"kvcache_block_size": 16}, "kvcache_block_size=16: must be a multiple of 64, as layers of this model keep"),
+        (
+            {"max_num_batched_tokens": 63},
+            "max_num_batched_tokens=63: must be at least 64, as layers of this model keep",
+        ),
+        ({"state_dtype": "float16"}, "state_dtype='float16': must be one of 'float32', 'bfloat16'"),
+        ({"deterministic": True}, "deterministic=True"),
+    ],
+)
+def test_options_that_do_not_go_with_them(
+    options: dict[str, object], told: str, folder: str, make_llm: Callable[..., LLM]
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        make_llm(folder, **{**OPTIONS, **options})
+
+
+def test_beams_are_refused(folder: str, make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm(folder, **OPTIONS)
+    with pytest.raises(ValueError, match="beam_search: layers of this model keep states"):
+        llm.beam_search([{"prompt_token_ids": [5]}], BeamSearchParams(beam_width=2, max_tokens=3))
