@@ -219,6 +219,7 @@ class Config:
             self.kvcache_block_size,
             self.description.head_dim,
             self.kv_cache_dtype == "fp8",
+            self.description.sinks,
         )
         self._check_num_blocks()
         self._check_max_model_len()

@@ -37,14 +37,14 @@ def ints(values: list[int]) -> torch.Tensor:
 
 def prefill(q: torch.Tensor, pages: Pages, query_lens: list[int], lens: list[int], how: Scoring) -> torch.Tensor:
     cu_query_lens = ints([0, *query_lens]).cumsum(0).int()
-    options = how.scale, how.window, how.softcap
+    options = how.scale, how.window, how.softcap, None, how.sinks
     return prefill_in_order(q, *pages, cu_query_lens, ints(lens), max(query_lens), *options)
 
 
 def decode(q: torch.Tensor, pages: Pages, lens: list[int], how: Scoring, workers: int | None = None) -> torch.Tensor:
     plan = plan_ahead(ints(lens), pages[0], workers, how.window, programs=DECODE_PROGRAMS)
     for _ in range(2):  # two layers: the first must leave the plan unchanged
-        out = decode_in_order(q, *pages, ints(lens), max(lens), how.scale, plan, how.softcap)
+        out = decode_in_order(q, *pages, ints(lens), max(lens), how.scale, plan, how.softcap, None, how.sinks)
         assert plan.arrivals.eq(0).all()
     return out
 
@@ -244,16 +244,22 @@ class TestAttention:
 @pytest.mark.gpu
 class TestBits:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("has_sinks", [False, True])
     @pytest.mark.parametrize(("window", "softcap"), HOW)
     @pytest.mark.parametrize("shape", [*SHAPES, (16, 8, 128, 256), (32, 4, 128, 32), (8, 2, 256, 256)])
     def test_a_token_attends_alike_in_prompts_and_in_steps(
-        self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
+        self,
+        shape: tuple[int, int, int, int],
+        window: int | None,
+        softcap: float | None,
+        has_sinks: bool,
+        dtype: torch.dtype,
     ) -> None:
         """As part of a whole prompt, of chunks of any length, and as a row of decode steps with any company."""
         heads, _, head_dim, _ = shape
         lens = [1, 40, 257, 600, 1500, 2048]
         pages = paged(lens, *shape, dtype)
-        how = Scoring(head_dim**-0.5, window, softcap)
+        how = Scoring(head_dim**-0.5, window, softcap, sinks=randn(heads) if has_sinks else None)
         queries = [3 * randn(length, heads, head_dim, dtype=dtype) for length in lens]  # of large scores
         whole = prefill(torch.cat(queries), pages, lens, lens, how).split(lens)
 

@@ -781,7 +781,10 @@ def attend_densely(
         key = torch.arange(length, device=DEVICE)
         query = torch.arange(length - len(some), length, device=DEVICE)[:, None]
         seen = (key <= query) & (key > query - (scoring.window or length))
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if scoring.sinks is not None:
+            scores = torch.cat([scores, scoring.sinks.double()[:, None, None].expand(-1, len(some), 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :length]
         outs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outs)
 

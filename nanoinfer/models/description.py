@@ -108,6 +108,7 @@ class Description:
     windows: for each layer, how many tokens a query sees, its own the last; None: all, or the layer has no queries
     ropes: for each layer, how it rotates queries and keys; None: not at all
     mixers: for each layer, what it has in place of attention; None: attention
+    sinks: each query head has a learned score beside those of its keys, for no value: see attention.context.Scoring
     output_gate: the query projection has a second number for each; sigmoid of it multiplies attention's result
     fp8: the format of the matrices, but for embeddings, head, routers, and what decides strengths and decays of a delta
         rule; None: all have the model's dtype
@@ -133,6 +134,7 @@ class Description:
     names: Names = Names()
     norm_plus_one: bool = False
     qk_norm: Width | None = None
+    sinks: bool = False
     output_gate: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -232,8 +234,8 @@ class Description:
             fault = f"num_key_value_heads={self.num_kv_heads} is not divisible by the number of ranks"
         elif on_cpu and PARTS % ranks:
             fault = f"on the CPU the number of ranks must divide {PARTS}"
-        elif on_cpu and (self.score_cap is not None or self.logit_cap is not None):
-            fault = "the CPU computes soft caps in another way for another number of heads"
+        elif on_cpu and (self.score_cap is not None or self.logit_cap is not None or self.sinks):
+            fault = "the CPU computes soft caps and sinks in another way for another number of heads"
         elif on_cpu:  # it multiplies by parts
             fault = _find_uneven({**self._outputs, "vocab_size": self.vocab_size}, ALIGNMENT, "on the CPU")
         elif self.hidden_size % ranks:

@@ -70,9 +70,10 @@ class SelfAttention(nn.Module):
         )
         self.attention = Attention(
             f"{prefix}self_attn",
+            tp,
             layer,
             kinds_of(memory).index(pages),
-            Scoring(model.attention_scale, model.windows[layer], model.score_cap, torch.ones(2, dtype=torch.float32)),
+            _scoring(model, layer, tp),
             backend,
             rotary,
             scales,
@@ -96,6 +97,17 @@ class SelfAttention(nn.Module):
             qkv, gates = qkv.tensor_split([-self.gates], dim=1)
             return self.o_proj(gate_heads(self.attention(qkv, context), gates)), residual
         return self.o_proj(self.attention(qkv, context).flatten(1)), residual
+
+
+def _scoring(model: Description, layer: int, tp: TensorParallel) -> Scoring:
+    heads = share_of_heads(model.num_heads, tp.size)
+    return Scoring(
+        model.attention_scale,
+        model.windows[layer],
+        model.score_cap,
+        torch.ones(2, dtype=torch.float32),
+        torch.empty(heads, dtype=torch.float32) if model.sinks else None,
+    )
 
 
 def _projections(model: Description, prefix: str) -> list[Projection]:
