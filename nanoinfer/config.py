@@ -293,6 +293,7 @@ class Config:
         model.check_ranks(self.tensor_parallel_size)
         if self.quantization is not None:
             model = replace(model, fp8=model.fp8 or Fp8Format())
+            model.check_fp8(f"quantization={self.quantization!r}")
         if model.tied and self.load_format == "safetensors":
             # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
             own_head = FileSource(self.model, model.is_multimodal).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")

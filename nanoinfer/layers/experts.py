@@ -25,18 +25,29 @@ class Router(nn.Module):
     """The matrix that scores the experts; every rank holds all of it."""
 
     def __init__(
-        self, names: tuple[str, ...], hidden_size: int, count: int, used: int, scoring: RouterScoring, normalised: bool
+        self,
+        names: tuple[str, ...],
+        hidden_size: int,
+        count: int,
+        used: int,
+        scoring: RouterScoring,
+        normalised: bool,
+        bias: bool = False,
     ) -> None:
-        """names: the tensor's name without ".weight", and others that a checkpoint may store it under instead"""
+        """names: the tensor's name without ".weight", and others that a checkpoint may store it under instead
+
+        bias: the logits have a bias
+        """
         super().__init__()
         self.names = names
         self.used, self.scoring, self.normalised = used, scoring, normalised
         self.weight = nn.Parameter(torch.empty(count, hidden_size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(count), requires_grad=False) if bias else None
         self._in_order: InOrderWeight | None = None
 
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products add up in the order of the inputs; sizes: as for InOrderWeight"""
-        self._in_order = InOrderWeight(self.weight, False, sizes)
+        self._in_order = InOrderWeight(self.weight, self.bias is not None, sizes)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Routes, Tensor, Tensor]:
         """Let the joint add x to residual and normalise the sum; then choose the experts of each token.
@@ -47,10 +58,10 @@ class Router(nn.Module):
         if joint.tp.size == 1 or lane is not None:
             x, norm, post = joint.scaled(x), joint.pre_norm, joint.post_norm
             weight = self._in_order or self.weight
-            logits, joined, residual = norm_and_linear(x, residual, norm, weight, post, lane)
+            logits, joined, residual = norm_and_linear(x, residual, norm, weight, post, lane, self.bias)
         else:
             joined, residual = joint(x, residual)
-            logits = linear(joined, self._in_order or self.weight, may_split=True)
+            logits = linear(joined, self._in_order or self.weight, self.bias, may_split=True)
         return route(logits, self.used, self.scoring, self.normalised), joined, residual
 
     def skew(self) -> None:
@@ -67,11 +78,14 @@ class Router(nn.Module):
         self.weight.mul_((1 / torch.special.ndtri(1 - shares)).to(self.weight).unsqueeze(1))
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the matrix's shard under each of its names."""
+        """Yield the matrix's shard under each of its names, and the bias's."""
         name, *others = (f"{name}.weight" for name in self.names)
         yield Shard(name, self.weight, tuple(self.weight.shape))
         for other in others:
             yield Shard(other, self.weight, tuple(self.weight.shape), replaces=(name,))
+        if self.bias is not None:
+            assert not others
+            yield Shard(name.removesuffix("weight") + "bias", self.bias, tuple(self.bias.shape), random="zeros")
 
 
 class SharedExpert(nn.Module):

@@ -62,14 +62,26 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | Mixtu
     share = experts.size // tp.size
     sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, tp.rank * share, share)
     stacks = tuple((prefix + gate_up, prefix + down) for gate_up, down in names.expert_stacks)
-    tensors = ExpertTensors(prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, stacks)
+    tensors = ExpertTensors(
+        prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, stacks, names.paired_experts
+    )
     routers = tuple(prefix + name for name in names.routers)
     shared = None
     if experts.shared_size is not None:
         shared = SharedExpert(f"{prefix}mlp.", model.hidden_size, experts.shared_size, model.activation, tp, model.fp8)
     return MixtureOfExperts(
-        Router(routers, model.hidden_size, experts.count, experts.used, experts.scoring, experts.normalised),
-        make_experts(tensors, sizes, model.fp8, _output_share(model, tp) if tp.splits_outputs else None),
+        Router(
+            routers,
+            model.hidden_size,
+            experts.count,
+            experts.used,
+            experts.scoring,
+            experts.normalised,
+            experts.biases,
+        ),
+        make_experts(
+            tensors, sizes, model.fp8, _output_share(model, tp) if tp.splits_outputs else None, experts.biases
+        ),
         shared,
         model.activation,
     )

@@ -43,6 +43,7 @@ class Names:
     expert: the module of an expert; "{}" stands for its number
     expert_gate, expert_up, expert_down: an expert's projections
     expert_stacks: tensors that may hold those of all experts instead: gates above ups, and downs
+    paired_experts: such tensors always do, with each gate beside its up: see weights.plain_experts.ExpertTensors
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -62,6 +63,7 @@ class Names:
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
     expert_stacks: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
+    paired_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Experts:
     normalised: a token's weights add up to 1
     scoring: see kernels.experts.route
     shared_size: the intermediate size of one more expert, which every token uses; None: the layers have none
+    biases: the router and the experts' projections have biases
     """
 
     layers: tuple[bool, ...]
@@ -84,6 +87,7 @@ class Experts:
     normalised: bool
     scoring: RouterScoring = "softmax"
     shared_size: int | None = None
+    biases: bool = False
 
     @property
     def number_type(self) -> Literal["uint8", "int16"]:
@@ -174,6 +178,16 @@ class Description:
             Pages(kv_heads, self.head_dim, window) if mixer is None else mixer.state(ranks)
             for window, mixer in zip(self.windows, self.mixers, strict=True)
         ]
+
+    def check_fp8(self, named: str) -> None:
+        """Raise ValueError if matrices are in FP8 that cannot be. named: what asks for it"""
+        if self.fp8 is not None and not self.can_be_fp8:
+            raise ValueError(f"{named}: experts with biases, as this model has them, cannot be in FP8; leave it out")
+
+    @property
+    def can_be_fp8(self) -> bool:
+        """Whether all matrices can: experts with biases cannot."""
+        return self.experts is None or not self.experts.biases
 
     @property
     def widest(self) -> int:

@@ -53,7 +53,9 @@ class Roll:
         elif dtype not in FLOATS:
             raise ValueError(f"{place}: {name} has numbers of type {dtype}, which are not supported as weights")
         if not _fits(shards[0], tuple(shape)):
-            raise ValueError(f"{place}: {name} has shape {list(shape)}, but the model needs {list(shards[0].shape)}")
+            raise ValueError(
+                f"{place}: {name} has shape {list(shape)}, but the model needs {list(shards[0].stored_shape)}"
+            )
         self.come[name] = None
         if is_stack:
             self._in_stacks.update(replaced)
@@ -85,7 +87,7 @@ class Roll:
 
 
 def _fits(shard: Shard, shape: tuple[int, ...]) -> bool:
-    return shape == shard.shape or shard.is_turned(shape) or (shard.shape == (1,) and shape == ())
+    return shape == shard.stored_shape or shard.is_turned(shape) or (shard.shape == (1,) and shape == ())
 
 
 def needed(table: Table) -> frozenset[str]:
