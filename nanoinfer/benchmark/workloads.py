@@ -28,6 +28,10 @@ GEMMA = {
     "sliding_window": 1024, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
     "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": 128,
+    "num_experts_per_tok": 4,
+}  # fmt: skip
 QWEN3_5 = {
     "model_type": "qwen3_5_text", "max_position_embeddings": 262144, "linear_num_key_heads": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
@@ -62,6 +66,8 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
         (2048, 1024, 16, 16, 16, 128, False, 50304),
         {**OLMOE, "num_experts": 64, "num_experts_per_tok": 8},
     ),
+    "gpt-oss-20b": ((2880, 2880, 24, 64, 8, 64, False, 201088), {**GPT_OSS, "num_local_experts": 32}),
+    "gpt-oss-120b": ((2880, 2880, 36, 64, 8, 64, False, 201088), {**GPT_OSS, "num_local_experts": 128}),
     "qwen3.5-0.8b": ((1024, 3584, 24, 8, 2, 256, True, 248320), {**QWEN3_5, "linear_num_value_heads": 16}),
     "qwen3.5-4b": ((2560, 9216, 32, 16, 4, 256, True, 248320), {**QWEN3_5, "linear_num_value_heads": 32}),
     "qwen3.5-9b": ((4096, 12288, 32, 16, 4, 256, False, 248320), {**QWEN3_5, "linear_num_value_heads": 32}),
@@ -95,6 +101,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
 }  # fmt: skip
 MAX_TOKEN = 10000  # the largest random token id in prompts, if the vocabulary has it

@@ -27,11 +27,14 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": "multimodal.describe_gemma3",
     "GlmForCausalLM": "glm.describe_glm",
     "Glm4ForCausalLM": "glm.describe_glm4",
+    "GptOssForCausalLM": "gpt_oss.describe",
     "GraniteForCausalLM": "granite.describe_granite",
     "GraniteMoeForCausalLM": "granite.describe_moe",
+    "GraniteMoeSWAForCausalLM": "granite.describe_moe_swa",
+    "GraniteSWAForCausalLM": "granite.describe_swa",
     "Lfm2ForCausalLM": "lfm2.describe",
     "LlamaForCausalLM": "llama.describe_llama",
-    "MellumForCausalLM": "mellum.describe",
+    "MellumForCausalLM": "qwen3.describe_mellum",
     "Ministral3ForCausalLM": "mistral.describe_ministral3",
     "Mistral3ForConditionalGeneration": "multimodal.describe_mistral3",
     "MistralForCausalLM": "mistral.describe_mistral",
@@ -54,7 +57,7 @@ FAMILIES = {
     "Qwen3_5MoeForCausalLM": "qwen3_5.describe_moe",
     "Qwen3_5MoeForConditionalGeneration": "multimodal.describe_qwen3_5_moe",
     "SeedOssForCausalLM": "llama.describe_seed_oss",
-    "SmolLM3ForCausalLM": "smollm3.describe",
+    "SmolLM3ForCausalLM": "llama.describe_smollm3",
     "VaultGemmaForCausalLM": "gemma.describe_vaultgemma",
 }  # each class with the file in families/ and the function in it that reads the config
 
@@ -74,7 +77,9 @@ def describe(config: PretrainedConfig) -> Description:
     check_architectures(names)
     check_sizes(config.get_text_config())
     file, function = FAMILIES[names[0]].split(".")
-    return getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)
+    model: Description = getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)
+    model.check_fp8("model: the FP8 of quantization_config in its config")
+    return model
 
 
 def build(
