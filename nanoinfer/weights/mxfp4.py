@@ -7,6 +7,7 @@ exponents plus 127. Such a pair is read as the stack, in bfloat16.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,17 +27,21 @@ def is_half(name: str, dtype: str) -> bool:
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the numbers, [..., groups * 32] bfloat16, which holds them exactly if their scale allows it.
 
-    blocks: [..., groups, 16] uint8; scales: [..., groups] uint8
+    blocks: [..., groups, 16] uint8; scales: [..., groups] uint8; all on the CPU
     """
-    pairs = _pairs(blocks.device)[blocks.int()].view(torch.bfloat16)
-    return torch.ldexp(pairs, scales.unsqueeze(-1).int() - BIAS).to(torch.bfloat16).flatten(-2)
+    pairs, powers = _tables()
+    numbers = pairs.index_select(0, blocks.flatten().int()).view(torch.bfloat16).view(*scales.shape, SHARING)
+    return numbers.mul_(powers.index_select(0, scales.flatten().int()).view(*scales.shape, 1)).flatten(-2)
 
 
-def _pairs(device: torch.device) -> Tensor:
-    """Return the two numbers of each byte, [256] int32."""
-    halves = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16, device=device)
-    byte = torch.arange(256, device=device)
-    return torch.stack([halves[byte % 16], halves[byte // 16]], dim=1).view(torch.int32).squeeze(1)
+@cache
+def _tables() -> tuple[Tensor, Tensor]:
+    """Return the two numbers of each byte, [256] int32, and the scale that each byte stands for, [256] bfloat16."""
+    halves = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=torch.bfloat16, device="cpu")
+    byte = torch.arange(256, device="cpu")
+    pairs = torch.stack([halves[byte % 16], halves[byte // 16]], dim=1).view(torch.int32).squeeze(1)
+    ones = torch.ones(256, dtype=torch.float32, device="cpu")
+    return pairs, torch.ldexp(ones, byte - BIAS).to(torch.bfloat16)  # that of 255, which stands for NaN, is infinite
 
 
 class Mxfp4Stack:
