@@ -55,7 +55,7 @@ IN_BLOCKS = {  # sizes that blocks of weights in FP8 fill
     "head_dim": 64,
 }
 RANKED = ["qwen3", "mistral window", "gemma2", "phi3 longrope", "qwen3moe", "qwen2moe", "olmo2", "olmoe"]
-FAMILIES = ["qwen3", "mistral window", "gemma2", "qwen3moe", "phi3 longrope"]
+FAMILIES = ["qwen3", "mistral window", "gemma2", "qwen3moe", "phi3 longrope", "gptoss"]
 
 
 def maker(folder: str, deterministic: bool = True, device: str = "cpu", dtype: str = "auto") -> Callable[..., LLM]:
@@ -419,6 +419,7 @@ class TestWhatCannotBe:
         [
             (CASES["qwen2moe"], 2, "on the CPU, shared_expert_intermediate_size=40 must be a multiple of 16"),
             (CASES["gemma2"], 2, "the CPU computes soft caps in another way for another number of heads"),
+            (CASES["gptoss"], 2, "the CPU computes sinks in another way for another number of heads"),
             (CASES["qwen3"], 4, "num_key_value_heads=2 is not divisible by the number of ranks"),
             (replace(CASES["qwen3"], settings={"hidden_size": 40}), 2, "on the CPU, hidden_size=40 must be a multiple"),
         ],

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from conftest import DEVICE, HAS_CUDA, alike, of_each_kind, plan_ahead
+from cases import CASES, build
+from conftest import DEVICE, HAS_CUDA, alike, greedy, of_each_kind, plan_ahead
+from test_fp8 import quantized, scales
 from test_in_order import decode as decode_in_order
 from test_in_order import prefill as prefill_in_order
-from test_kernels import DTYPES, assert_close, attend_densely, forget, paged, randn
+from test_kernels import DTYPES, SHORT, assert_close, attend_densely, forget, paged, randn
 from test_shared_prefixes import find_shared, make_prefixes, nested_tables, on_device
 
-from nanoinfer.attention import choose_backend, make_backend
+from nanoinfer import LLM
+from nanoinfer.attention import choose_backend, make_backend, triton_backend
 from nanoinfer.attention.context import Context, GroupContext, PackedQueries, Scoring
 from nanoinfer.engine import shared_prefixes
 from nanoinfer.kernels.attention import long_prefill, prefill_plan
@@ -18,13 +25,14 @@ from nanoinfer.kernels.attention.cpu_decode import paged_decode_cpu, plan_runs
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.attention.prefill_plan import DividedPrefill, divide
-from nanoinfer.kernels.attention.shared_prefix import attend_to_prefixes
+from nanoinfer.kernels.attention.shared_prefix import SharedResults, attend_to_prefixes
 
 Shape = tuple[int, int, int, int]  # heads, kv_heads, head_dim, block_size
 
 SHAPES = [(8, 2, 64, 32), (4, 4, 32, 16), (6, 1, 96, 48)]
 pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # of the lowest sink: the interpreter's goes to infinity
 
+GPT_OSS = pytest.param((64, 8, 64, 256), marks=pytest.mark.gpu)
 HOW = [(None, None), (50, None), (1, 2.0)]  # windows and soft caps
 
 
@@ -37,7 +45,7 @@ def make_scoring(heads: int, head_dim: int, window: int | None, softcap: float |
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap"), of_each_kind(HOW, 1))
-@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 0))
+@pytest.mark.parametrize("shape", [*of_each_kind(zip(SHAPES), 0), GPT_OSS])
 def test_prompts(
     shape: Shape, window: int | None, softcap: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +73,7 @@ def test_prompts(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap"), of_each_kind(HOW, 0))
-@pytest.mark.parametrize("shape", of_each_kind(zip(SHAPES), 0))
+@pytest.mark.parametrize("shape", [*of_each_kind(zip(SHAPES), 0), GPT_OSS])
 def test_a_row_that_several_programs_share_counts_its_sinks_once(
     shape: Shape, window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
@@ -119,6 +127,25 @@ def test_rows_that_share_a_prefix_count_their_sinks_once(
         assert_close(out, expected)
 
 
+@pytest.mark.parametrize("window", of_each_kind(zip((50, None)), 1))
+def test_a_cache_in_fp8(window: int | None) -> None:
+    """The scale of the keys is none of the sinks'."""
+    shape, query_lens, context_lens = SHAPES[0], [1, 1, 70, 1], [1, 100, 130, 1100]
+    heads, _, head_dim, _ = shape
+    k_cache, v_cache, tables = paged(context_lens, *shape, torch.float32)
+    kv_scales, how = scales(), make_scoring(heads, head_dim, window, None)
+    (k_cache, k), (v_cache, v) = quantized(k_cache, kv_scales[0]), quantized(v_cache, kv_scales[1])
+    q = randn(sum(query_lens), heads, head_dim, dtype=SHORT)
+    ends = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    expected = attend_densely(q, k, v, tables, query_lens, context_lens, how)
+    options = how.scale, window, None, kv_scales, how.sinks
+    assert_close(paged_prefill_triton(q, k_cache, v_cache, tables, ends, lens, 70, *options), expected)
+    last, rows = ends[1:].long() - 1, (k_cache, v_cache, tables, lens, how.scale)
+    plan = plan_ahead(lens, k_cache, 7, window)
+    assert_close(paged_decode_triton(q[last], *rows, plan, None, kv_scales, sinks=how.sinks), expected[last])
+
+
 def test_long_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several parts of a long prompt attend apart, and are put together; the sinks take their share at the end."""
     unit = prefill_plan.UNIT if HAS_CUDA else 16
@@ -148,6 +175,30 @@ def test_long_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     context = Context({0: (k_cache, v_cache)}, [group], ends, lens, 0, packed)
     out = make_backend("triton", alike(256, None)).prefill(q, k_cache, v_cache, context, group, how)
     assert_close(out, attend_densely(q, k_cache, v_cache, tables, query_lens, context_lens, how))
+
+
+def test_tokens_of_a_model_by_both_backends(
+    make_llm: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts share a prefix, so that decode steps read it once, in layers without a window."""
+    for name in ("MIN_ROWS", "MIN_TOKENS", "MIN_SAVED"):
+        monkeypatch.setattr(shared_prefixes, name, 2)
+    build(CASES["gptoss"], tmp_path)
+    prefix = [7 * i % 150 for i in range(70)]
+    prompts = [prefix + [3 * i % 150 for i in range(row + 1)] for row in range(9)]
+    tokens, read = [], []
+
+    def attend(*args: Any) -> SharedResults:
+        read.append(args)
+        return attend_to_prefixes(*args)
+
+    monkeypatch.setattr(triton_backend, "attend_to_prefixes", attend)
+    for backend in ("torch", "triton"):
+        llm = make_llm(str(tmp_path), attention_backend=backend, kvcache_block_size=16, max_model_len=128)
+        outputs = llm.generate(prompts, greedy(4, ignore_eos=True), use_tqdm=False)
+        tokens.append([output.token_ids for output in outputs])
+    assert tokens[0] == tokens[1]
+    assert len(read) > 0
 
 
 def test_flash_attn_names_the_backends_that_have_sinks() -> None:

@@ -248,8 +248,10 @@ class Description:
             fault = f"num_key_value_heads={self.num_kv_heads} is not divisible by the number of ranks"
         elif on_cpu and PARTS % ranks:
             fault = f"on the CPU the number of ranks must divide {PARTS}"
-        elif on_cpu and (self.score_cap is not None or self.logit_cap is not None or self.sinks):
-            fault = "the CPU computes soft caps and sinks in another way for another number of heads"
+        elif on_cpu and (self.score_cap is not None or self.logit_cap is not None):
+            fault = "the CPU computes soft caps in another way for another number of heads"
+        elif on_cpu and self.sinks:
+            fault = "the CPU computes sinks in another way for another number of heads"
         elif on_cpu:  # it multiplies by parts
             fault = _find_uneven({**self._outputs, "vocab_size": self.vocab_size}, ALIGNMENT, "on the CPU")
         elif self.hidden_size % ranks:
