@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import DEVICE, of_each_kind, plan_ahead, whole_only
@@ -144,19 +146,23 @@ class TestProducts:
 @pytest.mark.parametrize(
     ("count", "used", "hidden_size", "size"), [(128, 8, 2048, 768), (8, 2, 512, 1792), (60, 4, 72, 40)]
 )
-def test_experts_have_the_same_bits(count: int, used: int, hidden_size: int, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_experts_have_the_same_bits(
+    count: int, used: int, hidden_size: int, size: int, has_biases: bool, dtype: torch.dtype
+) -> None:
     """For any number of tokens, and so for tiles of any size."""
     x = randn(3000, hidden_size, dtype=dtype)
     gate_up = randn(count, 2 * size, hidden_size, dtype=dtype) / hidden_size**0.5
     down = randn(count, hidden_size, size, dtype=dtype) / size**0.5
     experts = torch.rand(3000, count, device=x.device).argsort()[:, :used].int().contiguous()
     weights = torch.rand(experts.shape, device=x.device)
-    expected = expert_mlps_triton(x, Routes(experts, weights), gate_up, down, "silu", in_order=True)
+    biases = {"gate_up_bias": randn(count, 2 * size, dtype=dtype), "down_bias": randn(count, hidden_size, dtype=dtype)}
+    multiply = partial(expert_mlps_triton, activation="silu", in_order=True, **(biases if has_biases else {}))
+    expected = multiply(x, Routes(experts, weights), gate_up, down)
     for tokens in (1, 2, 7, 16, 40, 100, 300, 1000):
         order = torch.randperm(3000, device=x.device)[:tokens]
         routes = Routes(experts[order], weights[order])
-        out = expert_mlps_triton(x[order], routes, gate_up, down, "silu", in_order=True)
-        assert torch.equal(out, expected[order])
+        assert torch.equal(multiply(x[order], routes, gate_up, down), expected[order])
 
 
 @pytest.mark.gpu
