@@ -28,8 +28,8 @@ from nanoinfer.config import Config, _resolve_dtype
 from nanoinfer.hints import ELSEWHERE
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
-from nanoinfer.runner.memory.state_pool import StateSpec
 from nanoinfer.runner.memory.plan import plan_memory
+from nanoinfer.runner.memory.state_pool import StateSpec
 from nanoinfer.runner.model_runner import ModelRunner
 
 

@@ -23,9 +23,9 @@ from nanoinfer.replicas.process import ReplicaProcess
 from nanoinfer.runner.logits.token_history import COLUMNS, TokenHistory
 from nanoinfer.runner.memory import plan
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
-from nanoinfer.runner.memory.state_pool import StateSpec
 from nanoinfer.runner.memory.plan import CPU_BUDGET, MemoryPlan, plan_memory
 from nanoinfer.runner.memory.room import what_makes_room
+from nanoinfer.runner.memory.state_pool import StateSpec
 from nanoinfer.trainer.reference import reference
 
 ONE_HEAD = lay_out([Pages(kv_heads=1, head_dim=16)], 16, 16)
