@@ -182,7 +182,7 @@ def paged_decode_cpu(
     if plan.absent is not None:
         padded.masked_fill_(plan.absent[:, :, None, None], float("-inf"))
     of_heads = None if sinks is None else sinks.view(kv_heads, -1)
-    shares = softmax_with_sinks(padded.movedim(1, -1), of_heads).movedim(-1, 1).flatten(0, 1)[plan.places]
+    shares = softmax_with_sinks(padded, of_heads, dim=1).flatten(0, 1)[plan.places]
     weighted = outs * shares.unsqueeze(-1).to(outs.dtype)
     return torch.zeros_like(grouped).index_add_(0, plan.rows, weighted).flatten(1, 2)
 

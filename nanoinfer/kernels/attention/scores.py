@@ -41,17 +41,17 @@ def explicit_attention(
     scores = scores_of(q, k, scale, softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return softmax_with_sinks(scores, sinks).to(v.dtype) @ v
+    return softmax_with_sinks(scores, None if sinks is None else sinks.unsqueeze(-1), dim=-1).to(v.dtype) @ v
 
 
-def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return exp(score) / (sum of exp(scores) + exp(sink)) over the last dimension.
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None, dim: int) -> Tensor:
+    """Return exp(score) / (sum of exp(scores) + exp(sink)), with the sum over a dimension.
 
-    sinks: of a shape that broadcasts to that of the scores without its last dimension; None: there are none
+    sinks: of a shape that broadcasts to that of the scores, but for 1 in this dimension; None: there are none
     """
     if sinks is None:
-        return scores.softmax(dim=-1)
-    return (scores - torch.logaddexp(scores.logsumexp(dim=-1), sinks).unsqueeze(-1)).exp_()
+        return scores.softmax(dim)
+    return (scores - torch.logaddexp(scores.logsumexp(dim, keepdim=True), sinks)).exp_()
 
 
 def in_log2(scale: float, softcap: float | None) -> tuple[float, float]:
