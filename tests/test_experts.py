@@ -21,12 +21,13 @@ from nanoinfer.kernels.experts.products import expert_mlps_reference, expert_mlp
 from nanoinfer.kernels.experts.route import (
     RouterScoring,
     Routes,
+    Routing,
     group_reference,
     group_triton,
     route_reference,
     route_triton,
 )
-from nanoinfer.layers.experts import MixtureOfExperts, Router
+from nanoinfer.layers.experts import MixtureOfExperts, Router, RouterTensors
 from nanoinfer.layers.norm import Joint
 from nanoinfer.models import describe
 from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, PlainExperts
@@ -45,22 +46,22 @@ def routes_of(experts: list[list[int]] | torch.Tensor) -> Routes:
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("count", "used"), [(4, 1), (5, 5), (60, 4), *whole_only([(128, 8), (512, 10)])])
 def test_route(count: int, used: int, scoring: RouterScoring, normalised: bool) -> None:
-    logits = randn(33, count)
-    ours, expected = (f(logits, used, scoring, normalised) for f in (route_triton, route_reference))
+    logits, routing = randn(33, count), Routing(used, scoring, normalised)
+    ours, expected = (f(logits, routing) for f in (route_triton, route_reference))
     assert torch.equal(ours.experts, expected.experts)
     assert_close(ours.weights, expected.weights)
 
 
 def test_route_of_pieces() -> None:
     pieces = randn(3, 33, 60)
-    ours, expected = route_triton(pieces, 4), route_reference(pieces, 4)
+    ours, expected = route_triton(pieces, Routing(4)), route_reference(pieces, Routing(4))
     assert torch.equal(ours.experts, expected.experts)
     assert_close(ours.weights, expected.weights)
 
 
 def test_among_equal_scores_the_first_experts_win() -> None:
     logits = torch.randint(0, 3, (50, 64), device=randn(1).device).float()
-    ours, expected = (f(logits, 8) for f in (route_triton, route_reference))
+    ours, expected = (f(logits, Routing(8)) for f in (route_triton, route_reference))
     assert torch.equal(ours.experts, expected.experts)
     if logits.is_cuda:  # there torch.topk takes the same experts, in another order
         assert torch.equal(ours.experts.sort().values, logits.topk(8).indices.sort().values.int())
@@ -69,7 +70,7 @@ def test_among_equal_scores_the_first_experts_win() -> None:
 def test_a_token_whose_logits_are_no_numbers_has_experts_and_no_weights() -> None:
     logits = randn(3, 60)
     logits[1] = float("nan")
-    ours, expected = (f(logits, 4) for f in (route_triton, route_reference))
+    ours, expected = (f(logits, Routing(4)) for f in (route_triton, route_reference))
     assert torch.equal(ours.experts[::2], expected.experts[::2])
     assert sorted(set(ours.experts[1].tolist())) == [0, 1, 2, 3]
     assert ours.weights[1].isnan().all()
@@ -238,7 +239,7 @@ class TestRoutedExperts:
 
 def test_skewed_routers_follow_zipfs_law() -> None:
     torch.manual_seed(0)
-    router = Router(("gate",), 256, 128, 8, "softmax", True)
+    router = Router(RouterTensors(("gate",)), 256, 128, Routing(8, normalised=True))
     router.weight.normal_(0, 0.02)
     router.skew()
     routes, _, _ = router(torch.randn(20_000, 256), None, Joint(None, None, rank(0, 1)))
