@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = {
+    "AfmoeForCausalLM": "mixtures.afmoe.describe",
     "CwmForCausalLM": "llama.describe_cwm",
+    "Dots1ForCausalLM": "mixtures.glm4_moe.describe_dots1",
     "Ernie4_5ForCausalLM": "llama.describe_ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "mixtures.ernie4_5_moe.describe",
     "Exaone4ForCausalLM": "exaone4.describe",
+    "ExaoneMoeForCausalLM": "exaone4.describe_moe",
     "FlexOlmoForCausalLM": "olmo.describe_flex_olmo",
     "GemmaForCausalLM": "gemma.describe_gemma",
     "Gemma2ForCausalLM": "gemma.describe_gemma2",
@@ -27,11 +31,15 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": "multimodal.describe_gemma3",
     "GlmForCausalLM": "glm.describe_glm",
     "Glm4ForCausalLM": "glm.describe_glm4",
+    "Glm4MoeForCausalLM": "mixtures.glm4_moe.describe",
     "GraniteForCausalLM": "granite.describe_granite",
     "GraniteMoeForCausalLM": "granite.describe_moe",
+    "HYV3ForCausalLM": "mixtures.hy_v3.describe",
     "Lfm2ForCausalLM": "lfm2.describe",
+    "Lfm2MoeForCausalLM": "lfm2.describe_moe",
     "LlamaForCausalLM": "llama.describe_llama",
     "MellumForCausalLM": "mellum.describe",
+    "MiniMaxM2ForCausalLM": "mixtures.minimax_m2.describe",
     "Ministral3ForCausalLM": "mistral.describe_ministral3",
     "Mistral3ForConditionalGeneration": "multimodal.describe_mistral3",
     "MistralForCausalLM": "mistral.describe_mistral",
@@ -55,6 +63,7 @@ FAMILIES = {
     "Qwen3_5MoeForConditionalGeneration": "multimodal.describe_qwen3_5_moe",
     "SeedOssForCausalLM": "llama.describe_seed_oss",
     "SmolLM3ForCausalLM": "smollm3.describe",
+    "SolarOpenForCausalLM": "mixtures.glm4_moe.describe_solar_open",
     "VaultGemmaForCausalLM": "gemma.describe_vaultgemma",
 }  # each class with the file in families/ and the function in it that reads the config
 
@@ -73,7 +82,7 @@ def describe(config: PretrainedConfig) -> Description:
     names = config.architectures or []
     check_architectures(names)
     check_sizes(config.get_text_config())
-    file, function = FAMILIES[names[0]].split(".")
+    file, function = FAMILIES[names[0]].rsplit(".", 1)
     return getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)
 
 
