@@ -118,7 +118,17 @@ def test_two_ranks(
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize(
     "name",
-    ["llama biases, llama3 rope", "gemma2", "gemma3", "olmo2 biases", "granite", "glm4", "qwen2moe", "qwen3moe"],
+    [
+        "llama biases, llama3 rope",
+        "gemma2",
+        "gemma3",
+        "olmo2 biases",
+        "granite",
+        "glm4",
+        "qwen2moe",
+        "qwen3moe",
+        "glm4moe",
+    ],
 )
 def test_two_gpus(
     name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]

@@ -30,8 +30,9 @@ def describe(config: PretrainedConfig) -> Description:
     refuse(config, attention_bias=False)  # the gate would have none
     windows = read_windows(config, positive("sliding_window", config.sliding_window))
     rope = read_rope(config, head_dim_of(config))
+    layers = sparse_from(config, "num_dense_layers")
     experts = read_corrected_experts(
-        config, sparse_from(config, "num_dense_layers"), "num_experts", "num_shared_experts", "route_scale", True
+        config, layers, "num_experts", "num_shared_experts", "route_scale", normalised=True
     )
     return describe_common(
         config,

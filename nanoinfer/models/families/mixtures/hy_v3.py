@@ -19,7 +19,10 @@ NAMES = Names(
 
 
 def describe(config: PretrainedConfig) -> Description:
-    """Describe a Hy3 model: a token's weights add up to router_scaling_factor."""
+    """Describe a Hy3 model: a token's weights add up to router_scaling_factor.
+
+    enable_moe_fp32_combine changes no number: a sum of two in 16 bits is computed in float32 and rounded anyway.
+    """
     refuse_windows(config)
     return describe_common(
         config,
