@@ -296,7 +296,7 @@ class Config:
             model.check_fp8(f"quantization={self.quantization!r}")
         if model.tied and self.load_format == "safetensors":
             # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
-            own_head = FileSource(self.model, model.is_multimodal).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")
+            own_head = FileSource(self.model, model.beside).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")
             return replace(model, tied=not own_head)
         return model
 

@@ -24,6 +24,7 @@ from nanoinfer.attention.context import Context
 from nanoinfer.benchmark import determinism
 from nanoinfer.benchmark.determinism import LONGEST, Bits, bits_of, draw_cases, find_difference
 from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.models import describe
 from nanoinfer.models.description import Experts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -435,7 +436,7 @@ class TestWhatCannotBe:
         model = replace(describe(Checkpoint.open(BUNDLED_MODEL).hf_config), fp8=Fp8Format())
         with pytest.raises(ValueError, match="with weights in FP8, hidden_size=192 must be a multiple of 256; use"):
             model.check_ranks_in_order(2, on_cpu=False)
-        experts = Experts((False, True), count=8, used=2, size=192, normalised=True)
+        experts = Experts((False, True), count=8, size=192, routing=Routing(used=2))
         replace(model, hidden_size=256, experts=experts).check_ranks_in_order(2, on_cpu=False)
         for format in (None, Fp8Format((64, 128)), Fp8Format((None, None))):
             replace(model, fp8=format).check_ranks_in_order(2, on_cpu=False)

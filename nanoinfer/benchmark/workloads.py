@@ -37,6 +37,10 @@ QWEN3_5 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 QWEN3_NEXT = {**QWEN3_5, "model_type": "qwen3_next", "linear_num_value_heads": 32, "norm_topk_prob": True}
+GLM_MOE = {
+    "model_type": "glm4_moe", "attention_bias": True, "norm_topk_prob": True, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
     "tiny": ((64, 128, 2, 4, 2, 32, True, 2048), QWEN3),
     "0.6b": ((1024, 3072, 28, 16, 8, 128, True, 151936), QWEN3),
@@ -94,6 +98,17 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
             "shared_expert_intermediate_size": 512,
         },
     ),
+    "glm-4.5-air": (
+        (4096, 10944, 46, 96, 8, 128, False, 151552),
+        {
+            **GLM_MOE,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "olmo2-7b": ((4096, 11008, 32, 32, 32, 128, False, 100352), OLMO),
 }  # published shapes, but for the first
 ARCHITECTURES = {
@@ -102,7 +117,7 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
 }  # fmt: skip
 MAX_TOKEN = 10000  # the largest random token id in prompts, if the vocabulary has it
 

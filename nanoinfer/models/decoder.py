@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
 from nanoinfer.layers.embedding import VocabParallelEmbedding
-from nanoinfer.layers.experts import MixtureOfExperts, Router, SharedExpert
+from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts, Router, RouterTensors, SharedExpert
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
 from nanoinfer.models.causal_lm import CausalLM
-from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.models.description import EMBEDDING, HEAD, Description, Experts
 from nanoinfer.models.mixers import Mixer, make_mixer
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.fp8_experts import Fp8Experts
@@ -65,26 +65,27 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | Mixtu
     tensors = ExpertTensors(
         prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, stacks, names.paired_experts
     )
-    routers = tuple(prefix + name for name in names.routers)
-    shared = None
-    if experts.shared_size is not None:
-        shared = SharedExpert(f"{prefix}mlp.", model.hidden_size, experts.shared_size, model.activation, tp, model.fp8)
+    router = RouterTensors(
+        tuple(prefix + name for name in names.routers),
+        tuple(prefix + name for name in names.corrections) if experts.corrected else (),
+        names.correction_is_row,
+        experts.float32_router,
+    )
+    outputs = _output_share(model, tp) if tp.splits_outputs else None
     return MixtureOfExperts(
-        Router(
-            routers,
-            model.hidden_size,
-            experts.count,
-            experts.used,
-            experts.scoring,
-            experts.normalised,
-            experts.biases,
-        ),
-        make_experts(
-            tensors, sizes, model.fp8, _output_share(model, tp) if tp.splits_outputs else None, experts.biases
-        ),
-        shared,
+        Router(router, model.hidden_size, experts.count, experts.routing, experts.biases),
+        make_experts(tensors, sizes, model.fp8, outputs, experts.biases),
+        None if experts.shared_size is None else _make_shared(model, prefix, experts, experts.shared_size, tp),
         model.activation,
     )
+
+
+def _make_shared(
+    model: Description, prefix: str, experts: Experts, size: int, tp: TensorParallel
+) -> SharedExpert | GatedSharedExpert:
+    modules = tuple(prefix + name for name in model.names.shared_experts)
+    shared = SharedExpert(modules, model.hidden_size, size, model.activation, tp, model.mlp_bias, model.fp8)
+    return GatedSharedExpert(shared, model.hidden_size) if experts.shared_gate else shared
 
 
 def _output_share(model: Description, tp: TensorParallel) -> OutputShare:
@@ -185,7 +186,7 @@ class Decoder(CausalLM):
         sizes: the rows of decode steps whose bits are compared; tokens: those of a full step, which are compared too
         """
         for module in self.modules():
-            if isinstance(module, (PlainMatrix, Fp8Matrix, MixtureOfExperts, SharedExpert)):
+            if isinstance(module, (PlainMatrix, Fp8Matrix, MixtureOfExperts, GatedSharedExpert)):
                 module.fix_order([*sizes, tokens])
         self.lm_head.fix_order(sizes)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from nanoinfer.attention.cache_layout import Memory, Pages
-from nanoinfer.kernels.experts.route import RouterScoring
+from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
 from nanoinfer.layers.delta import GatedDelta
@@ -14,6 +14,7 @@ from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.parallel.group import MAX_RANKS
 from nanoinfer.weights.fp8_format import ROWS_TOGETHER, Fp8Format
+from nanoinfer.weights.sources import Beside
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
 
@@ -39,7 +40,10 @@ class Names:
     qkv, gate_up: one name for each projection, or a single name if one tensor holds them, one after another
     o, down: the projection of attention's result, and of the MLP's
     q_norm, k_norm: the norm of queries, and of keys
+    gate: the projection of attention's output gate; None: the queries' tensor holds it, head by head
     routers: the matrix that scores the experts, by each name that a checkpoint may give it
+    corrections: the correction of its scores, by each name; correction_is_row: as for RouterTensors
+    shared_experts: the module of the shared expert, by each name
     expert: the module of an expert; "{}" stands for its number
     expert_gate, expert_up, expert_down: an expert's projections
     expert_stacks: tensors that may hold those of all experts instead: gates above ups, and downs
@@ -54,10 +58,14 @@ class Names:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    gate: str | None = None
     o: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     routers: tuple[str, ...] = ("mlp.gate",)
+    corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
+    correction_is_row: bool = False
+    shared_experts: tuple[str, ...] = ("mlp.shared_expert",)
     expert: str = "mlp.experts.{}"
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
@@ -72,22 +80,29 @@ class Experts:
 
     layers: for each layer, whether it has experts
     count: how many experts such a layer has
-    used: how many of them a token uses
     size: an expert's intermediate size
-    normalised: a token's weights add up to 1
-    scoring: see kernels.experts.route
+    routing: how a token chooses some of them, and weighs their results
+    corrected: a learned correction is added to the scores, for the choice alone
+    float32_router: logits are computed in float32, whatever the model's dtype
     shared_size: the intermediate size of one more expert, which every token uses; None: the layers have none
+    shared_gate: the sigmoid of a gate weights its result
     biases: the router and the experts' projections have biases
     """
 
     layers: tuple[bool, ...]
     count: int
-    used: int
     size: int
-    normalised: bool
-    scoring: RouterScoring = "softmax"
+    routing: Routing
+    corrected: bool = False
+    float32_router: bool = False
     shared_size: int | None = None
+    shared_gate: bool = False
     biases: bool = False
+
+    @property
+    def used(self) -> int:
+        """How many experts a token uses."""
+        return self.routing.used
 
     @property
     def number_type(self) -> Literal["uint8", "int16"]:
@@ -113,11 +128,12 @@ class Description:
     ropes: for each layer, how it rotates queries and keys; None: not at all
     mixers: for each layer, what it has in place of attention; None: attention
     sinks: each query head has a learned score beside those of its keys, for no value: see attention.context.Scoring
-    output_gate: the query projection has a second number for each; sigmoid of it multiplies attention's result
+    output_gate: there is a second number for each of a query; sigmoid of it multiplies attention's result
     fp8: the format of the matrices, but for embeddings, head, routers, and what decides strengths and decays of a delta
         rule; None: all have the model's dtype
     module: the class that computes the model, by its full name: a CausalLM (models/causal_lm.py)
     is_multimodal: the checkpoint holds other models beside this one; nanoinfer does not read those
+    skipped: how the names of other tensors begin that checkpoints may hold and nanoinfer does not read
     """
 
     vocab_size: int
@@ -152,7 +168,13 @@ class Description:
     experts: Experts | None = None
     module: str = "nanoinfer.models.decoder.Decoder"
     is_multimodal: bool = False
+    skipped: tuple[str, ...] = ()
     fp8: Fp8Format | None = None
+
+    @property
+    def beside(self) -> Beside:
+        """What the model's checkpoints hold beside it."""
+        return Beside(self.is_multimodal, self.skipped)
 
     @property
     def different_layers(self) -> list[int]:

@@ -12,7 +12,7 @@ from nanoinfer.weights.shards import Shard, Table
 FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}  # as files and as torch name them
 FP8 = {"F8_E4M3", "float8_e4m3fn"}
 COMPUTED = ("rotary_emb.inv_freq", ".input_scale")  # tensors that some checkpoints store and no model reads
-GUESSING = "mtp."  # begins the names of layers that guess the tokens after the next one, which no model runs
+GUESSING = ("mtp.", "model.mtp_")  # begin the names of what guesses the tokens after the next one: no model runs it
 NUMBER = re.compile(r"\d+")
 MOST_NAMES = 5  # in an error message
 

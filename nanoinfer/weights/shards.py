@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -79,6 +79,11 @@ class Shard:
             return False
         count, rows, columns = self.shape
         return tuple(shape) == (count, columns, rows)
+
+    def under(self, module: str, other: str) -> Shard:
+        """Return the shard of the tensor that a checkpoint may store in another module instead."""
+        name, scale = self.name.replace(module, other, 1), self.scale and self.scale.replace(module, other, 1)
+        return replace(self, name=name, replaces=(self.name,), scale=scale)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +30,28 @@ LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal
 OTHER_MODELS = ("vision_tower.", "multi_modal_projector.", "visual.")  # begin the names of its other tensors
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}  # of numbers, as files name their types
 NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a checkpoint holds beside the language model.
+
+    is_multimodal: other models' tensors; the language model's have a prefix
+    skipped: how the names of further tensors begin that nobody reads
+    """
+
+    is_multimodal: bool = False
+    skipped: tuple[str, ...] = ()
+
+    def known_name(self, name: str) -> str | None:
+        """Return a tensor's name in the language model; None if the tensor belongs to another part."""
+        if self.is_multimodal and name.removeprefix("model.").startswith(OTHER_MODELS):
+            return None
+        known = name.replace(LANGUAGE_MODEL, "", 1) if self.is_multimodal else name
+        return None if known.startswith(self.skipped) else known
+
+
+NOTHING = Beside()
 
 
 class Source(Protocol):
@@ -69,13 +92,13 @@ class RandomSource:
 class FileSource:
     """The safetensors files of a folder, chosen as transformers chooses them."""
 
-    def __init__(self, folder: str, is_multimodal: bool = False, argument: str = "model") -> None:
-        """is_multimodal: tensor names have a prefix, and tensors of other models stand beside the language model's
+    def __init__(self, folder: str, beside: Beside = NOTHING, argument: str = "model") -> None:
+        """beside: what the files hold beside the language model
 
         argument: that which the user gave the folder as
         """
         self.what = f"{argument}={folder!r}"  # begins the messages of errors
-        self.is_multimodal = is_multimodal
+        self.beside = beside
         self.files = _choose_files(Path(folder), self.what)
 
     def fill(self, table: Table, bar: MakeBar = no_bar) -> None:
@@ -137,7 +160,7 @@ class FileSource:
             for file in self.files:
                 reader = readers.enter_context(_open(file))
                 for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
-                    known = _known_name(name, self.is_multimodal)
+                    known = self.beside.known_name(name)
                     if known is not None:
                         yield known, reader.get_slice(name), file
 
@@ -168,10 +191,10 @@ class TensorSource:
         self,
         named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
         partial: bool = False,
-        is_multimodal: bool = False,
+        beside: Beside = NOTHING,
         may_be_empty: bool = False,
     ) -> None:
-        """partial: tensors may be missing, and with may_be_empty all of them; is_multimodal: as for FileSource"""
+        """partial: tensors may be missing, and with may_be_empty all of them; beside: as for FileSource"""
         self.holds_tensors = type(named_tensors) in (list, tuple, dict, OrderedDict)
         if isinstance(named_tensors, Mapping):
             named_tensors = named_tensors.items()
@@ -180,7 +203,7 @@ class TensorSource:
         except TypeError:
             raise ValueError(f"named_tensors={short(named_tensors)}: {NEEDED}") from None
         self.is_partial = partial
-        self._is_multimodal = is_multimodal
+        self._beside = beside
         self._may_be_empty = may_be_empty
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
@@ -192,7 +215,7 @@ class TensorSource:
         for pair in self._pairs:
             are_there = True
             name, tensor = _name_and_tensor(pair)
-            known = _known_name(name, self._is_multimodal)
+            known = self._beside.known_name(name)
             if known is not None:
                 yield known, tensor
             del pair, tensor  # so that they can go before the next ones come
@@ -257,15 +280,6 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: cannot be read: {error}") from error
-
-
-def _known_name(name: str, is_multimodal: bool) -> str | None:
-    """Return a tensor's name in the language model; None if the tensor belongs to another part of the checkpoint."""
-    if not is_multimodal:
-        return name
-    if name.removeprefix("model.").startswith(OTHER_MODELS):
-        return None
-    return name.replace(LANGUAGE_MODEL, "", 1)
 
 
 @cache

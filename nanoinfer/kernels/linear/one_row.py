@@ -67,7 +67,8 @@ def _launch(
     weight_rows, in_features = numbers.shape
     assert x.is_contiguous()
     assert numbers.is_contiguous()
-    out = torch.empty((1, weight_rows // 2 if activation else weight_rows), dtype=x.dtype, device=x.device)
+    dtype = torch.float32 if numbers.dtype == torch.float32 else x.dtype
+    out = torch.empty((1, weight_rows // 2 if activation else weight_rows), dtype=dtype, device=x.device)
     block_k = triton.next_power_of_2(in_features)
     block_n, per_multiprocessor, warps = choose_programs(block_k, scales is not None)
     programs = per_multiprocessor * num_multiprocessors(x.device)
