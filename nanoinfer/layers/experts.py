@@ -134,10 +134,10 @@ class SharedExpert(nn.Module):
     def shards(self) -> Iterator[Shard]:
         """Yield the projections' shards once more for each of the other modules: the matrices yield the first's."""
         first, *others = self.module_names
-        for projection in (self.gate_up_proj, self.down_proj):
-            shards = [shard for entries in table_of(projection).values() for shard in entries]
-            for other in others:
-                yield from (shard.under(first, other) for shard in shards)
+        for other in others:
+            for projection in (self.gate_up_proj, self.down_proj):
+                for shards in table_of(projection).values():
+                    yield from (shard.under(first, other) for shard in shards)
 
 
 class GatedSharedExpert(nn.Module):

@@ -40,7 +40,7 @@ class Names:
     qkv, gate_up: one name for each projection, or a single name if one tensor holds them, one after another
     o, down: the projection of attention's result, and of the MLP's
     q_norm, k_norm: the norm of queries, and of keys
-    gate: the projection of attention's output gate; None: the queries' tensor holds it, head by head
+    output_gate: the projection of attention's output gate; None: the queries' tensor holds it, head by head
     routers: the matrix that scores the experts, by each name that a checkpoint may give it
     corrections: the correction of its scores, by each name; correction_is_row: as for RouterTensors
     shared_experts: the module of the shared expert, by each name
@@ -58,7 +58,7 @@ class Names:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
-    gate: str | None = None
+    output_gate: str | None = None
     o: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"

@@ -116,8 +116,8 @@ def _projections(model: Description, prefix: str) -> list[Projection]:
     heads, dim = (model.num_heads, model.num_kv_heads, model.num_kv_heads), model.head_dim
     if not model.output_gate:
         return side_by_side(names, heads, dim)
-    if model.names.gate is not None:
-        return side_by_side((*names, prefix + model.names.gate), (*heads, model.num_heads), dim)
+    if model.names.output_gate is not None:
+        return side_by_side((*names, prefix + model.names.output_gate), (*heads, model.num_heads), dim)
     queries, gates = unit_by_unit(names[0], model.num_heads, (dim, dim))
     return [queries, *side_by_side(names[1:], heads[1:], dim), gates]
 

@@ -52,7 +52,7 @@ CORRECTED = {
             "routed_scaling_factor": 2.5,
         },
     ),
-    "solar-open": Case("SolarOpenForCausalLM", "solar_open", GLM),
+    "solar-open": Case("SolarOpenForCausalLM", "solar_open", {**GLM, "n_group": 3, "topk_group": 3}),
     "solar-open groups, biases": Case(
         "SolarOpenForCausalLM",
         "solar_open",
