@@ -29,19 +29,27 @@ class RMSNorm(nn.Module):
         plus_one: bool = False,
         start: int = 0,
         share: int | None = None,
+        scale_name: str | None = None,
     ) -> None:
-        """share: how many of the weights this rank holds; None: all."""
+        """share: how many of the weights this rank holds; None: all
+
+        scale_name: the tensor with the norm's stream_scale (kernels.norm.rms_norm); None: it has none
+        """
         super().__init__()
         self.name = name
         self.size = size
         self.start = start
         self.weight = nn.Parameter(torch.empty(size if share is None else share), requires_grad=False)
-        self.norm = Norm(self.weight, eps, plus_one)
+        self.scale_name = scale_name
+        self.stream_scale = None if scale_name is None else nn.Parameter(torch.empty(1), requires_grad=False)
+        self.norm = Norm(self.weight, eps, plus_one, self.stream_scale)
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the weight's shard."""
+        """Yield the weight's shard, and that of stream_scale."""
         fill: Fill = "zeros" if self.norm.plus_one else "ones"
         yield Shard(f"{self.name}.weight", self.weight, (self.size,), self.start, random=fill)
+        if self.scale_name is not None and self.stream_scale is not None:
+            yield Shard(self.scale_name, self.stream_scale, (1,), random="ones")
 
 
 class Joint(nn.Module):
