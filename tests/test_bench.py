@@ -39,7 +39,7 @@ from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.models import describe
-from nanoinfer.models.description import Experts
+from nanoinfer.models.description import Experts, KVHeads
 
 
 def run(*command: str) -> str:
@@ -144,8 +144,9 @@ def test_rows_that_keep_states_are_no_more_than_their_slots(tiny: LLM) -> None:
 
 class Shape:
     hidden_size, intermediate_size, num_layers, vocab_size = 8, 16, 2, 100
-    num_heads, num_kv_heads, head_dim, output_gate, experts = 4, 2, 4, False, None
+    num_heads, output_gate, experts = 4, False, None
     mixers = attention_windows = (None, None)
+    attending = (KVHeads(2, 4),) * 2
 
 
 LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
@@ -402,11 +403,25 @@ def test_the_floor_counts_the_experts_that_the_rows_of_a_step_use() -> None:
     assert bytes_of(waiting) == pytest.approx((4 * every + read) * 2 + 15 * KV_BYTES)
 
 
+class Mixed(Shape):
+    """The second layer has one head of eight, whose values are its keys."""
+
+    attending = (KVHeads(2, 4), KVHeads(1, 8, values_are_keys=True))
+
+
+def test_the_floor_counts_the_heads_of_each_layer() -> None:
+    """The second layer's queries and outputs are twice as wide, and it has half of the projections of keys."""
+    floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=Mixed)
+    layers = 2 * LAYER + 2 * 8 * 16 - 8 * 8
+    assert bytes_of(floor) == (1 + 2) * (layers + HEAD) * 2 + (4 + 5) * KV_BYTES
+    assert operations_of(floor) == 2 * layers * 3 + 2 * HEAD + 2 * (16 + 32) * 9 + 2 * 2 * (layers + HEAD)
+
+
 class Recurrent(Shape):
     """One of two layers attends, with an output gate; the other has two heads of three values and five keys."""
 
     mixers = (GatedDelta(key_heads=1, value_heads=2, key_dim=5, value_dim=3, width=4), None)
-    attention_windows, output_gate = (None,), True
+    attention_windows, attending, output_gate = (None,), (KVHeads(2, 4),), True
 
 
 def test_the_floor_counts_states() -> None:
@@ -435,8 +450,11 @@ def test_the_floor_counts_states() -> None:
 def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, billions: float, tmp_path: Path) -> None:
     bench.write_config(name, str(tmp_path))
     model = describe(Checkpoint.open(str(tmp_path)).hf_config)
-    heads = ((3 if model.output_gate else 2) * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    mixers = sum(heads if mixer is None else mixer.projected for mixer in model.mixers)
+    queries = (3 if model.output_gate else 2) * model.num_heads
+    attention = sum(
+        (queries + (1 if heads.values_are_keys else 2) * heads.count) * heads.dim for heads in model.attending
+    )
+    mixers = attention + sum(mixer.projected for mixer in model.mixers if mixer is not None)
     experts = model.experts
     mlp = 3 * model.intermediate_size if experts is None else experts.count * (3 * experts.size + 1)
     layers = model.hidden_size * (mixers + model.num_layers * mlp)

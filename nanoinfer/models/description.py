@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from nanoinfer.attention.cache_layout import Memory, Pages
+from nanoinfer.kernels.attention.qkv import Parts
 from nanoinfer.kernels.experts.route import RouterScoring
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
@@ -30,12 +31,36 @@ class QueryScaling:
 
 
 @dataclass(frozen=True)
+class KVHeads:
+    """The heads of keys and values in a layer of attention.
+
+    count: of the keys, and of the values
+    dim: the numbers in a head; queries have as many
+    values_are_keys: values are the keys before norm and rotation, as in Gemma 4; else they have their own projection
+    source: the layer whose keys and values this layer reads; None: it has its own
+    """
+
+    count: int
+    dim: int
+    values_are_keys: bool = False
+    source: int | None = None
+
+    @property
+    def parts(self) -> Parts:
+        """What the layer projects, see kernels.attention.qkv."""
+        if self.source is not None:
+            return "q"
+        return "qk" if self.values_are_keys else "qkv"
+
+
+@dataclass(frozen=True)
 class Names:
     """The names that a checkpoint gives to a layer's modules. If a norm's name is None, the model has no such norm.
 
     attention_norm, mlp_norm: the norm of a branch's input
     attention_post_norm, mlp_post_norm: the norm of a branch's result, before the joint adds it
     last_norm: that of the decoder's result, without a layer's prefix
+    layer_scale: a number that multiplies the residual stream behind a layer; None: the model has none
     qkv, gate_up: one name for each projection, or a single name if one tensor holds them, one after another
     o, down: the projection of attention's result, and of the MLP's
     q_norm, k_norm: the norm of queries, and of keys
@@ -50,6 +75,7 @@ class Names:
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None
     last_norm: str = "model.norm"
+    layer_scale: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
@@ -99,7 +125,9 @@ class Description:
     max_position: the most tokens that a sequence may have
     tied: the output projection is the embedding's matrix
     norm_plus_one: checkpoints store norm weights less one
+    kv_heads: for each layer, its heads of keys and values; where no layer attends, they mean nothing
     qk_norm: the norm of queries and keys before they are rotated; None: the model has none
+    value_norm: each head of the values is normalised, too, without weights
     activation: the function of the MLP's gate, see kernels.linear.activation
     attention_scale: factor of a query's product with a key
     score_cap, logit_cap: a cap c turns a scaled score, or a logit, into c * tanh(it / c); None: no cap
@@ -120,8 +148,7 @@ class Description:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    kv_heads: tuple[KVHeads, ...]
     max_position: int
     norm_eps: float
     tied: bool
@@ -133,6 +160,7 @@ class Description:
     names: Names = Names()
     norm_plus_one: bool = False
     qk_norm: Width | None = None
+    value_norm: bool = False
     output_gate: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -152,7 +180,7 @@ class Description:
     def different_layers(self) -> list[int]:
         """The first layer, which has nothing to add, and the first of each kind of the others."""
         experts = [False] * self.num_layers if self.experts is None else self.experts.layers
-        kinds = list(zip(self.windows, self.ropes, self.mixers, experts, strict=True))
+        kinds = list(zip(self.windows, self.ropes, self.mixers, self.kv_heads, experts, strict=True))
         return [0, *(layer for layer in range(1, self.num_layers) if kinds.index(kinds[layer], 1) == layer)]
 
     @property
@@ -165,20 +193,36 @@ class Description:
         """Whether some layer's memory of the past is a state of fixed size."""
         return any(self.mixers)
 
-    def memory(self, ranks: int) -> list[Memory]:
-        """Return what each layer remembers of the past, on one of so many ranks."""
-        kv_heads = max(self.num_kv_heads // ranks, 1)
-        return [
-            Pages(kv_heads, self.head_dim, window) if mixer is None else mixer.state(ranks)
-            for window, mixer in zip(self.windows, self.mixers, strict=True)
-        ]
+    @property
+    def attending(self) -> list[KVHeads]:
+        """The heads of the layers that attend."""
+        return [heads for heads, mixer in zip(self.kv_heads, self.mixers, strict=True) if mixer is None]
+
+    @property
+    def largest_head(self) -> int:
+        """The numbers in a head, in the layer where they are the most."""
+        return max(heads.dim for heads in self.attending)
+
+    def memory(self, ranks: int) -> list[Memory | None]:
+        """Return what each layer remembers of the past, on one of so many ranks; None: nothing of its own."""
+
+        def of(layer: int) -> Memory | None:
+            mixer, heads = self.mixers[layer], self.kv_heads[layer]
+            if mixer is not None:
+                return mixer.state(ranks)
+            if heads.source is not None:
+                return None
+            return Pages(max(heads.count // ranks, 1), heads.dim, self.windows[layer])
+
+        return [of(layer) for layer in range(self.num_layers)]
 
     @property
     def widest(self) -> int:
         """The most features of a token that ranks gather at once, if they split outputs."""
-        heads = self.num_heads + (2 * self.num_kv_heads if self.qk_norm == "full" else 0)
+        is_full = self.qk_norm == "full"
+        heads = max((self.num_heads + 2 * heads.count * is_full) * heads.dim for heads in self.attending)
         most_used = 0 if self.experts is None else self.experts.used * self.experts.size
-        return max(heads * self.head_dim, most_used, *self._intermediate_sizes.values())
+        return max(heads, most_used, *self._intermediate_sizes.values())
 
     @property
     def long_from(self) -> int | None:
@@ -217,30 +261,31 @@ class Description:
                 raise ValueError(
                     f"tensor_parallel_size={ranks}: {name}={size} is not divisible by it; use a divisor: {divisors}"
                 )
-        if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
-            raise ValueError(
-                f"tensor_parallel_size={ranks}: num_key_value_heads={self.num_kv_heads} neither divides it nor is"
-                " divided by it; use a divisor or a multiple"
-            )
+        for count in self._kv_counts:
+            if count % ranks and ranks % count:
+                raise ValueError(
+                    f"tensor_parallel_size={ranks}: num_key_value_heads={count} neither divides it nor is"
+                    " divided by it; use a divisor or a multiple"
+                )
         if self.vocab_size < ranks**2:
             raise ValueError(f"tensor_parallel_size={ranks}: vocab_size={self.vocab_size} is too small; use fewer")
 
     def check_ranks_in_order(self, ranks: int, on_cpu: bool) -> None:
         """Raise ValueError if this many ranks cannot give the bits that one rank gives."""
-        fault = None
-        if self.num_kv_heads % ranks:
-            fault = f"num_key_value_heads={self.num_kv_heads} is not divisible by the number of ranks"
+        fault, uneven = None, next((count for count in self._kv_counts if count % ranks), None)
+        if uneven is not None:
+            fault = f"num_key_value_heads={uneven} is not divisible by the number of ranks"
         elif on_cpu and PARTS % ranks:
             fault = f"on the CPU the number of ranks must divide {PARTS}"
         elif on_cpu and (self.score_cap is not None or self.logit_cap is not None):
             fault = "the CPU computes soft caps in another way for another number of heads"
         elif on_cpu:  # it multiplies by parts
-            fault = _find_uneven({**self._outputs, "vocab_size": self.vocab_size}, ALIGNMENT, "on the CPU")
+            fault = _find_uneven([*self._outputs, ("vocab_size", self.vocab_size)], ALIGNMENT, "on the CPU")
         elif self.hidden_size % ranks:
             fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
         elif self.fp8 is not None and self.fp8.own_block[0] == ROWS_TOGETHER:
             # If a tile's rows share a scale, the kernel applies it in another place; the experts' kernel never does.
-            outputs = {name: size for name, size in self._outputs.items() if name != "moe_intermediate_size"}
+            outputs = [(name, size) for name, size in self._outputs if name != "moe_intermediate_size"]
             fault = _find_uneven(outputs, ROWS_TOGETHER * ranks, "with weights in FP8")
         if fault is not None:
             raise ValueError(
@@ -249,17 +294,21 @@ class Description:
             )
 
     @property
-    def _outputs(self) -> dict[str, int]:
+    def _kv_counts(self) -> list[int]:
+        """How many heads of keys layers have, each number once."""
+        return list(dict.fromkeys(heads.count for heads in self.attending))
+
+    @property
+    def _outputs(self) -> list[tuple[str, int]]:
         """How many outputs the matrices of the layers have."""
-        return {
-            "hidden_size": self.hidden_size,
-            **self._intermediate_sizes,
-            "num_attention_heads * head_dim": self.num_heads * self.head_dim,
-            "num_key_value_heads * head_dim": self.num_kv_heads * self.head_dim,
-        }
+        outputs = [("hidden_size", self.hidden_size), *self._intermediate_sizes.items()]
+        for heads in dict.fromkeys(self.attending):
+            outputs.append(("num_attention_heads * head_dim", self.num_heads * heads.dim))
+            outputs.append(("num_key_value_heads * head_dim", heads.count * heads.dim))
+        return outputs
 
 
-def _find_uneven(sizes: dict[str, int], divisor: int, where: str) -> str | None:
+def _find_uneven(sizes: list[tuple[str, int]], divisor: int, where: str) -> str | None:
     """Return what is wrong with the first size that is no multiple of `divisor`; None: all are."""
-    uneven = next((f"{name}={size}" for name, size in sizes.items() if size % divisor), None)
+    uneven = next((f"{name}={size}" for name, size in sizes if size % divisor), None)
     return None if uneven is None else f"{where}, {uneven} must be a multiple of {divisor}"
