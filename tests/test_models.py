@@ -26,6 +26,8 @@ from nanoinfer.models import FAMILIES, describe, families
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 100, 300]  # of the prompts, in one batch
 MAX_TOKENS = 6
+TWICE = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 2.0}
+GEMMA4_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
@@ -148,7 +150,7 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
     is_old = not any(key.startswith("model.language_model.") for key in weights)
 
     def renamed(key: str) -> str:
-        if "vision_tower" in key or "visual" in key or "projector" in key:
+        if "vision" in key or "visual" in key or "projector" in key:
             return f"model.{key}" if is_old else key.removeprefix("model.")
         if is_old:
             key = key.removeprefix("language_model.")
@@ -252,7 +254,16 @@ def test_the_different_layers_are_the_first_and_the_first_of_each_kind_of_the_ot
     made = None if experts is None else replace(model.experts, layers=tuple(experts))
     ropes = model.ropes[:1] * len(windows)
     mixers = tuple(GatedDelta(2, 2, 16, 16, 4) if layer in (delta or ()) else None for layer in range(len(windows)))
-    changed = replace(model, num_layers=len(windows), windows=tuple(windows), ropes=ropes, mixers=mixers, experts=made)
+    heads = model.kv_heads[:1] * len(windows)
+    changed = replace(
+        model,
+        num_layers=len(windows),
+        windows=tuple(windows),
+        ropes=ropes,
+        mixers=mixers,
+        kv_heads=heads,
+        experts=made,
+    )
     assert changed.different_layers == layers
 
 
@@ -302,6 +313,12 @@ def test_the_different_layers_run_alone(
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True .*not supported"),
         ("gemma", {"layer_types": ["sliding_attention"] * 4}, "layer_types='sliding_attention' .*not supported"),
         ("vaultgemma", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0 .*must be a number above 0"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' .*not supported"),
+        ("gemma4", {"per_layer_config": {1: {"num_key_value_heads": 3}}}, "num_key_value_heads=3 .*divisor of num_att"),
+        ("gemma4", {"per_layer_config": {1: {"head_dim": 0}}}, "head_dim=0 .*must be an integer of at least 1"),
+        ("gemma4", {"layer_types": ["full_attention", "conv"] * 2}, "layer_types='conv' .*not supported"),
+        ("gemma4", {"rope_parameters": {**GEMMA4_ROPES, "full_attention": TWICE}}, "factor=2.0 .*at most 1"),
+        ("gemma4", {"rope_parameters": {"sliding_attention": HALF}}, "rope_parameters has only sliding_attention"),
         ("exaone4 without windows", {"layer_types": ["sliding_attention"] * 4}, "layer_types='sliding_att.*not sup"),
         ("exaone4 windows, llama3 rope", {"sliding_window": 0}, "sliding_window=0 .*must be a number above 0"),
         ("glm", {"rope_parameters": {**HALF, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),

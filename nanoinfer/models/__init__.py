@@ -21,10 +21,14 @@ FAMILIES = {
     "Ernie4_5ForCausalLM": "llama.describe_ernie4_5",
     "Exaone4ForCausalLM": "exaone4.describe",
     "FlexOlmoForCausalLM": "olmo.describe_flex_olmo",
-    "GemmaForCausalLM": "gemma.describe_gemma",
-    "Gemma2ForCausalLM": "gemma.describe_gemma2",
-    "Gemma3ForCausalLM": "gemma.describe_gemma3",
+    "GemmaForCausalLM": "gemma.gemma.describe_gemma",
+    "Gemma2ForCausalLM": "gemma.gemma.describe_gemma2",
+    "Gemma3ForCausalLM": "gemma.gemma.describe_gemma3",
     "Gemma3ForConditionalGeneration": "multimodal.describe_gemma3",
+    "Gemma4ForCausalLM": "gemma.gemma4.describe",
+    "Gemma4ForConditionalGeneration": "multimodal.describe_gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma.gemma4.describe",
+    "Gemma4UnifiedForConditionalGeneration": "multimodal.describe_gemma4",
     "GlmForCausalLM": "glm.describe_glm",
     "Glm4ForCausalLM": "glm.describe_glm4",
     "GraniteForCausalLM": "granite.describe_granite",
@@ -55,7 +59,7 @@ FAMILIES = {
     "Qwen3_5MoeForConditionalGeneration": "multimodal.describe_qwen3_5_moe",
     "SeedOssForCausalLM": "llama.describe_seed_oss",
     "SmolLM3ForCausalLM": "smollm3.describe",
-    "VaultGemmaForCausalLM": "gemma.describe_vaultgemma",
+    "VaultGemmaForCausalLM": "gemma.gemma.describe_vaultgemma",
 }  # each class with the file in families/ and the function in it that reads the config
 
 
@@ -73,7 +77,7 @@ def describe(config: PretrainedConfig) -> Description:
     names = config.architectures or []
     check_architectures(names)
     check_sizes(config.get_text_config())
-    file, function = FAMILIES[names[0]].split(".")
+    file, function = FAMILIES[names[0]].rsplit(".", 1)
     return getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)
 
 

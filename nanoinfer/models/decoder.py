@@ -199,16 +199,18 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
     names = model.names
     whole = names.attention_post_norm is not None or names.mlp_post_norm is not None
 
-    def norm(layer: int, name: str | None) -> RMSNorm | None:
+    def norm(layer: int, name: str | None, scale_name: str | None = None) -> RMSNorm | None:
         if name is None:
             return None
-        return RMSNorm(f"model.layers.{layer}.{name}", model.hidden_size, model.norm_eps, model.norm_plus_one)
+        path = f"model.layers.{layer}.{name}"
+        return RMSNorm(path, model.hidden_size, model.norm_eps, model.norm_plus_one, scale_name=scale_name)
 
-    post, scale = None, 1.0
+    post, scale, stream = None, 1.0, None
     for layer in range(model.num_layers):
-        yield Joint(post, norm(layer, names.attention_norm), tp, scale, whole)
+        yield Joint(post, norm(layer, names.attention_norm, stream), tp, scale, whole)
         scale = model.residual_scale
         yield Joint(norm(layer, names.attention_post_norm), norm(layer, names.mlp_norm), tp, scale, whole)
         post = norm(layer, names.mlp_post_norm)
-    last = RMSNorm(names.last_norm, model.hidden_size, model.norm_eps, model.norm_plus_one)
+        stream = None if names.layer_scale is None else f"model.layers.{layer}.{names.layer_scale}"
+    last = RMSNorm(names.last_norm, model.hidden_size, model.norm_eps, model.norm_plus_one, scale_name=stream)
     yield Joint(post, last, tp, scale, whole)

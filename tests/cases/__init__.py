@@ -2,10 +2,17 @@
 
 from cases.case import LONGROPE, SHAPE, VOCAB, Case, build
 from cases.dense import DENSE
+from cases.gemma4 import GEMMA4
 from cases.multimodal import MULTIMODAL
 from cases.sparse import SPARSE
 from cases.states import STATES
 
 __all__ = ["CASES", "LONGROPE", "MULTIMODAL", "SHAPE", "VOCAB", "Case", "build"]
 
-CASES = {**DENSE, **SPARSE, **STATES, **MULTIMODAL}  # of several cases of a class, the last runs on two ranks too
+CASES = {
+    **DENSE,
+    **SPARSE,
+    **STATES,
+    **GEMMA4,
+    **MULTIMODAL,
+}  # of several cases of a class, the last runs on two ranks too
