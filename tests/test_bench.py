@@ -147,6 +147,7 @@ class Shape:
     num_heads, output_gate, experts = 4, False, None
     mixers = attention_windows = (None, None)
     attending = (KVHeads(2, 4),) * 2
+    has_mlp = (True, True)
 
 
 LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
@@ -160,6 +161,7 @@ class Sparse(Shape):
     """One of two layers has 4 experts of 6, of which a token uses 1, and a shared one of 5."""
 
     experts = Experts((True, False), count=4, used=1, size=6, normalised=True, shared_size=5)
+    has_mlp = (False, True)
 
 
 EXPERT, ROUTER = 3 * 6 * 8, 4 * 8
@@ -445,6 +447,7 @@ def test_the_floor_counts_states() -> None:
         ("mistral-7b", 7.24), ("mistral-24b", 23.57), ("phi4-14b", 14.66), ("gemma3-12b", 11.77), ("olmo2-7b", 7.30),
         ("30b-a3b", 30.5), ("olmoe-7b", 6.92), ("qwen3.5-0.8b", 0.752), ("qwen3.5-4b", 4.21), ("qwen3.5-9b", 8.95),
         ("qwen3.5-27b", 26.9), ("qwen3.5-35b-a3b", 34.7), ("qwen3-next-80b", 79.7),
+        ("gemma4-12b", 11.91), ("gemma4-26b-a4b", 25.23),
     ],
 )  # fmt: skip
 def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, billions: float, tmp_path: Path) -> None:
@@ -456,8 +459,8 @@ def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, bi
     )
     mixers = attention + sum(mixer.projected for mixer in model.mixers if mixer is not None)
     experts = model.experts
-    mlp = 3 * model.intermediate_size if experts is None else experts.count * (3 * experts.size + 1)
-    layers = model.hidden_size * (mixers + model.num_layers * mlp)
+    sparse = 0 if experts is None else sum(experts.layers) * experts.count * (3 * experts.size + 1)
+    layers = model.hidden_size * (mixers + sum(model.has_mlp) * 3 * model.intermediate_size + sparse)
     matrices = layers + model.vocab_size * model.hidden_size * (1 if model.tied else 2)
     assert matrices / 1e9 == pytest.approx(billions, rel=0.005)
 

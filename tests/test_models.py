@@ -319,6 +319,8 @@ def test_the_different_layers_run_alone(
         ("gemma4", {"layer_types": ["full_attention", "conv"] * 2}, "layer_types='conv' .*not supported"),
         ("gemma4", {"rope_parameters": {**GEMMA4_ROPES, "full_attention": TWICE}}, "factor=2.0 .*at most 1"),
         ("gemma4", {"rope_parameters": {"sliding_attention": HALF}}, "rope_parameters has only sliding_attention"),
+        ("gemma4 experts", {"top_k_experts": 7}, "top_k_experts=7 .*must be at most the number of experts, 6"),
+        ("gemma4 experts", {"moe_intermediate_size": None}, "moe_intermediate_size=None .*must be an integer of at"),
         ("exaone4 without windows", {"layer_types": ["sliding_attention"] * 4}, "layer_types='sliding_att.*not sup"),
         ("exaone4 windows, llama3 rope", {"sliding_window": 0}, "sliding_window=0 .*must be a number above 0"),
         ("glm", {"rope_parameters": {**HALF, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),

@@ -137,11 +137,9 @@ def _layer_weights(model: Description) -> int:
     mixers = [mixer.projected for mixer in model.mixers if mixer is not None]
     of_queries = (3 if model.output_gate else 2) * model.num_heads
     attention = sum((of_queries + (len(heads.parts) - 1) * heads.count) * heads.dim for heads in model.attending)
-    if (experts := model.experts) is None:
-        return model.hidden_size * (attention + sum(mixers) + model.num_layers * 3 * model.intermediate_size)
-    sparse = sum(experts.layers)
-    shared = 3 * sparse * (experts.shared_size or 0)
-    dense = 3 * (model.num_layers - sparse) * model.intermediate_size
+    dense = 3 * sum(model.has_mlp) * model.intermediate_size
+    experts = model.experts
+    shared = 0 if experts is None else 3 * sum(experts.layers) * (experts.shared_size or 0)
     return model.hidden_size * (attention + sum(mixers) + dense + shared)
 
 

@@ -65,7 +65,13 @@ class Joint(nn.Module):
     """
 
     def __init__(
-        self, post: RMSNorm | None, pre: RMSNorm | None, tp: TensorParallel, scale: float = 1.0, whole: bool = False
+        self,
+        post: RMSNorm | None,
+        pre: RMSNorm | None,
+        tp: TensorParallel,
+        scale: float = 1.0,
+        whole: bool = False,
+        sums: bool = True,
     ) -> None:
         """Store the norms; None: the model has no norm in that place.
 
@@ -73,12 +79,14 @@ class Joint(nn.Module):
         pre: the norm of the next branch's input
         scale: factor of the branch's result
         whole: every rank needs the residual stream of all tokens (see one_owner in kernels.ranks.all_reduce_norm)
+        sums: False: each rank's x is the whole branch's result already
         """
         super().__init__()
         self.tp = tp
         self.post, self.pre = post, pre
         self.scale = scale
         self.whole = whole
+        self.sums = sums
 
     @property
     def post_norm(self) -> Norm | None:
@@ -97,7 +105,7 @@ class Joint(nn.Module):
     def lane(self, x: Tensor) -> VectorLane | None:
         """Return a lane if the next product can add up the ranks' parts of x itself, as for one token; else None."""
         inbox = self.tp.inbox
-        if inbox is None or self.tp.keeps_order or not inbox.can_sum(x) or not takes_lane(x):
+        if inbox is None or self.tp.keeps_order or not self.sums or not inbox.can_sum(x) or not takes_lane(x):
             return None
         return VectorLane(*inbox.vector_lane(), inbox.rank, inbox.stop)
 
@@ -111,10 +119,10 @@ class Joint(nn.Module):
         x, post, pre = self.scaled(x), self.post_norm, self.pre_norm
         inbox = self.tp.inbox
         in_order = self.tp.keeps_order
-        if inbox is not None and not in_order and inbox.can_sum(x) and (post or pre):
+        if inbox is not None and self.sums and not in_order and inbox.can_sum(x) and (post or pre):
             return self._through_inbox(inbox, x, residual)
         # Of the embeddings' parts, all but one are zeros. Here the ranks meet once a step, as Inbox.layer_lane needs.
-        if not in_order or residual is None:
+        if self.sums and (not in_order or residual is None):
             x = self.tp.all_reduce(x)
         if residual is None:
             return (x, x) if pre is None else (rms_norm(x, pre), x)
@@ -138,3 +146,13 @@ class Joint(nn.Module):
             total = add_residual(result, residual)
             return total, total
         return add_rms_norm(result, residual, pre)
+
+
+def norm_of_sum(x: Tensor, norm: Norm, tp: TensorParallel) -> Tensor:
+    """Return rms_norm of all ranks' x, added up; x: this rank's part of a branch's result, as for Joint.forward"""
+    inbox = tp.inbox
+    if tp.keeps_order or inbox is None or not inbox.can_sum(x):
+        return rms_norm(x if tp.keeps_order else tp.all_reduce(x), norm)
+    one_owner = tp.size > 2 and len(x) >= ONE_OWNER_TOKENS
+    how = inbox.layer_lane(), inbox.rank, inbox.stop, one_owner, inbox.take_stale()
+    return all_reduce_add_rms_norm(x, None, norm, *how)[0]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.experts import MixtureOfExperts, Router, SharedExpert
+from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
@@ -32,6 +34,8 @@ from nanoinfer.weights.fp8_matrix import Fp8Matrix
 from nanoinfer.weights.matrix import make_experts
 from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare, PlainExperts
 from nanoinfer.weights.plain_matrix import PlainMatrix
+
+AnyMLP: TypeAlias = "MLP | MixtureOfExperts | ExpertsBesideMLP"
 
 
 class MLP(nn.Module):
@@ -54,11 +58,12 @@ class MLP(nn.Module):
         return self.down_proj(gated, self.activation if later else None), residual
 
 
-def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | MixtureOfExperts:
-    """Make the layer's MLP, or the experts that it has instead."""
-    experts, names, prefix = model.experts, model.names, f"model.layers.{layer}."
+def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
+    """Make the layer's MLP, or the experts that it has instead, or both."""
+    experts = model.experts
     if experts is None or not experts.layers[layer]:
         return MLP(model, layer, tp)
+    names, prefix = model.names, f"model.layers.{layer}."
     share = experts.size // tp.size
     sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, tp.rank * share, share)
     stacks = tuple((prefix + gate_up, prefix + down) for gate_up, down in names.expert_stacks)
@@ -67,12 +72,15 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | Mixtu
     shared = None
     if experts.shared_size is not None:
         shared = SharedExpert(f"{prefix}mlp.", model.hidden_size, experts.shared_size, model.activation, tp, model.fp8)
-    return MixtureOfExperts(
+    made = MixtureOfExperts(
         Router(routers, model.hidden_size, experts.count, experts.used, experts.scoring, experts.normalised),
         make_experts(tensors, sizes, model.fp8, _output_share(model, tp) if tp.splits_outputs else None),
         shared,
         model.activation,
     )
+    if experts.beside is None:
+        return made
+    return ExpertsBesideMLP(prefix, experts.beside, MLP(model, layer, tp), made, model.norm_eps, tp)
 
 
 def _output_share(model: Description, tp: TensorParallel) -> OutputShare:
@@ -83,7 +91,7 @@ def _output_share(model: Description, tp: TensorParallel) -> OutputShare:
 class DecoderLayer(nn.Module):
     """One layer: two branches, each after a joint. The next layer's first joint adds the second branch's result."""
 
-    def __init__(self, mixer_joint: Joint, mixer: Mixer, mlp_joint: Joint, mlp: MLP | MixtureOfExperts) -> None:
+    def __init__(self, mixer_joint: Joint, mixer: Mixer, mlp_joint: Joint, mlp: AnyMLP) -> None:
         super().__init__()
         self.mixer_joint, self.mixer = mixer_joint, mixer
         self.mlp_joint, self.mlp = mlp_joint, mlp
@@ -205,12 +213,15 @@ def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
         path = f"model.layers.{layer}.{name}"
         return RMSNorm(path, model.hidden_size, model.norm_eps, model.norm_plus_one, scale_name=scale_name)
 
-    post, scale, stream = None, 1.0, None
+    sparse = (False,) * model.num_layers if model.experts is None else model.experts.layers
+    is_beside = model.experts is not None and model.experts.beside is not None
+    post, scale, stream, sums = None, 1.0, None, True
     for layer in range(model.num_layers):
-        yield Joint(post, norm(layer, names.attention_norm, stream), tp, scale, whole)
+        yield Joint(post, norm(layer, names.attention_norm, stream), tp, scale, whole, sums)
         scale = model.residual_scale
         yield Joint(norm(layer, names.attention_post_norm), norm(layer, names.mlp_norm), tp, scale, whole)
         post = norm(layer, names.mlp_post_norm)
+        sums = not (is_beside and sparse[layer])
         stream = None if names.layer_scale is None else f"model.layers.{layer}.{names.layer_scale}"
     last = RMSNorm(names.last_norm, model.hidden_size, model.norm_eps, model.norm_plus_one, scale_name=stream)
-    yield Joint(post, last, tp, scale, whole)
+    yield Joint(post, last, tp, scale, whole, sums)

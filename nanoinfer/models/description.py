@@ -11,6 +11,7 @@ from nanoinfer.kernels.experts.route import RouterScoring
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
 from nanoinfer.layers.delta import GatedDelta
+from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.parallel.group import MAX_RANKS
@@ -92,7 +93,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts that some layers have in place of one MLP. Each token uses a few of them.
+    """The experts that some layers have in place of one MLP, or beside it. Each token uses a few of them.
 
     layers: for each layer, whether it has experts
     count: how many experts such a layer has
@@ -101,6 +102,7 @@ class Experts:
     normalised: a token's weights add up to 1
     scoring: see kernels.experts.route
     shared_size: the intermediate size of one more expert, which every token uses; None: the layers have none
+    beside: given if the experts stand beside an MLP; None: they stand in its place
     """
 
     layers: tuple[bool, ...]
@@ -110,6 +112,7 @@ class Experts:
     normalised: bool
     scoring: RouterScoring = "softmax"
     shared_size: int | None = None
+    beside: BesideMLP | None = None
 
     @property
     def number_type(self) -> Literal["uint8", "int16"]:
@@ -184,6 +187,14 @@ class Description:
         return [0, *(layer for layer in range(1, self.num_layers) if kinds.index(kinds[layer], 1) == layer)]
 
     @property
+    def has_mlp(self) -> list[bool]:
+        """For each layer, whether it has an MLP."""
+        experts = self.experts
+        if experts is None or experts.beside is not None:
+            return [True] * self.num_layers
+        return [not is_sparse for is_sparse in experts.layers]
+
+    @property
     def attention_windows(self) -> list[int | None]:
         """The windows of the layers that attend."""
         return [window for window, mixer in zip(self.windows, self.mixers, strict=True) if mixer is None]
@@ -244,7 +255,7 @@ class Description:
     def _intermediate_sizes(self) -> dict[str, int]:
         """The intermediate sizes that the model's layers have, as most configs name them."""
         experts = self.experts
-        sizes = {} if experts is not None and all(experts.layers) else {"intermediate_size": self.intermediate_size}
+        sizes = {"intermediate_size": self.intermediate_size} if any(self.has_mlp) else {}
         if experts is not None:
             sizes["moe_intermediate_size"] = experts.size
             sizes["shared_expert_intermediate_size"] = experts.shared_size or 0

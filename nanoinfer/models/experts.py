@@ -19,22 +19,21 @@ def read_experts(
     normalised: bool | None = None,
     shared_size: int | None = None,
     count_field: str = "num_experts",
+    used_field: str = "num_experts_per_tok",
 ) -> Experts | None:
     """Read the experts of the given layers; returns None if no layer has any.
 
     layers: for each layer, whether it has experts
     size_field: the setting with an expert's intermediate size
     normalised: whether a token's weights add up to 1; None: as norm_topk_prob says
-    count_field: the setting with the number of experts
+    count_field, used_field: the settings with the number of experts, and of those that a token uses
     Raises ValueError, naming the setting, for sizes that no model can have.
     """
     if not any(layers):
         return None
-    count, used = size_of(config, count_field), size_of(config, "num_experts_per_tok")
+    count, used = size_of(config, count_field), size_of(config, used_field)
     if used > count:
-        raise ValueError(
-            f"model: num_experts_per_tok={used} in its config: must be at most the number of experts, {count}"
-        )
+        raise ValueError(f"model: {used_field}={used} in its config: must be at most the number of experts, {count}")
     if normalised is None:
         normalised = bool(config.norm_topk_prob)
     return Experts(layers, count, used, size_of(config, size_field), normalised, shared_size=shared_size)
