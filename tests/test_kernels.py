@@ -907,6 +907,40 @@ def test_paged_decode_of_windows_and_soft_caps(
     assert_close(out[rows], expected)
 
 
+def check_attention(
+    shape: tuple[int, int, int, int], query_lens: list[int], context_lens: list[int], dtype: torch.dtype
+) -> None:
+    """Check prefill, and decode from the contexts' last tokens."""
+    heads, _, head_dim, _ = shape
+    pages = paged(context_lens, *shape, dtype)
+    q, how = randn(sum(query_lens), heads, head_dim, dtype=dtype), Scoring(head_dim**-0.5)
+    expected = attend_densely(q, *pages, query_lens, context_lens, how)
+    ends = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    assert_close(paged_prefill_triton(q, *pages, ends, lens, max(query_lens), how.scale), expected)
+    last = ends[1:].long() - 1
+    out = paged_decode_triton(q[last], *pages, lens, how.scale, plan_ahead(lens, pages[0]))
+    assert_close(out, expected[last])
+
+
+LARGE_HEADS = [(16, 1, 512, 32), (8, 2, 512, 64)]  # as in SHAPES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+@pytest.mark.parametrize("shape", of_each_kind(zip(LARGE_HEADS), 0))
+def test_attention_of_large_heads(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """For more than 256 numbers in a head, the kernels have programs of their own."""
+    check_attention(shape, [1, 70, 40], [1, 100, 40], dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 80])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_attention_of_gemma_4s_large_heads(kv_heads: int, rows: int) -> None:
+    lens = [9000 // row + row for row in range(1, rows + 1)]
+    check_attention((16, kv_heads, 512, 256), [min(length, 1500) for length in lens], lens, torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_backend_serves_layers_of_different_windows(name: str) -> None:
     context_lens, query_lens, head_dim = [300, 90, 17], [20, 90, 1], 64

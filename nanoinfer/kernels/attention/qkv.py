@@ -236,7 +236,7 @@ def norm_rotate_store_triton(
         IN_FP8=k_cache.dtype == FP8,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_HEADS=HEADS_PER_PROGRAM,
-        num_warps=2,
+        num_warps=2 if head_dim <= 256 else 4,
         **early_launch(qkv),
     )
     return q
