@@ -38,6 +38,7 @@ from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.layers.delta import GatedDelta
+from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.models import describe
 from nanoinfer.models.description import Experts, KVHeads
 
@@ -147,7 +148,7 @@ class Shape:
     num_heads, output_gate, experts = 4, False, None
     mixers = attention_windows = (None, None)
     attending = (KVHeads(2, 4),) * 2
-    has_mlp = (True, True)
+    mlp_sizes, layer_inputs = (16, 16), None
 
 
 LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
@@ -161,7 +162,7 @@ class Sparse(Shape):
     """One of two layers has 4 experts of 6, of which a token uses 1, and a shared one of 5."""
 
     experts = Experts((True, False), count=4, used=1, size=6, normalised=True, shared_size=5)
-    has_mlp = (False, True)
+    mlp_sizes = (0, 16)
 
 
 EXPERT, ROUTER = 3 * 6 * 8, 4 * 8
@@ -406,15 +407,19 @@ def test_the_floor_counts_the_experts_that_the_rows_of_a_step_use() -> None:
 
 
 class Mixed(Shape):
-    """The second layer has one head of eight, whose values are its keys."""
+    """The second layer has one head of eight, whose values are its keys, and an MLP twice as wide."""
 
     attending = (KVHeads(2, 4), KVHeads(1, 8, values_are_keys=True))
+    mlp_sizes, layer_inputs = (16, 32), LayerInputSizes(5, *6 * ("",))
 
 
-def test_the_floor_counts_the_heads_of_each_layer() -> None:
-    """The second layer's queries and outputs are twice as wide, and it has half of the projections of keys."""
+def test_the_floor_counts_what_each_layer_has() -> None:
+    """The second layer's queries and outputs are twice as wide, and it has half of the projections of keys.
+
+    For each layer's input, there are a projection of the embedding, a gate, and the way back.
+    """
     floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=Mixed)
-    layers = 2 * LAYER + 2 * 8 * 16 - 8 * 8
+    layers = 2 * LAYER + 2 * 8 * 16 - 8 * 8 + 3 * 8 * 16 + 2 * 3 * 8 * 5
     assert bytes_of(floor) == (1 + 2) * (layers + HEAD) * 2 + (4 + 5) * KV_BYTES
     assert operations_of(floor) == 2 * layers * 3 + 2 * HEAD + 2 * (16 + 32) * 9 + 2 * 2 * (layers + HEAD)
 
@@ -460,7 +465,7 @@ def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, bi
     mixers = attention + sum(mixer.projected for mixer in model.mixers if mixer is not None)
     experts = model.experts
     sparse = 0 if experts is None else sum(experts.layers) * experts.count * (3 * experts.size + 1)
-    layers = model.hidden_size * (mixers + sum(model.has_mlp) * 3 * model.intermediate_size + sparse)
+    layers = model.hidden_size * (mixers + 3 * sum(model.mlp_sizes) + sparse)
     matrices = layers + model.vocab_size * model.hidden_size * (1 if model.tied else 2)
     assert matrices / 1e9 == pytest.approx(billions, rel=0.005)
 

@@ -185,6 +185,21 @@ def test_a_mistral_with_layer_types_has_windows_on_those_alone(make_llm: Callabl
     run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
 
 
+def test_a_gemma_4_may_have_keys_and_values_in_layers_that_use_anothers(
+    make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Published checkpoints have them; transformers leaves them out of those that it saves."""
+    model = build(CASES["gemma4"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+        for layer, source in ((4, 2), (5, 3)):
+            unused = torch.randn_like(weights[f"model.layers.{source}.self_attn.{name}"])
+            assert weights.setdefault(f"model.layers.{layer}.self_attn.{name}", unused) is unused
+    save_file(weights, file, {"format": "pt"})
+    run(make_llm(str(tmp_path), **CASES["gemma4"].small), model)
+
+
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-vl-moe"])
 def test_windows_that_qwen3_vl_does_not_have(name: str) -> None:
     case = CASES[name]
@@ -316,11 +331,15 @@ def test_the_different_layers_run_alone(
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' .*not supported"),
         ("gemma4", {"per_layer_config": {1: {"num_key_value_heads": 3}}}, "num_key_value_heads=3 .*divisor of num_att"),
         ("gemma4", {"per_layer_config": {1: {"head_dim": 0}}}, "head_dim=0 .*must be an integer of at least 1"),
-        ("gemma4", {"layer_types": ["full_attention", "conv"] * 2}, "layer_types='conv' .*not supported"),
+        ("gemma4", {"layer_types": ["full_attention", "conv"] * 3}, "layer_types='conv' .*not supported"),
         ("gemma4", {"rope_parameters": {**GEMMA4_ROPES, "full_attention": TWICE}}, "factor=2.0 .*at most 1"),
         ("gemma4", {"rope_parameters": {"sliding_attention": HALF}}, "rope_parameters has only sliding_attention"),
         ("gemma4 experts", {"top_k_experts": 7}, "top_k_experts=7 .*must be at most the number of experts, 6"),
         ("gemma4 experts", {"moe_intermediate_size": None}, "moe_intermediate_size=None .*must be an integer of at"),
+        ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5 .*leave a layer of each of layer_types"),
+        ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1 .*must be an integer of at least 0"),
+        ("gemma4", {"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input=9 .*must be vocab_size=160"),
+        ("gemma4", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input=-1 .*integer of at least 1"),
         ("exaone4 without windows", {"layer_types": ["sliding_attention"] * 4}, "layer_types='sliding_att.*not sup"),
         ("exaone4 windows, llama3 rope", {"sliding_window": 0}, "sliding_window=0 .*must be a number above 0"),
         ("glm", {"rope_parameters": {**HALF, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),
@@ -364,13 +383,15 @@ def test_a_setting_that_no_model_can_have_is_named(name: str, changes: dict[str,
     ("name", "ranks", "message"),
     [
         ("qwen3.5", 4, "tensor_parallel_size=4: linear_num_key_heads=2 is not divisible by it; use a divisor: 1, 2$"),
+        ("gemma4", 5, "tensor_parallel_size=5: hidden_size_per_layer_input=12 is not divisible by it; use a divisor: 1, 2, 3"),
         ("lfm2", 5, "tensor_parallel_size=5: hidden_size=48 is not divisible by it; use a divisor: 1, 2, 3, 4, 6, 8$"),
     ],
 )
 def test_ranks_that_a_mixer_cannot_have(name: str, ranks: int, message: str) -> None:
     case = CASES[name]
     heads = {"num_attention_heads": 20, "num_key_value_heads": 20, "intermediate_size": 80, "vocab_size": 400}
-    settings = {**SHAPE, **case.settings, **heads, "block_auto_adjust_ff_dim": False}
+    sizes = {**heads, "block_auto_adjust_ff_dim": False, "vocab_size_per_layer_input": heads["vocab_size"]}
+    settings = {**SHAPE, **case.settings, **sizes}
     config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **settings)
     with pytest.raises(ValueError, match=message):
         describe(config).check_ranks(ranks)

@@ -137,10 +137,11 @@ def _layer_weights(model: Description) -> int:
     mixers = [mixer.projected for mixer in model.mixers if mixer is not None]
     of_queries = (3 if model.output_gate else 2) * model.num_heads
     attention = sum((of_queries + (len(heads.parts) - 1) * heads.count) * heads.dim for heads in model.attending)
-    dense = 3 * sum(model.has_mlp) * model.intermediate_size
+    dense = 3 * sum(model.mlp_sizes)
     experts = model.experts
     shared = 0 if experts is None else 3 * sum(experts.layers) * (experts.shared_size or 0)
-    return model.hidden_size * (attention + sum(mixers) + dense + shared)
+    inputs = 0 if model.layer_inputs is None else 3 * model.num_layers * model.layer_inputs.size
+    return model.hidden_size * (attention + sum(mixers) + dense + shared + inputs)
 
 
 def _router_weights(model: Description) -> int:

@@ -12,6 +12,7 @@ from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
+from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.parallel.group import MAX_RANKS
@@ -125,6 +126,8 @@ class Description:
     """A decoder-only transformer. Fields without a line below have names that explain them.
 
     intermediate_size: of the MLPs; 0: all layers have experts
+    double_from: MLPs from this layer on are twice as wide; None: none is
+    layer_inputs: what each layer gets beside the residual stream; None: nothing
     max_position: the most tokens that a sequence may have
     tied: the output projection is the embedding's matrix
     norm_plus_one: checkpoints store norm weights less one
@@ -175,6 +178,8 @@ class Description:
     logit_cap: float | None = None
     query_scaling: QueryScaling | None = None
     experts: Experts | None = None
+    double_from: int | None = None
+    layer_inputs: LayerInputSizes | None = None
     module: str = "nanoinfer.models.decoder.Decoder"
     is_multimodal: bool = False
     fp8: Fp8Format | None = None
@@ -183,16 +188,17 @@ class Description:
     def different_layers(self) -> list[int]:
         """The first layer, which has nothing to add, and the first of each kind of the others."""
         experts = [False] * self.num_layers if self.experts is None else self.experts.layers
-        kinds = list(zip(self.windows, self.ropes, self.mixers, self.kv_heads, experts, strict=True))
+        mlps = zip(experts, self.mlp_sizes, strict=True)
+        kinds = list(zip(self.windows, self.ropes, self.mixers, self.kv_heads, mlps, strict=True))
         return [0, *(layer for layer in range(1, self.num_layers) if kinds.index(kinds[layer], 1) == layer)]
 
     @property
-    def has_mlp(self) -> list[bool]:
-        """For each layer, whether it has an MLP."""
-        experts = self.experts
-        if experts is None or experts.beside is not None:
-            return [True] * self.num_layers
-        return [not is_sparse for is_sparse in experts.layers]
+    def mlp_sizes(self) -> list[int]:
+        """The intermediate size of each layer's MLP; 0: the layer has none."""
+        experts, double_from = self.experts, self.double_from or self.num_layers
+        replaced = [False] * self.num_layers if experts is None or experts.beside is not None else experts.layers
+        sizes = [self.intermediate_size * (1 if layer < double_from else 2) for layer in range(self.num_layers)]
+        return [0 if is_replaced else size for size, is_replaced in zip(sizes, replaced, strict=True)]
 
     @property
     def attention_windows(self) -> list[int | None]:
@@ -255,7 +261,7 @@ class Description:
     def _intermediate_sizes(self) -> dict[str, int]:
         """The intermediate sizes that the model's layers have, as most configs name them."""
         experts = self.experts
-        sizes = {"intermediate_size": self.intermediate_size} if any(self.has_mlp) else {}
+        sizes = {"intermediate_size": self.intermediate_size} if any(self.mlp_sizes) else {}
         if experts is not None:
             sizes["moe_intermediate_size"] = experts.size
             sizes["shared_expert_intermediate_size"] = experts.shared_size or 0
@@ -264,6 +270,8 @@ class Description:
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if the model cannot be split over this many ranks."""
         sizes = {"num_attention_heads": self.num_heads, **self._intermediate_sizes}
+        if self.layer_inputs is not None:
+            sizes["hidden_size_per_layer_input"] = self.layer_inputs.size
         for mixer in self.mixers:
             sizes |= {} if mixer is None else mixer.divided
         for name, size in sizes.items():

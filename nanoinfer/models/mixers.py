@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
 from nanoinfer.models.description import Description, KVHeads
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.shards import Shard
 
 Mixer: TypeAlias = "SelfAttention | GatedDeltaMixer | ShortConvolutionMixer"
 
@@ -65,6 +67,7 @@ class SelfAttention(nn.Module):
         pages = memory[source]
         assert isinstance(pages, Pages)
         self.head_dim = heads.dim
+        self.unused = [] if heads.source is None else _unused_shards(model, heads, prefix)
         self.gates = share_of_heads(model.num_heads, tp.size) if model.output_gate else 0
         self.qkv_proj = ColumnParallelLinear(
             _projections(model, heads, prefix), model.hidden_size, tp, model.qkv_bias, model.fp8
@@ -100,6 +103,10 @@ class SelfAttention(nn.Module):
             return self.o_proj(gate_heads(self.attention(qkv, context), gates)), residual
         return self.o_proj(self.attention(qkv, context).flatten(1)), residual
 
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards that a checkpoint may have, although the layer uses another's keys and values."""
+        yield from self.unused
+
 
 def _projections(model: Description, heads: KVHeads, prefix: str) -> list[Projection]:
     """Return where a checkpoint has queries, keys and values, and gates, each head's beside its queries."""
@@ -110,6 +117,17 @@ def _projections(model: Description, heads: KVHeads, prefix: str) -> list[Projec
         return side_by_side(names, units, dim)
     queries, gates = unit_by_unit(names[0], model.num_heads, (dim, dim))
     return [queries, *side_by_side(names[1:], units[1:], dim), gates]
+
+
+def _unused_shards(model: Description, heads: KVHeads, prefix: str) -> list[Shard]:
+    """Return shards of which a layer needs no row; published checkpoints of Gemma 4 have the tensors."""
+    names, rows = model.names, heads.count * heads.dim
+    none, no_rows = torch.empty(0), torch.empty(0, model.hidden_size)
+    tensors = [
+        (names.k_norm, none, (heads.dim,)),
+        *((name, no_rows, (rows, model.hidden_size)) for name in names.qkv[1:]),
+    ]
+    return [Shard(f"{prefix}{name}.weight", target, shape, optional=True) for name, target, shape in tensors]
 
 
 def _query_and_key_norms(
