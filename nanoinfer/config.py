@@ -217,7 +217,7 @@ class Config:
             self.device,
             self.torch_dtype,
             self.kvcache_block_size,
-            self.description.head_dim,
+            self.description.largest_head,
             self.kv_cache_dtype == "fp8",
             self.description.sinks,
         )
@@ -347,7 +347,7 @@ class Config:
     def _lay_out_cache(self) -> None:
         """Decide what a block of the KV cache holds; raises ValueError if there are to be too many blocks."""
         self.description = self.description.within(self.max_model_len)
-        unit = block_unit(self.attention_backend, self.kvcache_block_size, self.description.head_dim)
+        unit = block_unit(self.attention_backend, self.kvcache_block_size, self.description.largest_head)
         self.cache_layout = lay_out(self.description.memory(self.tensor_parallel_size), self.kvcache_block_size, unit)
         self.cache_layout.check_grid(self.kvcache_block_size, self.max_num_batched_tokens)
         most = self.cache_layout.asked_by(MAX_SLOTS // self.cache_layout.most_slots)

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 from conftest import DEVICE, of_each_kind, plan_ahead, whole_only
-from test_kernels import DTYPES, SHAPES, SHORT, assert_close, attend_densely, forget, paged, randn
+from test_kernels import DTYPES, LARGE_HEADS, SHAPES, SHORT, assert_close, attend_densely, forget, paged, randn
 
 from nanoinfer.attention.context import Scoring
-from nanoinfer.kernels.attention.in_order.decode import DECODE_PROGRAMS, decode_in_order
+from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
 from nanoinfer.kernels.experts.in_order import Matrix, check_order
 from nanoinfer.kernels.experts.products import Gather, choices_in_a_tile, expert_mlps_reference, expert_mlps_triton
@@ -44,7 +44,7 @@ def prefill(q: torch.Tensor, pages: Pages, query_lens: list[int], lens: list[int
 
 
 def decode(q: torch.Tensor, pages: Pages, lens: list[int], how: Scoring, workers: int | None = None) -> torch.Tensor:
-    plan = plan_ahead(ints(lens), pages[0], workers, how.window, programs=DECODE_PROGRAMS)
+    plan = plan_ahead(ints(lens), pages[0], workers, how.window, programs=decode_programs(pages[0].shape[3]))
     for _ in range(2):  # two layers: the first must leave the plan unchanged
         out = decode_in_order(q, *pages, ints(lens), max(lens), how.scale, plan, how.softcap, None, how.sinks)
         assert plan.arrivals.eq(0).all()
@@ -246,13 +246,25 @@ class TestAttention:
         for workers in (1, 2, 7, None):
             assert_close(decode(q, pages, lens, how, workers)[rows], expected)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+    def test_large_heads(self, dtype: torch.dtype) -> None:
+        """They have programs of their own."""
+        heads, _, head_dim, _ = shape = LARGE_HEADS[0]
+        query_lens, lens = [40, 1], [300, 20]
+        pages = paged(lens, *shape, dtype)
+        q, how = randn(sum(query_lens), heads, head_dim, dtype=dtype), Scoring(head_dim**-0.5)
+        expected = attend_densely(q, *pages, query_lens, lens, how)
+        assert_close(prefill(q, pages, query_lens, lens, how), expected)
+        last = torch.tensor(query_lens, device=DEVICE).cumsum(0) - 1
+        assert_close(decode(q[last], pages, lens, how), expected[last])
+
 
 @pytest.mark.gpu
 class TestBits:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     @pytest.mark.parametrize("has_sinks", [False, True])
     @pytest.mark.parametrize(("window", "softcap"), HOW)
-    @pytest.mark.parametrize("shape", [*SHAPES, (16, 8, 128, 256), (32, 4, 128, 32), (8, 2, 256, 256)])
+    @pytest.mark.parametrize("shape", [*SHAPES, *LARGE_HEADS, (16, 8, 128, 256), (32, 4, 128, 32), (8, 2, 256, 256)])
     def test_a_token_attends_alike_in_prompts_and_in_steps(
         self,
         shape: tuple[int, int, int, int],

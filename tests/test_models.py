@@ -26,6 +26,8 @@ from nanoinfer.models import FAMILIES, describe, families
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 100, 300]  # of the prompts, in one batch
 MAX_TOKENS = 6
+TWICE = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 2.0}
+GEMMA4_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
@@ -159,7 +161,7 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
     is_old = not any(key.startswith("model.language_model.") for key in weights)
 
     def renamed(key: str) -> str:
-        if "vision_tower" in key or "visual" in key or "projector" in key:
+        if "vision" in key or "visual" in key or "projector" in key:
             return f"model.{key}" if is_old else key.removeprefix("model.")
         if is_old:
             key = key.removeprefix("language_model.")
@@ -192,6 +194,21 @@ def test_a_mistral_with_layer_types_has_windows_on_those_alone(make_llm: Callabl
     names = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     (tmp_path / "config.json").write_text(json.dumps({**config, **names}))
     run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
+
+
+def test_a_gemma_4_may_have_keys_and_values_in_layers_that_use_anothers(
+    make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Published checkpoints have them; transformers leaves them out of those that it saves."""
+    model = build(CASES["gemma4"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+        for layer, source in ((4, 2), (5, 3)):
+            unused = torch.randn_like(weights[f"model.layers.{source}.self_attn.{name}"])
+            assert weights.setdefault(f"model.layers.{layer}.self_attn.{name}", unused) is unused
+    save_file(weights, file, {"format": "pt"})
+    run(make_llm(str(tmp_path), **CASES["gemma4"].small), model)
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-vl-moe"])
@@ -263,7 +280,16 @@ def test_the_different_layers_are_the_first_and_the_first_of_each_kind_of_the_ot
     made = None if experts is None else replace(model.experts, layers=tuple(experts))
     ropes = model.ropes[:1] * len(windows)
     mixers = tuple(GatedDelta(2, 2, 16, 16, 4) if layer in (delta or ()) else None for layer in range(len(windows)))
-    changed = replace(model, num_layers=len(windows), windows=tuple(windows), ropes=ropes, mixers=mixers, experts=made)
+    heads = model.kv_heads[:1] * len(windows)
+    changed = replace(
+        model,
+        num_layers=len(windows),
+        windows=tuple(windows),
+        ropes=ropes,
+        mixers=mixers,
+        kv_heads=heads,
+        experts=made,
+    )
     assert changed.different_layers == layers
 
 
@@ -313,6 +339,18 @@ def test_the_different_layers_run_alone(
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True .*not supported"),
         ("gemma", {"layer_types": ["sliding_attention"] * 4}, "layer_types='sliding_attention' .*not supported"),
         ("vaultgemma", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0 .*must be a number above 0"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' .*not supported"),
+        ("gemma4", {"per_layer_config": {1: {"num_key_value_heads": 3}}}, "num_key_value_heads=3 .*divisor of num_att"),
+        ("gemma4", {"per_layer_config": {1: {"head_dim": 0}}}, "head_dim=0 .*must be an integer of at least 1"),
+        ("gemma4", {"layer_types": ["full_attention", "conv"] * 3}, "layer_types='conv' .*not supported"),
+        ("gemma4", {"rope_parameters": {**GEMMA4_ROPES, "full_attention": TWICE}}, "factor=2.0 .*at most 1"),
+        ("gemma4", {"rope_parameters": {"sliding_attention": HALF}}, "rope_parameters has only sliding_attention"),
+        ("gemma4 experts", {"top_k_experts": 7}, "top_k_experts=7 .*must be at most the number of experts, 6"),
+        ("gemma4 experts", {"moe_intermediate_size": None}, "moe_intermediate_size=None .*must be an integer of at"),
+        ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5 .*leave a layer of each of layer_types"),
+        ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1 .*must be an integer of at least 0"),
+        ("gemma4", {"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input=9 .*must be vocab_size=160"),
+        ("gemma4", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input=-1 .*integer of at least 1"),
         ("exaone4 without windows", {"layer_types": ["sliding_attention"] * 4}, "layer_types='sliding_att.*not sup"),
         ("exaone4 windows, llama3 rope", {"sliding_window": 0}, "sliding_window=0 .*must be a number above 0"),
         ("glm", {"rope_parameters": {**HALF, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),
@@ -381,13 +419,19 @@ def test_a_setting_that_no_model_can_have_is_named(name: str, changes: dict[str,
     ("name", "ranks", "message"),
     [
         ("qwen3.5", 4, "tensor_parallel_size=4: linear_num_key_heads=2 is not divisible by it; use a divisor: 1, 2$"),
+        (
+            "gemma4",
+            5,
+            "tensor_parallel_size=5: hidden_size_per_layer_input=12 is not divisible by it; use a divisor: 1, 2, 3",
+        ),
         ("lfm2", 5, "tensor_parallel_size=5: hidden_size=48 is not divisible by it; use a divisor: 1, 2, 3, 4, 6, 8$"),
     ],
 )
 def test_ranks_that_a_mixer_cannot_have(name: str, ranks: int, message: str) -> None:
     case = CASES[name]
     heads = {"num_attention_heads": 20, "num_key_value_heads": 20, "intermediate_size": 80, "vocab_size": 400}
-    settings = {**SHAPE, **case.settings, **heads, "block_auto_adjust_ff_dim": False}
+    sizes = {**heads, "block_auto_adjust_ff_dim": False, "vocab_size_per_layer_input": heads["vocab_size"]}
+    settings = {**SHAPE, **case.settings, **sizes}
     config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **settings)
     with pytest.raises(ValueError, match=message):
         describe(config).check_ranks(ranks)

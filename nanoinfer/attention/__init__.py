@@ -118,7 +118,7 @@ def _flash_attn_problem(
     if in_fp8:
         return "cannot read a KV cache of kv_cache_dtype='fp8'; 'triton' and 'torch' can"
     if head_dim > 256 or head_dim % 8:
-        return f"needs a head_dim of at most 256 and a multiple of 8, not {head_dim}"
+        return f"needs heads of at most 256 numbers, a multiple of 8, not {head_dim}; 'triton' and 'torch' do not"
     return None
 
 

@@ -79,6 +79,7 @@ class Context:
     prefill: PackedQueries | None = None  # None: a decode step
     states: StateContext | None = None  # None: no layer has one
     prefixes: SharedPrefixes | None = None  # which layers of the first group read once for all rows that share them
+    layer_inputs: Tensor | None = None  # [tokens, layers, size], which the model sets if its layers have such inputs
     rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables: `positions`, or set later
 
     def __post_init__(self) -> None:

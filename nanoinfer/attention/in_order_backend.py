@@ -9,7 +9,7 @@ from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.attention.context import Context, GroupContext, Scoring
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
 from nanoinfer.kernels.attention.in_order.chunk import CHUNK
-from nanoinfer.kernels.attention.in_order.decode import DECODE_PROGRAMS, decode_in_order
+from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import launch_in_between
@@ -107,4 +107,4 @@ class InOrderBackend:
 
 
 def _plan(context: Context, k_cache: Tensor, window: int | None) -> DecodePlan:
-    return plan_decode(context.context_lens, k_cache, window=window, programs=DECODE_PROGRAMS)
+    return plan_decode(context.context_lens, k_cache, window=window, programs=decode_programs(k_cache.shape[3]))

@@ -32,6 +32,10 @@ GPT_OSS = {
     "model_type": "gpt_oss", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": 128,
     "num_experts_per_tok": 4,
 }  # fmt: skip
+GEMMA4 = {
+    "model_type": "gemma4_text", "max_position_embeddings": 131072, "sliding_window": 1024, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
 QWEN3_5 = {
     "model_type": "qwen3_5_text", "max_position_embeddings": 262144, "linear_num_key_heads": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
@@ -66,6 +70,18 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
     ),
     "phi4-14b": ((5120, 17920, 40, 40, 10, 128, False, 100352), PHI),
     "gemma3-12b": ((3840, 15360, 48, 16, 8, 256, True, 262208), GEMMA),
+    "gemma4-12b": ((3840, 15360, 48, 16, 8, 256, True, 262144), {**GEMMA4, "num_global_key_value_heads": 1}),
+    "gemma4-26b-a4b": (
+        (2816, 2112, 30, 16, 8, 256, True, 262144),
+        {
+            **GEMMA4,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+        },
+    ),
     "olmoe-7b": (
         (2048, 1024, 16, 16, 16, 128, False, 50304),
         {**OLMOE, "num_experts": 64, "num_experts_per_tok": 8},
@@ -114,6 +130,7 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "olmo2": "Olmo2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",

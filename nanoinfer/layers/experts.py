@@ -72,8 +72,16 @@ class Router(nn.Module):
             logits, joined, residual = norm_and_linear(x, residual, norm, weight, post, lane, self.bias)
         else:
             joined, residual = joint(x, residual)
-            logits = linear(joined.to(self.weight.dtype), self._in_order or self.weight, self.bias, may_split=True)
-        return route(logits, self.routing, self.correction), joined, residual
+            logits = self.score(joined)
+        return self.choose(logits), joined, residual
+
+    def score(self, x: Tensor) -> Tensor:
+        """Return the logits of the experts, [tokens, experts], or pieces of them; x: [tokens, hidden_size]"""
+        return linear(x.to(self.weight.dtype), self._in_order or self.weight, self.bias, may_split=True)
+
+    def choose(self, logits: Tensor) -> Routes:
+        """Choose the experts of each token; logits: as from `score`"""
+        return route(logits, self.routing, self.correction)
 
     def skew(self) -> None:
         """Scale a random matrix so that the experts' shares of the choices follow Zipf's law: share i is about 1 / i.
@@ -196,11 +204,15 @@ class MixtureOfExperts(nn.Module):
         which the next joint adds.
         """
         routes, joined, residual = self.router(x, residual, joint)
+        return self.mix(joined, routes, joint.tp), residual
+
+    def mix(self, x: Tensor, routes: Routes, tp: TensorParallel) -> Tensor:
+        """Return the sum of what a token's experts make of it, as forward does; x: their input"""
         if self.taken is not None:
-            self.taken[: len(joined)] = routes.experts
-        may_split = self.shared is None and joint.tp.size == 1
-        out = self.experts(joined, routes, self.activation, may_split)
-        return out if self.shared is None else out + self.shared(joined), residual
+            self.taken[: len(x)] = routes.experts
+        may_split = self.shared is None and tp.size == 1
+        out = self.experts(x, routes, self.activation, may_split)
+        return out if self.shared is None else out + self.shared(x)
 
     def keep_taken(self, most: int) -> None:
         """From now on, keep the experts that the tokens of each step take. CUDA graphs captured before do not.

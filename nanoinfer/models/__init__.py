@@ -25,10 +25,14 @@ FAMILIES = {
     "Exaone4ForCausalLM": "exaone4.describe",
     "ExaoneMoeForCausalLM": "exaone4.describe_moe",
     "FlexOlmoForCausalLM": "olmo.describe_flex_olmo",
-    "GemmaForCausalLM": "gemma.describe_gemma",
-    "Gemma2ForCausalLM": "gemma.describe_gemma2",
-    "Gemma3ForCausalLM": "gemma.describe_gemma3",
+    "GemmaForCausalLM": "gemma.gemma.describe_gemma",
+    "Gemma2ForCausalLM": "gemma.gemma.describe_gemma2",
+    "Gemma3ForCausalLM": "gemma.gemma.describe_gemma3",
     "Gemma3ForConditionalGeneration": "multimodal.describe_gemma3",
+    "Gemma4ForCausalLM": "gemma.gemma4.describe",
+    "Gemma4ForConditionalGeneration": "multimodal.describe_gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma.gemma4.describe",
+    "Gemma4UnifiedForConditionalGeneration": "multimodal.describe_gemma4",
     "GlmForCausalLM": "glm.describe_glm",
     "Glm4ForCausalLM": "glm.describe_glm4",
     "Glm4MoeForCausalLM": "mixtures.glm4_moe.describe",
@@ -67,7 +71,7 @@ FAMILIES = {
     "SeedOssForCausalLM": "llama.describe_seed_oss",
     "SmolLM3ForCausalLM": "llama.describe_smollm3",
     "SolarOpenForCausalLM": "mixtures.glm4_moe.describe_solar_open",
-    "VaultGemmaForCausalLM": "gemma.describe_vaultgemma",
+    "VaultGemmaForCausalLM": "gemma.gemma.describe_vaultgemma",
 }  # each class with the file in families/ and the function in it that reads the config
 
 

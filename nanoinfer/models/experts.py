@@ -21,6 +21,7 @@ def read_experts(
     normalised: bool | None = None,
     shared_size: int | None = None,
     count_field: str = "num_experts",
+    used_field: str = "num_experts_per_tok",
 ) -> Experts | None:
     """Read the experts of the given layers; returns None if no layer has any.
 
@@ -28,16 +29,14 @@ def read_experts(
     size_field: the setting with an expert's intermediate size
     normalised: whether a token's weights add up to 1; None: as norm_topk_prob says
     shared_size: the intermediate size of a shared expert with a gate; None: the layers have none
-    count_field: the setting with the number of experts
+    count_field, used_field: the settings with the number of experts, and of those that a token uses
     Raises ValueError, naming the setting, for sizes that no model can have.
     """
     if not any(layers):
         return None
-    count, used = size_of(config, count_field), size_of(config, "num_experts_per_tok")
+    count, used = size_of(config, count_field), size_of(config, used_field)
     if used > count:
-        raise ValueError(
-            f"model: num_experts_per_tok={used} in its config: must be at most the number of experts, {count}"
-        )
+        raise ValueError(f"model: {used_field}={used} in its config: must be at most the number of experts, {count}")
     if normalised is None:
         normalised = bool(config.norm_topk_prob)
     routing = Routing(used, normalised=normalised)

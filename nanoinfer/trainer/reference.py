@@ -245,7 +245,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, model: Description, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+        heads, kv_heads, head_dim = model.num_heads, model.kv_heads[0].count, model.kv_heads[0].dim
         self.head_dim = head_dim
         self.q_proj = Linear(model.hidden_size, heads * head_dim, model.qkv_bias, dtype=dtype)
         self.k_proj = Linear(model.hidden_size, kv_heads * head_dim, model.qkv_bias, dtype=dtype)

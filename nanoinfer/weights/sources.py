@@ -27,7 +27,10 @@ from nanoinfer.weights.shards import Table, Target, device_of_table
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
-OTHER_MODELS = ("vision_tower.", "multi_modal_projector.", "visual.")  # begin the names of its other tensors
+OTHER_MODELS = (  # begin the names of its other tensors
+    "vision_tower.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_vision.", "embed_audio.",
+    "vision_embedder.",
+)  # fmt: skip
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}  # of numbers, as files name their types
 NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
 

@@ -3,6 +3,7 @@
 from cases.case import LONGROPE, SHAPE, VOCAB, Case, build
 from cases.corrected import CORRECTED
 from cases.dense import DENSE
+from cases.gemma4 import GEMMA4
 from cases.multimodal import MULTIMODAL
 from cases.sparse import SPARSE
 from cases.states import STATES
@@ -14,5 +15,6 @@ CASES = {
     **SPARSE,
     **CORRECTED,
     **STATES,
+    **GEMMA4,
     **MULTIMODAL,
 }  # of several cases of a class, the last runs on two ranks too

@@ -76,6 +76,9 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
     auto = AutoModelForCausalLM if case.vision is None else AutoModelForImageTextToText
     model = auto.from_config(config, attn_implementation="eager").float().eval()
     assert type(model).__name__ == case.architecture
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     for name, parameter in model.named_parameters():
         if name.endswith(
             "A_log"

@@ -186,6 +186,11 @@ class Tiles(NamedTuple):
 def choose_tiles(q: Tensor, max_query_len: int) -> Tiles:
     """Return the tiles that are the fastest on an H200, if they fit; q, max_query_len: as for paged_prefill_triton."""
     head_dim = triton.next_power_of_2(q.shape[2])
+    if head_dim > 256:  # so many numbers of the results that more queries, or fewer warps, lack registers
+        if q.dtype == torch.float32:
+            return Tiles(16, 16, 8, 2)
+        large = Tiles(64, 32, 8, 2)
+        return large if fits(large, q) else Tiles(64, 16, 8, 2)
     if head_dim > 128 or q.dtype == torch.float32:
         small, large, is_long = Tiles(64, 32, 4, 2), Tiles(128, 64, 8, 2), max_query_len > 64
     else:

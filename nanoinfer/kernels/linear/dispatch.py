@@ -84,6 +84,8 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """Return linear(rms_norm(total, norm), weight, bias, activation) and total = x + residual.
 
+    The norm's stream_scale, if there is one, multiplies the total.
+
     x: [tokens, in_features], or with a residual also pieces that add up to it
     residual: [tokens, in_features]; None: the total is x
     norm: None: the total itself is multiplied

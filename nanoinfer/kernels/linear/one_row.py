@@ -77,6 +77,7 @@ def _launch(
         post.weight if post else None,
         residual,
         norm.weight if norm else None,
+        norm.stream_scale if norm else None,
         numbers,
         scales,
         bias,
@@ -98,6 +99,7 @@ def _launch(
         POST_PLUS_ONE=post is not None and post.plus_one,
         ADD=residual is not None,
         NORM=norm is not None,
+        SCALED=norm is not None and norm.stream_scale is not None,
         PLUS_ONE=norm is not None and norm.plus_one,
         KEEP=normed is not None,
         BIAS=bias is not None,
@@ -128,6 +130,7 @@ def _one_row_kernel(
     post_weight_ptr,
     residual_ptr,
     norm_weight_ptr,
+    stream_scale_ptr,
     weight_ptr,
     scales_ptr,
     bias_ptr,
@@ -149,6 +152,7 @@ def _one_row_kernel(
     POST_PLUS_ONE: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     KEEP: tl.constexpr,
     BIAS: tl.constexpr,
@@ -191,6 +195,8 @@ def _one_row_kernel(
         x = norm_block(x, post_weight, in_features, post_eps, POST_PLUS_ONE)
     if ADD:
         x += tl.load(residual_ptr + k, mask=inside, other=0.0)
+        if SCALED:
+            x *= tl.load(stream_scale_ptr)
     if ADD or RANKS > 1:
         tl.store(total_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
     if NORM:

@@ -66,7 +66,7 @@ def _may_cache_fp8(config: Config) -> bool:
     """Whether the KV cache is not in FP8, and the backend could read such a one."""
     if config.kv_cache_dtype == "fp8":
         return False
-    sizes = config.torch_dtype, config.kvcache_block_size, config.description.head_dim
+    sizes = config.torch_dtype, config.kvcache_block_size, config.description.largest_head
     try:
         choose_backend(config.attention_backend, config.device, *sizes, in_fp8=True)
     except ValueError:

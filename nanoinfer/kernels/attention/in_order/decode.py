@@ -22,7 +22,11 @@ from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 
 COMBINED_AT_ONCE = tl.constexpr(4)  # chunks' results that a program loads at once
-DECODE_PROGRAMS = Programs(tile=CHUNK, stages=5, warps=4, per_multiprocessor=2)
+
+
+def decode_programs(head_dim: int) -> Programs:
+    """Return how decode_in_order runs; for the results of large heads four warps would lack registers."""
+    return Programs(tile=CHUNK, stages=5, warps=8 if head_dim > 256 else 4, per_multiprocessor=2)
 
 
 def decode_in_order(
@@ -40,7 +44,7 @@ def decode_in_order(
 ) -> Tensor:
     """Attend as paged_decode_reference does, with the plan's window, in one launch.
 
-    plan: from plan_decode of the same context_lens, for DECODE_PROGRAMS
+    plan: from plan_decode of the same context_lens, for decode_programs
     """
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape

@@ -11,8 +11,6 @@ from nanoinfer.kernels.attention.in_order.chunk import CHUNK, attend_to_chunk, b
 from nanoinfer.kernels.attention.scores import in_log2
 from nanoinfer.kernels.fp8 import FP8
 
-QUERIES = 64  # of a program
-
 
 def prefill_in_order(
     q: Tensor,
@@ -33,7 +31,8 @@ def prefill_in_order(
     _, block_size, kv_heads, _ = k_cache.shape
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     factor, cap = in_log2(scale, softcap)
-    _prefill_kernel[(heads, triton.cdiv(max_query_len, QUERIES), len(context_lens))](
+    queries, warps = (32, 8) if head_dim > 256 else (64, 4)  # of a program: as many as its registers have room for
+    _prefill_kernel[(heads, triton.cdiv(max_query_len, queries), len(context_lens))](
         q,
         k_cache,
         v_cache,
@@ -56,9 +55,9 @@ def prefill_in_order(
         IN_FP8=k_cache.dtype == FP8,
         CHUNK=CHUNK,
         TILE=tile_of(k_cache),
-        BLOCK_M=QUERIES,
+        BLOCK_M=queries,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=4,
+        num_warps=warps,
         num_stages=3,
         enable_fp_fusion=False,
     )
