@@ -87,7 +87,7 @@ class Shard:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape that the tensor has in a checkpoint; other stacks than those that are always turned may be."""
+        """The shape that the tensor has in a checkpoint; a stack may also be turned, see is_turned."""
         if not self.always_turned:
             return self.shape
         count, rows, columns = self.shape
