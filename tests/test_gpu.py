@@ -107,6 +107,7 @@ KINDS = [
     "llama biases, llama3 rope", "mistral window", "ministral3 window", "qwen2 yarn, windows", "qwen3", "phi3 partial",
     "gemma2", "gemma3", "olmo2", "olmo3", "granite", "smollm3 windows, biases", "glm4",
     "mixtral", "olmoe", "qwen2moe", "qwen3moe", "gptoss", "qwen3.5", "qwen3next", "lfm2",
+    "gemma4", "gemma4 experts", "glm4moe", "minimax-m2", "lfm2moe",
 ]  # fmt: skip
 
 
