@@ -383,7 +383,11 @@ def test_a_setting_that_no_model_can_have_is_named(name: str, changes: dict[str,
     ("name", "ranks", "message"),
     [
         ("qwen3.5", 4, "tensor_parallel_size=4: linear_num_key_heads=2 is not divisible by it; use a divisor: 1, 2$"),
-        ("gemma4", 5, "tensor_parallel_size=5: hidden_size_per_layer_input=12 is not divisible by it; use a divisor: 1, 2, 3"),
+        (
+            "gemma4",
+            5,
+            "tensor_parallel_size=5: hidden_size_per_layer_input=12 is not divisible by it; use a divisor: 1, 2, 3",
+        ),
         ("lfm2", 5, "tensor_parallel_size=5: hidden_size=48 is not divisible by it; use a divisor: 1, 2, 3, 4, 6, 8$"),
     ],
 )

@@ -50,6 +50,7 @@ class Shard:
     entry: the tensor is a stack of such tensors, along a first dimension that `dim` does not count; use this one
     replaces: names of the tensors that a checkpoint may store instead
     optional: few checkpoints have the tensor; the target holds what it needs without it
+    is_buffer: transformers' module has it as a buffer: a trainer's named_parameters() lack it, and training keeps it
     scale: the name of the scales that must come too if the tensor is in FP8; None: it cannot be
     takes_all: whether the target takes the whole tensor
     """
@@ -63,6 +64,7 @@ class Shard:
     entry: int | None = None
     replaces: tuple[str, ...] = ()
     optional: bool = False
+    is_buffer: bool = False
     scale: str | None = None
     takes_all: bool = field(init=False)
 
