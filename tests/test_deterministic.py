@@ -84,7 +84,9 @@ class TestInCompany:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("family", [*FAMILIES, "qwen2moe", "mixtral", "llama biases, llama3 rope"])
+    @pytest.mark.parametrize(
+        "family", [*FAMILIES, "qwen2moe", "mixtral", "llama biases, llama3 rope", "gemma4", "gemma4 experts"]
+    )
     def test_results_are_those_alone_on_a_gpu(self, family: str, dtype: str, tmp_path: Path) -> None:
         build(CASES[family], tmp_path)
         make = maker(str(tmp_path), device="cuda", dtype=dtype)

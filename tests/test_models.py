@@ -120,7 +120,18 @@ def test_two_ranks(
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize(
     "name",
-    ["llama biases, llama3 rope", "gemma2", "gemma3", "olmo2 biases", "granite", "glm4", "qwen2moe", "qwen3moe"],
+    [
+        "llama biases, llama3 rope",
+        "gemma2",
+        "gemma3",
+        "olmo2 biases",
+        "granite",
+        "glm4",
+        "qwen2moe",
+        "qwen3moe",
+        "gemma4",
+        "gemma4 experts",
+    ],
 )
 def test_two_gpus(
     name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
