@@ -115,6 +115,7 @@ EQUAL_PRIORITIES = Values("None or 0, for all prompts", _are_equal_priorities)
 NO_CODE = "no code of yours runs between two tokens; see SamplingParams(logit_bias=..., structured_outputs=...)"
 NO_LORA = "there is no LoRA here"
 NO_MEDIA = "models are run as text only"
+SNAPSHOTS = "snapshots of states are kept where prompts part, and now and then"
 NO_CACHE_SWITCH = "prompts always share what is computed; llm.reset_prefix_cache() forgets it"
 NO_OFFLOADING = "weights stay on the device; LLM(tensor_parallel_size=...) divides them"
 IN_ORDER = "requests begin in the order in which they come"
@@ -202,10 +203,12 @@ FOR_LLM: tuple[Line, ...] = (
     ("moe_backend linear_backend sparse_indexer_topk_backend", _only("auto"), OWN_KERNELS),
     ("enable_flashinfer_autotune disable_cascade_attn", FLAG, OWN_KERNELS),
     ("monokernel use_fp64_gumbel", FALSE, OWN_KERNELS),
-    ("gdn_prefill_backend kda_prefill_backend kda_decode_backend", ANY, "no model here has such layers"),
-    ("mamba_config mamba_backend mamba_ssu_algorithm mamba_cache_dtype mamba_ssm_cache_dtype", ANY, "no Mamba is here"),
-    ("mamba_block_size mamba_cache_mode mamba_cache_philox_rounds replayssm_buffer_len", ANY, "no Mamba is here"),
-    ("enable_mamba_shared_prefix_checkpoint use_replayssm", FLAG, "no Mamba is here"),
+    ("gdn_prefill_backend kda_prefill_backend kda_decode_backend", ANY, OWN_KERNELS),
+    ("mamba_cache_dtype mamba_ssm_cache_dtype", _only("auto", "float32"), "LLM(state_dtype=...) is that of states"),
+    ("mamba_block_size mamba_cache_mode enable_mamba_shared_prefix_checkpoint", ANY, SNAPSHOTS),
+    ("mamba_config mamba_backend mamba_ssu_algorithm", ANY, "no Mamba is here"),
+    ("mamba_cache_philox_rounds replayssm_buffer_len", ANY, "no Mamba is here"),
+    ("use_replayssm", FLAG, "no Mamba is here"),
     ("enable_mamba_cache_stochastic_rounding", FLAG, "no Mamba is here"),
     # Ranks and machines
     ("distributed_executor_backend", STARTS, "an LLM starts its ranks itself, or has those of tensor_parallel_group"),

@@ -37,6 +37,7 @@ from nanoinfer.benchmark.repeats import Repeat, count_steps
 from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.models import describe
@@ -161,7 +162,7 @@ AMPLE = bench.Limits(rows=8, tokens=1000, blocks=1000, groups=alike(4).groups)
 class Sparse(Shape):
     """One of two layers has 4 experts of 6, of which a token uses 1, and a shared one of 5."""
 
-    experts = Experts((True, False), count=4, used=1, size=6, normalised=True, shared_size=5)
+    experts = Experts((True, False), count=4, size=6, routing=Routing(used=1), shared_size=5)
     mlp_sizes = (0, 16)
 
 
@@ -401,6 +402,8 @@ def test_the_floor_counts_the_experts_that_the_rows_of_a_step_use() -> None:
     assert bytes_of(floor) == pytest.approx((3 * every + read) * 2 + (4 + 5 + 2) * KV_BYTES)
     prompts = 2 * (EVERY + ROUTER + EXPERT) * 4 + 2 * HEAD * 2 + 2 * 2 * 16 * (9 + 1)
     assert operations_of(floor) == prompts + 2 * (every + EXPERT) * 3
+    wide = type("Wide", (Sparse,), {"experts": replace(Sparse.experts, float32_router=True)})
+    assert bytes_of(floor_of(work, model=wide)) - bytes_of(floor) == pytest.approx(3 * ROUTER * 2)
     waiting = floor_of(bench.Workload([[1]] * 3, [3] * 3), replace(AMPLE, rows=2), Sparse)
     read = 4 * EXPERT * ((1 - 0.75**3) + 3 * (1 - 0.75**2))
     assert bytes_of(waiting) == pytest.approx((4 * every + read) * 2 + 15 * KV_BYTES)
@@ -452,6 +455,8 @@ def test_the_floor_counts_states() -> None:
         ("mistral-7b", 7.24), ("mistral-24b", 23.57), ("phi4-14b", 14.66), ("gemma3-12b", 11.77), ("olmo2-7b", 7.30),
         ("30b-a3b", 30.5), ("olmoe-7b", 6.92), ("qwen3.5-0.8b", 0.752), ("qwen3.5-4b", 4.21), ("qwen3.5-9b", 8.95),
         ("qwen3.5-27b", 26.9), ("qwen3.5-35b-a3b", 34.7), ("qwen3-next-80b", 79.7),
+        ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8),
+        ("glm-4.5-air", 106.9),
         ("gemma4-12b", 11.91), ("gemma4-26b-a4b", 25.23),
     ],
 )  # fmt: skip
@@ -463,9 +468,10 @@ def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, bi
         (queries + (1 if heads.values_are_keys else 2) * heads.count) * heads.dim for heads in model.attending
     )
     mixers = attention + sum(mixer.projected for mixer in model.mixers if mixer is not None)
-    experts = model.experts
-    sparse = 0 if experts is None else sum(experts.layers) * experts.count * (3 * experts.size + 1)
-    layers = model.hidden_size * (mixers + 3 * sum(model.mlp_sizes) + sparse)
+    experts, mlps = model.experts, 3 * sum(model.mlp_sizes)
+    if experts is not None:
+        mlps += sum(experts.layers) * (experts.count * (3 * experts.size + 1) + 3 * (experts.shared_size or 0))
+    layers = model.hidden_size * (mixers + mlps)
     matrices = layers + model.vocab_size * model.hidden_size * (1 if model.tied else 2)
     assert matrices / 1e9 == pytest.approx(billions, rel=0.005)
 

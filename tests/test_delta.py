@@ -440,7 +440,7 @@ def test_chunks_of_real_sizes(lengths: tuple[int, ...], dtype: torch.dtype) -> N
     ids=["references", "kernels"],
 )
 def test_many_steps_do_not_drift_from_chunks(functions: tuple[Callable[..., Tensor], ...], device: str) -> None:
-    """Over 32,768 tokens, as transformers' two forms do not. Each rounds in places of its own: at most twice as far."""
+    """Over 32,768 tokens, as transformers' two forms do not. Each rounds in places of its own: hardly farther."""
     convolve, in_chunks, in_rows = functions
     tokens = 1 << 15
     layer = Layer((1, 2, 16, 16), bias=(-12, -4)).copy(device)
@@ -469,4 +469,4 @@ def test_many_steps_do_not_drift_from_chunks(functions: tuple[Callable[..., Tens
         ((out.cpu(), torch.cat(steps).cpu()), (theirs[0][0], theirs[1][0])),
         (layer.matrices[:2], (theirs[0][1], theirs[1][1])),
     ):
-        assert (ours[0] - ours[1]).norm() <= 2 * (chunked - recurrent).norm()
+        assert (ours[0] - ours[1]).norm() <= 1.25 * (chunked - recurrent).norm()

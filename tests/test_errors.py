@@ -30,6 +30,7 @@ from nanoinfer.hints import ELSEWHERE
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.plan import plan_memory
+from nanoinfer.runner.memory.state_pool import StateSpec
 from nanoinfer.runner.model_runner import ModelRunner
 
 
@@ -531,7 +532,16 @@ class TestConfig:
         config = Config(BUNDLED_MODEL, kvcache_block_size=16)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("nanoinfer.runner.memory.plan.CPU_BUDGET", 1 << 40)
-            plan = plan_memory(config, spec, torch.device("cpu"), TensorParallel(), held=0, steps=0, graphs=0)
+            plan = plan_memory(
+                config,
+                spec,
+                StateSpec(alike(16), torch.float16, torch.float32),
+                torch.device("cpu"),
+                TensorParallel(),
+                held=0,
+                steps=0,
+                graphs=0,
+            )
         assert plan.blocks == 2**27 < plan.limit // spec.block_bytes
 
     def test_a_backend_that_cannot_run_says_why(self) -> None:

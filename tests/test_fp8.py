@@ -284,7 +284,7 @@ class TestScales:
     def test_they_come_from_the_checkpoint(self, scaled: str) -> None:
         with LLM(scaled, **OPTIONS) as llm, LLM(BUNDLED_MODEL, **OPTIONS) as other:
             first, second = (
-                layer.attention.attention.scoring.kv_scales for layer in llm.engine.ranks.runner.steps.model.layers[:2]
+                layer.mixer.attention.scoring.kv_scales for layer in llm.engine.ranks.runner.steps.model.layers[:2]
             )
             assert (first.tolist(), second.tolist()) == ([0.25, 0.5], [2.0, 1.0])
             tokens = [one.generate(PLAYS, greedy(30), use_tqdm=False)[0].token_ids for one in (llm, other)]

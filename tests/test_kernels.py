@@ -35,7 +35,7 @@ from nanoinfer.kernels.attention.qkv import (
     sum_squares_triton,
 )
 from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gate_mul_triton
+from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, gate_mul_reference, gate_mul_triton
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import cut, one_wave_linear
@@ -147,7 +147,7 @@ def test_norms_round_as_transformers_does(oracle: type[torch.nn.Module]) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [96, 1024, 3000])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5)])
 def test_gate_mul(activation: Activation, size: int, dtype: torch.dtype) -> None:
     gate_up = randn(7, 2 * size, dtype=dtype)
     assert_close(gate_mul_triton(gate_up, activation), gate_mul_reference(gate_up.float(), activation))
@@ -168,10 +168,13 @@ def activated(out: torch.Tensor, activation: Activation | None) -> torch.Tensor:
     if activation is None:
         return out
     gate, up = out.chunk(2, dim=-1)
+    if isinstance(activation, ClampedSwiGLU):
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5)])
 def test_gates_of_every_size(activation: Activation) -> None:
     gate = torch.tensor([[-3e38, -1e13, -1e4, -90.0, -10.0, -1.0, -1e-3, -0.0, 1e-3, 1.0, 10.0, 1e4, 3e38]])
     gate_up = torch.cat([gate, torch.ones_like(gate)], dim=-1).to(DEVICE)
@@ -835,7 +838,10 @@ def attend_densely(
         key = torch.arange(length, device=DEVICE)
         query = torch.arange(length - len(some), length, device=DEVICE)[:, None]
         seen = (key <= query) & (key > query - (scoring.window or length))
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if scoring.sinks is not None:
+            scores = torch.cat([scores, scoring.sinks.double()[:, None, None].expand(-1, len(some), 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :length]
         outs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outs)
 

@@ -25,9 +25,11 @@ from nanoinfer.runner.memory import plan
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
 from nanoinfer.runner.memory.plan import CPU_BUDGET, MemoryPlan, plan_memory
 from nanoinfer.runner.memory.room import what_makes_room
+from nanoinfer.runner.memory.state_pool import StateSpec
 from nanoinfer.trainer.reference import reference
 
 ONE_HEAD = lay_out([Pages(kv_heads=1, head_dim=16)], 16, 16)
+NO_STATES = StateSpec(ONE_HEAD, torch.float32, torch.float32)
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32768}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}
 LLAMA3 = {
@@ -235,7 +237,7 @@ class TestCache:
                 return min(value, 5 * spec.block_bytes)
 
         with caplog.at_level(logging.INFO, logger="nanoinfer"):
-            made = plan_memory(config, spec, torch.device("cpu"), Ranks(), held=0, steps=0, graphs=0)
+            made = plan_memory(config, spec, NO_STATES, torch.device("cpu"), Ranks(), held=0, steps=0, graphs=0)
         assert (made.blocks, made.max_model_len) == (5, 80)
         assert "max_model_len=80: the model allows 2048" in told(caplog)[0]
 
@@ -244,7 +246,7 @@ class TestCache:
         config = Config(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=5, data_parallel_size=2)
         spec = KVCacheSpec(ONE_HEAD, torch.float32, by_head=False)
         with caplog.at_level(logging.INFO, logger="nanoinfer"):
-            plan_memory(config, spec, torch.device("cpu"), TensorParallel(), held=0, steps=0, graphs=0)
+            plan_memory(config, spec, NO_STATES, torch.device("cpu"), TensorParallel(), held=0, steps=0, graphs=0)
         assert caplog.records == []
 
     @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_states_of_sixteen_bits_take_half_the_memory(folder: str, make_llm: Call
 def test_the_plan_of_the_memory_tells_of_them(folder: str, make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(folder, **OPTIONS, max_num_seqs=6)
     assert llm.memory.slots == 8  # a quarter of them for snapshots
-    assert "states of 8 " in str(llm.memory)
+    assert "states in 8 slots " in str(llm.memory)
 
 
 @pytest.mark.parametrize(

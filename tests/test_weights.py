@@ -162,7 +162,7 @@ class TestAnUpdatedLLMEqualsAFreshOne:
         llm.close()
         assert after == results(make_llm(new, **options))
 
-    def test_buffers_keep_their_numbers_unless_they_were_dropped(
+    def test_constants_keep_their_numbers_unless_they_were_dropped(
         self, family: Callable[[str], tuple[str, str, PreTrainedModel]], make_llm: Callable[..., LLM]
     ) -> None:
         """Scales of Gemma 4's layers are buffers, which named_parameters() lack."""

@@ -21,6 +21,7 @@ class Scoring:
     window: int | None = None  # query i sees key j if i - window < j <= i; None: if j <= i
     softcap: float | None = None  # a scaled score becomes softcap * tanh(score / softcap), as in Gemma 2
     kv_scales: Tensor | None = None  # [2] float32, of the layer's keys and of its values in a cache of FP8
+    sinks: Tensor | None = None  # [heads] float32, a score that each query of a head has beside the keys', for no value
 
 
 @dataclass(slots=True)

@@ -62,6 +62,7 @@ class Floor:
         """
         experts = model.experts
         used = 0.0 if experts is None else experts.used / experts.count
+        router_itemsize = 4 if experts is not None and experts.float32_router else itemsize
         decode, prefill = decode_steps(work, limits, used), prefill_steps(work, limits, used)
         last = Steps(1, len(work.prompts), 0)  # prompts may come to their ends, and need logits, in one step
         head, in_layers = model.vocab_size * model.hidden_size, matrix_itemsize or itemsize
@@ -76,7 +77,7 @@ class Floor:
             loads += [
                 Load(steps.count * dense * in_layers, 2 * steps.rows * dense, in_layers=True),
                 Load(steps.expert_reads * expert * in_layers, 2 * steps.rows * used * expert, in_layers=True),
-                Load(steps.count * routers * itemsize, 2 * steps.rows * routers),
+                Load(steps.count * routers * router_itemsize, 2 * steps.rows * routers),
             ]
         loads += [Load(steps.count * head * itemsize, 2 * steps.rows * head) for steps in (*decode, last)]
         return cls(loads, num_steps)
@@ -145,7 +146,7 @@ def _layer_weights(model: Description) -> int:
 
 
 def _router_weights(model: Description) -> int:
-    """Count the numbers in all routers, which keep the model's dtype whatever the format of the other matrices."""
+    """Count the numbers in all routers, which keep their dtype whatever the format of the other matrices."""
     return 0 if model.experts is None else sum(model.experts.layers) * model.experts.count * model.hidden_size
 
 

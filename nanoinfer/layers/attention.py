@@ -23,6 +23,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         name: str,
+        tp: TensorParallel,
         layer: int,
         group: int,
         scoring: Scoring,
@@ -45,7 +46,7 @@ class Attention(nn.Module):
         parts, value_norm: as for norm_rotate_store
         """
         super().__init__()
-        self.name = name
+        self.name, self.tp = name, tp
         self.layer, self.group = layer, group
         self.scoring = scoring
         self.backend = backend
@@ -84,7 +85,10 @@ class Attention(nn.Module):
         return attend(q, k_cache, v_cache, context, group, self.scoring)
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the shards of the scales that a checkpoint may have for a KV cache of FP8."""
+        """Yield the shards of the sinks, and of the scales that a checkpoint may have for a KV cache of FP8."""
+        sinks = self.scoring.sinks
+        if sinks is not None:
+            yield Shard(f"{self.name}.sinks", sinks, (self.tp.size * len(sinks),), self.tp.rank * len(sinks))
         assert self.scoring.kv_scales is not None
         for scale, kind in zip(self.scoring.kv_scales.split(1), "kv", strict=True):
             for name in (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale"):

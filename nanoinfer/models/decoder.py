@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
 from nanoinfer.layers.embedding import VocabParallelEmbedding
-from nanoinfer.layers.experts import MixtureOfExperts, Router, SharedExpert
+from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts, Router, RouterTensors, SharedExpert
 from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
 from nanoinfer.layers.layer_inputs import LayerInputBranch, LayerInputs, LayerInputSizes
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
 from nanoinfer.models.causal_lm import CausalLM
-from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.models.description import EMBEDDING, HEAD, Description, Experts
 from nanoinfer.models.mixers import Mixer, make_mixer
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.fp8_experts import Fp8Experts
@@ -68,15 +68,20 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
     share = experts.size // tp.size
     sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, tp.rank * share, share)
     stacks = tuple((prefix + gate_up, prefix + down) for gate_up, down in names.expert_stacks)
-    tensors = ExpertTensors(prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, stacks)
-    routers = tuple(prefix + name for name in names.routers)
-    shared = None
-    if experts.shared_size is not None:
-        shared = SharedExpert(f"{prefix}mlp.", model.hidden_size, experts.shared_size, model.activation, tp, model.fp8)
+    tensors = ExpertTensors(
+        prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, stacks, names.paired_experts
+    )
+    router = RouterTensors(
+        tuple(prefix + name for name in names.routers),
+        tuple(prefix + name for name in names.corrections) if experts.corrected else (),
+        names.correction_is_row,
+        experts.float32_router,
+    )
+    outputs = _output_share(model, tp) if tp.splits_outputs else None
     made = MixtureOfExperts(
-        Router(routers, model.hidden_size, experts.count, experts.used, experts.scoring, experts.normalised),
-        make_experts(tensors, sizes, model.fp8, _output_share(model, tp) if tp.splits_outputs else None),
-        shared,
+        Router(router, model.hidden_size, experts.count, experts.routing, experts.biases),
+        make_experts(tensors, sizes, model.fp8, outputs, experts.biases),
+        None if experts.shared_size is None else _make_shared(model, prefix, experts, experts.shared_size, tp),
         model.activation,
     )
     if experts.beside is None:
@@ -94,6 +99,14 @@ def _make_last(model: Description, layer: int, tp: TensorParallel) -> LayerInput
 def _make_layer_inputs(model: Description, sizes: LayerInputSizes, tp: TensorParallel) -> LayerInputs:
     shape = model.num_layers, model.vocab_size, model.hidden_size
     return LayerInputs(sizes, *shape, model.norm_eps, tp, model.fp8)
+
+
+def _make_shared(
+    model: Description, prefix: str, experts: Experts, size: int, tp: TensorParallel
+) -> SharedExpert | GatedSharedExpert:
+    modules = tuple(prefix + name for name in model.names.shared_experts)
+    shared = SharedExpert(modules, model.hidden_size, size, model.activation, tp, model.mlp_bias, model.fp8)
+    return GatedSharedExpert(shared, model.hidden_size) if experts.shared_gate else shared
 
 
 def _output_share(model: Description, tp: TensorParallel) -> OutputShare:
@@ -213,7 +226,7 @@ class Decoder(CausalLM):
         sizes: the rows of decode steps whose bits are compared; tokens: those of a full step, which are compared too
         """
         for module in self.modules():
-            if isinstance(module, (PlainMatrix, Fp8Matrix, MixtureOfExperts, SharedExpert)):
+            if isinstance(module, (PlainMatrix, Fp8Matrix, MixtureOfExperts, GatedSharedExpert)):
                 module.fix_order([*sizes, tokens])
         self.lm_head.fix_order(sizes)
 

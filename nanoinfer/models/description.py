@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from nanoinfer.attention.cache_layout import Memory, Pages
 from nanoinfer.kernels.attention.qkv import Parts
-from nanoinfer.kernels.experts.route import RouterScoring
+from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
 from nanoinfer.layers.delta import GatedDelta
@@ -17,6 +17,7 @@ from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.parallel.group import MAX_RANKS
 from nanoinfer.weights.fp8_format import ROWS_TOGETHER, Fp8Format
+from nanoinfer.weights.sources import Beside
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
 
@@ -66,10 +67,14 @@ class Names:
     qkv, gate_up: one name for each projection, or a single name if one tensor holds them, one after another
     o, down: the projection of attention's result, and of the MLP's
     q_norm, k_norm: the norm of queries, and of keys
+    output_gate: the projection of attention's output gate; None: the queries' tensor holds it, head by head
     routers: the matrix that scores the experts, by each name that a checkpoint may give it
+    corrections: the correction of its scores, by each name; correction_is_row: as for RouterTensors
+    shared_experts: the module of the shared expert, by each name
     expert: the module of an expert; "{}" stands for its number
     expert_gate, expert_up, expert_down: an expert's projections
     expert_stacks: tensors that may hold those of all experts instead: gates above ups, and downs
+    paired_experts: such tensors always do, with each gate beside its up: see weights.plain_experts.ExpertTensors
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -81,15 +86,20 @@ class Names:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    output_gate: str | None = None
     o: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     routers: tuple[str, ...] = ("mlp.gate",)
+    corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
+    correction_is_row: bool = False
+    shared_experts: tuple[str, ...] = ("mlp.shared_expert",)
     expert: str = "mlp.experts.{}"
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
     expert_stacks: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
+    paired_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,22 +108,31 @@ class Experts:
 
     layers: for each layer, whether it has experts
     count: how many experts such a layer has
-    used: how many of them a token uses
     size: an expert's intermediate size
-    normalised: a token's weights add up to 1
-    scoring: see kernels.experts.route
+    routing: how a token chooses some of them, and weighs their results
+    corrected: a learned correction is added to the scores, for the choice alone
+    float32_router: logits are computed in float32, whatever the model's dtype
     shared_size: the intermediate size of one more expert, which every token uses; None: the layers have none
+    shared_gate: the sigmoid of a gate weights its result
+    biases: the router and the experts' projections have biases
     beside: given if the experts stand beside an MLP; None: they stand in its place
     """
 
     layers: tuple[bool, ...]
     count: int
-    used: int
     size: int
-    normalised: bool
-    scoring: RouterScoring = "softmax"
+    routing: Routing
+    corrected: bool = False
+    float32_router: bool = False
     shared_size: int | None = None
+    shared_gate: bool = False
+    biases: bool = False
     beside: BesideMLP | None = None
+
+    @property
+    def used(self) -> int:
+        """How many experts a token uses."""
+        return self.routing.used
 
     @property
     def number_type(self) -> Literal["uint8", "int16"]:
@@ -142,11 +161,13 @@ class Description:
     windows: for each layer, how many tokens a query sees, its own the last; None: all, or the layer has no queries
     ropes: for each layer, how it rotates queries and keys; None: not at all
     mixers: for each layer, what it has in place of attention; None: attention
-    output_gate: the query projection has a second number for each; sigmoid of it multiplies attention's result
+    sinks: each query head has a learned score beside those of its keys, for no value: see attention.context.Scoring
+    output_gate: there is a second number for each of a query; sigmoid of it multiplies attention's result
     fp8: the format of the matrices, but for embeddings, head, routers, and what decides strengths and decays of a delta
         rule; None: all have the model's dtype
     module: the class that computes the model, by its full name: a CausalLM (models/causal_lm.py)
     is_multimodal: the checkpoint holds other models beside this one; nanoinfer does not read those
+    skipped: how the names of other tensors begin that checkpoints may hold and nanoinfer does not read
     """
 
     vocab_size: int
@@ -167,6 +188,7 @@ class Description:
     norm_plus_one: bool = False
     qk_norm: Width | None = None
     value_norm: bool = False
+    sinks: bool = False
     output_gate: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -182,7 +204,13 @@ class Description:
     layer_inputs: LayerInputSizes | None = None
     module: str = "nanoinfer.models.decoder.Decoder"
     is_multimodal: bool = False
+    skipped: tuple[str, ...] = ()
     fp8: Fp8Format | None = None
+
+    @property
+    def beside(self) -> Beside:
+        """What the model's checkpoints hold beside it."""
+        return Beside(self.is_multimodal, self.skipped)
 
     @property
     def different_layers(self) -> list[int]:
@@ -232,6 +260,16 @@ class Description:
             return Pages(max(heads.count // ranks, 1), heads.dim, self.windows[layer])
 
         return [of(layer) for layer in range(self.num_layers)]
+
+    def check_fp8(self, named: str) -> None:
+        """Raise ValueError if matrices are in FP8 that cannot be. named: what asks for it"""
+        if self.fp8 is not None and not self.can_be_fp8:
+            raise ValueError(f"{named}: experts with biases, as this model has them, cannot be in FP8; leave it out")
+
+    @property
+    def can_be_fp8(self) -> bool:
+        """Whether all matrices can: experts with biases cannot."""
+        return self.experts is None or not self.experts.biases
 
     @property
     def widest(self) -> int:
@@ -299,6 +337,8 @@ class Description:
             fault = f"on the CPU the number of ranks must divide {PARTS}"
         elif on_cpu and (self.score_cap is not None or self.logit_cap is not None):
             fault = "the CPU computes soft caps in another way for another number of heads"
+        elif on_cpu and self.sinks:
+            fault = "the CPU computes sinks in another way for another number of heads"
         elif on_cpu:  # it multiplies by parts
             fault = _find_uneven([*self._outputs, ("vocab_size", self.vocab_size)], ALIGNMENT, "on the CPU")
         elif self.hidden_size % ranks:

@@ -74,9 +74,10 @@ class SelfAttention(nn.Module):
         )
         self.attention = Attention(
             f"model.layers.{source}.self_attn",
+            tp,
             source,
             kinds_of(memory).index(pages),
-            Scoring(model.attention_scale, model.windows[layer], model.score_cap, torch.ones(2, dtype=torch.float32)),
+            _scoring(model, layer, tp),
             backend,
             rotary,
             scales,
@@ -108,13 +109,26 @@ class SelfAttention(nn.Module):
         yield from self.unused
 
 
+def _scoring(model: Description, layer: int, tp: TensorParallel) -> Scoring:
+    heads = share_of_heads(model.num_heads, tp.size)
+    return Scoring(
+        model.attention_scale,
+        model.windows[layer],
+        model.score_cap,
+        torch.ones(2, dtype=torch.float32),
+        torch.empty(heads, dtype=torch.float32) if model.sinks else None,
+    )
+
+
 def _projections(model: Description, heads: KVHeads, prefix: str) -> list[Projection]:
-    """Return where a checkpoint has queries, keys and values, and gates, each head's beside its queries."""
+    """Return where a checkpoint has queries, keys, values, and gates: each head's beside its queries, or apart."""
     count = len(heads.parts)
     names = tuple(prefix + name for name in model.names.qkv[:count])
     units, dim = (model.num_heads, heads.count, heads.count)[:count], heads.dim
     if not model.output_gate:
         return side_by_side(names, units, dim)
+    if model.names.output_gate is not None:
+        return side_by_side((*names, prefix + model.names.output_gate), (*units, model.num_heads), dim)
     queries, gates = unit_by_unit(names[0], model.num_heads, (dim, dim))
     return [queries, *side_by_side(names[1:], units[1:], dim), gates]
 

@@ -106,3 +106,9 @@ def read_width(config: PretrainedConfig, name: str) -> int:
     if width > CHUNK:
         raise ValueError(f"model: {name}={width} in its config: must be at most {CHUNK}")
     return width
+
+
+def guessing_layers(config: PretrainedConfig, count: int | None) -> tuple[str, ...]:
+    """Return how the names of the layers begin that guess further tokens: so many, which follow the model's own."""
+    first = config.num_hidden_layers
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + (count or 0)))

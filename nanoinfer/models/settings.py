@@ -69,7 +69,7 @@ def above_one(name: str, value: Any) -> Any:
 
 def of_layers(config: PretrainedConfig, name: str) -> list[Any]:
     """Return the entries of a list setting, one for each layer; raises ValueError if it has fewer or more."""
-    entries, layers = getattr(config, name), config.num_hidden_layers
+    entries, layers = getattr(config, name) or [], config.num_hidden_layers
     if len(entries) != layers:
         raise ValueError(
             f"model: {name} in its config has {len(entries)} entries: must have one a layer, num_hidden_layers={layers}"

@@ -108,6 +108,7 @@ def _find_other(model: Description) -> str | None:
     others = {
         "experts": model.experts is not None,
         "output gates of attention": model.output_gate,
+        "sinks of attention": model.sinks,
         "weights in FP8": model.fp8 is not None,
         "images": model.is_multimodal,
         "soft caps": model.score_cap is not None or model.logit_cap is not None,

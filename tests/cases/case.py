@@ -89,5 +89,8 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
             torch.nn.init.uniform_(parameter, low, high)
         elif "visual" not in name and "vision" not in name:
             torch.nn.init.normal_(parameter, std=1.4 / parameter.shape[1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("_bias"):  # corrections of routers' scores, which then may be negative
+            torch.nn.init.uniform_(buffer, -0.9, 0.3)
     model.save_pretrained(folder)
     return model

@@ -172,7 +172,10 @@ def _go_through(
     """Launch the second kernel of delta_chunks_triton; squares, factors: what the first one wrote."""
     seqs, (value_heads, value_dim) = len(chunks.starts), matrices.shape[1:3]
     out = torch.empty((len(qkv), value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    values = max(16, min(_values_at_once(seqs * value_heads, value_dim, qkv.device), triton.next_power_of_2(value_dim)))
+    values = _values_at_once(seqs * value_heads, value_dim, qkv.device)
+    if qkv.dtype != torch.float32 and _stages(shape["BLOCK_K"], values, qkv) == 1:
+        values = 64  # for an H100, Triton 3.6 compiles one stage of 32 values wrongly: it leaves its shared memory
+    values = max(16, min(values, triton.next_power_of_2(value_dim)))
     _go_through_kernel[(triton.cdiv(value_dim, values), value_heads, seqs)](
         qkv,
         *squares,

@@ -67,7 +67,8 @@ def _launch(
     weight_rows, in_features = numbers.shape
     assert x.is_contiguous()
     assert numbers.is_contiguous()
-    out = torch.empty((1, weight_rows // 2 if activation else weight_rows), dtype=x.dtype, device=x.device)
+    dtype = torch.float32 if numbers.dtype == torch.float32 else x.dtype
+    out = torch.empty((1, weight_rows // 2 if activation else weight_rows), dtype=dtype, device=x.device)
     block_k = triton.next_power_of_2(in_features)
     block_n, per_multiprocessor, warps = choose_programs(block_k, scales is not None)
     programs = per_multiprocessor * num_multiprocessors(x.device)
@@ -178,7 +179,7 @@ def _one_row_kernel(
     if IN_FP8:
         scales = load_scales(scales_ptr, program, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED)
     if BIAS:
-        bias = _load_bias(bias_ptr, program, weight_rows, BLOCK_N, GATED)
+        bias = load_bias(bias_ptr, program, weight_rows, BLOCK_N, GATED)
     if POST:
         post_weight = tl.load(post_weight_ptr + k, mask=inside, other=0.0)
     if NORM:
@@ -214,7 +215,7 @@ def _one_row_kernel(
             )
         if BIAS:
             dots += bias
-            bias = _load_bias(bias_ptr, next_tile, weight_rows, BLOCK_N, GATED)
+            bias = load_bias(bias_ptr, next_tile, weight_rows, BLOCK_N, GATED)
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
         tile = following
 
@@ -242,7 +243,7 @@ def store_dots(dots, out_ptr, start, weight_rows, ACTIVATION: tl.constexpr, BLOC
 
 
 @triton.jit
-def _load_bias(bias_ptr, tile, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+def load_bias(bias_ptr, tile, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     """Load the biases of a tile's rows, in the tile's order, as float32."""
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = n < weight_rows

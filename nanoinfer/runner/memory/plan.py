@@ -75,7 +75,7 @@ class MemoryPlan:
             "used": self.used,
             "steps": self.steps,
             "graphs": self.graphs,
-            **({f"states of {self.slots:,}": self.states} if self.slots else {}),
+            **({f"states in {self.slots:,} slots": self.states} if self.slots else {}),
             "KV cache": self.blocks * self.block_bytes,
         }
         told = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())

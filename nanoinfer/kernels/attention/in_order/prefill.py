@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.in_order.chunk import CHUNK, UNSEEN, attend_to_chunk, join, result, tile_of
+from nanoinfer.kernels.attention.in_order.chunk import CHUNK, attend_to_chunk, before_keys, join, result, tile_of
 from nanoinfer.kernels.attention.scores import in_log2
 from nanoinfer.kernels.fp8 import FP8
 
@@ -24,6 +24,7 @@ def prefill_in_order(
     window: int | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend as paged_prefill_triton does."""
     tokens, heads, head_dim = q.shape
@@ -40,6 +41,7 @@ def prefill_in_order(
         context_lens,
         out,
         kv_scales,
+        sinks,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -49,6 +51,7 @@ def prefill_in_order(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAP=cap,
+        SINKS=sinks is not None,
         IN_FP8=k_cache.dtype == FP8,
         CHUNK=CHUNK,
         TILE=tile_of(k_cache),
@@ -71,6 +74,7 @@ def _prefill_kernel(
     context_lens_ptr,
     out_ptr,
     kv_scales_ptr,
+    sinks_ptr,
     factor,
     q_stride,
     table_stride,
@@ -80,6 +84,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     IN_FP8: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
@@ -103,8 +108,7 @@ def _prefill_kernel(
         end = tl.minimum(context_len, first_position + BLOCK_M)
         if IN_FP8:
             factor *= tl.load(kv_scales_ptr)
-        top = tl.full([BLOCK_M], UNSEEN, tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        top, total = before_keys(sinks_ptr, head, True, SINKS, BLOCK_M)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for chunk in range(first_key // CHUNK * CHUNK, end, CHUNK):
             more = attend_to_chunk(
