@@ -70,6 +70,7 @@ class Names:
     output_gate: the projection of attention's output gate; None: the queries' tensor holds it, head by head
     routers: the matrix that scores the experts, by each name that a checkpoint may give it
     corrections: the correction of its scores, by each name; correction_is_row: as for RouterTensors
+    expert_factors: a factor of each expert's weights, by each name; empty: the model has none
     shared_experts: the module of the shared expert, by each name
     expert: the module of an expert; "{}" stands for its number
     expert_gate, expert_up, expert_down: an expert's projections
@@ -93,6 +94,7 @@ class Names:
     routers: tuple[str, ...] = ("mlp.gate",)
     corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
     correction_is_row: bool = False
+    expert_factors: tuple[str, ...] = ()
     shared_experts: tuple[str, ...] = ("mlp.shared_expert",)
     expert: str = "mlp.experts.{}"
     expert_gate: str = "gate_proj"
