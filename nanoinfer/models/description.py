@@ -279,7 +279,7 @@ class Description:
         is_full = self.qk_norm == "full"
         heads = max((self.num_heads + 2 * heads.count * is_full) * heads.dim for heads in self.attending)
         most_used = 0 if self.experts is None else self.experts.used * self.experts.size
-        return max(heads, most_used, *self._intermediate_sizes.values())
+        return max(heads, most_used, *self.mlp_sizes, *self._intermediate_sizes.values())
 
     @property
     def long_from(self) -> int | None:
@@ -367,6 +367,8 @@ class Description:
         for heads in dict.fromkeys(self.attending):
             outputs.append(("num_attention_heads * head_dim", self.num_heads * heads.dim))
             outputs.append(("num_key_value_heads * head_dim", heads.count * heads.dim))
+        if self.layer_inputs is not None:
+            outputs.append(("hidden_size_per_layer_input", self.layer_inputs.size))
         return outputs
 
 
