@@ -9,7 +9,7 @@ from nanoinfer.attention.cache_layout import Memory, Pages
 from nanoinfer.kernels.attention.qkv import Parts
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
+from nanoinfer.kernels.linear.in_parts import ALIGNMENT, AT_ONCE, PARTS
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.layer_inputs import LayerInputSizes
@@ -341,8 +341,11 @@ class Description:
             fault = "the CPU computes soft caps in another way for another number of heads"
         elif on_cpu and self.sinks:
             fault = "the CPU computes sinks in another way for another number of heads"
-        elif on_cpu:  # it multiplies by parts
-            fault = _find_uneven([*self._outputs, ("vocab_size", self.vocab_size)], ALIGNMENT, "on the CPU")
+        elif on_cpu:  # it multiplies by parts, and gates a rank's share of a layer's input as a whole
+            inputs = [] if self.layer_inputs is None else [("hidden_size_per_layer_input", self.layer_inputs.size)]
+            fault = _find_uneven(inputs, AT_ONCE * ranks, "on the CPU") or _find_uneven(
+                [*self._outputs, ("vocab_size", self.vocab_size)], ALIGNMENT, "on the CPU"
+            )
         elif self.hidden_size % ranks:
             fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
         elif self.fp8 is not None and self.fp8.own_block[0] == ROWS_TOGETHER:
