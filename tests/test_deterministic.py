@@ -85,7 +85,9 @@ class TestInCompany:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("family", [*FAMILIES, "qwen2moe", "mixtral", "llama biases, llama3 rope"])
+    @pytest.mark.parametrize(
+        "family", [*FAMILIES, "qwen2moe", "mixtral", "llama biases, llama3 rope", "gemma4", "gemma4 experts"]
+    )
     def test_results_are_those_alone_on_a_gpu(self, family: str, dtype: str, tmp_path: Path) -> None:
         build(CASES[family], tmp_path)
         make = maker(str(tmp_path), device="cuda", dtype=dtype)
@@ -421,6 +423,7 @@ class TestWhatCannotBe:
             (CASES["qwen2moe"], 2, "on the CPU, shared_expert_intermediate_size=40 must be a multiple of 16"),
             (CASES["gemma2"], 2, "the CPU computes soft caps in another way for another number of heads"),
             (CASES["gptoss"], 2, "the CPU computes sinks in another way for another number of heads"),
+            (CASES["gemma4 layer inputs"], 2, "on the CPU, hidden_size_per_layer_input=12 must be a multiple of 64"),
             (CASES["qwen3"], 4, "num_key_value_heads=2 is not divisible by the number of ranks"),
             (replace(CASES["qwen3"], settings={"hidden_size": 40}), 2, "on the CPU, hidden_size=40 must be a multiple"),
         ],

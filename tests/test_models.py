@@ -129,6 +129,8 @@ def test_two_ranks(
         "glm4",
         "qwen2moe",
         "qwen3moe",
+        "gemma4",
+        "gemma4 experts",
         "gptoss",
         "glm4moe",
     ],

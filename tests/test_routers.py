@@ -33,6 +33,7 @@ ROUTINGS = [
     (12, Routing(3, "sigmoid")),
     (128, Routing(8, "sigmoid", normalised=True, epsilon=1e-20, scale=2.5)),
     (60, Routing(4, "softmax", normalised=True, least_sum=0.2)),
+    (128, Routing(8, "softmax", normalised=True, logit_scale=0.3)),
     (64, Routing(6, "sigmoid", normalised=True, groups=8, used_groups=3)),
     (60, Routing(7, "sigmoid", groups=3, used_groups=1, scale=0.5)),
     *whole_only([(256, Routing(8, "sigmoid", groups=8, used_groups=4)), (20, Routing(2, groups=10, used_groups=2))]),
@@ -57,6 +58,13 @@ class TestRoute:
         assert_alike(route_triton(logits, routing, correction), route_reference(logits, routing, correction))
         zeros = torch.zeros_like(logits)
         assert route_triton(zeros, routing).experts.tolist() == [list(range(routing.used))] * 25
+
+    def test_factors_of_the_experts_weights(self, count: int, routing: Routing) -> None:
+        logits, factors = randn(9, count), randn(count)
+        plain = route_reference(logits * routing.logit_scale, replace(routing, logit_scale=1.0))
+        for function in (route_triton, route_reference):
+            routes = function(logits, routing, None, factors)
+            assert_alike(routes, plain._replace(weights=plain.weights * factors[plain.experts]))
 
     def test_nan(self, count: int, routing: Routing) -> None:
         """One number is enough. The experts are any, but no two alike."""

@@ -29,12 +29,14 @@ class RouterTensors:
     weights: the names of the matrix, without ".weight"
     corrections: those of the correction of the scores; empty: the model corrects none
     correction_is_row: the correction has two dimensions, [1, experts]
+    factors: those of a factor of each expert's weights; empty: the model has none
     in_float32: the matrix and its product are in float32, whatever the model's dtype
     """
 
     weights: tuple[str, ...]
     corrections: tuple[str, ...] = ()
     correction_is_row: bool = False
+    factors: tuple[str, ...] = ()
     in_float32: bool = False
 
 
@@ -54,6 +56,7 @@ class Router(nn.Module):
         self.correction: nn.Parameter | None = None
         if tensors.corrections:
             self.correction = nn.Parameter(torch.empty(count, dtype=torch.float32), requires_grad=False)
+        self.factors = nn.Parameter(torch.empty(count), requires_grad=False) if tensors.factors else None
         self._in_order: InOrderWeight | None = None
 
     def fix_order(self, sizes: list[int]) -> None:
@@ -81,7 +84,7 @@ class Router(nn.Module):
 
     def choose(self, logits: Tensor) -> Routes:
         """Choose the experts of each token; logits: as from `score`"""
-        return route(logits, self.routing, self.correction)
+        return route(logits, self.routing, self.correction, self.factors)
 
     def skew(self) -> None:
         """Scale a random matrix so that the experts' shares of the choices follow Zipf's law: share i is about 1 / i.
@@ -97,13 +100,15 @@ class Router(nn.Module):
         self.weight.mul_((1 / torch.special.ndtri(1 - shares)).to(self.weight).unsqueeze(1))
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the shards of matrix, bias and correction under each of their names."""
+        """Yield the shards of matrix, bias, correction and factors under each of their names."""
         yield from _under_names([f"{name}.weight" for name in self.tensors.weights], self.weight)
         if self.bias is not None:
             yield from _under_names([f"{name}.bias" for name in self.tensors.weights], self.bias, "zeros")
         if self.correction is not None:
             correction = self.correction.unsqueeze(0) if self.tensors.correction_is_row else self.correction
             yield from _under_names(self.tensors.corrections, correction, "zeros")
+        if self.factors is not None:
+            yield from _under_names(self.tensors.factors, self.factors, "ones")
 
 
 def _under_names(names: Sequence[str], target: Tensor, random: Fill = "noise") -> Iterator[Shard]:

@@ -23,14 +23,12 @@ class BesideMLP:
     mlp_post_norm, experts_post_norm: the norms of the two results, before they are added
     experts_norm: that of the experts' input
     router_scale: the weights of the norm of the router's input
-    expert_scales: a factor of each expert's result
     """
 
     mlp_post_norm: str
     experts_norm: str
     experts_post_norm: str
     router_scale: str
-    expert_scales: str
 
 
 class ExpertsBesideMLP(nn.Module):
@@ -38,7 +36,7 @@ class ExpertsBesideMLP(nn.Module):
 
         residual --+--> the joint's norm --> MLP ------> norm --+--> the branch's result
                    +--> norm --------------> experts --> norm --'
-                   '--> norm, a constant --> router
+                   '--> norm --------------> router
 
     Norms need whole vectors: so all ranks' parts are added up here, and not in the next joint.
     """
@@ -49,15 +47,13 @@ class ExpertsBesideMLP(nn.Module):
         """prefix: the layer's, with a dot; mlp: its forward is that of a branch; eps: of all norms"""
         super().__init__()
         self.mlp, self.experts = mlp, experts
-        count, size = experts.router.weight.shape
+        size = experts.router.weight.shape[1]
         self.mlp_post = RMSNorm(prefix + names.mlp_post_norm, size, eps)
         self.experts_pre = RMSNorm(prefix + names.experts_norm, size, eps)
         self.experts_post = RMSNorm(prefix + names.experts_post_norm, size, eps)
+        self.router_scale_name = prefix + names.router_scale
         self.router_scale = nn.Parameter(torch.empty(size), requires_grad=False)
         self.router_norm = Norm(self.router_scale, eps)
-        self.expert_scales = nn.Parameter(torch.empty(count), requires_grad=False)
-        self.scales = {prefix + names.router_scale: self.router_scale, prefix + names.expert_scales: self.expert_scales}
-        self.logit_scale = size**-0.5
         self.tp = tp
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
@@ -71,10 +67,8 @@ class ExpertsBesideMLP(nn.Module):
 
     def _routes(self, residual: Tensor) -> Routes:
         router = self.experts.router
-        routes = router.choose(router.score(rms_norm(residual, self.router_norm)) * self.logit_scale)
-        return routes._replace(weights=routes.weights * self.expert_scales[routes.experts])
+        return router.choose(router.score(rms_norm(residual, self.router_norm)))
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the shards of the scales."""
-        for name, scales in self.scales.items():
-            yield Shard(name, scales, tuple(scales.shape), random="ones")
+        """Yield the shard of the router's norm."""
+        yield Shard(self.router_scale_name, self.router_scale, tuple(self.router_scale.shape), random="ones")

@@ -49,7 +49,7 @@ class RMSNorm(nn.Module):
         fill: Fill = "zeros" if self.norm.plus_one else "ones"
         yield Shard(f"{self.name}.weight", self.weight, (self.size,), self.start, random=fill)
         if self.scale_name is not None and self.stream_scale is not None:
-            yield Shard(self.scale_name, self.stream_scale, (1,), random="ones")
+            yield Shard(self.scale_name, self.stream_scale, (1,), random="ones", is_constant=True)
 
 
 class Joint(nn.Module):

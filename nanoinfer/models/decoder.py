@@ -75,6 +75,7 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
         tuple(prefix + name for name in names.routers),
         tuple(prefix + name for name in names.corrections) if experts.corrected else (),
         names.correction_is_row,
+        tuple(prefix + name for name in names.expert_factors),
         experts.float32_router,
     )
     outputs = _output_share(model, tp) if tp.splits_outputs else None

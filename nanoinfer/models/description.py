@@ -9,7 +9,7 @@ from nanoinfer.attention.cache_layout import Memory, Pages
 from nanoinfer.kernels.attention.qkv import Parts
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
+from nanoinfer.kernels.linear.in_parts import ALIGNMENT, AT_ONCE, PARTS
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.layer_inputs import LayerInputSizes
@@ -70,6 +70,7 @@ class Names:
     output_gate: the projection of attention's output gate; None: the queries' tensor holds it, head by head
     routers: the matrix that scores the experts, by each name that a checkpoint may give it
     corrections: the correction of its scores, by each name; correction_is_row: as for RouterTensors
+    expert_factors: a factor of each expert's weights, by each name; empty: the model has none
     shared_experts: the module of the shared expert, by each name
     expert: the module of an expert; "{}" stands for its number
     expert_gate, expert_up, expert_down: an expert's projections
@@ -93,6 +94,7 @@ class Names:
     routers: tuple[str, ...] = ("mlp.gate",)
     corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
     correction_is_row: bool = False
+    expert_factors: tuple[str, ...] = ()
     shared_experts: tuple[str, ...] = ("mlp.shared_expert",)
     expert: str = "mlp.experts.{}"
     expert_gate: str = "gate_proj"
@@ -277,7 +279,7 @@ class Description:
         is_full = self.qk_norm == "full"
         heads = max((self.num_heads + 2 * heads.count * is_full) * heads.dim for heads in self.attending)
         most_used = 0 if self.experts is None else self.experts.used * self.experts.size
-        return max(heads, most_used, *self._intermediate_sizes.values())
+        return max(heads, most_used, *self.mlp_sizes, *self._intermediate_sizes.values())
 
     @property
     def long_from(self) -> int | None:
@@ -299,7 +301,8 @@ class Description:
     def _intermediate_sizes(self) -> dict[str, int]:
         """The intermediate sizes that the model's layers have, as most configs name them."""
         experts = self.experts
-        sizes = {"intermediate_size": self.intermediate_size} if any(self.mlp_sizes) else {}
+        has_none = experts is not None and experts.beside is None and all(experts.layers)
+        sizes = {} if has_none else {"intermediate_size": self.intermediate_size}
         if experts is not None:
             sizes["moe_intermediate_size"] = experts.size
             sizes["shared_expert_intermediate_size"] = experts.shared_size or 0
@@ -338,8 +341,11 @@ class Description:
             fault = "the CPU computes soft caps in another way for another number of heads"
         elif on_cpu and self.sinks:
             fault = "the CPU computes sinks in another way for another number of heads"
-        elif on_cpu:  # it multiplies by parts
-            fault = _find_uneven([*self._outputs, ("vocab_size", self.vocab_size)], ALIGNMENT, "on the CPU")
+        elif on_cpu:  # it multiplies by parts, and gates a rank's share of a layer's input as a whole
+            inputs = [] if self.layer_inputs is None else [("hidden_size_per_layer_input", self.layer_inputs.size)]
+            fault = _find_uneven(inputs, AT_ONCE * ranks, "on the CPU") or _find_uneven(
+                [*self._outputs, ("vocab_size", self.vocab_size)], ALIGNMENT, "on the CPU"
+            )
         elif self.hidden_size % ranks:
             fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
         elif self.fp8 is not None and self.fp8.own_block[0] == ROWS_TOGETHER:
@@ -364,6 +370,8 @@ class Description:
         for heads in dict.fromkeys(self.attending):
             outputs.append(("num_attention_heads * head_dim", self.num_heads * heads.dim))
             outputs.append(("num_key_value_heads * head_dim", heads.count * heads.dim))
+        if self.layer_inputs is not None:
+            outputs.append(("hidden_size_per_layer_input", self.layer_inputs.size))
         return outputs
 
 

@@ -61,10 +61,14 @@ class Roll:
             self._in_stacks.update(replaced)
         return True
 
-    def check(self, whole: bool = False) -> None:
-        """Raise ValueError if a tensor was unknown, came twice, or has no scales; with `whole`, if one is missing."""
+    def check(self, whole: bool = False, with_constants: bool = True) -> None:
+        """Raise ValueError if a tensor was unknown, came twice, or has no scales; with `whole`, if one is missing.
+
+        with_constants: constants must not be missing, either
+        """
         scales = self._needed.keys() - self.come.keys()
-        missing = sorted(scales | (needed(self._table) - met_by(self._table, self.come)) if whole else scales)
+        others = needed(self._table) - (frozenset() if with_constants else constants(self._table))
+        missing = sorted(scales | (others - met_by(self._table, self.come)) if whole else scales)
         if missing or self._unknown or self._twice:
             raise ValueError(
                 f"{self._source}:{_list('missing', missing)}{_list('unknown', self._unknown)}"
@@ -93,6 +97,11 @@ def _fits(shard: Shard, shape: tuple[int, ...]) -> bool:
 def needed(table: Table) -> frozenset[str]:
     """Return the names of the tensors that must come, or others in their place."""
     return frozenset(name for name, (first, *_) in table.items() if not (first.replaces or first.optional))
+
+
+def constants(table: Table) -> frozenset[str]:
+    """Return the names of the constants, see Shard."""
+    return frozenset(name for name, (first, *_) in table.items() if first.is_constant)
 
 
 def met_by(table: Table, come: Iterable[str]) -> set[str]:

@@ -52,6 +52,7 @@ class Shard:
     always_turned: the stack's matrices are stored as [in, out], never as `shape` says
     replaces: names of the tensors that a checkpoint may store instead
     optional: few checkpoints have the tensor; the target holds what it needs without it
+    is_constant: no training changes it, and a trainer's named_parameters() lack it: an update may leave it out
     scale: the name of the scales that must come too if the tensor is in FP8; None: it cannot be
     takes_all: whether the target takes the whole tensor
     """
@@ -67,6 +68,7 @@ class Shard:
     always_turned: bool = False
     replaces: tuple[str, ...] = ()
     optional: bool = False
+    is_constant: bool = False
     scale: str | None = None
     takes_all: bool = field(init=False)
 

@@ -228,7 +228,7 @@ class TensorSource:
     def tensors(self, table: Table) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor and its name in the language model as it comes, if it fits; raises ValueError if not.
 
-        In the end, raises ValueError, naming them, if tensors are missing.
+        In the end, raises ValueError, naming them, if tensors other than constants are missing.
         """
         roll = Roll(table, f"{self.what} do not fit the model")
         for name, tensor in self.pairs():
@@ -237,7 +237,7 @@ class TensorSource:
             else:
                 roll.check()
             del tensor  # so that it can go before the next one comes
-        roll.check(whole=not self.is_partial)
+        roll.check(whole=not self.is_partial, with_constants=False)
 
 
 def _drawn_bytes(target: Target) -> int:

@@ -26,7 +26,7 @@ class Routing:
     scoring: the function that turns logits into scores: softmax over the experts, or the sigmoid of each
     normalised: a token's weights are its chosen scores divided by their sum; else the scores themselves
     epsilon: is added to that sum; least_sum: the sum counts as so much if it is less
-    scale: factor of the weights
+    scale: factor of the weights; logit_scale: of the logits
     groups: the experts form so many groups of neighbours, all of one size, at least two
     used_groups: a token's experts are of so many groups: those whose two largest scores have the largest sums
         (DeepSeek-V3 Technical Report, 2024)
@@ -38,6 +38,7 @@ class Routing:
     epsilon: float = 0.0
     least_sum: float = 0.0
     scale: float = 1.0
+    logit_scale: float = 1.0
     groups: int = 1
     used_groups: int = 1
 
@@ -65,20 +66,23 @@ class Groups(NamedTuple):
     tiles: Tensor
 
 
-def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Routes:
+def route(logits: Tensor, routing: Routing, correction: Tensor | None = None, factors: Tensor | None = None) -> Routes:
     """Choose each token's experts, and weigh them. Among equal scores the first experts win, and the first groups.
 
     If a token's logits are NaN, its weights are NaN, and its experts are any.
     logits: [tokens, experts], or [pieces, tokens, experts] float32 that add up to it
     correction: [experts] float32, finite, added to the scores for the choice alone: weights come from the scores
         (Wang et al., 2024); None: nothing is added
+    factors: [experts], a factor of each expert's weights, as in Gemma 4; None: the model has none
     """
-    return (route_triton if logits.is_cuda else route_reference)(logits, routing, correction)
+    return (route_triton if logits.is_cuda else route_reference)(logits, routing, correction, factors)
 
 
-def route_reference(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Routes:
+def route_reference(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None, factors: Tensor | None = None
+) -> Routes:
     """route in torch."""
-    wide = (logits if logits.dim() == 2 else logits.sum(dim=0)).float()
+    wide = (logits if logits.dim() == 2 else logits.sum(dim=0)).float() * routing.logit_scale
     scores = wide.softmax(dim=-1) if routing.scoring == "softmax" else wide.sigmoid()
     corrected = scores if correction is None else scores + correction
     if routing.groups > 1:
@@ -87,7 +91,8 @@ def route_reference(logits: Tensor, routing: Routing, correction: Tensor | None 
     weights = scores.gather(1, experts)
     if routing.normalised:
         weights = weights / (weights.sum(dim=-1, keepdim=True).clamp(min=routing.least_sum) + routing.epsilon)
-    return Routes(experts.int(), weights * routing.scale)
+    weights = weights * routing.scale
+    return Routes(experts.int(), weights if factors is None else weights * factors[experts])
 
 
 def _in_used_groups(corrected: Tensor, routing: Routing) -> Tensor:
@@ -98,7 +103,9 @@ def _in_used_groups(corrected: Tensor, routing: Routing) -> Tensor:
     return is_used.repeat_interleave(corrected.shape[1] // routing.groups, dim=1)
 
 
-def route_triton(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Routes:
+def route_triton(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None, factors: Tensor | None = None
+) -> Routes:
     """route as one launch."""
     tokens, count = logits.shape[-2:]
     used, groups = routing.used, routing.groups
@@ -107,6 +114,7 @@ def route_triton(logits: Tensor, routing: Routing, correction: Tensor | None = N
     _route_kernel[(tokens,)](
         logits,
         correction,
+        factors,
         experts,
         weights,
         count,
@@ -119,6 +127,7 @@ def route_triton(logits: Tensor, routing: Routing, correction: Tensor | None = N
         EPSILON=routing.epsilon,
         LEAST_SUM=routing.least_sum,
         SCALE=routing.scale,
+        LOGIT_SCALE=routing.logit_scale,
         GROUPS=groups,
         GROUP_SIZE=count // groups,
         USED_GROUPS=routing.used_groups,
@@ -135,6 +144,7 @@ def route_triton(logits: Tensor, routing: Routing, correction: Tensor | None = N
 def _route_kernel(
     logits_ptr,
     correction_ptr,
+    factors_ptr,
     experts_ptr,
     weights_ptr,
     count,
@@ -147,6 +157,7 @@ def _route_kernel(
     EPSILON: tl.constexpr,
     LEAST_SUM: tl.constexpr,
     SCALE: tl.constexpr,
+    LOGIT_SCALE: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     USED_GROUPS: tl.constexpr,
@@ -168,6 +179,8 @@ def _route_kernel(
     wide = tl.load(place, mask=exists, other=float("-inf")).to(tl.float32)
     for piece in tl.static_range(1, PIECES):
         wide += tl.load(place + piece * piece_stride, mask=exists, other=0.0)
+    if LOGIT_SCALE != 1:
+        wide *= LOGIT_SCALE
     if SOFTMAX:
         scores = tl.exp(wide - tl.max(wide))
         total = tl.sum(scores)
@@ -204,6 +217,8 @@ def _route_kernel(
         weights = weights / chosen
     if SCALE != 1:
         weights *= SCALE
+    if factors_ptr is not None:
+        weights *= tl.load(factors_ptr + experts).to(tl.float32)
     weights = tl.where(total == total, weights, total)
     tl.store(experts_ptr + token * USED + rank, experts, mask=rank < USED)
     tl.store(weights_ptr + token * USED + rank, weights, mask=rank < USED)

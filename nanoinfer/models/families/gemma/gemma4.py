@@ -22,6 +22,7 @@ NAMES = replace(
     gemma.NAMES,
     layer_scale="layer_scalar",
     routers=("router.proj",),
+    expert_factors=("router.per_expert_scale",),
     expert="experts.{}",
     expert_stacks=(("experts.gate_up_proj", "experts.down_proj"),),
 )
@@ -39,7 +40,6 @@ BESIDE = BesideMLP(
     experts_norm="pre_feedforward_layernorm_2",
     experts_post_norm="post_feedforward_layernorm_2",
     router_scale="router.scale",
-    expert_scales="router.per_expert_scale",
 )
 ROPES = ("default", "proportional")
 
@@ -112,4 +112,6 @@ def _read_experts(config: PretrainedConfig) -> Experts | None:
         return None
     layers = (True,) * config.num_hidden_layers
     experts = read_experts(config, layers, "moe_intermediate_size", normalised=True, used_field="top_k_experts")
-    return None if experts is None else replace(experts, beside=BESIDE)
+    if experts is None:
+        return None
+    return replace(experts, routing=replace(experts.routing, logit_scale=config.hidden_size**-0.5), beside=BESIDE)
