@@ -217,8 +217,9 @@ class Config:
             self.device,
             self.torch_dtype,
             self.kvcache_block_size,
-            self.description.head_dim,
+            self.description.largest_head,
             self.kv_cache_dtype == "fp8",
+            self.description.sinks,
         )
         self._check_num_blocks()
         self._check_max_model_len()
@@ -292,9 +293,10 @@ class Config:
         model.check_ranks(self.tensor_parallel_size)
         if self.quantization is not None:
             model = replace(model, fp8=model.fp8 or Fp8Format())
+            model.check_fp8(f"quantization={self.quantization!r}")
         if model.tied and self.load_format == "safetensors":
             # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
-            own_head = FileSource(self.model, model.is_multimodal).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")
+            own_head = FileSource(self.model, model.beside).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")
             return replace(model, tied=not own_head)
         return model
 
@@ -345,7 +347,7 @@ class Config:
     def _lay_out_cache(self) -> None:
         """Decide what a block of the KV cache holds; raises ValueError if there are to be too many blocks."""
         self.description = self.description.within(self.max_model_len)
-        unit = block_unit(self.attention_backend, self.kvcache_block_size, self.description.head_dim)
+        unit = block_unit(self.attention_backend, self.kvcache_block_size, self.description.largest_head)
         self.cache_layout = lay_out(self.description.memory(self.tensor_parallel_size), self.kvcache_block_size, unit)
         self.cache_layout.check_grid(self.kvcache_block_size, self.max_num_batched_tokens)
         most = self.cache_layout.asked_by(MAX_SLOTS // self.cache_layout.most_slots)

@@ -275,7 +275,7 @@ class LLM(SearchesBeams, KeepsStats, VllmMethods, Started):
         self.engine.check_writable()
         with self.engine.alike():
             partial = check_flag("partial", partial)
-            source = TensorSource(named_tensors, partial, self.config.description.is_multimodal)
+            source = TensorSource(named_tensors, partial, self.config.description.beside)
             begin = self._requests.before_new_weights(in_flight)
         with self._turn():
             self.engine.check_writable()
@@ -295,7 +295,7 @@ class LLM(SearchesBeams, KeepsStats, VllmMethods, Started):
         self.engine.check_writable()
         with self.engine.alike():
             folder = find_folder("model", model, revision, CHECKPOINT_FILES)
-            source = FileSource(folder, self.config.description.is_multimodal)
+            source = FileSource(folder, self.config.description.beside)
             begin = self._requests.before_new_weights(in_flight)
         with self._turn():
             self.engine.check_writable()

@@ -37,9 +37,11 @@ from nanoinfer.benchmark.repeats import Repeat, count_steps
 from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.layers.delta import GatedDelta
+from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.models import describe
-from nanoinfer.models.description import Experts
+from nanoinfer.models.description import Experts, KVHeads
 
 
 def run(*command: str) -> str:
@@ -144,8 +146,10 @@ def test_rows_that_keep_states_are_no_more_than_their_slots(tiny: LLM) -> None:
 
 class Shape:
     hidden_size, intermediate_size, num_layers, vocab_size = 8, 16, 2, 100
-    num_heads, num_kv_heads, head_dim, output_gate, experts = 4, 2, 4, False, None
+    num_heads, output_gate, experts = 4, False, None
     mixers = attention_windows = (None, None)
+    attending = (KVHeads(2, 4),) * 2
+    mlp_sizes, layer_inputs = (16, 16), None
 
 
 LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
@@ -158,7 +162,8 @@ AMPLE = bench.Limits(rows=8, tokens=1000, blocks=1000, groups=alike(4).groups)
 class Sparse(Shape):
     """One of two layers has 4 experts of 6, of which a token uses 1, and a shared one of 5."""
 
-    experts = Experts((True, False), count=4, used=1, size=6, normalised=True, shared_size=5)
+    experts = Experts((True, False), count=4, size=6, routing=Routing(used=1), shared_size=5)
+    mlp_sizes = (0, 16)
 
 
 EXPERT, ROUTER = 3 * 6 * 8, 4 * 8
@@ -397,16 +402,36 @@ def test_the_floor_counts_the_experts_that_the_rows_of_a_step_use() -> None:
     assert bytes_of(floor) == pytest.approx((3 * every + read) * 2 + (4 + 5 + 2) * KV_BYTES)
     prompts = 2 * (EVERY + ROUTER + EXPERT) * 4 + 2 * HEAD * 2 + 2 * 2 * 16 * (9 + 1)
     assert operations_of(floor) == prompts + 2 * (every + EXPERT) * 3
+    wide = type("Wide", (Sparse,), {"experts": replace(Sparse.experts, float32_router=True)})
+    assert bytes_of(floor_of(work, model=wide)) - bytes_of(floor) == pytest.approx(3 * ROUTER * 2)
     waiting = floor_of(bench.Workload([[1]] * 3, [3] * 3), replace(AMPLE, rows=2), Sparse)
     read = 4 * EXPERT * ((1 - 0.75**3) + 3 * (1 - 0.75**2))
     assert bytes_of(waiting) == pytest.approx((4 * every + read) * 2 + 15 * KV_BYTES)
+
+
+class Mixed(Shape):
+    """The second layer has one head of eight, whose values are its keys, and an MLP twice as wide."""
+
+    attending = (KVHeads(2, 4), KVHeads(1, 8, values_are_keys=True))
+    mlp_sizes, layer_inputs = (16, 32), LayerInputSizes(5, *6 * ("",))
+
+
+def test_the_floor_counts_what_each_layer_has() -> None:
+    """The second layer's queries and outputs are twice as wide, and it has half of the projections of keys.
+
+    For each layer's input, there are a projection of the embedding, a gate, and the way back.
+    """
+    floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=Mixed)
+    layers = 2 * LAYER + 2 * 8 * 16 - 8 * 8 + 3 * 8 * 16 + 2 * 3 * 8 * 5
+    assert bytes_of(floor) == (1 + 2) * (layers + HEAD) * 2 + (4 + 5) * KV_BYTES
+    assert operations_of(floor) == 2 * layers * 3 + 2 * HEAD + 2 * (16 + 32) * 9 + 2 * 2 * (layers + HEAD)
 
 
 class Recurrent(Shape):
     """One of two layers attends, with an output gate; the other has two heads of three values and five keys."""
 
     mixers = (GatedDelta(key_heads=1, value_heads=2, key_dim=5, value_dim=3, width=4), None)
-    attention_windows, output_gate = (None,), True
+    attention_windows, attending, output_gate = (None,), (KVHeads(2, 4),), True
 
 
 def test_the_floor_counts_states() -> None:
@@ -430,16 +455,23 @@ def test_the_floor_counts_states() -> None:
         ("mistral-7b", 7.24), ("mistral-24b", 23.57), ("phi4-14b", 14.66), ("gemma3-12b", 11.77), ("olmo2-7b", 7.30),
         ("30b-a3b", 30.5), ("olmoe-7b", 6.92), ("qwen3.5-0.8b", 0.752), ("qwen3.5-4b", 4.21), ("qwen3.5-9b", 8.95),
         ("qwen3.5-27b", 26.9), ("qwen3.5-35b-a3b", 34.7), ("qwen3-next-80b", 79.7),
+        ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8),
+        ("glm-4.5-air", 106.9),
+        ("gemma4-12b", 11.91), ("gemma4-26b-a4b", 25.23),
     ],
 )  # fmt: skip
 def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, billions: float, tmp_path: Path) -> None:
     bench.write_config(name, str(tmp_path))
     model = describe(Checkpoint.open(str(tmp_path)).hf_config)
-    heads = ((3 if model.output_gate else 2) * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    mixers = sum(heads if mixer is None else mixer.projected for mixer in model.mixers)
-    experts = model.experts
-    mlp = 3 * model.intermediate_size if experts is None else experts.count * (3 * experts.size + 1)
-    layers = model.hidden_size * (mixers + model.num_layers * mlp)
+    queries = (3 if model.output_gate else 2) * model.num_heads
+    attention = sum(
+        (queries + (1 if heads.values_are_keys else 2) * heads.count) * heads.dim for heads in model.attending
+    )
+    mixers = attention + sum(mixer.projected for mixer in model.mixers if mixer is not None)
+    experts, mlps = model.experts, 3 * sum(model.mlp_sizes)
+    if experts is not None:
+        mlps += sum(experts.layers) * (experts.count * (3 * experts.size + 1) + 3 * (experts.shared_size or 0))
+    layers = model.hidden_size * (mixers + mlps)
     matrices = layers + model.vocab_size * model.hidden_size * (1 if model.tied else 2)
     assert matrices / 1e9 == pytest.approx(billions, rel=0.005)
 

@@ -24,6 +24,7 @@ from nanoinfer.attention.context import Context
 from nanoinfer.benchmark import determinism
 from nanoinfer.benchmark.determinism import LONGEST, Bits, bits_of, draw_cases, find_difference
 from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.models import describe
 from nanoinfer.models.description import Experts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
@@ -55,7 +56,7 @@ IN_BLOCKS = {  # sizes that blocks of weights in FP8 fill
     "head_dim": 64,
 }
 RANKED = ["qwen3", "mistral window", "gemma2", "phi3 longrope", "qwen3moe", "qwen2moe", "olmo2", "olmoe"]
-FAMILIES = ["qwen3", "mistral window", "gemma2", "qwen3moe", "phi3 longrope"]
+FAMILIES = ["qwen3", "mistral window", "gemma2", "qwen3moe", "phi3 longrope", "gptoss"]
 
 
 def maker(folder: str, deterministic: bool = True, device: str = "cpu", dtype: str = "auto") -> Callable[..., LLM]:
@@ -84,7 +85,9 @@ class TestInCompany:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("family", [*FAMILIES, "qwen2moe", "mixtral", "llama biases, llama3 rope"])
+    @pytest.mark.parametrize(
+        "family", [*FAMILIES, "qwen2moe", "mixtral", "llama biases, llama3 rope", "gemma4", "gemma4 experts"]
+    )
     def test_results_are_those_alone_on_a_gpu(self, family: str, dtype: str, tmp_path: Path) -> None:
         build(CASES[family], tmp_path)
         make = maker(str(tmp_path), device="cuda", dtype=dtype)
@@ -419,6 +422,8 @@ class TestWhatCannotBe:
         [
             (CASES["qwen2moe"], 2, "on the CPU, shared_expert_intermediate_size=40 must be a multiple of 16"),
             (CASES["gemma2"], 2, "the CPU computes soft caps in another way for another number of heads"),
+            (CASES["gptoss"], 2, "the CPU computes sinks in another way for another number of heads"),
+            (CASES["gemma4 layer inputs"], 2, "on the CPU, hidden_size_per_layer_input=12 must be a multiple of 64"),
             (CASES["qwen3"], 4, "num_key_value_heads=2 is not divisible by the number of ranks"),
             (replace(CASES["qwen3"], settings={"hidden_size": 40}), 2, "on the CPU, hidden_size=40 must be a multiple"),
         ],
@@ -434,7 +439,7 @@ class TestWhatCannotBe:
         model = replace(describe(Checkpoint.open(BUNDLED_MODEL).hf_config), fp8=Fp8Format())
         with pytest.raises(ValueError, match="with weights in FP8, hidden_size=192 must be a multiple of 256; use"):
             model.check_ranks_in_order(2, on_cpu=False)
-        experts = Experts((False, True), count=8, used=2, size=192, normalised=True)
+        experts = Experts((False, True), count=8, size=192, routing=Routing(used=2))
         replace(model, hidden_size=256, experts=experts).check_ranks_in_order(2, on_cpu=False)
         for format in (None, Fp8Format((64, 128)), Fp8Format((None, None))):
             replace(model, fp8=format).check_ranks_in_order(2, on_cpu=False)

@@ -23,6 +23,7 @@ from conftest import alike, greedy
 from safetensors.torch import load_file, save_file
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
+from nanoinfer.attention import choose_backend
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config, _resolve_dtype
 from nanoinfer.hints import ELSEWHERE
@@ -546,6 +547,11 @@ class TestConfig:
     def test_a_backend_that_cannot_run_says_why(self) -> None:
         with pytest.raises(ValueError, match="attention_backend='flash_attn': needs device='cuda'"):
             LLM(BUNDLED_MODEL, attention_backend="flash_attn", device="cpu")
+
+    def test_heads_that_flash_attn_cannot_have(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+        with pytest.raises(ValueError, match="at most 256 numbers, a multiple of 8, not 512; 'triton' and 'torch' do"):
+            choose_backend("flash_attn", "cuda", torch.bfloat16, 256, head_dim=512)
 
     def test_more_ranks_than_gpus(self) -> None:
         if (count := torch.cuda.device_count()) >= 8:

@@ -35,9 +35,9 @@ pytestmark = pytest.mark.gpu
 BACKENDS = ["triton", "torch", "flash_attn"]
 
 
-def available(backend: str, dtype: torch.dtype = torch.bfloat16) -> str:
+def available(backend: str, dtype: torch.dtype = torch.bfloat16, has_sinks: bool = False) -> str:
     try:
-        return choose_backend(backend, "cuda", dtype, 256, 64)
+        return choose_backend(backend, "cuda", dtype, 256, 64, has_sinks=has_sinks)
     except ValueError as error:
         pytest.skip(str(error))
 
@@ -106,7 +106,8 @@ def relative(x: torch.Tensor, expected: torch.Tensor) -> float:
 KINDS = [
     "llama biases, llama3 rope", "mistral window", "ministral3 window", "qwen2 yarn, windows", "qwen3", "phi3 partial",
     "gemma2", "gemma3", "olmo2", "olmo3", "granite", "smollm3 windows, biases", "glm4",
-    "mixtral", "olmoe", "qwen2moe", "qwen3moe", "qwen3.5", "qwen3next", "lfm2",
+    "mixtral", "olmoe", "qwen2moe", "qwen3moe", "gptoss", "qwen3.5", "qwen3next", "lfm2",
+    "gemma4", "gemma4 experts", "glm4moe", "minimax-m2", "lfm2moe",
 ]  # fmt: skip
 
 
@@ -130,7 +131,8 @@ class TestFamilies:
         self, name: str, backend: str, family: Callable, make_llm: Callable[..., LLM]
     ) -> None:
         folder, model = family(name)
-        llm = make_llm(folder, dtype="bfloat16", attention_backend=available(backend), max_model_len=512)
+        backend = available(backend, has_sinks=name == "gptoss")
+        llm = make_llm(folder, dtype="bfloat16", attention_backend=backend, max_model_len=512)
         prompt = torch.randint(160, (300,), generator=torch.Generator().manual_seed(2)).tolist()
         with torch.inference_mode():
             ids = torch.tensor([prompt], device="cuda")

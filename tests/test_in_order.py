@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import DEVICE, of_each_kind, plan_ahead, whole_only
-from test_kernels import DTYPES, SHAPES, SHORT, assert_close, attend_densely, forget, paged, randn
+from test_kernels import DTYPES, LARGE_HEADS, SHAPES, SHORT, assert_close, attend_densely, forget, paged, randn
 
 from nanoinfer.attention.context import Scoring
-from nanoinfer.kernels.attention.in_order.decode import DECODE_PROGRAMS, decode_in_order
+from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
 from nanoinfer.kernels.experts.in_order import Matrix, check_order
 from nanoinfer.kernels.experts.products import Gather, choices_in_a_tile, expert_mlps_reference, expert_mlps_triton
@@ -37,14 +39,14 @@ def ints(values: list[int]) -> torch.Tensor:
 
 def prefill(q: torch.Tensor, pages: Pages, query_lens: list[int], lens: list[int], how: Scoring) -> torch.Tensor:
     cu_query_lens = ints([0, *query_lens]).cumsum(0).int()
-    options = how.scale, how.window, how.softcap
+    options = how.scale, how.window, how.softcap, None, how.sinks
     return prefill_in_order(q, *pages, cu_query_lens, ints(lens), max(query_lens), *options)
 
 
 def decode(q: torch.Tensor, pages: Pages, lens: list[int], how: Scoring, workers: int | None = None) -> torch.Tensor:
-    plan = plan_ahead(ints(lens), pages[0], workers, how.window, programs=DECODE_PROGRAMS)
+    plan = plan_ahead(ints(lens), pages[0], workers, how.window, programs=decode_programs(pages[0].shape[3]))
     for _ in range(2):  # two layers: the first must leave the plan unchanged
-        out = decode_in_order(q, *pages, ints(lens), max(lens), how.scale, plan, how.softcap)
+        out = decode_in_order(q, *pages, ints(lens), max(lens), how.scale, plan, how.softcap, None, how.sinks)
         assert plan.arrivals.eq(0).all()
     return out
 
@@ -144,19 +146,23 @@ class TestProducts:
 @pytest.mark.parametrize(
     ("count", "used", "hidden_size", "size"), [(128, 8, 2048, 768), (8, 2, 512, 1792), (60, 4, 72, 40)]
 )
-def test_experts_have_the_same_bits(count: int, used: int, hidden_size: int, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_experts_have_the_same_bits(
+    count: int, used: int, hidden_size: int, size: int, has_biases: bool, dtype: torch.dtype
+) -> None:
     """For any number of tokens, and so for tiles of any size."""
     x = randn(3000, hidden_size, dtype=dtype)
     gate_up = randn(count, 2 * size, hidden_size, dtype=dtype) / hidden_size**0.5
     down = randn(count, hidden_size, size, dtype=dtype) / size**0.5
     experts = torch.rand(3000, count, device=x.device).argsort()[:, :used].int().contiguous()
     weights = torch.rand(experts.shape, device=x.device)
-    expected = expert_mlps_triton(x, Routes(experts, weights), gate_up, down, "silu", in_order=True)
+    biases = {"gate_up_bias": randn(count, 2 * size, dtype=dtype), "down_bias": randn(count, hidden_size, dtype=dtype)}
+    multiply = partial(expert_mlps_triton, activation="silu", in_order=True, **(biases if has_biases else {}))
+    expected = multiply(x, Routes(experts, weights), gate_up, down)
     for tokens in (1, 2, 7, 16, 40, 100, 300, 1000):
         order = torch.randperm(3000, device=x.device)[:tokens]
         routes = Routes(experts[order], weights[order])
-        out = expert_mlps_triton(x[order], routes, gate_up, down, "silu", in_order=True)
-        assert torch.equal(out, expected[order])
+        assert torch.equal(multiply(x[order], routes, gate_up, down), expected[order])
 
 
 @pytest.mark.gpu
@@ -240,20 +246,38 @@ class TestAttention:
         for workers in (1, 2, 7, None):
             assert_close(decode(q, pages, lens, how, workers)[rows], expected)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+    def test_large_heads(self, dtype: torch.dtype) -> None:
+        """They have programs of their own."""
+        heads, _, head_dim, _ = shape = LARGE_HEADS[0]
+        query_lens, lens = [40, 1], [300, 20]
+        pages = paged(lens, *shape, dtype)
+        q, how = randn(sum(query_lens), heads, head_dim, dtype=dtype), Scoring(head_dim**-0.5)
+        expected = attend_densely(q, *pages, query_lens, lens, how)
+        assert_close(prefill(q, pages, query_lens, lens, how), expected)
+        last = torch.tensor(query_lens, device=DEVICE).cumsum(0) - 1
+        assert_close(decode(q[last], pages, lens, how), expected[last])
+
 
 @pytest.mark.gpu
 class TestBits:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("has_sinks", [False, True])
     @pytest.mark.parametrize(("window", "softcap"), HOW)
-    @pytest.mark.parametrize("shape", [*SHAPES, (16, 8, 128, 256), (32, 4, 128, 32), (8, 2, 256, 256)])
+    @pytest.mark.parametrize("shape", [*SHAPES, *LARGE_HEADS, (16, 8, 128, 256), (32, 4, 128, 32), (8, 2, 256, 256)])
     def test_a_token_attends_alike_in_prompts_and_in_steps(
-        self, shape: tuple[int, int, int, int], window: int | None, softcap: float | None, dtype: torch.dtype
+        self,
+        shape: tuple[int, int, int, int],
+        window: int | None,
+        softcap: float | None,
+        has_sinks: bool,
+        dtype: torch.dtype,
     ) -> None:
         """As part of a whole prompt, of chunks of any length, and as a row of decode steps with any company."""
         heads, _, head_dim, _ = shape
         lens = [1, 40, 257, 600, 1500, 2048]
         pages = paged(lens, *shape, dtype)
-        how = Scoring(head_dim**-0.5, window, softcap)
+        how = Scoring(head_dim**-0.5, window, softcap, sinks=randn(heads) if has_sinks else None)
         queries = [3 * randn(length, heads, head_dim, dtype=dtype) for length in lens]  # of large scores
         whole = prefill(torch.cat(queries), pages, lens, lens, how).split(lens)
 

@@ -28,13 +28,14 @@ from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, pag
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.attention.qkv import (
+    Parts,
     norm_rotate_store_reference,
     norm_rotate_store_triton,
     sum_squares_reference,
     sum_squares_triton,
 )
 from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
-from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gate_mul_triton
+from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, gate_mul_reference, gate_mul_triton
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.one_wave import cut, one_wave_linear
@@ -146,7 +147,7 @@ def test_norms_round_as_transformers_does(oracle: type[torch.nn.Module]) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [96, 1024, 3000])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5)])
 def test_gate_mul(activation: Activation, size: int, dtype: torch.dtype) -> None:
     gate_up = randn(7, 2 * size, dtype=dtype)
     assert_close(gate_mul_triton(gate_up, activation), gate_mul_reference(gate_up.float(), activation))
@@ -167,10 +168,13 @@ def activated(out: torch.Tensor, activation: Activation | None) -> torch.Tensor:
     if activation is None:
         return out
     gate, up = out.chunk(2, dim=-1)
+    if isinstance(activation, ClampedSwiGLU):
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5)])
 def test_gates_of_every_size(activation: Activation) -> None:
     gate = torch.tensor([[-3e38, -1e13, -1e4, -90.0, -10.0, -1.0, -1e-3, -0.0, 1e-3, 1.0, 10.0, 1e4, 3e38]])
     gate_up = torch.cat([gate, torch.ones_like(gate)], dim=-1).to(DEVICE)
@@ -209,6 +213,28 @@ def test_one_row_linear_with_a_bias(
     weight = (randn(out_features, in_features) / in_features**0.5).to(dtype)
     out = one_row_linear(x, weight, bias, activation)
     assert_close(out, activated(F.linear(x.float(), weight.float(), bias.float()), activation))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+def test_a_scale_of_the_residual_stream(dtype: torch.dtype) -> None:
+    """It multiplies the sum that the norm reads, and that goes on as the stream."""
+    x, residual, weight = (randn(1, 96, dtype=dtype), randn(1, 96, dtype=dtype), randn(8, 96, dtype=dtype))
+    post, plain = norms(96, dtype)
+    pre = plain._replace(stream_scale=torch.tensor([0.3], dtype=dtype, device=DEVICE))
+    for branch, summed in ((x, x.float()), (randn(3, 1, 96), None)):
+        summed = branch.sum(dim=0) if summed is None else summed
+        for norm_add in (norm_add_rms_norm_triton, norm_add_rms_norm_reference):
+            out, total = norm_add(branch, residual, post, pre)
+            assert_close(total, 0.3 * (normed(summed, post) + residual.float()))
+            assert_close(out, normed(total, plain))
+        for add in (add_rms_norm_triton, add_rms_norm_reference):
+            out, total = add(branch, residual, pre)
+            assert_close(total, 0.3 * (summed + residual.float()))
+            assert_close(out, normed(total, plain))
+    for function in (one_row_norm_linear, norm_linear):
+        out, total = function(x, residual, pre, weight, None, None, post)
+        assert_close(total, 0.3 * (normed(x, post) + residual.float()))
+        assert_close(out, F.linear(normed(total, plain), weight.float()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -613,6 +639,37 @@ def test_variants_of_norm_rotate_store(
         assert torch.equal(caches[1].double().flatten(0, 1), expected_caches[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("parts", "value_norm"), [("qkv", True), ("qk", True), ("qk", False), ("q", True)])
+def test_norm_rotate_store_of_values_that_are_normalised_or_keys_or_another_layers(
+    parts: Parts, value_norm: bool, dtype: torch.dtype
+) -> None:
+    """Values that are keys are these before their norm and rotation. With queries alone, nothing is written."""
+    heads, kv_heads, head_dim = 7, 2, 32
+    qkv = randn(3, heads + (len(parts) - 1) * kv_heads, head_dim, dtype=dtype)
+    q_norm, k_norm = (Norm(randn(head_dim, dtype=dtype), 1e-2) for _ in range(2))
+    angles = randn(40, head_dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    positions = torch.tensor([1, 39, 7], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([47, -1, 16], dtype=torch.int32, device=DEVICE)
+
+    matrices, ones = rotation_matrices(angles[positions], False, head_dim), torch.ones(3, device=DEVICE)
+    k, v = qkv[:, heads : heads + kv_heads], qkv[:, -kv_heads:].double()
+    expected_q = dense_norm_rotate(qkv[:, :heads], q_norm, False, matrices, ones)
+    before = [randn(3, 16, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+    expected_k, expected_v = (cache.double().flatten(0, 1) for cache in before)
+    if parts != "q":
+        expected_k[[47, 16]] = dense_norm_rotate(k, k_norm, False, matrices, ones)[[0, 2]]
+        expected_v[[47, 16]] = (torch.nn.functional.rms_norm(v, (head_dim,), eps=1e-2) if value_norm else v)[[0, 2]]
+    norms = q_norm, None if parts == "q" else k_norm
+    for function in (norm_rotate_store_triton, norm_rotate_store_reference):
+        caches = [cache.clone() for cache in before]
+        rest = None, cos_sin, False, None, positions, *caches, slots, None
+        assert_close(function(qkv, *norms, *rest, parts, value_norm), expected_q)
+        assert_close(caches[0].flatten(0, 1), expected_k)
+        assert_close(caches[1].flatten(0, 1), expected_v)
+
+
 @pytest.mark.parametrize("plus_one", [False, True])
 def test_norm_rotate_store_rounds_as_the_checkpoints_of_its_norm_expect(plus_one: bool) -> None:
     """It rounds to the dtype before it applies the weight; with plus_one it rounds once, after the weight."""
@@ -781,7 +838,10 @@ def attend_densely(
         key = torch.arange(length, device=DEVICE)
         query = torch.arange(length - len(some), length, device=DEVICE)[:, None]
         seen = (key <= query) & (key > query - (scoring.window or length))
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if scoring.sinks is not None:
+            scores = torch.cat([scores, scoring.sinks.double()[:, None, None].expand(-1, len(some), 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :length]
         outs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outs)
 
@@ -851,6 +911,40 @@ def test_paged_decode_of_windows_and_soft_caps(
     k, v = k_cache.float(), v_cache.float()
     out = paged_decode_reference(q.float(), k, v, tables, lens, 300, how.scale, window, softcap)
     assert_close(out[rows], expected)
+
+
+def check_attention(
+    shape: tuple[int, int, int, int], query_lens: list[int], context_lens: list[int], dtype: torch.dtype
+) -> None:
+    """Check prefill, and decode from the contexts' last tokens."""
+    heads, _, head_dim, _ = shape
+    pages = paged(context_lens, *shape, dtype)
+    q, how = randn(sum(query_lens), heads, head_dim, dtype=dtype), Scoring(head_dim**-0.5)
+    expected = attend_densely(q, *pages, query_lens, context_lens, how)
+    ends = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    assert_close(paged_prefill_triton(q, *pages, ends, lens, max(query_lens), how.scale), expected)
+    last = ends[1:].long() - 1
+    out = paged_decode_triton(q[last], *pages, lens, how.scale, plan_ahead(lens, pages[0]))
+    assert_close(out, expected[last])
+
+
+LARGE_HEADS = [(16, 1, 512, 32), (8, 2, 512, 64)]  # as in SHAPES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+@pytest.mark.parametrize("shape", of_each_kind(zip(LARGE_HEADS), 0))
+def test_attention_of_large_heads(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """For more than 256 numbers in a head, the kernels have programs of their own."""
+    check_attention(shape, [1, 70, 40], [1, 100, 40], dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 80])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_attention_of_gemma_4s_large_heads(kv_heads: int, rows: int) -> None:
+    lens = [9000 // row + row for row in range(1, rows + 1)]
+    check_attention((16, kv_heads, 512, 256), [min(length, 1500) for length in lens], lens, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

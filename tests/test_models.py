@@ -26,6 +26,8 @@ from nanoinfer.models import FAMILIES, describe, families
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 100, 300]  # of the prompts, in one batch
 MAX_TOKENS = 6
+TWICE = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 2.0}
+GEMMA4_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 HALF = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
@@ -118,7 +120,20 @@ def test_two_ranks(
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize(
     "name",
-    ["llama biases, llama3 rope", "gemma2", "gemma3", "olmo2 biases", "granite", "glm4", "qwen2moe", "qwen3moe"],
+    [
+        "llama biases, llama3 rope",
+        "gemma2",
+        "gemma3",
+        "olmo2 biases",
+        "granite",
+        "glm4",
+        "qwen2moe",
+        "qwen3moe",
+        "gemma4",
+        "gemma4 experts",
+        "gptoss",
+        "glm4moe",
+    ],
 )
 def test_two_gpus(
     name: str, family: Callable[[str], tuple[str, PreTrainedModel]], make_llm: Callable[..., LLM]
@@ -148,7 +163,7 @@ def test_the_other_order_of_a_multimodal_checkpoints_names(
     is_old = not any(key.startswith("model.language_model.") for key in weights)
 
     def renamed(key: str) -> str:
-        if "vision_tower" in key or "visual" in key or "projector" in key:
+        if "vision" in key or "visual" in key or "projector" in key:
             return f"model.{key}" if is_old else key.removeprefix("model.")
         if is_old:
             key = key.removeprefix("language_model.")
@@ -181,6 +196,21 @@ def test_a_mistral_with_layer_types_has_windows_on_those_alone(make_llm: Callabl
     names = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     (tmp_path / "config.json").write_text(json.dumps({**config, **names}))
     run(make_llm(str(tmp_path), kvcache_block_size=16, max_model_len=320), model, prompt_logprobs=0)
+
+
+def test_a_gemma_4_may_have_keys_and_values_in_layers_that_use_anothers(
+    make_llm: Callable[..., LLM], tmp_path: Path
+) -> None:
+    """Published checkpoints have them; transformers leaves them out of those that it saves."""
+    model = build(CASES["gemma4"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+        for layer, source in ((4, 2), (5, 3)):
+            unused = torch.randn_like(weights[f"model.layers.{source}.self_attn.{name}"])
+            assert weights.setdefault(f"model.layers.{layer}.self_attn.{name}", unused) is unused
+    save_file(weights, file, {"format": "pt"})
+    run(make_llm(str(tmp_path), **CASES["gemma4"].small), model)
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-vl-moe"])
@@ -252,7 +282,16 @@ def test_the_different_layers_are_the_first_and_the_first_of_each_kind_of_the_ot
     made = None if experts is None else replace(model.experts, layers=tuple(experts))
     ropes = model.ropes[:1] * len(windows)
     mixers = tuple(GatedDelta(2, 2, 16, 16, 4) if layer in (delta or ()) else None for layer in range(len(windows)))
-    changed = replace(model, num_layers=len(windows), windows=tuple(windows), ropes=ropes, mixers=mixers, experts=made)
+    heads = model.kv_heads[:1] * len(windows)
+    changed = replace(
+        model,
+        num_layers=len(windows),
+        windows=tuple(windows),
+        ropes=ropes,
+        mixers=mixers,
+        kv_heads=heads,
+        experts=made,
+    )
     assert changed.different_layers == layers
 
 
@@ -302,6 +341,18 @@ def test_the_different_layers_run_alone(
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True .*not supported"),
         ("gemma", {"layer_types": ["sliding_attention"] * 4}, "layer_types='sliding_attention' .*not supported"),
         ("vaultgemma", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0 .*must be a number above 0"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' .*not supported"),
+        ("gemma4", {"per_layer_config": {1: {"num_key_value_heads": 3}}}, "num_key_value_heads=3 .*divisor of num_att"),
+        ("gemma4", {"per_layer_config": {1: {"head_dim": 0}}}, "head_dim=0 .*must be an integer of at least 1"),
+        ("gemma4", {"layer_types": ["full_attention", "conv"] * 3}, "layer_types='conv' .*not supported"),
+        ("gemma4", {"rope_parameters": {**GEMMA4_ROPES, "full_attention": TWICE}}, "factor=2.0 .*at most 1"),
+        ("gemma4", {"rope_parameters": {"sliding_attention": HALF}}, "rope_parameters has only sliding_attention"),
+        ("gemma4 experts", {"top_k_experts": 7}, "top_k_experts=7 .*must be at most the number of experts, 6"),
+        ("gemma4 experts", {"moe_intermediate_size": None}, "moe_intermediate_size=None .*must be an integer of at"),
+        ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5 .*leave a layer of each of layer_types"),
+        ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1 .*must be an integer of at least 0"),
+        ("gemma4", {"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input=9 .*must be vocab_size=160"),
+        ("gemma4", {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input=-1 .*integer of at least 1"),
         ("exaone4 without windows", {"layer_types": ["sliding_attention"] * 4}, "layer_types='sliding_att.*not sup"),
         ("exaone4 windows, llama3 rope", {"sliding_window": 0}, "sliding_window=0 .*must be a number above 0"),
         ("glm", {"rope_parameters": {**HALF, "partial_rotary_factor": 2.0}}, "factor=2.0 .*at most 1"),
@@ -312,6 +363,15 @@ def test_the_different_layers_run_alone(
         ("mellum", {"rope_parameters": {"full_attention": HALF}}, "partial_rotary_factor=0.5 .*not supported"),
         ("granitemoe", {"num_local_experts": 0}, "num_local_experts=0 .*must be an integer of at least 1"),
         ("granitemoe", {"attention_multiplier": 0}, "attention_multiplier=0 .*must be a number above 0"),
+        ("gptoss", {"swiglu_limit": 0.0}, "swiglu_limit=0.0 .*must be a number above 0"),
+        ("gptoss", {"swiglu_alpha": -1.7}, "swiglu_alpha=-1.7 .*must be a number above 0"),
+        ("gptoss", {"hidden_act": "relu"}, "hidden_act='relu' .*not supported"),
+        ("gptoss", {"layer_types": ["chunked_attention"] * 4}, "layer_types='chunked_attention' .*not supported"),
+        ("gptoss", {"num_local_experts": 1}, "num_experts_per_tok=2 .*must be at most the number of experts, 1"),
+        ("gptoss", {"quantization_config": {"quant_method": "fp8"}}, "FP8 of quantization_config .*with biases"),
+        ("graniteswa", {"layer_rope_theta": [1e4]}, "layer_rope_theta .*has 1 entries: .*num_hidden_layers=4"),
+        ("graniteswa", {"layer_rope_theta": [-1.0] * 4}, "rope_theta=-1.0 .*must be a number above 0"),
+        ("granitemoeswa", {"shared_intermediate_size": 8}, "shared_intermediate_size=8 .*not supported"),
         ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, "layer_types .*some layer must be 'full_attention'"),
         ("qwen3.5", {"layer_types": ["full_attention"]}, "layer_types .*has 1 entries: .*num_hidden_layers=4"),
         ("qwen3.5", {"layer_types": ["full_attention", "conv"] * 2}, "layer_types='conv' .*supported here: linear"),
@@ -326,6 +386,22 @@ def test_the_different_layers_run_alone(
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache=0 .*must be an integer of at least 1"),
         ("lfm2", {"block_multiple_of": 0}, "block_multiple_of=0 .*must be an integer of at least 1"),
         ("lfm2", {"block_ffn_dim_multiplier": -1.0}, "block_ffn_dim_multiplier=-1.0 .*must be a number above 0"),
+        ("glm4moe", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1 .*must be an integer of at least 0"),
+        ("glm4moe", {"n_shared_experts": 0}, "n_shared_experts=0 .*must be an integer of at least 1"),
+        ("glm4moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor=0.0 .*must be a number above 0"),
+        ("glm4moe", {"topk_group": 2}, "topk_group=2 .*must be at most n_group=1"),
+        ("glm4moe", {"n_group": 4}, "n_group=4 .*must divide 6 experts into groups of two or more"),
+        ("glm4moe", {"n_group": 6}, "n_group=6 .*must divide 6 experts into groups of two or more"),
+        ("solar-open groups, biases", {"num_experts_per_tok": 7}, "topk_group=2 .* than num_experts_per_tok=7"),
+        ("minimax-m2", {"num_local_experts": 2}, "num_experts_per_tok=3 .*must be at most the number of experts, 2"),
+        ("hy3", {"router_scaling_factor": -1.0}, "router_scaling_factor=-1.0 .*must be a number above 0"),
+        ("ernie4.5moe", {"use_bias": True}, "use_bias=True .*not supported"),
+        ("ernie4.5moe", {"moe_norm_min": 0.0}, "moe_norm_min=0.0 .*must be a number above 0"),
+        ("ernie4.5moe", {"moe_layer_interval": 0}, "moe_layer_interval=0 .*must be an integer of at least 1"),
+        ("lfm2moe", {"layer_types": None}, "layer_types .*has 0 entries: .*num_hidden_layers=4"),
+        ("lfm2moe", {"num_dense_layers": -2}, "num_dense_layers=-2 .*must be an integer of at least 0"),
+        ("afmoe", {"attention_bias": True}, "attention_bias=True .*not supported"),
+        ("afmoe", {"sliding_window": None}, "sliding_window=None .*must be a number above 0"),
         ("gemma3 multimodal", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*not supported"),
     ],
 )  # fmt: skip
@@ -345,13 +421,19 @@ def test_a_setting_that_no_model_can_have_is_named(name: str, changes: dict[str,
     ("name", "ranks", "message"),
     [
         ("qwen3.5", 4, "tensor_parallel_size=4: linear_num_key_heads=2 is not divisible by it; use a divisor: 1, 2$"),
+        (
+            "gemma4",
+            5,
+            "tensor_parallel_size=5: hidden_size_per_layer_input=12 is not divisible by it; use a divisor: 1, 2, 3",
+        ),
         ("lfm2", 5, "tensor_parallel_size=5: hidden_size=48 is not divisible by it; use a divisor: 1, 2, 3, 4, 6, 8$"),
     ],
 )
 def test_ranks_that_a_mixer_cannot_have(name: str, ranks: int, message: str) -> None:
     case = CASES[name]
     heads = {"num_attention_heads": 20, "num_key_value_heads": 20, "intermediate_size": 80, "vocab_size": 400}
-    settings = {**SHAPE, **case.settings, **heads, "block_auto_adjust_ff_dim": False}
+    sizes = {**heads, "block_auto_adjust_ff_dim": False, "vocab_size_per_layer_input": heads["vocab_size"]}
+    settings = {**SHAPE, **case.settings, **sizes}
     config = AutoConfig.for_model(case.model_type, architectures=[case.architecture], **settings)
     with pytest.raises(ValueError, match=message):
         describe(config).check_ranks(ranks)

@@ -150,7 +150,8 @@ def on_device(numbers: array[int]) -> Tensor:
 
 
 DTYPES = [torch.float32, torch.bfloat16] if HAS_CUDA else [torch.float32, torch.float16]
-SHAPES = [(4, 4, 32, 16), (8, 4, 64, 256), (14, 2, 128, 48), (9, 3, 96, 32), (8, 2, 256, 16)]  # as in test_kernels.py
+# heads, KV heads, numbers in a head, tokens in a block
+SHAPES = [(4, 4, 32, 16), (8, 4, 64, 256), (14, 2, 128, 48), (9, 3, 96, 32), (8, 2, 256, 16), (16, 1, 512, 32)]
 
 
 @pytest.mark.parametrize(("in_fp8", "softcap"), [(False, None), *whole_only([(True, None)]), (True, 5.0)])

@@ -13,15 +13,17 @@ import torch
 pytest.importorskip("trl", reason="needs trl: pip install -e '.[trl]'")
 peft = pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")
 
+from cases import CASES, build
 from conftest import greedy
 from datasets import Dataset
+from test_models import run
 from test_weights import results
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.integrations.trl import rollout_func
+from nanoinfer.integrations.trl import _named_tensors, rollout_func
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
@@ -188,6 +190,14 @@ def test_lora_comes_merged(make_run: Callable[..., Run]) -> None:
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
         n for n in before if "lora_" in n
     }
+
+
+def test_the_corrections_of_routers_come_too(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """transformers keeps them as buffers."""
+    model = build(CASES["glm4moe"], tmp_path)
+    llm = make_llm(str(tmp_path), load_format="dummy", **CASES["glm4moe"].small)
+    llm.update_weights(_named_tensors(model))
+    run(llm, model)
 
 
 def test_an_error_leaves_no_layer_merged(

@@ -162,6 +162,24 @@ class TestAnUpdatedLLMEqualsAFreshOne:
         llm.close()
         assert after == results(make_llm(new, **options))
 
+    def test_constants_keep_their_numbers_unless_they_were_dropped(
+        self, family: Callable[[str], tuple[str, str, PreTrainedModel]], make_llm: Callable[..., LLM]
+    ) -> None:
+        """Scales of Gemma 4's layers are buffers, which named_parameters() lack."""
+        old, new, model = family("gemma4unified")
+        llm = make_llm(old, **OPTIONS)
+        assert llm.update_weights(model.named_parameters()) == 1
+        expected = results(llm)
+        assert expected == results(make_llm(new, **OPTIONS))
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert llm.update_weights(model.named_parameters()) == 1
+        with pytest.raises(RuntimeError, match=r"missing: model\.layers\.0\.layer_scalar"):
+            llm.generate([[5]])
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")}
+        assert llm.update_weights(buffers, partial=True) == 2
+        assert results(llm) == expected
+
     def test_from_tensors_of_other_dtypes_and_strides(
         self, llm: LLM, other: Tensors, expected: list[list[Any]]
     ) -> None:

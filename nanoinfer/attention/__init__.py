@@ -42,11 +42,17 @@ BACKENDS = ("flash_attn", "triton", "torch")
 
 
 def choose_backend(
-    name: str, device: str, dtype: torch.dtype, block_size: int, head_dim: int, in_fp8: bool = False
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    block_size: int,
+    head_dim: int,
+    in_fp8: bool = False,
+    has_sinks: bool = False,
 ) -> str:
     """Return the backend that `name` stands for. "auto" is torch on the CPU, and on CUDA triton, the fastest.
 
-    in_fp8: whether the KV cache is in FP8
+    in_fp8: whether the KV cache is in FP8; has_sinks: whether some layer's heads have sinks (Scoring.sinks)
     Raises ValueError, with the reason, if the named backend cannot run.
     """
     name = check_choice("attention_backend", name, ["auto", *BACKENDS])
@@ -54,7 +60,7 @@ def choose_backend(
         return "torch" if device == "cpu" else "triton"
     problem = None
     if name == "flash_attn":
-        problem = _flash_attn_problem(device, dtype, block_size, head_dim, in_fp8)
+        problem = _flash_attn_problem(device, dtype, block_size, head_dim, in_fp8, has_sinks)
     elif name == "triton":
         problem = _triton_problem(device, in_fp8)
     if problem:
@@ -96,7 +102,11 @@ def make_backend(name: str, layout: CacheLayout, in_order: bool = False) -> Atte
     return TorchBackend(layout)
 
 
-def _flash_attn_problem(device: str, dtype: torch.dtype, block_size: int, head_dim: int, in_fp8: bool) -> str | None:
+def _flash_attn_problem(
+    device: str, dtype: torch.dtype, block_size: int, head_dim: int, in_fp8: bool, has_sinks: bool
+) -> str | None:
+    if has_sinks:
+        return "cannot attend with the sinks of this model's heads; 'triton' and 'torch' can"
     if device != "cuda":
         return f"needs device='cuda', not {device!r}"
     if importlib.util.find_spec("flash_attn") is None:
@@ -108,7 +118,7 @@ def _flash_attn_problem(device: str, dtype: torch.dtype, block_size: int, head_d
     if in_fp8:
         return "cannot read a KV cache of kv_cache_dtype='fp8'; 'triton' and 'torch' can"
     if head_dim > 256 or head_dim % 8:
-        return f"needs a head_dim of at most 256 and a multiple of 8, not {head_dim}"
+        return f"needs heads of at most 256 numbers, a multiple of 8, not {head_dim}; 'triton' and 'torch' do not"
     return None
 
 

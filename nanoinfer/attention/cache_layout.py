@@ -178,16 +178,16 @@ class CacheLayout:
         return group.block_size * group.pages.numbers
 
 
-def kinds_of(memory: Iterable[Memory]) -> list[Pages]:
-    """Return the pages of each group of layers, in the order of the groups. memory: of each layer"""
+def kinds_of(memory: Iterable[Memory | None]) -> list[Pages]:
+    """Return the pages of each group of layers, in the order of the groups. memory: as for lay_out"""
     kinds = [pages for pages in dict.fromkeys(memory) if isinstance(pages, Pages)]
     return sorted(kinds, key=lambda pages: pages.window is not None)
 
 
-def lay_out(memory: Iterable[Memory], block_size: int, unit: int) -> CacheLayout:
+def lay_out(memory: Iterable[Memory | None], block_size: int, unit: int) -> CacheLayout:
     """Let layers that remember alike form groups, and find blocks in which each group wastes little.
 
-    memory: of each layer, on one rank; some have pages
+    memory: of each layer, on one rank; some have pages, and None has nothing of its own
     block_size: tokens in a block, if there is one group; with several, a prefix has at least as many tokens
     unit: with several groups, each group's blocks have a multiple of so many tokens
     """

@@ -21,6 +21,7 @@ class Scoring:
     window: int | None = None  # query i sees key j if i - window < j <= i; None: if j <= i
     softcap: float | None = None  # a scaled score becomes softcap * tanh(score / softcap), as in Gemma 2
     kv_scales: Tensor | None = None  # [2] float32, of the layer's keys and of its values in a cache of FP8
+    sinks: Tensor | None = None  # [heads] float32, a score that each query of a head has beside the keys', for no value
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ class Context:
     prefill: PackedQueries | None = None  # None: a decode step
     states: StateContext | None = None  # None: no layer has one
     prefixes: SharedPrefixes | None = None  # which layers of the first group read once for all rows that share them
+    layer_inputs: Tensor | None = None  # [tokens, layers, size], which the model sets if its layers have such inputs
     rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables: `positions`, or set later
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from nanoinfer.attention.cache_layout import CacheLayout
 from nanoinfer.attention.context import Context, GroupContext, Scoring
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, plan_decode
 from nanoinfer.kernels.attention.in_order.chunk import CHUNK
-from nanoinfer.kernels.attention.in_order.decode import DECODE_PROGRAMS, decode_in_order
+from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import launch_in_between
@@ -29,11 +29,14 @@ class InOrderBackend:
             k_cache, _ = context.layers[group.layers[0]]
             own.plan = _plan(context, k_cache, group.window)
 
-    def check(self, q: Tensor, kv_cache: Tensor, window: int | None, softcap: float | None) -> None:
+    def check(
+        self, q: Tensor, kv_cache: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> None:
         """Raise ValueError if this GPU gives a generated token other bits than it gives a prompt's.
 
         q: [tokens, heads, head_dim], of a prompt's last tokens
         kv_cache: [2, blocks, block_size, kv_heads, head_dim], whose first block is read, by layers of this window
+        sinks: [heads] float32, of such a layer; None: it has none
         """
         (tokens, _, head_dim), (k_cache, v_cache) = q.shape, kv_cache
         blocks = -(-CHECKED_KEYS // k_cache.shape[1])
@@ -46,9 +49,9 @@ class InOrderBackend:
         scales = torch.ones(2, device=q.device)
         group.plan = _plan(context, k_cache, window)
         launch_in_between(q.device)  # in a step, other kernels stand between the plan and attention, too
-        scoring = Scoring(head_dim**-0.5, window, softcap, scales)
+        scoring = Scoring(head_dim**-0.5, window, softcap, scales, sinks)
         decoded = self.decode(q, k_cache, v_cache, context, group, scoring)
-        how = tokens, scoring.scale, window, softcap, scales
+        how = tokens, scoring.scale, window, softcap, scales, sinks
         if not torch.equal(decoded, prefill_in_order(q, k_cache, v_cache, tables[:1], ends, lens[-1:], *how)):
             raise ValueError(
                 "deterministic=True: on this GPU, attention adds up in other orders for prompts than for generated"
@@ -73,6 +76,7 @@ class InOrderBackend:
             scoring.window,
             scoring.softcap,
             scoring.kv_scales,
+            scoring.sinks,
         )
 
     def decode(
@@ -85,7 +89,7 @@ class InOrderBackend:
         """
         if k_cache.dtype == FP8:
             ends = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-            how = scoring.scale, scoring.window, scoring.softcap, scoring.kv_scales
+            how = scoring.scale, scoring.window, scoring.softcap, scoring.kv_scales, scoring.sinks
             return prefill_in_order(q, k_cache, v_cache, group.block_tables, ends, context.context_lens, 1, *how)
         return decode_in_order(
             q,
@@ -98,8 +102,9 @@ class InOrderBackend:
             group.plan,
             scoring.softcap,
             scoring.kv_scales,
+            scoring.sinks,
         )
 
 
 def _plan(context: Context, k_cache: Tensor, window: int | None) -> DecodePlan:
-    return plan_decode(context.context_lens, k_cache, window=window, programs=DECODE_PROGRAMS)
+    return plan_decode(context.context_lens, k_cache, window=window, programs=decode_programs(k_cache.shape[3]))

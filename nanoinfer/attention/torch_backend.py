@@ -43,6 +43,7 @@ class TorchBackend:
             scoring.window,
             scoring.softcap,
             scoring.kv_scales,
+            scoring.sinks,
         )
 
     def decode(
@@ -50,7 +51,8 @@ class TorchBackend:
     ) -> Tensor:
         """Attend from one query per sequence; on CUDA the host reads no lengths, so that a graph can hold it."""
         if not q.is_cuda:
-            return paged_decode_cpu(q, k_cache, v_cache, group.plan, scoring.scale, scoring.softcap, scoring.kv_scales)
+            how = scoring.scale, scoring.softcap, scoring.kv_scales, scoring.sinks
+            return paged_decode_cpu(q, k_cache, v_cache, group.plan, *how)
         return paged_decode_reference(
             q,
             k_cache,
@@ -62,4 +64,5 @@ class TorchBackend:
             scoring.window,
             scoring.softcap,
             scoring.kv_scales,
+            scoring.sinks,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from nanoinfer.attention.cache_layout import CacheLayout
@@ -33,20 +35,28 @@ class TritonBackend:
         """Attend from packed queries."""
         packed = context.prefill
         assert packed is not None
-        tables, how = group.block_tables, (scoring.scale, scoring.window, scoring.softcap, scoring.kv_scales)
-        divided = packed.divided
+        tables, divided = group.block_tables, packed.divided
+        attend = partial(
+            paged_prefill_triton,
+            q,
+            k_cache,
+            v_cache,
+            scale=scoring.scale,
+            window=scoring.window,
+            softcap=scoring.softcap,
+            kv_scales=scoring.kv_scales,
+            sinks=scoring.sinks,
+        )
         if divided is None or not can_attend(q, k_cache.shape[2], scoring.window, scoring.softcap):
-            pieces = tables, packed.cu_query_lens, context.context_lens, max(packed.query_lens)
-            return paged_prefill_triton(q, k_cache, v_cache, *pieces, *how)
+            return attend(tables, packed.cu_query_lens, context.context_lens, max(packed.query_lens))
         assert group.divided_tables is not None
         attended = [
-            attend_from(stretch, q, k_cache, v_cache, tables, scoring.scale, scoring.kv_scales)
+            attend_from(stretch, q, k_cache, v_cache, tables, scoring.scale, scoring.kv_scales, scoring.sinks)
             for stretch in divided.stretches
         ]
         if divided.max_query_len == 0 and len(attended) == 1:
             return attended[0]  # the stretch is the whole step
-        pieces = group.divided_tables, divided.cu_query_lens, divided.context_lens, divided.max_query_len
-        out = paged_prefill_triton(q, k_cache, v_cache, *pieces, *how)
+        out = attend(group.divided_tables, divided.cu_query_lens, divided.context_lens, divided.max_query_len)
         for stretch, results in zip(divided.stretches, attended, strict=True):
             out[stretch.first : stretch.first + stretch.length] = results
         return out
@@ -79,4 +89,5 @@ class TritonBackend:
             scoring.softcap,
             scoring.kv_scales,
             shared,
+            scoring.sinks,
         )

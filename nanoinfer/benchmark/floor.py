@@ -62,23 +62,22 @@ class Floor:
         """
         experts = model.experts
         used = 0.0 if experts is None else experts.used / experts.count
+        router_itemsize = 4 if experts is not None and experts.float32_router else itemsize
         decode, prefill = decode_steps(work, limits, used), prefill_steps(work, limits, used)
         last = Steps(1, len(work.prompts), 0)  # prompts may come to their ends, and need logits, in one step
         head, in_layers = model.vocab_size * model.hidden_size, matrix_itemsize or itemsize
         dense, routers, expert = _layer_weights(model), _router_weights(model), _expert_weights(model)
-        q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         num_steps = sum(steps.count for steps in decode)
-        keys = _keys_read(work, model, num_steps)
         loads = [
-            Load(2 * keys * kv_size * (cache_itemsize or itemsize), 0),
-            Load(0, 4 * q_size * _pairs(work, model)),
+            Load(2 * _keys_read(work, model, num_steps) * (cache_itemsize or itemsize), 0),
+            Load(0, 4 * model.num_heads * _pairs(work, model)),
             *_state_loads(model, sum(steps.rows for steps in decode), prefill.rows, (itemsize, 2 * state_itemsize)),
         ]
         for steps in (*decode, prefill):
             loads += [
                 Load(steps.count * dense * in_layers, 2 * steps.rows * dense, in_layers=True),
                 Load(steps.expert_reads * expert * in_layers, 2 * steps.rows * used * expert, in_layers=True),
-                Load(steps.count * routers * itemsize, 2 * steps.rows * routers),
+                Load(steps.count * routers * router_itemsize, 2 * steps.rows * routers),
             ]
         loads += [Load(steps.count * head * itemsize, 2 * steps.rows * head) for steps in (*decode, last)]
         return cls(loads, num_steps)
@@ -94,25 +93,29 @@ class Floor:
 
 
 def _keys_read(work: Workload, model: Description, num_steps: int) -> int:
-    """Count the keys that so many decode steps read, over all layers: with each, they read a value."""
+    """Count the numbers in the keys that so many decode steps read, over all layers: values have as many."""
     own = [len(prompt) - work.prefix_len for prompt in work.prompts]
     firsts = own if work.samples == 1 else [0] * len(own)  # keys that a row shares with none, when it begins
     shared = [0] * len(own) if work.samples == 1 else own
     decoded = [out - 1 for out in work.output_lens]
-    keys = 0
-    for window in model.attention_windows:
-        keys += work.samples * sum(_seen(n + 1, out, window) for n, out in zip(firsts, decoded, strict=True))
+    numbers = 0
+    for window, heads in zip(model.attention_windows, model.attending, strict=True):
+        keys = work.samples * sum(_seen(n + 1, out, window) for n, out in zip(firsts, decoded, strict=True))
         if not window:
             keys += num_steps * work.prefix_len + sum(n * out for n, out in zip(shared, decoded, strict=True))
-    return keys
+        numbers += keys * heads.count * heads.dim
+    return numbers
 
 
 def _pairs(work: Workload, model: Description) -> float:
-    """Count the pairs of a prompt's token and one that it sees, over all layers."""
+    """Count the pairs of a prompt's token and one that it sees, over all layers, times the numbers in their heads."""
     areas = (
-        _area(work.prefix_len, window) * (1 - len(work.prompts))
-        + sum(_area(len(prompt), window) for prompt in work.prompts)
-        for window in model.attention_windows
+        heads.dim
+        * (
+            _area(work.prefix_len, window) * (1 - len(work.prompts))
+            + sum(_area(len(prompt), window) for prompt in work.prompts)
+        )
+        for window, heads in zip(model.attention_windows, model.attending, strict=True)
     )
     return sum(areas)
 
@@ -132,19 +135,18 @@ def _state_loads(model: Description, decoded: int, prefilled: int, sizes: tuple[
 
 def _layer_weights(model: Description) -> int:
     """Count the numbers in the matrices that every token uses, over all layers, but for routers."""
-    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     mixers = [mixer.projected for mixer in model.mixers if mixer is not None]
-    attention = (model.num_layers - len(mixers)) * ((3 if model.output_gate else 2) * q_size + 2 * kv_size)
-    if (experts := model.experts) is None:
-        return model.hidden_size * (attention + sum(mixers) + model.num_layers * 3 * model.intermediate_size)
-    sparse = sum(experts.layers)
-    shared = 3 * sparse * (experts.shared_size or 0)
-    dense = 3 * (model.num_layers - sparse) * model.intermediate_size
-    return model.hidden_size * (attention + sum(mixers) + dense + shared)
+    of_queries = (3 if model.output_gate else 2) * model.num_heads
+    attention = sum((of_queries + (len(heads.parts) - 1) * heads.count) * heads.dim for heads in model.attending)
+    dense = 3 * sum(model.mlp_sizes)
+    experts = model.experts
+    shared = 0 if experts is None else 3 * sum(experts.layers) * (experts.shared_size or 0)
+    inputs = 0 if model.layer_inputs is None else 3 * model.num_layers * model.layer_inputs.size
+    return model.hidden_size * (attention + sum(mixers) + dense + shared + inputs)
 
 
 def _router_weights(model: Description) -> int:
-    """Count the numbers in all routers, which keep the model's dtype whatever the format of the other matrices."""
+    """Count the numbers in all routers, which keep their dtype whatever the format of the other matrices."""
     return 0 if model.experts is None else sum(model.experts.layers) * model.experts.count * model.hidden_size
 
 

@@ -106,13 +106,13 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def shapes_of(llm: LLM) -> Shapes:
-    """Return the names and whole shapes of the tensors that a checkpoint of the model has, one for each expert."""
+    """Return the names and shapes of the tensors that a checkpoint of the model has, one for each expert if it may."""
     assert isinstance(llm.engine, LLMEngine)
     table = llm.engine.ranks.runner.holdings.weights.table
     return [
-        (name, shards[0].shape, llm.config.torch_dtype)
+        (name, shards[0].stored_shape, llm.config.torch_dtype)
         for name, shards in table.items()
-        if not shards[0].replaces and not shards[0].optional and shards[0].entry is None
+        if not shards[0].replaces and not shards[0].optional
     ]
 
 

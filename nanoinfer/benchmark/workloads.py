@@ -28,11 +28,23 @@ GEMMA = {
     "sliding_window": 1024, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
     "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": 128,
+    "num_experts_per_tok": 4,
+}  # fmt: skip
+GEMMA4 = {
+    "model_type": "gemma4_text", "max_position_embeddings": 131072, "sliding_window": 1024, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
 QWEN3_5 = {
     "model_type": "qwen3_5_text", "max_position_embeddings": 262144, "linear_num_key_heads": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 QWEN3_NEXT = {**QWEN3_5, "model_type": "qwen3_next", "linear_num_value_heads": 32, "norm_topk_prob": True}
+GLM_MOE = {
+    "model_type": "glm4_moe", "attention_bias": True, "norm_topk_prob": True, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
     "tiny": ((64, 128, 2, 4, 2, 32, True, 2048), QWEN3),
     "0.6b": ((1024, 3072, 28, 16, 8, 128, True, 151936), QWEN3),
@@ -58,10 +70,24 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
     ),
     "phi4-14b": ((5120, 17920, 40, 40, 10, 128, False, 100352), PHI),
     "gemma3-12b": ((3840, 15360, 48, 16, 8, 256, True, 262208), GEMMA),
+    "gemma4-12b": ((3840, 15360, 48, 16, 8, 256, True, 262144), {**GEMMA4, "num_global_key_value_heads": 1}),
+    "gemma4-26b-a4b": (
+        (2816, 2112, 30, 16, 8, 256, True, 262144),
+        {
+            **GEMMA4,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+        },
+    ),
     "olmoe-7b": (
         (2048, 1024, 16, 16, 16, 128, False, 50304),
         {**OLMOE, "num_experts": 64, "num_experts_per_tok": 8},
     ),
+    "gpt-oss-20b": ((2880, 2880, 24, 64, 8, 64, False, 201088), {**GPT_OSS, "num_local_experts": 32}),
+    "gpt-oss-120b": ((2880, 2880, 36, 64, 8, 64, False, 201088), {**GPT_OSS, "num_local_experts": 128}),
     "qwen3.5-0.8b": ((1024, 3584, 24, 8, 2, 256, True, 248320), {**QWEN3_5, "linear_num_value_heads": 16}),
     "qwen3.5-4b": ((2560, 9216, 32, 16, 4, 256, True, 248320), {**QWEN3_5, "linear_num_value_heads": 32}),
     "qwen3.5-9b": ((4096, 12288, 32, 16, 4, 256, False, 248320), {**QWEN3_5, "linear_num_value_heads": 32}),
@@ -88,14 +114,27 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
             "shared_expert_intermediate_size": 512,
         },
     ),
+    "glm-4.5-air": (
+        (4096, 10944, 46, 96, 8, 128, False, 151552),
+        {
+            **GLM_MOE,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "olmo2-7b": ((4096, 11008, 32, 32, 32, 128, False, 100352), OLMO),
 }  # published shapes, but for the first
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "olmo2": "Olmo2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
 }  # fmt: skip
 MAX_TOKEN = 10000  # the largest random token id in prompts, if the vocabulary has it
 

@@ -135,10 +135,9 @@ class _Weights:
 
 def _named_tensors(model: Any) -> Generator[tuple[str, Tensor], None, None]:
     """Yield the model's tensors by their names in the checkpoint, each with its LoRA merged into it."""
-    if not is_peft_model(model):
-        yield from model.named_parameters()
-        return
-    base = model.get_base_model()
+    base = model.get_base_model() if is_peft_model(model) else model
+    stored = base.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in base.named_buffers() if name in stored)  # corrections of routers
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "base_layer")}
     for name, layer in adapted.items():
         with _merged(layer):

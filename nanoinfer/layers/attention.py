@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, Scoring
-from nanoinfer.kernels.attention.qkv import norm_rotate_store, sum_squares
+from nanoinfer.kernels.attention.qkv import Parts, norm_rotate_store, sum_squares
 from nanoinfer.layers.linear import gather
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding
@@ -23,40 +23,45 @@ class Attention(nn.Module):
     def __init__(
         self,
         name: str,
+        tp: TensorParallel,
         layer: int,
         group: int,
         scoring: Scoring,
         backend: AttentionBackend,
         rotary: RotaryEmbedding | None = None,
         query_scales: Tensor | None = None,
-        norms: tuple[RMSNorm, RMSNorm] | None = None,
+        norms: tuple[RMSNorm, RMSNorm | None] | None = None,
         full_norms: FullWidth | None = None,
+        parts: Parts = "qkv",
+        value_norm: bool = False,
     ) -> None:
         """Store the layer's settings.
 
-        name: the attention's module in the checkpoint
-        layer: this layer's index in the KV cache; group: its group's
+        name: the module in the checkpoint of the attention that writes the keys and values
+        layer: that layer's index in the KV cache; group: its group's
         rotary: None: the layer does not rotate its queries and keys
         query_scales: [positions] float32, factors of the rotated queries (kernels.attention.qkv); None: no factors
-        norms: the norm of the queries and that of the keys; None: the model has neither
+        norms: the norm of the queries, and that of the keys unless another layer writes these; None: the model has none
         full_norms: given if each norm goes over all heads of a token at once
+        parts, value_norm: as for norm_rotate_store
         """
         super().__init__()
-        self.name = name
+        self.name, self.tp = name, tp
         self.layer, self.group = layer, group
         self.scoring = scoring
         self.backend = backend
         self.rotary = rotary
         self.query_scales = query_scales
-        self.norms = None if norms is None else nn.ModuleList(norms)
+        self.norms = None if norms is None else nn.ModuleList(filter(None, norms))
         self.full_norms = full_norms
         self.q_norm = None if norms is None else norms[0].norm
-        self.k_norm = None if norms is None else norms[1].norm
+        self.k_norm = None if norms is None or norms[1] is None else norms[1].norm
+        self.parts, self.value_norm = parts, value_norm
 
     def forward(self, qkv: Tensor, context: Context) -> Tensor:
         """Attend from a step's tokens.
 
-        qkv: [tokens, heads + 2 * kv_heads, head_dim]; returns [tokens, heads, head_dim]
+        qkv: [tokens, the heads of `parts`, head_dim]; returns [tokens, heads, head_dim]
         """
         k_cache, v_cache = context.layers[self.layer]
         group, rotary = context.groups[self.group], self.rotary
@@ -73,12 +78,17 @@ class Attention(nn.Module):
             v_cache,
             group.slot_mapping,
             self.scoring.kv_scales,
+            self.parts,
+            self.value_norm,
         )
         attend = self.backend.decode if context.prefill is None else self.backend.prefill
         return attend(q, k_cache, v_cache, context, group, self.scoring)
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the shards of the scales that a checkpoint may have for a KV cache of FP8."""
+        """Yield the shards of the sinks, and of the scales that a checkpoint may have for a KV cache of FP8."""
+        sinks = self.scoring.sinks
+        if sinks is not None:
+            yield Shard(f"{self.name}.sinks", sinks, (self.tp.size * len(sinks),), self.tp.rank * len(sinks))
         assert self.scoring.kv_scales is not None
         for scale, kind in zip(self.scoring.kv_scales.split(1), "kv", strict=True):
             for name in (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.kernels.experts.route import RouterScoring, Routes, route
+from nanoinfer.kernels.experts.route import Routes, Routing, route
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import linear, norm_and_linear
 from nanoinfer.kernels.linear.in_order import InOrderWeight
@@ -18,25 +19,49 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.fp8_experts import Fp8Experts
 from nanoinfer.weights.fp8_format import Fp8Format
 from nanoinfer.weights.plain_experts import PlainExperts
-from nanoinfer.weights.shards import Shard
+from nanoinfer.weights.shards import Fill, Shard, table_of
+
+
+@dataclass(frozen=True)
+class RouterTensors:
+    """The tensors of a router. Each has several names, if checkpoints may store it under one or another.
+
+    weights: the names of the matrix, without ".weight"
+    corrections: those of the correction of the scores; empty: the model corrects none
+    correction_is_row: the correction has two dimensions, [1, experts]
+    factors: those of a factor of each expert's weights; empty: the model has none
+    in_float32: the matrix and its product are in float32, whatever the model's dtype
+    """
+
+    weights: tuple[str, ...]
+    corrections: tuple[str, ...] = ()
+    correction_is_row: bool = False
+    factors: tuple[str, ...] = ()
+    in_float32: bool = False
 
 
 class Router(nn.Module):
-    """The matrix that scores the experts; every rank holds all of it."""
+    """The matrix that scores the experts, and the scores' correction; every rank holds all of it."""
 
     def __init__(
-        self, names: tuple[str, ...], hidden_size: int, count: int, used: int, scoring: RouterScoring, normalised: bool
+        self, tensors: RouterTensors, hidden_size: int, count: int, routing: Routing, bias: bool = False
     ) -> None:
-        """names: the tensor's name without ".weight", and others that a checkpoint may store it under instead"""
+        """count: experts; bias: the logits have a bias"""
         super().__init__()
-        self.names = names
-        self.used, self.scoring, self.normalised = used, scoring, normalised
-        self.weight = nn.Parameter(torch.empty(count, hidden_size), requires_grad=False)
+        self.tensors = tensors
+        self.routing = routing
+        dtype = torch.float32 if tensors.in_float32 else None
+        self.weight = nn.Parameter(torch.empty(count, hidden_size, dtype=dtype), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(count, dtype=dtype), requires_grad=False) if bias else None
+        self.correction: nn.Parameter | None = None
+        if tensors.corrections:
+            self.correction = nn.Parameter(torch.empty(count, dtype=torch.float32), requires_grad=False)
+        self.factors = nn.Parameter(torch.empty(count), requires_grad=False) if tensors.factors else None
         self._in_order: InOrderWeight | None = None
 
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products add up in the order of the inputs; sizes: as for InOrderWeight"""
-        self._in_order = InOrderWeight(self.weight, False, sizes)
+        self._in_order = InOrderWeight(self.weight, self.bias is not None, sizes)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint) -> tuple[Routes, Tensor, Tensor]:
         """Let the joint add x to residual and normalise the sum; then choose the experts of each token.
@@ -47,11 +72,19 @@ class Router(nn.Module):
         if joint.tp.size == 1 or lane is not None:
             x, norm, post = joint.scaled(x), joint.pre_norm, joint.post_norm
             weight = self._in_order or self.weight
-            logits, joined, residual = norm_and_linear(x, residual, norm, weight, post, lane)
+            logits, joined, residual = norm_and_linear(x, residual, norm, weight, post, lane, self.bias)
         else:
             joined, residual = joint(x, residual)
-            logits = linear(joined, self._in_order or self.weight, may_split=True)
-        return route(logits, self.used, self.scoring, self.normalised), joined, residual
+            logits = self.score(joined)
+        return self.choose(logits), joined, residual
+
+    def score(self, x: Tensor) -> Tensor:
+        """Return the logits of the experts, [tokens, experts], or pieces of them; x: [tokens, hidden_size]"""
+        return linear(x.to(self.weight.dtype), self._in_order or self.weight, self.bias, may_split=True)
+
+    def choose(self, logits: Tensor) -> Routes:
+        """Choose the experts of each token; logits: as from `score`"""
+        return route(logits, self.routing, self.correction, self.factors)
 
     def skew(self) -> None:
         """Scale a random matrix so that the experts' shares of the choices follow Zipf's law: share i is about 1 / i.
@@ -63,37 +96,69 @@ class Router(nn.Module):
         for _ in range(60):  # bisects the factor that makes the shares add up to the experts that a token uses
             factor = (low + high) / 2
             shares = (factor / ranks).clamp(max=0.45)
-            low, high = (factor, high) if shares.sum() < self.used else (low, factor)
+            low, high = (factor, high) if shares.sum() < self.routing.used else (low, factor)
         self.weight.mul_((1 / torch.special.ndtri(1 - shares)).to(self.weight).unsqueeze(1))
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the matrix's shard under each of its names."""
-        name, *others = (f"{name}.weight" for name in self.names)
-        yield Shard(name, self.weight, tuple(self.weight.shape))
-        for other in others:
-            yield Shard(other, self.weight, tuple(self.weight.shape), replaces=(name,))
+        """Yield the shards of matrix, bias, correction and factors under each of their names."""
+        yield from _under_names([f"{name}.weight" for name in self.tensors.weights], self.weight)
+        if self.bias is not None:
+            yield from _under_names([f"{name}.bias" for name in self.tensors.weights], self.bias, "zeros")
+        if self.correction is not None:
+            correction = self.correction.unsqueeze(0) if self.tensors.correction_is_row else self.correction
+            yield from _under_names(self.tensors.corrections, correction, "zeros")
+        if self.factors is not None:
+            yield from _under_names(self.tensors.factors, self.factors, "ones")
+
+
+def _under_names(names: Sequence[str], target: Tensor, random: Fill = "noise") -> Iterator[Shard]:
+    """Yield the shard of a tensor that a checkpoint stores under one of these names."""
+    for number, name in enumerate(names):
+        yield Shard(name, target, tuple(target.shape), random=random, replaces=tuple(names[: min(number, 1)]))
 
 
 class SharedExpert(nn.Module):
-    """One more expert, which every token uses, by the weight that a sigmoid gives it (Qwen1.5-MoE, 2024)."""
+    """One more expert, which every token uses (Dai et al., 2024)."""
 
     def __init__(
         self,
-        prefix: str,
+        modules: tuple[str, ...],
         hidden_size: int,
         size: int,
         activation: Activation,
         tp: TensorParallel,
+        bias: bool = False,
         fp8: Fp8Format | None = None,
     ) -> None:
-        """prefix: the layer's MLP in the checkpoint, with a dot; fp8: as for ColumnParallelLinear"""
+        """modules: the expert's module, and others that a checkpoint may name instead; bias, fp8: as linear layers'"""
         super().__init__()
-        expert = f"{prefix}shared_expert."
-        gate_up = side_by_side((f"{expert}gate_proj", f"{expert}up_proj"), (size, size))
-        self.gate_up_proj = ColumnParallelLinear(gate_up, hidden_size, tp, fp8=fp8)
+        self.module_names = modules
+        gate_up = side_by_side((f"{modules[0]}.gate_proj", f"{modules[0]}.up_proj"), (size, size))
+        self.gate_up_proj = ColumnParallelLinear(gate_up, hidden_size, tp, bias, fp8)
         self.activation = activation
-        self.down_proj = RowParallelLinear(f"{expert}down_proj", size, hidden_size, tp, fp8=fp8)
-        self.gate_name = f"{prefix}shared_expert_gate"
+        self.down_proj = RowParallelLinear(f"{modules[0]}.down_proj", size, hidden_size, tp, bias, fp8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the result, or all of it if ranks split outputs: [tokens, hidden_size]."""
+        later = self.down_proj.can_apply_activation(len(x))
+        gated = self.gate_up_proj.project(x, None if later else self.activation)
+        return self.down_proj.project(gated, self.activation if later else None)
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the projections' shards once more for each of the other modules: the matrices yield the first's."""
+        first, *others = self.module_names
+        for other in others:
+            for projection in (self.gate_up_proj, self.down_proj):
+                for shards in table_of(projection).values():
+                    yield from (shard.under(first, other) for shard in shards)
+
+
+class GatedSharedExpert(nn.Module):
+    """A shared expert whose result is weighted by the sigmoid of a gate (Qwen1.5-MoE, 2024)."""
+
+    def __init__(self, expert: SharedExpert, hidden_size: int) -> None:
+        super().__init__()
+        self.expert = expert
         self.gate = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
         self._in_order: InOrderWeight | None = None
 
@@ -102,19 +167,14 @@ class SharedExpert(nn.Module):
         self._in_order = InOrderWeight(self.gate, False, sizes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the weighted result, or all of it if ranks split outputs.
-
-        Both are [tokens, hidden_size].
-        """
-        later = self.down_proj.can_apply_activation(len(x))
-        gated = self.gate_up_proj.project(x, None if later else self.activation)
-        out = self.down_proj.project(gated, self.activation if later else None)
+        """Return what SharedExpert.forward does, weighted."""
+        out = self.expert(x)
         gate = F.linear(x, self.gate) if self._in_order is None else self._in_order.product(x)
         return gate.sigmoid() * out
 
     def shards(self) -> Iterator[Shard]:
         """Yield the gate's shard."""
-        yield Shard(f"{self.gate_name}.weight", self.gate, tuple(self.gate.shape))
+        yield from _under_names([f"{module}_gate.weight" for module in self.expert.module_names], self.gate)
 
 
 class MixtureOfExperts(nn.Module):
@@ -127,7 +187,11 @@ class MixtureOfExperts(nn.Module):
     taken: Tensor | None = None
 
     def __init__(
-        self, router: Router, experts: PlainExperts | Fp8Experts, shared: SharedExpert | None, activation: Activation
+        self,
+        router: Router,
+        experts: PlainExperts | Fp8Experts,
+        shared: SharedExpert | GatedSharedExpert | None,
+        activation: Activation,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared
@@ -136,7 +200,7 @@ class MixtureOfExperts(nn.Module):
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products with router and experts add up in one order; sizes: as for InOrderWeight"""
         self.router.fix_order(sizes)
-        self.experts.fix_order(self.router.used, self.activation)
+        self.experts.fix_order(self.router.routing.used, self.activation)
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two.
@@ -145,11 +209,15 @@ class MixtureOfExperts(nn.Module):
         which the next joint adds.
         """
         routes, joined, residual = self.router(x, residual, joint)
+        return self.mix(joined, routes, joint.tp), residual
+
+    def mix(self, x: Tensor, routes: Routes, tp: TensorParallel) -> Tensor:
+        """Return the sum of what a token's experts make of it, as forward does; x: their input"""
         if self.taken is not None:
-            self.taken[: len(joined)] = routes.experts
-        may_split = self.shared is None and joint.tp.size == 1
-        out = self.experts(joined, routes, self.activation, may_split)
-        return out if self.shared is None else out + self.shared(joined), residual
+            self.taken[: len(x)] = routes.experts
+        may_split = self.shared is None and tp.size == 1
+        out = self.experts(x, routes, self.activation, may_split)
+        return out if self.shared is None else out + self.shared(x)
 
     def keep_taken(self, most: int) -> None:
         """From now on, keep the experts that the tokens of each step take. CUDA graphs captured before do not.
@@ -157,7 +225,7 @@ class MixtureOfExperts(nn.Module):
         most: tokens in a step, at most
         """
         weight = self.router.weight
-        self.taken = torch.full((most, self.router.used), -1, dtype=torch.int32, device=weight.device)
+        self.taken = torch.full((most, self.router.routing.used), -1, dtype=torch.int32, device=weight.device)
 
 
 def skew_routers(model: nn.Module) -> None:

@@ -29,19 +29,27 @@ class RMSNorm(nn.Module):
         plus_one: bool = False,
         start: int = 0,
         share: int | None = None,
+        scale_name: str | None = None,
     ) -> None:
-        """share: how many of the weights this rank holds; None: all."""
+        """share: how many of the weights this rank holds; None: all
+
+        scale_name: the tensor with the norm's stream_scale (kernels.norm.rms_norm); None: it has none
+        """
         super().__init__()
         self.name = name
         self.size = size
         self.start = start
         self.weight = nn.Parameter(torch.empty(size if share is None else share), requires_grad=False)
-        self.norm = Norm(self.weight, eps, plus_one)
+        self.scale_name = scale_name
+        self.stream_scale = None if scale_name is None else nn.Parameter(torch.empty(1), requires_grad=False)
+        self.norm = Norm(self.weight, eps, plus_one, self.stream_scale)
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the weight's shard."""
+        """Yield the weight's shard, and that of stream_scale."""
         fill: Fill = "zeros" if self.norm.plus_one else "ones"
         yield Shard(f"{self.name}.weight", self.weight, (self.size,), self.start, random=fill)
+        if self.scale_name is not None and self.stream_scale is not None:
+            yield Shard(self.scale_name, self.stream_scale, (1,), random="ones", is_constant=True)
 
 
 class Joint(nn.Module):
@@ -57,7 +65,13 @@ class Joint(nn.Module):
     """
 
     def __init__(
-        self, post: RMSNorm | None, pre: RMSNorm | None, tp: TensorParallel, scale: float = 1.0, whole: bool = False
+        self,
+        post: RMSNorm | None,
+        pre: RMSNorm | None,
+        tp: TensorParallel,
+        scale: float = 1.0,
+        whole: bool = False,
+        sums: bool = True,
     ) -> None:
         """Store the norms; None: the model has no norm in that place.
 
@@ -65,12 +79,14 @@ class Joint(nn.Module):
         pre: the norm of the next branch's input
         scale: factor of the branch's result
         whole: every rank needs the residual stream of all tokens (see one_owner in kernels.ranks.all_reduce_norm)
+        sums: False: each rank's x is the whole branch's result already
         """
         super().__init__()
         self.tp = tp
         self.post, self.pre = post, pre
         self.scale = scale
         self.whole = whole
+        self.sums = sums
 
     @property
     def post_norm(self) -> Norm | None:
@@ -89,7 +105,7 @@ class Joint(nn.Module):
     def lane(self, x: Tensor) -> VectorLane | None:
         """Return a lane if the next product can add up the ranks' parts of x itself, as for one token; else None."""
         inbox = self.tp.inbox
-        if inbox is None or self.tp.keeps_order or not inbox.can_sum(x) or not takes_lane(x):
+        if inbox is None or self.tp.keeps_order or not self.sums or not inbox.can_sum(x) or not takes_lane(x):
             return None
         return VectorLane(*inbox.vector_lane(), inbox.rank, inbox.stop)
 
@@ -103,10 +119,10 @@ class Joint(nn.Module):
         x, post, pre = self.scaled(x), self.post_norm, self.pre_norm
         inbox = self.tp.inbox
         in_order = self.tp.keeps_order
-        if inbox is not None and not in_order and inbox.can_sum(x) and (post or pre):
+        if inbox is not None and self.sums and not in_order and inbox.can_sum(x) and (post or pre):
             return self._through_inbox(inbox, x, residual)
         # Of the embeddings' parts, all but one are zeros. Here the ranks meet once a step, as Inbox.layer_lane needs.
-        if not in_order or residual is None:
+        if self.sums and (not in_order or residual is None):
             x = self.tp.all_reduce(x)
         if residual is None:
             return (x, x) if pre is None else (rms_norm(x, pre), x)
@@ -130,3 +146,13 @@ class Joint(nn.Module):
             total = add_residual(result, residual)
             return total, total
         return add_rms_norm(result, residual, pre)
+
+
+def norm_of_sum(x: Tensor, norm: Norm, tp: TensorParallel) -> Tensor:
+    """Return rms_norm of all ranks' x, added up; x: this rank's part of a branch's result, as for Joint.forward"""
+    inbox = tp.inbox
+    if tp.keeps_order or inbox is None or not inbox.can_sum(x):
+        return rms_norm(x if tp.keeps_order else tp.all_reduce(x), norm)
+    one_owner = tp.size > 2 and len(x) >= ONE_OWNER_TOKENS
+    how = inbox.layer_lane(), inbox.rank, inbox.stop, one_owner, inbox.take_stale()
+    return all_reduce_add_rms_norm(x, None, norm, *how)[0]

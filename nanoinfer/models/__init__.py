@@ -17,21 +17,36 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = {
+    "AfmoeForCausalLM": "mixtures.afmoe.describe",
     "CwmForCausalLM": "llama.describe_cwm",
+    "Dots1ForCausalLM": "mixtures.glm4_moe.describe_dots1",
     "Ernie4_5ForCausalLM": "llama.describe_ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "mixtures.ernie4_5_moe.describe",
     "Exaone4ForCausalLM": "exaone4.describe",
+    "ExaoneMoeForCausalLM": "exaone4.describe_moe",
     "FlexOlmoForCausalLM": "olmo.describe_flex_olmo",
-    "GemmaForCausalLM": "gemma.describe_gemma",
-    "Gemma2ForCausalLM": "gemma.describe_gemma2",
-    "Gemma3ForCausalLM": "gemma.describe_gemma3",
+    "GemmaForCausalLM": "gemma.gemma.describe_gemma",
+    "Gemma2ForCausalLM": "gemma.gemma.describe_gemma2",
+    "Gemma3ForCausalLM": "gemma.gemma.describe_gemma3",
     "Gemma3ForConditionalGeneration": "multimodal.describe_gemma3",
+    "Gemma4ForCausalLM": "gemma.gemma4.describe",
+    "Gemma4ForConditionalGeneration": "multimodal.describe_gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma.gemma4.describe",
+    "Gemma4UnifiedForConditionalGeneration": "multimodal.describe_gemma4",
     "GlmForCausalLM": "glm.describe_glm",
     "Glm4ForCausalLM": "glm.describe_glm4",
+    "Glm4MoeForCausalLM": "mixtures.glm4_moe.describe",
+    "GptOssForCausalLM": "gpt_oss.describe",
     "GraniteForCausalLM": "granite.describe_granite",
     "GraniteMoeForCausalLM": "granite.describe_moe",
+    "GraniteMoeSWAForCausalLM": "granite.describe_moe_swa",
+    "GraniteSWAForCausalLM": "granite.describe_swa",
+    "HYV3ForCausalLM": "mixtures.hy_v3.describe",
     "Lfm2ForCausalLM": "lfm2.describe",
+    "Lfm2MoeForCausalLM": "lfm2.describe_moe",
     "LlamaForCausalLM": "llama.describe_llama",
-    "MellumForCausalLM": "mellum.describe",
+    "MellumForCausalLM": "qwen3.describe_mellum",
+    "MiniMaxM2ForCausalLM": "mixtures.minimax_m2.describe",
     "Ministral3ForCausalLM": "mistral.describe_ministral3",
     "Mistral3ForConditionalGeneration": "multimodal.describe_mistral3",
     "MistralForCausalLM": "mistral.describe_mistral",
@@ -54,8 +69,9 @@ FAMILIES = {
     "Qwen3_5MoeForCausalLM": "qwen3_5.describe_moe",
     "Qwen3_5MoeForConditionalGeneration": "multimodal.describe_qwen3_5_moe",
     "SeedOssForCausalLM": "llama.describe_seed_oss",
-    "SmolLM3ForCausalLM": "smollm3.describe",
-    "VaultGemmaForCausalLM": "gemma.describe_vaultgemma",
+    "SmolLM3ForCausalLM": "llama.describe_smollm3",
+    "SolarOpenForCausalLM": "mixtures.glm4_moe.describe_solar_open",
+    "VaultGemmaForCausalLM": "gemma.gemma.describe_vaultgemma",
 }  # each class with the file in families/ and the function in it that reads the config
 
 
@@ -73,8 +89,10 @@ def describe(config: PretrainedConfig) -> Description:
     names = config.architectures or []
     check_architectures(names)
     check_sizes(config.get_text_config())
-    file, function = FAMILIES[names[0]].split(".")
-    return getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)
+    file, function = FAMILIES[names[0]].rsplit(".", 1)
+    model: Description = getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)
+    model.check_fp8("model: the FP8 of quantization_config in its config")
+    return model
 
 
 def build(

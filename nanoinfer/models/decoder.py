@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,14 @@ from torch import Tensor, nn
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
 from nanoinfer.layers.embedding import VocabParallelEmbedding
-from nanoinfer.layers.experts import MixtureOfExperts, Router, SharedExpert
+from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts, Router, RouterTensors, SharedExpert
+from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
+from nanoinfer.layers.layer_inputs import LayerInputBranch, LayerInputs, LayerInputSizes
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding, query_scales
 from nanoinfer.models.causal_lm import CausalLM
-from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.models.description import EMBEDDING, HEAD, Description, Experts
 from nanoinfer.models.mixers import Mixer, make_mixer
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.fp8_experts import Fp8Experts
@@ -33,6 +36,8 @@ from nanoinfer.weights.matrix import make_experts
 from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare, PlainExperts
 from nanoinfer.weights.plain_matrix import PlainMatrix
 
+AnyMLP: TypeAlias = "MLP | MixtureOfExperts | ExpertsBesideMLP"
+
 
 class MLP(nn.Module):
     """The gated MLP (Shazeer, 2020): computes activation(gate) * up and projects back."""
@@ -40,7 +45,7 @@ class MLP(nn.Module):
     def __init__(self, model: Description, layer: int, tp: TensorParallel) -> None:
         super().__init__()
         prefix = f"model.layers.{layer}."
-        size = model.intermediate_size
+        size = model.mlp_sizes[layer]
         gate_up = side_by_side(tuple(prefix + name for name in model.names.gate_up), (size, size))
         self.gate_up_proj = ColumnParallelLinear(gate_up, model.hidden_size, tp, model.mlp_bias, model.fp8)
         self.activation = model.activation
@@ -54,25 +59,55 @@ class MLP(nn.Module):
         return self.down_proj(gated, self.activation if later else None), residual
 
 
-def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> MLP | MixtureOfExperts:
-    """Make the layer's MLP, or the experts that it has instead."""
-    experts, names, prefix = model.experts, model.names, f"model.layers.{layer}."
+def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
+    """Make the layer's MLP, or the experts that it has instead, or both."""
+    experts = model.experts
     if experts is None or not experts.layers[layer]:
         return MLP(model, layer, tp)
+    names, prefix = model.names, f"model.layers.{layer}."
     share = experts.size // tp.size
     sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, tp.rank * share, share)
     stacks = tuple((prefix + gate_up, prefix + down) for gate_up, down in names.expert_stacks)
-    tensors = ExpertTensors(prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, stacks)
-    routers = tuple(prefix + name for name in names.routers)
-    shared = None
-    if experts.shared_size is not None:
-        shared = SharedExpert(f"{prefix}mlp.", model.hidden_size, experts.shared_size, model.activation, tp, model.fp8)
-    return MixtureOfExperts(
-        Router(routers, model.hidden_size, experts.count, experts.used, experts.scoring, experts.normalised),
-        make_experts(tensors, sizes, model.fp8, _output_share(model, tp) if tp.splits_outputs else None),
-        shared,
+    tensors = ExpertTensors(
+        prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, stacks, names.paired_experts
+    )
+    router = RouterTensors(
+        tuple(prefix + name for name in names.routers),
+        tuple(prefix + name for name in names.corrections) if experts.corrected else (),
+        names.correction_is_row,
+        tuple(prefix + name for name in names.expert_factors),
+        experts.float32_router,
+    )
+    outputs = _output_share(model, tp) if tp.splits_outputs else None
+    made = MixtureOfExperts(
+        Router(router, model.hidden_size, experts.count, experts.routing, experts.biases),
+        make_experts(tensors, sizes, model.fp8, outputs, experts.biases),
+        None if experts.shared_size is None else _make_shared(model, prefix, experts, experts.shared_size, tp),
         model.activation,
     )
+    if experts.beside is None:
+        return made
+    return ExpertsBesideMLP(prefix, experts.beside, MLP(model, layer, tp), made, model.norm_eps, tp)
+
+
+def _make_last(model: Description, layer: int, tp: TensorParallel) -> LayerInputBranch | None:
+    if model.layer_inputs is None:
+        return None
+    how = model.layer_inputs, model.hidden_size, model.activation, tp, model.fp8
+    return LayerInputBranch(f"model.layers.{layer}.", layer, *how)
+
+
+def _make_layer_inputs(model: Description, sizes: LayerInputSizes, tp: TensorParallel) -> LayerInputs:
+    shape = model.num_layers, model.vocab_size, model.hidden_size
+    return LayerInputs(sizes, *shape, model.norm_eps, tp, model.fp8)
+
+
+def _make_shared(
+    model: Description, prefix: str, experts: Experts, size: int, tp: TensorParallel
+) -> SharedExpert | GatedSharedExpert:
+    modules = tuple(prefix + name for name in model.names.shared_experts)
+    shared = SharedExpert(modules, model.hidden_size, size, model.activation, tp, model.mlp_bias, model.fp8)
+    return GatedSharedExpert(shared, model.hidden_size) if experts.shared_gate else shared
 
 
 def _output_share(model: Description, tp: TensorParallel) -> OutputShare:
@@ -81,22 +116,35 @@ def _output_share(model: Description, tp: TensorParallel) -> OutputShare:
 
 
 class DecoderLayer(nn.Module):
-    """One layer: two branches, each after a joint. The next layer's first joint adds the second branch's result."""
+    """One layer: its branches, each after a joint. The next layer's first joint adds the last branch's result."""
 
-    def __init__(self, mixer_joint: Joint, mixer: Mixer, mlp_joint: Joint, mlp: MLP | MixtureOfExperts) -> None:
+    def __init__(
+        self,
+        mixer_joint: Joint,
+        mixer: Mixer,
+        mlp_joint: Joint,
+        mlp: AnyMLP,
+        last: tuple[Joint, LayerInputBranch] | None,
+    ) -> None:
+        """last: the branch behind the MLP, if the model's layers have one, and the joint before it"""
         super().__init__()
         self.mixer_joint, self.mixer = mixer_joint, mixer
         self.mlp_joint, self.mlp = mlp_joint, mlp
+        self.last = None if last is None else nn.ModuleList(last)
 
     def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
-        """Run both branches; returns the second one's result, not yet added, and the residual stream.
+        """Run the branches; returns the last one's result, not yet added, and the residual stream.
 
         x: the previous branch's result, not yet added to residual: the joint adds both and normalises the sum
         residual: None in the first layer, where x is the embeddings
         All are [tokens, hidden_size], but for pieces: see Joint.forward.
         """
         x, residual = self.mixer(x, residual, self.mixer_joint, context)
-        return self.mlp(x, residual, self.mlp_joint)
+        x, residual = self.mlp(x, residual, self.mlp_joint)
+        if self.last is None:
+            return x, residual
+        joint, branch = self.last
+        return branch(x, residual, joint, context)
 
 
 class Decoder(CausalLM):
@@ -112,13 +160,14 @@ class Decoder(CausalLM):
     ) -> None:
         """Build the layers; arguments: as CausalLM says."""
         super().__init__(model, max_model_len, backend, tp, head_dtype)
-        self.num_layers = model.num_layers
+        self.tp, self.num_layers = tp, model.num_layers
         self.different_layers = model.different_layers
         self.embedding = VocabParallelEmbedding(
             EMBEDDING, model.vocab_size, model.hidden_size, tp, HEAD if model.tied else None
         )
         # transformers rounds the scale to the embeddings' dtype
         self.embedding_scale = torch.tensor(model.embedding_scale, dtype=self.embedding.weight.dtype).item()
+        self.layer_inputs = None if model.layer_inputs is None else _make_layer_inputs(model, model.layer_inputs, tp)
         rotaries = {rope: RotaryEmbedding(rope, max_model_len) for rope in set(model.ropes) if rope is not None}
         self.long_rotary = next((rotary for rotary in rotaries.values() if rotary.long_from is not None), None)
         self.layers = nn.ModuleList()
@@ -129,7 +178,9 @@ class Decoder(CausalLM):
             rotary = None if rope is None else rotaries[rope]
             mixer = make_mixer(model, layer, rotary, scales, backend, tp)
             mlp = _make_mlp(model, layer, tp)
-            self.layers.append(DecoderLayer(next(joints), mixer, next(joints), mlp))
+            last = _make_last(model, layer, tp)
+            of_branches = next(joints), mixer, next(joints), mlp
+            self.layers.append(DecoderLayer(*of_branches, None if last is None else (next(joints), last)))
         self.joint = next(joints)
         self.lm_head = self.embedding
         if not model.tied or head_dtype != self.embedding.weight.dtype:
@@ -154,6 +205,9 @@ class Decoder(CausalLM):
         x, residual = self.embedding(token_ids), None
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
+        if self.layer_inputs is not None:
+            x = self.tp.all_reduce(x)
+            context.layer_inputs = self.layer_inputs(token_ids, x)
         for layer in self.layers:
             x, residual = layer(x, residual, context)
         return self.joint(x, residual)[0]
@@ -173,7 +227,7 @@ class Decoder(CausalLM):
         sizes: the rows of decode steps whose bits are compared; tokens: those of a full step, which are compared too
         """
         for module in self.modules():
-            if isinstance(module, (PlainMatrix, Fp8Matrix, MixtureOfExperts, SharedExpert)):
+            if isinstance(module, (PlainMatrix, Fp8Matrix, MixtureOfExperts, GatedSharedExpert)):
                 module.fix_order([*sizes, tokens])
         self.lm_head.fix_order(sizes)
 
@@ -195,20 +249,28 @@ class Decoder(CausalLM):
 
 
 def _joints(model: Description, tp: TensorParallel) -> Iterator[Joint]:
-    """Yield the joints in order: two for each layer, and one after the last layer."""
+    """Yield the joints in order: one before each branch, and one after the last layer."""
     names = model.names
     whole = names.attention_post_norm is not None or names.mlp_post_norm is not None
 
-    def norm(layer: int, name: str | None) -> RMSNorm | None:
+    def norm(layer: int, name: str | None, scale_name: str | None = None) -> RMSNorm | None:
         if name is None:
             return None
-        return RMSNorm(f"model.layers.{layer}.{name}", model.hidden_size, model.norm_eps, model.norm_plus_one)
+        path = f"model.layers.{layer}.{name}"
+        return RMSNorm(path, model.hidden_size, model.norm_eps, model.norm_plus_one, scale_name=scale_name)
 
-    post, scale = None, 1.0
+    sparse = (False,) * model.num_layers if model.experts is None else model.experts.layers
+    is_beside = model.experts is not None and model.experts.beside is not None
+    post, scale, stream, sums = None, 1.0, None, model.layer_inputs is None
     for layer in range(model.num_layers):
-        yield Joint(post, norm(layer, names.attention_norm), tp, scale, whole)
+        yield Joint(post, norm(layer, names.attention_norm, stream), tp, scale, whole, sums)
         scale = model.residual_scale
         yield Joint(norm(layer, names.attention_post_norm), norm(layer, names.mlp_norm), tp, scale, whole)
         post = norm(layer, names.mlp_post_norm)
-    last = RMSNorm(names.last_norm, model.hidden_size, model.norm_eps, model.norm_plus_one)
-    yield Joint(post, last, tp, scale, whole)
+        sums = not (is_beside and sparse[layer])
+        if model.layer_inputs is not None:
+            yield Joint(post, None, tp, scale, whole, sums)
+            post, sums = norm(layer, model.layer_inputs.post_norm), True
+        stream = None if names.layer_scale is None else f"model.layers.{layer}.{names.layer_scale}"
+    last = RMSNorm(names.last_norm, model.hidden_size, model.norm_eps, model.norm_plus_one, scale_name=stream)
+    yield Joint(post, last, tp, scale, whole, sums)

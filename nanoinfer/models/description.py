@@ -6,14 +6,18 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from nanoinfer.attention.cache_layout import Memory, Pages
-from nanoinfer.kernels.experts.route import RouterScoring
+from nanoinfer.kernels.attention.qkv import Parts
+from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.in_parts import ALIGNMENT, PARTS
+from nanoinfer.kernels.linear.in_parts import ALIGNMENT, AT_ONCE, PARTS
 from nanoinfer.layers.delta import GatedDelta
+from nanoinfer.layers.experts_beside_mlp import BesideMLP
+from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.parallel.group import MAX_RANKS
 from nanoinfer.weights.fp8_format import ROWS_TOGETHER, Fp8Format
+from nanoinfer.weights.sources import Beside
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
 
@@ -30,19 +34,48 @@ class QueryScaling:
 
 
 @dataclass(frozen=True)
+class KVHeads:
+    """The heads of keys and values in a layer of attention.
+
+    count: of the keys, and of the values
+    dim: the numbers in a head; queries have as many
+    values_are_keys: values are the keys before norm and rotation, as in Gemma 4; else they have their own projection
+    source: the layer whose keys and values this layer reads; None: it has its own
+    """
+
+    count: int
+    dim: int
+    values_are_keys: bool = False
+    source: int | None = None
+
+    @property
+    def parts(self) -> Parts:
+        """What the layer projects, see kernels.attention.qkv."""
+        if self.source is not None:
+            return "q"
+        return "qk" if self.values_are_keys else "qkv"
+
+
+@dataclass(frozen=True)
 class Names:
     """The names that a checkpoint gives to a layer's modules. If a norm's name is None, the model has no such norm.
 
     attention_norm, mlp_norm: the norm of a branch's input
     attention_post_norm, mlp_post_norm: the norm of a branch's result, before the joint adds it
     last_norm: that of the decoder's result, without a layer's prefix
+    layer_scale: a number that multiplies the residual stream behind a layer; None: the model has none
     qkv, gate_up: one name for each projection, or a single name if one tensor holds them, one after another
     o, down: the projection of attention's result, and of the MLP's
     q_norm, k_norm: the norm of queries, and of keys
+    output_gate: the projection of attention's output gate; None: the queries' tensor holds it, head by head
     routers: the matrix that scores the experts, by each name that a checkpoint may give it
+    corrections: the correction of its scores, by each name; correction_is_row: as for RouterTensors
+    expert_factors: a factor of each expert's weights, by each name; empty: the model has none
+    shared_experts: the module of the shared expert, by each name
     expert: the module of an expert; "{}" stands for its number
     expert_gate, expert_up, expert_down: an expert's projections
     expert_stacks: tensors that may hold those of all experts instead: gates above ups, and downs
+    paired_experts: such tensors always do, with each gate beside its up: see weights.plain_experts.ExpertTensors
     """
 
     attention_norm: str | None = "input_layernorm"
@@ -50,40 +83,58 @@ class Names:
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None
     last_norm: str = "model.norm"
+    layer_scale: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    output_gate: str | None = None
     o: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     routers: tuple[str, ...] = ("mlp.gate",)
+    corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
+    correction_is_row: bool = False
+    expert_factors: tuple[str, ...] = ()
+    shared_experts: tuple[str, ...] = ("mlp.shared_expert",)
     expert: str = "mlp.experts.{}"
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
     expert_stacks: tuple[tuple[str, str], ...] = (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),)
+    paired_experts: bool = False
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts that some layers have in place of one MLP. Each token uses a few of them.
+    """The experts that some layers have in place of one MLP, or beside it. Each token uses a few of them.
 
     layers: for each layer, whether it has experts
     count: how many experts such a layer has
-    used: how many of them a token uses
     size: an expert's intermediate size
-    normalised: a token's weights add up to 1
-    scoring: see kernels.experts.route
+    routing: how a token chooses some of them, and weighs their results
+    corrected: a learned correction is added to the scores, for the choice alone
+    float32_router: logits are computed in float32, whatever the model's dtype
     shared_size: the intermediate size of one more expert, which every token uses; None: the layers have none
+    shared_gate: the sigmoid of a gate weights its result
+    biases: the router and the experts' projections have biases
+    beside: given if the experts stand beside an MLP; None: they stand in its place
     """
 
     layers: tuple[bool, ...]
     count: int
-    used: int
     size: int
-    normalised: bool
-    scoring: RouterScoring = "softmax"
+    routing: Routing
+    corrected: bool = False
+    float32_router: bool = False
     shared_size: int | None = None
+    shared_gate: bool = False
+    biases: bool = False
+    beside: BesideMLP | None = None
+
+    @property
+    def used(self) -> int:
+        """How many experts a token uses."""
+        return self.routing.used
 
     @property
     def number_type(self) -> Literal["uint8", "int16"]:
@@ -96,10 +147,14 @@ class Description:
     """A decoder-only transformer. Fields without a line below have names that explain them.
 
     intermediate_size: of the MLPs; 0: all layers have experts
+    double_from: MLPs from this layer on are twice as wide; None: none is
+    layer_inputs: what each layer gets beside the residual stream; None: nothing
     max_position: the most tokens that a sequence may have
     tied: the output projection is the embedding's matrix
     norm_plus_one: checkpoints store norm weights less one
+    kv_heads: for each layer, its heads of keys and values; where no layer attends, they mean nothing
     qk_norm: the norm of queries and keys before they are rotated; None: the model has none
+    value_norm: each head of the values is normalised, too, without weights
     activation: the function of the MLP's gate, see kernels.linear.activation
     attention_scale: factor of a query's product with a key
     score_cap, logit_cap: a cap c turns a scaled score, or a logit, into c * tanh(it / c); None: no cap
@@ -108,11 +163,13 @@ class Description:
     windows: for each layer, how many tokens a query sees, its own the last; None: all, or the layer has no queries
     ropes: for each layer, how it rotates queries and keys; None: not at all
     mixers: for each layer, what it has in place of attention; None: attention
-    output_gate: the query projection has a second number for each; sigmoid of it multiplies attention's result
+    sinks: each query head has a learned score beside those of its keys, for no value: see attention.context.Scoring
+    output_gate: there is a second number for each of a query; sigmoid of it multiplies attention's result
     fp8: the format of the matrices, but for embeddings, head, routers, and what decides strengths and decays of a delta
         rule; None: all have the model's dtype
     module: the class that computes the model, by its full name: a CausalLM (models/causal_lm.py)
     is_multimodal: the checkpoint holds other models beside this one; nanoinfer does not read those
+    skipped: how the names of other tensors begin that checkpoints may hold and nanoinfer does not read
     """
 
     vocab_size: int
@@ -120,8 +177,7 @@ class Description:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    kv_heads: tuple[KVHeads, ...]
     max_position: int
     norm_eps: float
     tied: bool
@@ -133,6 +189,8 @@ class Description:
     names: Names = Names()
     norm_plus_one: bool = False
     qk_norm: Width | None = None
+    value_norm: bool = False
+    sinks: bool = False
     output_gate: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -144,16 +202,33 @@ class Description:
     logit_cap: float | None = None
     query_scaling: QueryScaling | None = None
     experts: Experts | None = None
+    double_from: int | None = None
+    layer_inputs: LayerInputSizes | None = None
     module: str = "nanoinfer.models.decoder.Decoder"
     is_multimodal: bool = False
+    skipped: tuple[str, ...] = ()
     fp8: Fp8Format | None = None
+
+    @property
+    def beside(self) -> Beside:
+        """What the model's checkpoints hold beside it."""
+        return Beside(self.is_multimodal, self.skipped)
 
     @property
     def different_layers(self) -> list[int]:
         """The first layer, which has nothing to add, and the first of each kind of the others."""
         experts = [False] * self.num_layers if self.experts is None else self.experts.layers
-        kinds = list(zip(self.windows, self.ropes, self.mixers, experts, strict=True))
+        mlps = zip(experts, self.mlp_sizes, strict=True)
+        kinds = list(zip(self.windows, self.ropes, self.mixers, self.kv_heads, mlps, strict=True))
         return [0, *(layer for layer in range(1, self.num_layers) if kinds.index(kinds[layer], 1) == layer)]
+
+    @property
+    def mlp_sizes(self) -> list[int]:
+        """The intermediate size of each layer's MLP; 0: the layer has none."""
+        experts, double_from = self.experts, self.double_from or self.num_layers
+        replaced = [False] * self.num_layers if experts is None or experts.beside is not None else experts.layers
+        sizes = [self.intermediate_size * (1 if layer < double_from else 2) for layer in range(self.num_layers)]
+        return [0 if is_replaced else size for size, is_replaced in zip(sizes, replaced, strict=True)]
 
     @property
     def attention_windows(self) -> list[int | None]:
@@ -165,20 +240,46 @@ class Description:
         """Whether some layer's memory of the past is a state of fixed size."""
         return any(self.mixers)
 
-    def memory(self, ranks: int) -> list[Memory]:
-        """Return what each layer remembers of the past, on one of so many ranks."""
-        kv_heads = max(self.num_kv_heads // ranks, 1)
-        return [
-            Pages(kv_heads, self.head_dim, window) if mixer is None else mixer.state(ranks)
-            for window, mixer in zip(self.windows, self.mixers, strict=True)
-        ]
+    @property
+    def attending(self) -> list[KVHeads]:
+        """The heads of the layers that attend."""
+        return [heads for heads, mixer in zip(self.kv_heads, self.mixers, strict=True) if mixer is None]
+
+    @property
+    def largest_head(self) -> int:
+        """The numbers in a head, in the layer where they are the most."""
+        return max(heads.dim for heads in self.attending)
+
+    def memory(self, ranks: int) -> list[Memory | None]:
+        """Return what each layer remembers of the past, on one of so many ranks; None: nothing of its own."""
+
+        def of(layer: int) -> Memory | None:
+            mixer, heads = self.mixers[layer], self.kv_heads[layer]
+            if mixer is not None:
+                return mixer.state(ranks)
+            if heads.source is not None:
+                return None
+            return Pages(max(heads.count // ranks, 1), heads.dim, self.windows[layer])
+
+        return [of(layer) for layer in range(self.num_layers)]
+
+    def check_fp8(self, named: str) -> None:
+        """Raise ValueError if matrices are in FP8 that cannot be. named: what asks for it"""
+        if self.fp8 is not None and not self.can_be_fp8:
+            raise ValueError(f"{named}: experts with biases, as this model has them, cannot be in FP8; leave it out")
+
+    @property
+    def can_be_fp8(self) -> bool:
+        """Whether all matrices can: experts with biases cannot."""
+        return self.experts is None or not self.experts.biases
 
     @property
     def widest(self) -> int:
         """The most features of a token that ranks gather at once, if they split outputs."""
-        heads = self.num_heads + (2 * self.num_kv_heads if self.qk_norm == "full" else 0)
+        is_full = self.qk_norm == "full"
+        heads = max((self.num_heads + 2 * heads.count * is_full) * heads.dim for heads in self.attending)
         most_used = 0 if self.experts is None else self.experts.used * self.experts.size
-        return max(heads * self.head_dim, most_used, *self._intermediate_sizes.values())
+        return max(heads, most_used, *self.mlp_sizes, *self._intermediate_sizes.values())
 
     @property
     def long_from(self) -> int | None:
@@ -200,7 +301,8 @@ class Description:
     def _intermediate_sizes(self) -> dict[str, int]:
         """The intermediate sizes that the model's layers have, as most configs name them."""
         experts = self.experts
-        sizes = {} if experts is not None and all(experts.layers) else {"intermediate_size": self.intermediate_size}
+        has_none = experts is not None and experts.beside is None and all(experts.layers)
+        sizes = {} if has_none else {"intermediate_size": self.intermediate_size}
         if experts is not None:
             sizes["moe_intermediate_size"] = experts.size
             sizes["shared_expert_intermediate_size"] = experts.shared_size or 0
@@ -209,6 +311,8 @@ class Description:
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if the model cannot be split over this many ranks."""
         sizes = {"num_attention_heads": self.num_heads, **self._intermediate_sizes}
+        if self.layer_inputs is not None:
+            sizes["hidden_size_per_layer_input"] = self.layer_inputs.size
         for mixer in self.mixers:
             sizes |= {} if mixer is None else mixer.divided
         for name, size in sizes.items():
@@ -217,30 +321,36 @@ class Description:
                 raise ValueError(
                     f"tensor_parallel_size={ranks}: {name}={size} is not divisible by it; use a divisor: {divisors}"
                 )
-        if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
-            raise ValueError(
-                f"tensor_parallel_size={ranks}: num_key_value_heads={self.num_kv_heads} neither divides it nor is"
-                " divided by it; use a divisor or a multiple"
-            )
+        for count in self._kv_counts:
+            if count % ranks and ranks % count:
+                raise ValueError(
+                    f"tensor_parallel_size={ranks}: num_key_value_heads={count} neither divides it nor is"
+                    " divided by it; use a divisor or a multiple"
+                )
         if self.vocab_size < ranks**2:
             raise ValueError(f"tensor_parallel_size={ranks}: vocab_size={self.vocab_size} is too small; use fewer")
 
     def check_ranks_in_order(self, ranks: int, on_cpu: bool) -> None:
         """Raise ValueError if this many ranks cannot give the bits that one rank gives."""
-        fault = None
-        if self.num_kv_heads % ranks:
-            fault = f"num_key_value_heads={self.num_kv_heads} is not divisible by the number of ranks"
+        fault, uneven = None, next((count for count in self._kv_counts if count % ranks), None)
+        if uneven is not None:
+            fault = f"num_key_value_heads={uneven} is not divisible by the number of ranks"
         elif on_cpu and PARTS % ranks:
             fault = f"on the CPU the number of ranks must divide {PARTS}"
         elif on_cpu and (self.score_cap is not None or self.logit_cap is not None):
             fault = "the CPU computes soft caps in another way for another number of heads"
-        elif on_cpu:  # it multiplies by parts
-            fault = _find_uneven({**self._outputs, "vocab_size": self.vocab_size}, ALIGNMENT, "on the CPU")
+        elif on_cpu and self.sinks:
+            fault = "the CPU computes sinks in another way for another number of heads"
+        elif on_cpu:  # it multiplies by parts, and gates a rank's share of a layer's input as a whole
+            inputs = [] if self.layer_inputs is None else [("hidden_size_per_layer_input", self.layer_inputs.size)]
+            fault = _find_uneven(inputs, AT_ONCE * ranks, "on the CPU") or _find_uneven(
+                [*self._outputs, ("vocab_size", self.vocab_size)], ALIGNMENT, "on the CPU"
+            )
         elif self.hidden_size % ranks:
             fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
         elif self.fp8 is not None and self.fp8.own_block[0] == ROWS_TOGETHER:
             # If a tile's rows share a scale, the kernel applies it in another place; the experts' kernel never does.
-            outputs = {name: size for name, size in self._outputs.items() if name != "moe_intermediate_size"}
+            outputs = [(name, size) for name, size in self._outputs if name != "moe_intermediate_size"]
             fault = _find_uneven(outputs, ROWS_TOGETHER * ranks, "with weights in FP8")
         if fault is not None:
             raise ValueError(
@@ -249,17 +359,23 @@ class Description:
             )
 
     @property
-    def _outputs(self) -> dict[str, int]:
+    def _kv_counts(self) -> list[int]:
+        """How many heads of keys layers have, each number once."""
+        return list(dict.fromkeys(heads.count for heads in self.attending))
+
+    @property
+    def _outputs(self) -> list[tuple[str, int]]:
         """How many outputs the matrices of the layers have."""
-        return {
-            "hidden_size": self.hidden_size,
-            **self._intermediate_sizes,
-            "num_attention_heads * head_dim": self.num_heads * self.head_dim,
-            "num_key_value_heads * head_dim": self.num_kv_heads * self.head_dim,
-        }
+        outputs = [("hidden_size", self.hidden_size), *self._intermediate_sizes.items()]
+        for heads in dict.fromkeys(self.attending):
+            outputs.append(("num_attention_heads * head_dim", self.num_heads * heads.dim))
+            outputs.append(("num_key_value_heads * head_dim", heads.count * heads.dim))
+        if self.layer_inputs is not None:
+            outputs.append(("hidden_size_per_layer_input", self.layer_inputs.size))
+        return outputs
 
 
-def _find_uneven(sizes: dict[str, int], divisor: int, where: str) -> str | None:
+def _find_uneven(sizes: list[tuple[str, int]], divisor: int, where: str) -> str | None:
     """Return what is wrong with the first size that is no multiple of `divisor`; None: all are."""
-    uneven = next((f"{name}={size}" for name, size in sizes.items() if size % divisor), None)
+    uneven = next((f"{name}={size}" for name, size in sizes if size % divisor), None)
     return None if uneven is None else f"{where}, {uneven} must be a multiple of {divisor}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.checks import as_int
+from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.models.description import Experts
-from nanoinfer.models.settings import of_layers, size_of
+from nanoinfer.models.settings import of_layers, positive, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,25 +21,85 @@ def read_experts(
     normalised: bool | None = None,
     shared_size: int | None = None,
     count_field: str = "num_experts",
+    used_field: str = "num_experts_per_tok",
 ) -> Experts | None:
     """Read the experts of the given layers; returns None if no layer has any.
 
     layers: for each layer, whether it has experts
     size_field: the setting with an expert's intermediate size
     normalised: whether a token's weights add up to 1; None: as norm_topk_prob says
-    count_field: the setting with the number of experts
+    shared_size: the intermediate size of a shared expert with a gate; None: the layers have none
+    count_field, used_field: the settings with the number of experts, and of those that a token uses
     Raises ValueError, naming the setting, for sizes that no model can have.
     """
     if not any(layers):
         return None
-    count, used = size_of(config, count_field), size_of(config, "num_experts_per_tok")
+    count, used = size_of(config, count_field), size_of(config, used_field)
     if used > count:
-        raise ValueError(
-            f"model: num_experts_per_tok={used} in its config: must be at most the number of experts, {count}"
-        )
+        raise ValueError(f"model: {used_field}={used} in its config: must be at most the number of experts, {count}")
     if normalised is None:
         normalised = bool(config.norm_topk_prob)
-    return Experts(layers, count, used, size_of(config, size_field), normalised, shared_size=shared_size)
+    routing = Routing(used, normalised=normalised)
+    gate = shared_size is not None
+    return Experts(layers, count, size_of(config, size_field), routing, shared_size=shared_size, shared_gate=gate)
+
+
+def read_corrected_experts(
+    config: PretrainedConfig,
+    layers: tuple[bool, ...],
+    count_field: str = "n_routed_experts",
+    shared_field: str = "n_shared_experts",
+    scale_field: str = "routed_scaling_factor",
+    normalised: bool | None = None,
+) -> Experts | None:
+    """Read experts that are chosen as in DeepSeek-V3 (DeepSeek-AI, 2024); returns None if no layer has any.
+
+    layers, count_field, normalised: as for read_experts
+    shared_field: the setting with the number of experts that every token uses
+    scale_field: the setting with the factor of the weights
+    Raises ValueError, naming the setting, for sizes that no model can have.
+    """
+    experts = read_experts(config, layers, "moe_intermediate_size", normalised, count_field=count_field)
+    if experts is None:
+        return None
+    scale = positive(scale_field, getattr(config, scale_field))
+    routing = replace(experts.routing, scoring="sigmoid", epsilon=1e-20, scale=float(scale))
+    return replace(
+        experts,
+        routing=_read_groups(config, experts.count, routing),
+        corrected=True,
+        float32_router=True,
+        shared_size=experts.size * size_of(config, shared_field),
+    )
+
+
+def _read_groups(config: PretrainedConfig, count: int, routing: Routing) -> Routing:
+    """Read n_group and topk_group, if the config has them."""
+    if not hasattr(config, "n_group"):
+        return routing
+    groups, used = size_of(config, "n_group"), size_of(config, "topk_group")
+    if used > groups:
+        raise ValueError(f"model: topk_group={used} in its config: must be at most n_group={groups}")
+    if used == groups:
+        return routing
+    if count % groups or count < 2 * groups:
+        raise ValueError(
+            f"model: n_group={groups} in its config: must divide {count} experts into groups of two or more"
+        )
+    if used * (count // groups) < routing.used:
+        raise ValueError(
+            f"model: topk_group={used} in its config: such groups have fewer experts than"
+            f" num_experts_per_tok={routing.used}"
+        )
+    return replace(routing, groups=groups, used_groups=used)
+
+
+def sparse_from(config: PretrainedConfig, name: str) -> tuple[bool, ...]:
+    """Return which layers have experts: all but the first, as many as the setting says."""
+    dense = as_int(getattr(config, name))
+    if dense is None or dense < 0:
+        raise ValueError(f"model: {name}={getattr(config, name)!r} in its config: must be an integer of at least 0")
+    return tuple(layer >= dense for layer in range(config.num_hidden_layers))
 
 
 def sparse_layers(config: PretrainedConfig) -> tuple[bool, ...]:

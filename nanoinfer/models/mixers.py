@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import torch
@@ -24,8 +25,9 @@ from nanoinfer.layers.linear import (
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
-from nanoinfer.models.description import Description
+from nanoinfer.models.description import Description, KVHeads
 from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.shards import Shard
 
 Mixer: TypeAlias = "SelfAttention | GatedDeltaMixer | ShortConvolutionMixer"
 
@@ -60,28 +62,33 @@ class SelfAttention(nn.Module):
         tp: TensorParallel,
     ) -> None:
         super().__init__()
-        prefix, memory = f"model.layers.{layer}.", model.memory(tp.size)
-        pages = memory[layer]
+        prefix, memory, heads = f"model.layers.{layer}.", model.memory(tp.size), model.kv_heads[layer]
+        source = layer if heads.source is None else heads.source
+        pages = memory[source]
         assert isinstance(pages, Pages)
-        self.head_dim = model.head_dim
+        self.head_dim = heads.dim
+        self.unused = [] if heads.source is None else _unused_shards(model, heads, prefix)
         self.gates = share_of_heads(model.num_heads, tp.size) if model.output_gate else 0
         self.qkv_proj = ColumnParallelLinear(
-            _projections(model, prefix), model.hidden_size, tp, model.qkv_bias, model.fp8
+            _projections(model, heads, prefix), model.hidden_size, tp, model.qkv_bias, model.fp8
         )
         self.attention = Attention(
-            f"{prefix}self_attn",
-            layer,
+            f"model.layers.{source}.self_attn",
+            tp,
+            source,
             kinds_of(memory).index(pages),
-            Scoring(model.attention_scale, model.windows[layer], model.score_cap, torch.ones(2, dtype=torch.float32)),
+            _scoring(model, layer, tp),
             backend,
             rotary,
             scales,
-            _query_and_key_norms(model, prefix, tp),
-            _full_width(model, tp),
+            _query_and_key_norms(model, heads, prefix, tp),
+            _full_width(model, heads, tp),
+            heads.parts,
+            model.value_norm,
         )
         self.o_proj = RowParallelLinear(
             prefix + model.names.o,
-            model.num_heads * model.head_dim,
+            model.num_heads * heads.dim,
             model.hidden_size,
             tp,
             model.o_bias,
@@ -97,34 +104,66 @@ class SelfAttention(nn.Module):
             return self.o_proj(gate_heads(self.attention(qkv, context), gates)), residual
         return self.o_proj(self.attention(qkv, context).flatten(1)), residual
 
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards that a checkpoint may have, although the layer uses another's keys and values."""
+        yield from self.unused
 
-def _projections(model: Description, prefix: str) -> list[Projection]:
-    """Return where a checkpoint has queries, keys and values, and gates, each head's beside its queries."""
-    names = tuple(prefix + name for name in model.names.qkv)
-    heads, dim = (model.num_heads, model.num_kv_heads, model.num_kv_heads), model.head_dim
+
+def _scoring(model: Description, layer: int, tp: TensorParallel) -> Scoring:
+    heads = share_of_heads(model.num_heads, tp.size)
+    return Scoring(
+        model.attention_scale,
+        model.windows[layer],
+        model.score_cap,
+        torch.ones(2, dtype=torch.float32),
+        torch.empty(heads, dtype=torch.float32) if model.sinks else None,
+    )
+
+
+def _projections(model: Description, heads: KVHeads, prefix: str) -> list[Projection]:
+    """Return where a checkpoint has queries, keys, values, and gates: each head's beside its queries, or apart."""
+    count = len(heads.parts)
+    names = tuple(prefix + name for name in model.names.qkv[:count])
+    units, dim = (model.num_heads, heads.count, heads.count)[:count], heads.dim
     if not model.output_gate:
-        return side_by_side(names, heads, dim)
+        return side_by_side(names, units, dim)
+    if model.names.output_gate is not None:
+        return side_by_side((*names, prefix + model.names.output_gate), (*units, model.num_heads), dim)
     queries, gates = unit_by_unit(names[0], model.num_heads, (dim, dim))
-    return [queries, *side_by_side(names[1:], heads[1:], dim), gates]
+    return [queries, *side_by_side(names[1:], units[1:], dim), gates]
 
 
-def _query_and_key_norms(model: Description, prefix: str, tp: TensorParallel) -> tuple[RMSNorm, RMSNorm] | None:
+def _unused_shards(model: Description, heads: KVHeads, prefix: str) -> list[Shard]:
+    """Return shards of which a layer needs no row; published checkpoints of Gemma 4 have the tensors."""
+    names, rows = model.names, heads.count * heads.dim
+    none, no_rows = torch.empty(0), torch.empty(0, model.hidden_size)
+    tensors = [
+        (names.k_norm, none, (heads.dim,)),
+        *((name, no_rows, (rows, model.hidden_size)) for name in names.qkv[1:]),
+    ]
+    return [Shard(f"{prefix}{name}.weight", target, shape, optional=True) for name, target, shape in tensors]
+
+
+def _query_and_key_norms(
+    model: Description, heads: KVHeads, prefix: str, tp: TensorParallel
+) -> tuple[RMSNorm, RMSNorm | None] | None:
     if model.qk_norm is None:
         return None
 
-    def norm(name: str, heads: int) -> RMSNorm:
-        path = prefix + name
+    def norm(name: str, count: int) -> RMSNorm:
+        path, dim = prefix + name, heads.dim
         if model.qk_norm == "head":
-            return RMSNorm(path, model.head_dim, model.norm_eps, model.norm_plus_one)
-        share = share_of_heads(heads, tp.size) * model.head_dim
-        start = tp.rank * heads // tp.size * model.head_dim
-        return RMSNorm(path, heads * model.head_dim, model.norm_eps, model.norm_plus_one, start, share)
+            return RMSNorm(path, dim, model.norm_eps, model.norm_plus_one)
+        share = share_of_heads(count, tp.size) * dim
+        start = tp.rank * count // tp.size * dim
+        return RMSNorm(path, count * dim, model.norm_eps, model.norm_plus_one, start, share)
 
-    return norm(model.names.q_norm, model.num_heads), norm(model.names.k_norm, model.num_kv_heads)
+    k_norm = None if heads.parts == "q" else norm(model.names.k_norm, heads.count)
+    return norm(model.names.q_norm, model.num_heads), k_norm
 
 
-def _full_width(model: Description, tp: TensorParallel) -> FullWidth | None:
+def _full_width(model: Description, heads: KVHeads, tp: TensorParallel) -> FullWidth | None:
     if model.qk_norm != "full":
         return None
-    copies = max(tp.size // model.num_kv_heads, 1)
-    return FullWidth(model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, copies, tp)
+    copies = max(tp.size // heads.count, 1)
+    return FullWidth(model.num_heads * heads.dim, heads.count * heads.dim, copies, tp)

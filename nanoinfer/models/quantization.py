@@ -1,4 +1,7 @@
-"""Reads the quantization_config of a config.json: which matrices a checkpoint stores in FP8, and how."""
+"""Reads the quantization_config of a config.json: which matrices a checkpoint stores in FP8, and how.
+
+Experts in MXFP4 are read in 16 bits (weights/mxfp4.py), so that the model has no format of its own for them.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from nanoinfer.weights.fp8_format import ROWS_TOGETHER, Fp8Format
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-SUPPORTED = "supported are 'fp8', and 'compressed-tensors' of 8-bit floats ('float-quantized')"
+SUPPORTED = "supported are 'fp8', 'mxfp4', and 'compressed-tensors' of 8-bit floats ('float-quantized')"
 
 
 def read_fp8(config: PretrainedConfig) -> Fp8Format | None:
-    """Return the format of the checkpoint's matrices; None: the config has no quantization_config.
+    """Return the format of the checkpoint's matrices; None: they have the model's dtype once they are read.
 
     Raises ValueError, naming it, for one that is not supported.
     """
@@ -23,6 +26,8 @@ def read_fp8(config: PretrainedConfig) -> Fp8Format | None:
         return None
     own = own if isinstance(own, dict) else own.to_dict()
     method = own.get("quant_method")
+    if method == "mxfp4":
+        return None
     if method == "fp8":
         return _read_fp8(own)
     if method == "compressed-tensors":

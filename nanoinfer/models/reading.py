@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.kernels.delta.chunks import CHUNK
-from nanoinfer.models.description import Description, MixerSizes
+from nanoinfer.models.description import Description, KVHeads, MixerSizes
 from nanoinfer.models.quantization import read_fp8
 from nanoinfer.models.rope import read_max_position, read_rope
-from nanoinfer.models.settings import head_dim_of, of_layers, positive_or_none, refuse, size_of
+from nanoinfer.models.settings import head_dim_of, kv_count_of, of_layers, positive_or_none, refuse, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,8 +21,8 @@ def describe_common(
 ) -> Description:
     """Build a Description from the settings that all families share; `own`, the family's fields, override these.
 
-    If `own` has no ropes, all layers have the same one; if it has no windows, no layer has one; without mixers all
-    attend.
+    If `own` has no kv_heads or ropes, all layers have the same; if it has no windows, no layer has one; without mixers
+    all attend.
     activation_field: the setting that names the activation; None: it is SiLU
     eps_field: the setting with the number that norms add
     Raises ValueError, naming the setting, for a setting that no family here implements.
@@ -41,8 +41,6 @@ def describe_common(
         "intermediate_size": getattr(config, "intermediate_size", 0),
         "num_layers": config.num_hidden_layers,
         "num_heads": config.num_attention_heads,
-        "num_kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        "head_dim": head_dim,
         "max_position": read_max_position(config),
         "norm_eps": getattr(config, eps_field),
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
@@ -52,6 +50,8 @@ def describe_common(
         "mixers": (None,) * config.num_hidden_layers,
         "fp8": read_fp8(config),
     }
+    if "kv_heads" not in own:
+        fields["kv_heads"] = (KVHeads(kv_count_of(config), head_dim),) * config.num_hidden_layers
     if "ropes" not in own:
         fields["ropes"] = (read_rope(config, head_dim),) * config.num_hidden_layers
     return Description(**{**fields, **own})
@@ -106,3 +106,9 @@ def read_width(config: PretrainedConfig, name: str) -> int:
     if width > CHUNK:
         raise ValueError(f"model: {name}={width} in its config: must be at most {CHUNK}")
     return width
+
+
+def guessing_layers(config: PretrainedConfig, count: int | None) -> tuple[str, ...]:
+    """Return how the names of the layers begin that guess further tokens: so many, which follow the model's own."""
+    first = config.num_hidden_layers
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + (count or 0)))

@@ -51,7 +51,10 @@ def read_rope(
         raise ValueError(
             f"model: rope_type={rope_type!r} in its config is not supported; supported: {', '.join(types)}"
         )
-    if rope_type != "default":  # the default type ignores a partial_rotary_factor, in transformers too
+    if rope_type not in (
+        "default",
+        "proportional",
+    ):  # the default type ignores a partial_rotary_factor, in transformers too
         _check_share(config, dim, parameters)
     theta = float(_number(parameters, "rope_theta"))
     plain = 1 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -59,6 +62,8 @@ def read_rope(
         raise ValueError(
             f"model: head_dim={head_dim_of(config)} in its config: must be even, as its numbers turn in pairs"
         )
+    if rope_type == "proportional":
+        return Rope(_proportional(config, plain, parameters), interleaved=interleaved)
     if rope_type == "linear":
         return Rope(_floats(plain / _number(parameters, "factor")), interleaved=interleaved)
     if rope_type == "llama3":
@@ -72,11 +77,14 @@ def read_rope(
 
 def read_rotary_dim(config: PretrainedConfig) -> int:
     """Return how many of a head's numbers are rotated: all, or the share that partial_rotary_factor says."""
-    share = _number(config.rope_parameters, "partial_rotary_factor", 1.0)
-    dim = int(head_dim_of(config) * share)
-    if share > 1 or dim < 1:
+    return int(head_dim_of(config) * _share_of(config, config.rope_parameters))
+
+
+def _share_of(config: PretrainedConfig, parameters: Parameters) -> float:
+    share = _number(parameters, "partial_rotary_factor", 1.0)
+    if share > 1 or int(head_dim_of(config) * share) < 1:
         raise ValueError(f"model: partial_rotary_factor={share!r} in its config: must be above 0, at most 1")
-    return dim
+    return share
 
 
 def _check_share(config: PretrainedConfig, dim: int, parameters: Parameters) -> None:
@@ -129,6 +137,13 @@ def _llama3(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -> 
     stretched = torch.where(waves > original / low, plain / factor, plain)
     is_between = ~(waves < original / high) & ~(waves > original / low)
     return _floats(torch.where(is_between, between, stretched))
+
+
+def _proportional(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -> tuple[float, ...]:
+    """Gemma 4 (Gemma Team, 2026): turns the first pairs of a head, and leaves the others where they are."""
+    turning = int(_share_of(config, parameters) * head_dim_of(config) // 2)
+    plain = plain / _number(parameters, "factor", 1.0)
+    return _floats(plain.where(torch.arange(len(plain)) < turning, 0.0))
 
 
 def _yarn(config: PretrainedConfig, plain: Tensor, parameters: Parameters, truncate: bool, interleaved: bool) -> Rope:

@@ -19,15 +19,24 @@ OWN_SIZES = ("num_key_value_heads", "head_dim")  # a config may leave these out
 
 def check_sizes(config: PretrainedConfig) -> None:
     """Raise ValueError if one of the sizes that all families read is impossible."""
-    for name in (*SIZES, *OWN_SIZES):
+    for name in SIZES:
         # A class of configs lacks what its models have not, such as intermediate_size if all layers have experts.
-        if hasattr(config, name) if name in SIZES else getattr(config, name, None) is not None:
+        if hasattr(config, name):
             size_of(config, name)
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    if kv_heads is not None and heads % kv_heads:
-        raise ValueError(
-            f"model: num_key_value_heads={kv_heads} in its config: must be a divisor of num_attention_heads={heads}"
-        )
+    for layer in layer_configs(config):
+        for name in OWN_SIZES:
+            if getattr(layer, name, None) is not None:
+                size_of(layer, name)
+        heads, kv_heads = config.num_attention_heads, kv_count_of(layer)
+        if heads % kv_heads:
+            raise ValueError(
+                f"model: num_key_value_heads={kv_heads} in its config: must be a divisor of num_attention_heads={heads}"
+            )
+
+
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Return the config as it holds for each layer, if layers differ; else the config alone."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
 def size_of(config: PretrainedConfig, name: str) -> int:
@@ -60,7 +69,7 @@ def above_one(name: str, value: Any) -> Any:
 
 def of_layers(config: PretrainedConfig, name: str) -> list[Any]:
     """Return the entries of a list setting, one for each layer; raises ValueError if it has fewer or more."""
-    entries, layers = getattr(config, name), config.num_hidden_layers
+    entries, layers = getattr(config, name) or [], config.num_hidden_layers
     if len(entries) != layers:
         raise ValueError(
             f"model: {name} in its config has {len(entries)} entries: must have one a layer, num_hidden_layers={layers}"
@@ -71,6 +80,11 @@ def of_layers(config: PretrainedConfig, name: str) -> list[Any]:
 def head_dim_of(config: PretrainedConfig) -> int:
     """Return the size of a head: head_dim if the config has it, else hidden_size / num_attention_heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def kv_count_of(config: PretrainedConfig) -> int:
+    """Return how many heads of keys there are: num_key_value_heads if the config has it, else as many as of queries."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def refuse(config: PretrainedConfig, **supported: Any) -> None:

@@ -127,7 +127,9 @@ class ModelRunner:
         for group in config.cache_layout.groups:
             q = numbers(CHECKED_TOKENS, heads, group.pages.head_dim)
             kv_cache = numbers(2, 1, group.block_size, group.pages.kv_heads, group.pages.head_dim)
-            self.backend.check(q, kv_cache.to(config.torch_cache_dtype), group.window, config.description.score_cap)
+            sinks = numbers(heads).float() if config.description.sinks else None
+            how = group.window, config.description.score_cap, sinks
+            self.backend.check(q, kv_cache.to(config.torch_cache_dtype), *how)
 
     def _connect(self) -> None:
         """Join the other ranks, once all have loaded."""

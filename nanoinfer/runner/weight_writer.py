@@ -44,7 +44,7 @@ class WeightWriter:
         """Fill the weights of a model that has just been built; raises ValueError as Source.fill does."""
         source: Source
         if config.load_format == "safetensors":
-            source = FileSource(config.model, config.description.is_multimodal)
+            source = FileSource(config.model, config.description.beside)
         else:
             source = RandomSource(config.seed, self._device)
         source.fill(table_of(self._model), partial(voice.bar, "Weights", "B"))

@@ -108,6 +108,7 @@ def _find_other(model: Description) -> str | None:
     others = {
         "experts": model.experts is not None,
         "output gates of attention": model.output_gate,
+        "sinks of attention": model.sinks,
         "weights in FP8": model.fp8 is not None,
         "images": model.is_multimodal,
         "soft caps": model.score_cap is not None or model.logit_cap is not None,
@@ -244,7 +245,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, model: Description, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
-        heads, kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
+        heads, kv_heads, head_dim = model.num_heads, model.kv_heads[0].count, model.kv_heads[0].dim
         self.head_dim = head_dim
         self.q_proj = Linear(model.hidden_size, heads * head_dim, model.qkv_bias, dtype=dtype)
         self.k_proj = Linear(model.hidden_size, kv_heads * head_dim, model.qkv_bias, dtype=dtype)

@@ -24,9 +24,10 @@ def make_matrix(
 
 
 def make_experts(
-    tensors: ExpertTensors, sizes: ExpertSizes, fp8: Fp8Format | None, output_share: OutputShare | None
+    tensors: ExpertTensors, sizes: ExpertSizes, fp8: Fp8Format | None, output_share: OutputShare | None, biases: bool
 ) -> PlainExperts | Fp8Experts:
     """Make a layer's experts; arguments: as for PlainExperts. One format holds for all of them."""
     if fp8 is None or not fp8.stores(tensors.expert.format(0) + f".{tensors.gate}"):
-        return PlainExperts(tensors, sizes, output_share)
+        return PlainExperts(tensors, sizes, output_share, biases)
+    assert not biases
     return Fp8Experts(tensors, sizes, fp8, output_share)

@@ -23,6 +23,7 @@ class ExpertTensors:
     expert: the module of one expert; "{}" stands for its number
     gate, up, down: an expert's projections
     stacks: pairs of stacks, by each pair of names that they may have: gates above ups, and downs
+    paired: there are only stacks, of one pair of names. They hold matrices as [in, out], each gate beside its up
     """
 
     expert: str
@@ -30,6 +31,7 @@ class ExpertTensors:
     up: str
     down: str
     stacks: tuple[tuple[str, str], ...]
+    paired: bool = False
 
     def module(self, projection: str, number: int) -> str:
         """Return the name of one expert's projection."""
@@ -92,8 +94,20 @@ class PlainExperts(nn.Module):
     instead: [experts, hidden_size / ranks, size].
     """
 
-    def __init__(self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None = None) -> None:
-        """output_share: given if ranks split outputs; None: this rank computes its part of all"""
+    gate_up_bias: Tensor | None  # [experts, 2 * share], the gates' first
+    down_bias: Tensor | None  # [experts, outputs of this rank]
+
+    def __init__(
+        self,
+        tensors: ExpertTensors,
+        sizes: ExpertSizes,
+        output_share: OutputShare | None = None,
+        biases: bool = False,
+    ) -> None:
+        """output_share: given if ranks split outputs; None: this rank computes its part of all
+
+        biases: the products have biases, which only checkpoints of paired tensors hold
+        """
         super().__init__()
         self.tensors = tensors
         self.sizes = sizes
@@ -102,6 +116,11 @@ class PlainExperts(nn.Module):
         down = (sizes.hidden_size, sizes.share) if output_share is None else (len(output_share.outputs), sizes.size)
         self.gate_up = nn.Parameter(torch.empty(sizes.count, *gate_up), requires_grad=False)
         self.down = nn.Parameter(torch.empty(sizes.count, *down), requires_grad=False)
+        assert tensors.paired or not biases
+        self.gate_up_bias, self.down_bias = (
+            nn.Parameter(torch.empty(weight.shape[:2]), requires_grad=False) if biases else None
+            for weight in (self.gate_up, self.down)
+        )
         self._in_order = False
         self._parts: tuple[list[WeightInParts], list[WeightInParts]] | None = None
 
@@ -109,7 +128,19 @@ class PlainExperts(nn.Module):
         """Multiply, as kernels.experts.products.expert_mlps does."""
         gate_up, down = self._parts or (self.gate_up, self.down)
         gather = None if self.output_share is None else self.output_share.gather
-        return expert_mlps(x, routes, gate_up, down, activation, may_split, self._in_order, gather)
+        adds_down_bias = self.output_share is not None or self.sizes.start == 0  # else another rank does
+        return expert_mlps(
+            x,
+            routes,
+            gate_up,
+            down,
+            activation,
+            may_split,
+            self._in_order,
+            gather,
+            self.gate_up_bias,
+            self.down_bias if adds_down_bias else None,
+        )
 
     def fix_order(self, used: int, activation: Activation) -> None:
         """Let a GPU's products add up in the order of the inputs; raises ValueError as check_order does.
@@ -129,9 +160,12 @@ class PlainExperts(nn.Module):
 
     def shards(self) -> Iterator[Shard]:
         """Yield each expert's shards, and those of the stacked tensors that a checkpoint may have instead."""
-        names, own = self.tensors, self.output_share
+        if self.tensors.paired:
+            yield from self._paired_shards()
+            return
+        names = self.tensors
         count, hidden_size, size, start = self.sizes.count, self.sizes.hidden_size, self.sizes.size, self.sizes.start
-        first, dim = (start, 1) if own is None else (own.outputs.start, 0)  # of this rank's part of down
+        first, dim = self._down_part
         inward, outward = (size, hidden_size), (hidden_size, size)
         gate_up_stacks, down_stacks = names.gate_up_stacks(count), names.down_stacks(count)
         for number in range(count):
@@ -145,3 +179,26 @@ class PlainExperts(nn.Module):
                 yield Shard(stack, up, (count, 2 * size, hidden_size), size + start, entry=number, replaces=others)
             for stack, others in down_stacks.items():
                 yield Shard(stack, down, (count, *outward), first, dim, entry=number, replaces=others)
+
+    @property
+    def _down_part(self) -> tuple[int, int]:
+        """Where this rank's part of an expert's down begins, and in which dimension."""
+        return (self.sizes.start, 1) if self.output_share is None else (self.output_share.outputs.start, 0)
+
+    def _paired_shards(self) -> Iterator[Shard]:
+        """Yield the shards of paired tensors, and of their biases."""
+        ((gate_up_name, down_name),) = self.tensors.stacks
+        count, hidden_size, size, share = self.sizes.count, self.sizes.hidden_size, self.sizes.size, self.sizes.share
+        begin, (first, dim) = 2 * self.sizes.start, self._down_part
+        for number in range(count):
+            for place, rows in enumerate(self.gate_up[number].split(share)):
+                shape, at = (count, 2 * size, hidden_size), begin + place
+                yield Shard(gate_up_name, rows, shape, at, step=2, entry=number, always_turned=True)
+            shape = count, hidden_size, size
+            yield Shard(down_name, self.down[number], shape, first, dim, entry=number, always_turned=True)
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            for place, bias in enumerate(self.gate_up_bias.split(share, dim=1)):
+                name, at = f"{gate_up_name}_bias", begin + place
+                yield Shard(name, bias, (count, 2 * size), at, dim=1, step=2, random="zeros")
+            outputs = 0 if self.output_share is None else first
+            yield Shard(f"{down_name}_bias", self.down_bias, (count, hidden_size), outputs, dim=1, random="zeros")

@@ -12,7 +12,7 @@ from nanoinfer.weights.shards import Shard, Table
 FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}  # as files and as torch name them
 FP8 = {"F8_E4M3", "float8_e4m3fn"}
 COMPUTED = ("rotary_emb.inv_freq", ".input_scale")  # tensors that some checkpoints store and no model reads
-GUESSING = "mtp."  # begins the names of layers that guess the tokens after the next one, which no model runs
+GUESSING = ("mtp.", "model.mtp_")  # begin the names of what guesses the tokens after the next one: no model runs it
 NUMBER = re.compile(r"\d+")
 MOST_NAMES = 5  # in an error message
 
@@ -53,16 +53,22 @@ class Roll:
         elif dtype not in FLOATS:
             raise ValueError(f"{place}: {name} has numbers of type {dtype}, which are not supported as weights")
         if not _fits(shards[0], tuple(shape)):
-            raise ValueError(f"{place}: {name} has shape {list(shape)}, but the model needs {list(shards[0].shape)}")
+            raise ValueError(
+                f"{place}: {name} has shape {list(shape)}, but the model needs {list(shards[0].stored_shape)}"
+            )
         self.come[name] = None
         if is_stack:
             self._in_stacks.update(replaced)
         return True
 
-    def check(self, whole: bool = False) -> None:
-        """Raise ValueError if a tensor was unknown, came twice, or has no scales; with `whole`, if one is missing."""
+    def check(self, whole: bool = False, with_constants: bool = True) -> None:
+        """Raise ValueError if a tensor was unknown, came twice, or has no scales; with `whole`, if one is missing.
+
+        with_constants: constants must not be missing, either
+        """
         scales = self._needed.keys() - self.come.keys()
-        missing = sorted(scales | (needed(self._table) - met_by(self._table, self.come)) if whole else scales)
+        others = needed(self._table) - (frozenset() if with_constants else constants(self._table))
+        missing = sorted(scales | (others - met_by(self._table, self.come)) if whole else scales)
         if missing or self._unknown or self._twice:
             raise ValueError(
                 f"{self._source}:{_list('missing', missing)}{_list('unknown', self._unknown)}"
@@ -85,12 +91,17 @@ class Roll:
 
 
 def _fits(shard: Shard, shape: tuple[int, ...]) -> bool:
-    return shape == shard.shape or shard.is_turned(shape) or (shard.shape == (1,) and shape == ())
+    return shape == shard.stored_shape or shard.is_turned(shape) or (shard.shape == (1,) and shape == ())
 
 
 def needed(table: Table) -> frozenset[str]:
     """Return the names of the tensors that must come, or others in their place."""
     return frozenset(name for name, (first, *_) in table.items() if not (first.replaces or first.optional))
+
+
+def constants(table: Table) -> frozenset[str]:
+    """Return the names of the constants, see Shard."""
+    return frozenset(name for name, (first, *_) in table.items() if first.is_constant)
 
 
 def met_by(table: Table, come: Iterable[str]) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -46,10 +46,13 @@ class Shard:
     target: the parameter to fill, or a slice of it
     shape: the whole tensor's shape
     start: the slice of the tensor begins here along `dim`, and is as long there as the target
+    step: the slice takes every so many-th row, or column
     random: the numbers that fill the target if there is no checkpoint
     entry: the tensor is a stack of such tensors, along a first dimension that `dim` does not count; use this one
+    always_turned: the stack's matrices are stored as [in, out], never as `shape` says
     replaces: names of the tensors that a checkpoint may store instead
     optional: few checkpoints have the tensor; the target holds what it needs without it
+    is_constant: no training changes it, and a trainer's named_parameters() lack it: an update may leave it out
     scale: the name of the scales that must come too if the tensor is in FP8; None: it cannot be
     takes_all: whether the target takes the whole tensor
     """
@@ -59,10 +62,13 @@ class Shard:
     shape: tuple[int, ...]
     start: int = 0
     dim: int = 0
+    step: int = 1
     random: Fill = "noise"
     entry: int | None = None
+    always_turned: bool = False
     replaces: tuple[str, ...] = ()
     optional: bool = False
+    is_constant: bool = False
     scale: str | None = None
     takes_all: bool = field(init=False)
 
@@ -71,16 +77,30 @@ class Shard:
 
     def is_turned(self, shape: Iterable[int]) -> bool:
         """Whether a stack has this shape because its matrices are stored as [in, out], as Qwen3-VL-MoE's are."""
-        if self.entry is None or tuple(shape) == self.shape:
+        if self.entry is None or (tuple(shape) == self.shape and not self.always_turned):
             return False
         count, rows, columns = self.shape
         return tuple(shape) == (count, columns, rows)
+
+    def under(self, module: str, other: str) -> Shard:
+        """Return the shard of the tensor that a checkpoint may store in another module instead."""
+        name, scale = self.name.replace(module, other, 1), self.scale and self.scale.replace(module, other, 1)
+        return replace(self, name=name, replaces=(self.name,), scale=scale)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape that the tensor has in a checkpoint; a stack may also be turned, see is_turned."""
+        if not self.always_turned:
+            return self.shape
+        count, rows, columns = self.shape
+        return count, columns, rows
 
     @property
     def index(self) -> tuple[slice | int, ...]:
         """The index that slices the whole tensor."""
         index: list[slice | int] = [slice(None)] * len(self.target.shape)
-        index[self.dim] = slice(self.start, self.start + self.target.shape[self.dim])
+        end = self.start + self.target.shape[self.dim] * self.step
+        index[self.dim] = slice(self.start, end - self.step + 1, self.step)
         return tuple(index) if self.entry is None else (self.entry, *index)
 
     def meet(self, rows: Tensor, first: int) -> tuple[Target, Tensor] | None:
@@ -88,13 +108,14 @@ class Shard:
 
         first: the first of the rows; returns None if the target needs none of them
         """
-        target, start = self.target, self.start
+        target, start, step = self.target, self.start, self.step
         if self.dim == 1:
-            return target[first : first + len(rows)], rows[:, start : start + target.shape[1]]
-        begin, end = max(first, start), min(first + len(rows), start + target.shape[0])
+            return target[first : first + len(rows)], rows[:, self.index[-1]]
+        begin, end = (max(-(-(row - start) // step), 0) for row in (first, first + len(rows)))
+        end = min(end, target.shape[0])
         if begin >= end:
             return None
-        return target[begin - start : end - start], rows[begin - first : end - first]
+        return target[begin:end], rows[start + begin * step - first :: step][: end - begin]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,15 +20,41 @@ from torch import Tensor
 from nanoinfer.checks import short
 from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
+from nanoinfer.weights.mxfp4 import Halves, is_half
 from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import Roll
 from nanoinfer.weights.shards import Table, Target, device_of_table
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
-OTHER_MODELS = ("vision_tower.", "multi_modal_projector.", "visual.")  # begin the names of its other tensors
+OTHER_MODELS = (  # begin the names of its other tensors
+    "vision_tower.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_vision.", "embed_audio.",
+    "vision_embedder.",
+)  # fmt: skip
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}  # of numbers, as files name their types
 NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a checkpoint holds beside the language model.
+
+    is_multimodal: other models' tensors; the language model's have a prefix
+    skipped: how the names of further tensors begin that nobody reads
+    """
+
+    is_multimodal: bool = False
+    skipped: tuple[str, ...] = ()
+
+    def known_name(self, name: str) -> str | None:
+        """Return a tensor's name in the language model; None if the tensor belongs to another part."""
+        if self.is_multimodal and name.removeprefix("model.").startswith(OTHER_MODELS):
+            return None
+        known = name.replace(LANGUAGE_MODEL, "", 1) if self.is_multimodal else name
+        return None if known.startswith(self.skipped) else known
+
+
+NOTHING = Beside()
 
 
 class Source(Protocol):
@@ -67,13 +95,13 @@ class RandomSource:
 class FileSource:
     """The safetensors files of a folder, chosen as transformers chooses them."""
 
-    def __init__(self, folder: str, is_multimodal: bool = False, argument: str = "model") -> None:
-        """is_multimodal: tensor names have a prefix, and tensors of other models stand beside the language model's
+    def __init__(self, folder: str, beside: Beside = NOTHING, argument: str = "model") -> None:
+        """beside: what the files hold beside the language model
 
         argument: that which the user gave the folder as
         """
         self.what = f"{argument}={folder!r}"  # begins the messages of errors
-        self.is_multimodal = is_multimodal
+        self.beside = beside
         self.files = _choose_files(Path(folder), self.what)
 
     def fill(self, table: Table, bar: MakeBar = no_bar) -> None:
@@ -117,11 +145,25 @@ class FileSource:
         return len(found) == 2 and not torch.equal(found[head][:], found[embedding][:])
 
     def _tensors(self) -> Iterator[tuple[str, Any, Path]]:
-        """Yield each tensor's name in the language model, a slice object that reads it lazily, and its file."""
-        for file in self.files:
-            with _open(file) as reader:
+        """Yield each tensor's name in the language model, a slice object that reads it lazily, and its file.
+
+        A pair of tensors that holds a stack in MXFP4 comes as one.
+        """
+        halves = Halves(self.what)
+        for name, tensor, file in self._stored():
+            if not is_half(name, tensor.get_dtype()):
+                yield name, tensor, file
+            elif (pair := halves.add(name, tensor)) is not None:
+                yield *pair, file
+        halves.check()
+
+    def _stored(self) -> Iterator[tuple[str, Any, Path]]:
+        """Yield what the files hold. All stay open until the end, for the tensors of a pair may be in two of them."""
+        with ExitStack() as readers:
+            for file in self.files:
+                reader = readers.enter_context(_open(file))
                 for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
-                    known = _known_name(name, self.is_multimodal)
+                    known = self.beside.known_name(name)
                     if known is not None:
                         yield known, reader.get_slice(name), file
 
@@ -152,10 +194,10 @@ class TensorSource:
         self,
         named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
         partial: bool = False,
-        is_multimodal: bool = False,
+        beside: Beside = NOTHING,
         may_be_empty: bool = False,
     ) -> None:
-        """partial: tensors may be missing, and with may_be_empty all of them; is_multimodal: as for FileSource"""
+        """partial: tensors may be missing, and with may_be_empty all of them; beside: as for FileSource"""
         self.holds_tensors = type(named_tensors) in (list, tuple, dict, OrderedDict)
         if isinstance(named_tensors, Mapping):
             named_tensors = named_tensors.items()
@@ -164,7 +206,7 @@ class TensorSource:
         except TypeError:
             raise ValueError(f"named_tensors={short(named_tensors)}: {NEEDED}") from None
         self.is_partial = partial
-        self._is_multimodal = is_multimodal
+        self._beside = beside
         self._may_be_empty = may_be_empty
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
@@ -176,7 +218,7 @@ class TensorSource:
         for pair in self._pairs:
             are_there = True
             name, tensor = _name_and_tensor(pair)
-            known = _known_name(name, self._is_multimodal)
+            known = self._beside.known_name(name)
             if known is not None:
                 yield known, tensor
             del pair, tensor  # so that they can go before the next ones come
@@ -186,7 +228,7 @@ class TensorSource:
     def tensors(self, table: Table) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor and its name in the language model as it comes, if it fits; raises ValueError if not.
 
-        In the end, raises ValueError, naming them, if tensors are missing.
+        In the end, raises ValueError, naming them, if tensors other than constants are missing.
         """
         roll = Roll(table, f"{self.what} do not fit the model")
         for name, tensor in self.pairs():
@@ -195,7 +237,7 @@ class TensorSource:
             else:
                 roll.check()
             del tensor  # so that it can go before the next one comes
-        roll.check(whole=not self.is_partial)
+        roll.check(whole=not self.is_partial, with_constants=False)
 
 
 def _drawn_bytes(target: Target) -> int:
@@ -241,15 +283,6 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: cannot be read: {error}") from error
-
-
-def _known_name(name: str, is_multimodal: bool) -> str | None:
-    """Return a tensor's name in the language model; None if the tensor belongs to another part of the checkpoint."""
-    if not is_multimodal:
-        return name
-    if name.removeprefix("model.").startswith(OTHER_MODELS):
-        return None
-    return name.replace(LANGUAGE_MODEL, "", 1)
 
 
 @cache

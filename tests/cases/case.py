@@ -76,6 +76,9 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
     auto = AutoModelForCausalLM if case.vision is None else AutoModelForImageTextToText
     model = auto.from_config(config, attn_implementation="eager").float().eval()
     assert type(model).__name__ == case.architecture
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     for name, parameter in model.named_parameters():
         if name.endswith(
             "A_log"
@@ -86,5 +89,8 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
             torch.nn.init.uniform_(parameter, low, high)
         elif "visual" not in name and "vision" not in name:
             torch.nn.init.normal_(parameter, std=1.4 / parameter.shape[1] ** 0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("_bias"):  # corrections of routers' scores, which then may be negative
+            torch.nn.init.uniform_(buffer, -0.9, 0.3)
     model.save_pretrained(folder)
     return model

@@ -186,6 +186,20 @@ DENSE = {
             "mlp_bias": True,
         },
     ),
+    "graniteswa": Case("GraniteSWAForCausalLM", "granite_swa", {"attention_multiplier": 0.2}),
+    "graniteswa windows, layers without rope, biases": Case(
+        "GraniteSWAForCausalLM",
+        "granite_swa",
+        {
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "layer_rope_theta": [0, 500.0, 10000.0, 500.0],
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     "smollm3": Case("SmolLM3ForCausalLM", "smollm3"),
     "smollm3 windows, biases": Case(
         "SmolLM3ForCausalLM",

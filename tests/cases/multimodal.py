@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cases.case import YARN, Case
+from cases.gemma4 import GEMMA4_EXPERTS, GEMMA4_SMALL, GEMMA4_UNIFIED
 from cases.sparse import EXPERTS
 from cases.states import DELTA, DELTA_MOE
 
@@ -25,6 +26,18 @@ MULTIMODAL = {
         "gemma3",
         {"sliding_window": 24},
         {**VISION, "image_size": 28, "patch_size": 14},
+    ),
+    "gemma4 multimodal, experts": Case(
+        "Gemma4ForConditionalGeneration",
+        "gemma4",
+        {**GEMMA4_SMALL, **GEMMA4_EXPERTS, "final_logit_softcapping": 30.0, "pad_token_id": 0},
+        {**VISION, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64},
+    ),
+    "gemma4unified multimodal": Case(
+        "Gemma4UnifiedForConditionalGeneration",
+        "gemma4_unified",
+        {**GEMMA4_UNIFIED, "final_logit_softcapping": 30.0, "pad_token_id": 0},
+        {"patch_size": 4, "mm_embed_dim": 48, "mm_posemb_size": 16, "output_proj_dims": 48},
     ),
     "ministral3 multimodal": Case(
         "Mistral3ForConditionalGeneration",

@@ -6,6 +6,12 @@ from cases.case import YARN, Case
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
+GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {**YARN, "truncate": False},
+}
+
 SPARSE = {
     "mixtral": Case("MixtralForCausalLM", "mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral window": Case("MixtralForCausalLM", "mixtral", {"num_local_experts": 4, "sliding_window": 24}),
@@ -23,6 +29,11 @@ SPARSE = {
             "attention_bias": True,
             "tie_word_embeddings": True,
         },
+    ),
+    "granitemoeswa": Case(
+        "GraniteMoeSWAForCausalLM",
+        "granitemoe_swa",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24, "logits_scaling": 2.5},
     ),
     "olmoe": Case("OlmoeForCausalLM", "olmoe", {**EXPERTS, "hidden_size": 64}),
     "olmoe biases": Case(
@@ -70,6 +81,18 @@ SPARSE = {
             "mlp_only_layers": [3],
             "use_sliding_window": True,
             "sliding_window": 24,
+        },
+    ),
+    "gptoss": Case("GptOssForCausalLM", "gpt_oss", {**GPT_OSS, "sliding_window": 24}),
+    "gptoss no biases of attention, other limits": Case(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            **GPT_OSS,
+            "attention_bias": False,
+            "swiglu_alpha": 1.2,
+            "swiglu_limit": 0.7,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
     "mellum": Case("MellumForCausalLM", "mellum", EXPERTS),

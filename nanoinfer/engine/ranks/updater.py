@@ -12,7 +12,7 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.models.description import EMBEDDING, HEAD
 from nanoinfer.parallel.buckets import Bucket, Buckets, DeviceBuckets, SharedBuckets, room_for
 from nanoinfer.process.torch_state import fresh_torch_state
-from nanoinfer.weights.roll import listed, met_by, needed
+from nanoinfer.weights.roll import constants, listed, met_by, needed
 from nanoinfer.weights.shards import Table
 from nanoinfer.weights.sources import FileSource, TensorSource
 
@@ -60,7 +60,7 @@ class Updater:
         """
         ranks, table = self._ranks, self._table
         buckets = self._make_buckets()
-        before = self.missing if source.is_partial else frozenset()
+        before = self.missing if source.is_partial else self.missing & constants(table)
         come: list[str] = []
         room = None
         ranks.compare("update_weights", in_flight, source.is_partial)

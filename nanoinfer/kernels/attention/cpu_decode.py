@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import read
-from nanoinfer.kernels.attention.scores import scores_of
+from nanoinfer.kernels.attention.scores import scores_of, softmax_with_sinks
 
 SPARE_KEYS = 64  # one more call costs as much as so many masked keys: a block joins a run if it adds no more
 
@@ -153,6 +153,7 @@ def paged_decode_cpu(
     scale: float,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from each row's one query to its context, as paged_decode_reference does.
 
@@ -160,6 +161,7 @@ def paged_decode_cpu(
     k_cache, v_cache: [blocks, block_size, kv_heads, head_dim]. In memory the keys of a head are neighbours, or torch
         copies every key
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
+    sinks: as for paged_decode_reference
     Returns [rows, heads, head_dim].
     """
     kv_heads = k_cache.shape[2]
@@ -172,14 +174,15 @@ def paged_decode_cpu(
 
     attended = list(map(attend, plan.runs))
     outs = torch.cat([out.flatten(0, 1) for out, _, _ in attended])
-    if not plan.is_split:
+    if not plan.is_split and sinks is None:
         return outs.index_select(0, plan.results[:, 0]).flatten(1, 2)
     # The largest weight of a query is at least 1 / keys, so its logarithm is finite.
     lses = [(scores.amax(-1) - weights.amax(-1).log()).flatten(0, 1) for _, scores, weights in attended]
     padded = torch.cat(lses)[plan.results]
     if plan.absent is not None:
         padded.masked_fill_(plan.absent[:, :, None, None], float("-inf"))
-    shares = padded.softmax(dim=1).flatten(0, 1)[plan.places]
+    of_heads = None if sinks is None else sinks.view(kv_heads, -1)
+    shares = softmax_with_sinks(padded, of_heads, dim=1).flatten(0, 1)[plan.places]
     weighted = outs * shares.unsqueeze(-1).to(outs.dtype)
     return torch.zeros_like(grouped).index_add_(0, plan.rows, weighted).flatten(1, 2)
 

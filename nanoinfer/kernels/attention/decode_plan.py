@@ -130,7 +130,9 @@ def choose_programs(rows: int, k_cache: Tensor) -> Programs:
             return many
     tile = min(MAX_TILE, TILE_BYTES // (block_d * k_cache.itemsize))
     tile = math.gcd(block_size, tile // 2 if few else tile)  # so that a tile lies in one block
-    return Programs(tile, stages=5 if few else 3, warps=4, per_multiprocessor=2)
+    is_large = block_d > 256  # four warps would lack registers for the results
+    how = {"warps": 8, "registers": 128} if is_large else {"warps": 4}
+    return Programs(tile, stages=5 if few else 3, per_multiprocessor=2, **how)
 
 
 @triton.jit(do_not_specialize=["rows", "num_arrivals"])

@@ -62,12 +62,14 @@ def attend_from(
     block_tables: Tensor,
     scale: float,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally from the queries of a stretch; returns [tokens of the stretch, heads, head_dim].
 
     q: [tokens, heads, head_dim], the packed queries; the other tensors are as for paged_prefill_reference
 
-    The queries attend to their own tokens, and then without a mask to those before, some at a time.
+    The queries attend to their own tokens, and then without a mask to those before, some at a time. Sinks take their
+    share at the end.
     """
     queries = q[stretch.first : stretch.first + stretch.length]
     table = block_tables[stretch.row]
@@ -82,6 +84,8 @@ def attend_from(
     attended, log_total = attend_to(first, first + stretch.length, is_causal=True)
     for start in range(0, first, MOST_KEYS):
         merge(attended, log_total, *attend_to(start, min(start + MOST_KEYS, first), is_causal=False))
+    if sinks is not None:
+        attended.mul_((log_total - sinks[:, None]).sigmoid_().T[..., None])
     return attended
 
 

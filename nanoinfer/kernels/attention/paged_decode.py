@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, begin_of, worker_of
 from nanoinfer.kernels.attention.fp8 import load_halves, read
-from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
+from nanoinfer.kernels.attention.scores import explicit_attention, in_log2, load_sinks, scores_in_log2
 from nanoinfer.kernels.attention.shared_prefix import SharedResults, add_shared_results
 from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import early_launch, load_complete, start_successor, wait_for_predecessor
@@ -29,6 +29,7 @@ def paged_decode_reference(
     window: int | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from each row's one query to the first `context_lens` tokens of its block table.
 
@@ -37,8 +38,9 @@ def paged_decode_reference(
     block_tables: [rows, max blocks] int32
     context_lens: [rows] int32, none above max_context_len; the output of a row with no context is not defined
     window: how many tokens the query sees, the last of its context; the others are not read. None: all
-    softcap: see capped_attention
+    softcap: see explicit_attention
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
+    sinks: [heads] float32, a score of each query of the head beside the keys' (see scores.py); None: there are none
     Returns [rows, heads, head_dim].
     """
     rows, heads, head_dim = q.shape
@@ -58,11 +60,12 @@ def paged_decode_reference(
     k, v = gather(k_cache, k_scale), gather(v_cache, v_scale)
     # The query heads of one KV head become several queries of one head, so that no key is copied for them.
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    if softcap is None:
+    if softcap is None and sinks is None:
         bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
         attended = F.scaled_dot_product_attention(grouped, k, v, bias, scale=scale)
     else:
-        attended = capped_attention(grouped, k, v, mask, scale, softcap)
+        of_heads = None if sinks is None else sinks.view(kv_heads, -1)
+        attended = explicit_attention(grouped, k, v, mask, scale, softcap, of_heads)
     return attended.reshape(rows, heads, head_dim)
 
 
@@ -77,6 +80,7 @@ def paged_decode_triton(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     shared: SharedResults | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """paged_decode_reference with the plan's window, as one launch, or as two that follow attend_to_prefixes.
 
@@ -110,6 +114,7 @@ def paged_decode_triton(
         out,
         out_lse,
         kv_scales,
+        sinks,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -120,6 +125,7 @@ def paged_decode_triton(
         BLOCK_SIZE=block_size,
         WINDOW=plan.window or 0,
         CAP=cap,
+        SINKS=sinks is not None,
         IN_FP8=k_cache.dtype == FP8,
         ON_GPU=q.is_cuda,
         TILE=plan.programs.tile,
@@ -152,6 +158,7 @@ def _paged_decode_kernel(
     out_ptr,
     out_lse_ptr,
     kv_scales_ptr,
+    sinks_ptr,
     factor,
     q_stride,
     table_stride,
@@ -162,6 +169,7 @@ def _paged_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     IN_FP8: tl.constexpr,
     ON_GPU: tl.constexpr,
     TILE: tl.constexpr,
@@ -222,6 +230,10 @@ def _paged_decode_kernel(
 
         top = tl.full([BLOCK_G], -1e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
+        if SINKS:  # the program that begins the row counts them
+            has_sink = g < tl.where(tile == 0, GROUP, 0)
+            top = load_sinks(sinks_ptr, head, has_sink)
+            total = has_sink.to(tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D // 2 if IN_FP8 else BLOCK_D], tl.float32)
         acc2 = acc
         for start in range((skipped + tile) * TILE, (skipped + end_tile) * TILE, TILE):

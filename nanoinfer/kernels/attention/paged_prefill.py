@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.fp8 import read
-from nanoinfer.kernels.attention.scores import capped_attention, in_log2, scores_in_log2
+from nanoinfer.kernels.attention.scores import explicit_attention, in_log2, load_sinks, scores_in_log2
 from nanoinfer.kernels.fp8 import FP8, as_bytes
 from nanoinfer.kernels.launch import shared_memory
 
 MANY_QUERIES = 4096  # queries of one sequence; from here on larger tiles are faster
 RESERVED_BYTES = 4096  # of shared memory, for what is no tile
-QUERIES_AT_ONCE = 512  # the reference takes so many with a window or soft cap, so that the mask drops few scores
+QUERIES_AT_ONCE = 512  # the reference takes so many, where it computes a mask, so that this drops few scores
 
 
 def paged_prefill_reference(
@@ -32,6 +32,7 @@ def paged_prefill_reference(
     window: int | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from each sequence's new tokens, the last of its context, each to itself and the context before it.
 
@@ -40,15 +41,16 @@ def paged_prefill_reference(
     block_tables: [seqs, max blocks] int32
     query_lens, context_lens: how many new tokens each sequence has, and how many tokens in all
     window: how many keys a query sees, the last of them its own; blocks that no query sees are not read
-    softcap: see capped_attention
+    softcap: see explicit_attention
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
+    sinks: [heads] float32, a score of each query of the head beside the keys' (see scores.py); None: there are none
     Returns [tokens, heads, head_dim].
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_scale, v_scale = (None, None) if kv_scales is None else kv_scales
     begin = 0
     for table, query_len, context_len in zip(block_tables.tolist(), query_lens, context_lens, strict=True):
-        step = query_len if window is None and softcap is None else QUERIES_AT_ONCE
+        step = query_len if window is None and softcap is None and sinks is None else QUERIES_AT_ONCE
         for first in range(0, query_len, step):
             queries = min(step, query_len - first)
             stop = context_len - query_len + first + queries
@@ -56,7 +58,7 @@ def paged_prefill_reference(
             k = read(_gather(k_cache, table, start, stop), q.dtype, k_scale).transpose(0, 1)
             v = read(_gather(v_cache, table, start, stop), q.dtype, v_scale).transpose(0, 1)
             tokens = slice(begin + first, begin + first + queries)
-            out[tokens] = _attend_causally(q[tokens], k, v, scale, window, softcap)
+            out[tokens] = _attend_causally(q[tokens], k, v, scale, window, softcap, sinks)
         begin += query_len
     return out
 
@@ -73,22 +75,32 @@ def _gather(cache: Tensor, table: list[int], start: int, stop: int) -> Tensor:
 
 
 def _attend_causally(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend from the last tokens' queries; no token lies before the first query's window.
 
     q: [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim]; returns q's shape
     """
     (queries, heads, head_dim), (kv_heads, tokens) = q.shape, k.shape[:2]
+    is_explicit = softcap is not None or sinks is not None
     if queries == 1:  # one KV head's query heads stand as its queries, so that no key is copied
         grouped = q.reshape(1, kv_heads, heads // kv_heads, head_dim)
-        if softcap is not None:
-            return capped_attention(grouped, k[None], v[None], None, scale, softcap).reshape(q.shape)
+        if is_explicit:
+            of_heads = None if sinks is None else sinks.view(kv_heads, -1)
+            return explicit_attention(grouped, k[None], v[None], None, scale, softcap, of_heads).reshape(q.shape)
         return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).reshape(q.shape)
-    if softcap is not None:
+    if is_explicit:
         grouped = q.transpose(0, 1).reshape(kv_heads, -1, head_dim)
         seen = _causal_mask(queries, tokens, window, q.device)
-        attended = capped_attention(grouped, k, v, seen.repeat(heads // kv_heads, 1), scale, softcap)
+        seen = seen.repeat(heads // kv_heads, 1)
+        of_queries = None if sinks is None else sinks.repeat_interleave(queries).view(kv_heads, -1)
+        attended = explicit_attention(grouped, k, v, seen, scale, softcap, of_queries)
         return attended.view(heads, queries, head_dim).transpose(0, 1)
     needs_mask = queries < tokens or window is not None
     mask = _causal_mask(queries, tokens, window, q.device) if needs_mask else None
@@ -116,6 +128,7 @@ def paged_prefill_triton(
     window: int | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """paged_prefill_reference as one launch.
 
@@ -140,6 +153,7 @@ def paged_prefill_triton(
         context_lens,
         out,
         kv_scales,
+        sinks,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -149,6 +163,7 @@ def paged_prefill_triton(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAP=cap,
+        SINKS=sinks is not None,
         IN_FP8=k_cache.dtype == FP8,
         BLOCK_M=tiles.queries,
         BLOCK_N=math.gcd(block_size, tiles.keys),
@@ -171,6 +186,11 @@ class Tiles(NamedTuple):
 def choose_tiles(q: Tensor, max_query_len: int) -> Tiles:
     """Return the tiles that are the fastest on an H200, if they fit; q, max_query_len: as for paged_prefill_triton."""
     head_dim = triton.next_power_of_2(q.shape[2])
+    if head_dim > 256:  # so many numbers of the results that more queries, or fewer warps, lack registers
+        if q.dtype == torch.float32:
+            return Tiles(16, 16, 8, 2)
+        large = Tiles(64, 32, 8, 2)
+        return large if fits(large, q) else Tiles(64, 16, 8, 2)
     if head_dim > 128 or q.dtype == torch.float32:
         small, large, is_long = Tiles(64, 32, 4, 2), Tiles(128, 64, 8, 2), max_query_len > 64
     else:
@@ -198,6 +218,7 @@ def _paged_prefill_kernel(
     context_lens_ptr,
     out_ptr,
     kv_scales_ptr,
+    sinks_ptr,
     factor,
     q_stride,
     table_stride,
@@ -207,6 +228,7 @@ def _paged_prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     IN_FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -237,6 +259,8 @@ def _paged_prefill_kernel(
             factor *= tl.load(kv_scales_ptr)
         top = tl.full([BLOCK_M], -1e30, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS:
+            top, total = tl.zeros([BLOCK_M], tl.float32) + load_sinks(sinks_ptr, head, True), total + 1.0
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
             part_begin = first_key // BLOCK_N * BLOCK_N if part == 0 else full if part == 1 else full_end

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -13,6 +15,7 @@ from nanoinfer.kernels.fp8 import FP8, round_to_fp8
 from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_warps
 
+Parts = Literal["qkv", "qk", "q"]  # what a layer projects for its heads of queries, keys and values
 HEADS_PER_PROGRAM = 8
 
 
@@ -29,11 +32,16 @@ def norm_rotate_store(
     v_cache: Tensor,
     slot_mapping: Tensor,
     kv_scales: Tensor | None = None,
+    parts: Parts = "qkv",
+    value_norm: bool = False,
 ) -> Tensor:
     """RMSNorm the query and key heads, rotate them by their token's angles, and write keys and values to the cache.
 
     qkv: [tokens, heads + 2 * kv_heads, head_dim], the query heads first and the value heads last; head_dim is even, and
         tokens may lie apart
+    parts: "qk": qkv has no value heads; the values are the keys as they come. "q": qkv has query heads alone; the cache
+        has another layer's keys and values, and gets none
+    value_norm: value heads are normalised, too, each by itself and without weights; only with such norms of the others
     q_norm, k_norm: both None: no norm. They differ in their weights alone: [head_dim], each head by itself
     mean_squares: [tokens, 2] float32, of all query heads and of all key heads of a token, over all ranks. With it the
         norms go over all heads together, and their weights are [heads * head_dim] and [kv_heads * head_dim]
@@ -47,8 +55,9 @@ def norm_rotate_store(
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
     Returns the queries, [tokens, heads, head_dim]. The rotation is that of Su et al., 2021.
     """
-    assert (q_norm is None) == (k_norm is None)
-    assert mean_squares is None or q_norm is not None
+    assert parts == "q" or (q_norm is None) == (k_norm is None)
+    assert mean_squares is None or (q_norm is not None and parts == "qkv")
+    assert not value_norm or (q_norm is not None and mean_squares is None)
     assert query_scales is None or cos_sin is not None
     function = norm_rotate_store_triton if qkv.is_cuda else norm_rotate_store_reference
     return function(
@@ -64,6 +73,8 @@ def norm_rotate_store(
         v_cache,
         slot_mapping,
         kv_scales,
+        parts,
+        value_norm,
     )
 
 
@@ -88,10 +99,15 @@ def norm_rotate_store_reference(
     v_cache: Tensor,
     slot_mapping: Tensor,
     kv_scales: Tensor | None = None,
+    parts: Parts = "qkv",
+    value_norm: bool = False,
 ) -> Tensor:
     """norm_rotate_store in torch."""
-    how = q_norm, k_norm, mean_squares, cos_sin, interleaved, query_scales, positions
-    q, k, v = norm_rotate_reference(qkv, qkv.shape[1] - 2 * k_cache.shape[2], *how)
+    heads = qkv.shape[1] - (len(parts) - 1) * k_cache.shape[2]
+    how = q_norm, k_norm, mean_squares, cos_sin, interleaved, query_scales, positions, parts, value_norm
+    q, k, v = norm_rotate_reference(qkv, heads, *how)
+    if parts == "q":
+        return q
     if int(slot_mapping.min()) < 0:  # padding tokens
         written = slot_mapping >= 0
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
@@ -113,12 +129,16 @@ def norm_rotate_reference(
     interleaved: bool,
     query_scales: Tensor | None,
     positions: Tensor,
+    parts: Parts = "qkv",
+    value_norm: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return norm_rotate_store's queries, keys and values, each [tokens, its heads, head_dim]."""
-    kv_heads = (qkv.shape[1] - heads) // 2
-    qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
-    if q_norm is not None and k_norm is not None:
-        qk = _normed(qk, heads, q_norm, k_norm, mean_squares)
+    kv_heads = (qkv.shape[1] - heads) // max(len(parts) - 1, 1)
+    qk, v = qkv[:, : heads + kv_heads], qkv[:, qkv.shape[1] - kv_heads :]
+    if q_norm is not None:
+        qk = _normed(qk, heads, q_norm, k_norm or q_norm, mean_squares)
+        if value_norm:
+            v = F.rms_norm(v.float(), v.shape[-1:], eps=q_norm.eps).to(v.dtype)
     if cos_sin is not None:
         at = positions.clamp(min=0)
         qk = _rotated(qk, cos_sin.index_select(0, at), interleaved)
@@ -178,20 +198,21 @@ def norm_rotate_store_triton(
     v_cache: Tensor,
     slot_mapping: Tensor,
     kv_scales: Tensor | None = None,
+    parts: Parts = "qkv",
+    value_norm: bool = False,
 ) -> Tensor:
     """norm_rotate_store as one launch."""
     (tokens, all_heads, head_dim), kv_heads = qkv.shape, k_cache.shape[2]
     assert qkv[0].is_contiguous()
     assert head_dim % 2 == 0
-    q_weight, eps, plus_one = q_norm or (None, 0.0, False)
-    k_weight, *k_rest = k_norm or (None, 0.0, False)
-    assert k_rest == [eps, plus_one]
-    q = torch.empty((tokens, all_heads - 2 * kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    assert q_norm is None or k_norm is None or q_norm[1:] == k_norm[1:]
+    heads = all_heads - (len(parts) - 1) * kv_heads
+    q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     _norm_rotate_store_kernel[(tokens, triton.cdiv(all_heads, HEADS_PER_PROGRAM))](
         qkv,
-        q_weight,
-        k_weight,
-        eps,
+        q_norm.weight if q_norm else None,
+        k_norm.weight if k_norm else None,
+        q_norm.eps if q_norm else 0.0,
         mean_squares,
         cos_sin,
         query_scales,
@@ -202,18 +223,20 @@ def norm_rotate_store_triton(
         q,
         kv_scales,
         TOKEN_STRIDE=qkv.stride(0),
-        HEADS=all_heads - 2 * kv_heads,
+        HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
         NORM="none" if q_norm is None else "head" if mean_squares is None else "full",
-        PLUS_ONE=plus_one,
+        PLUS_ONE=q_norm is not None and q_norm.plus_one,
+        PARTS=parts,
+        VALUE_NORM=value_norm,
         ROTARY_DIM=0 if cos_sin is None else cos_sin.shape[1],
         INTERLEAVED=interleaved and cos_sin is not None,
         SCALE_QUERIES=query_scales is not None,
         IN_FP8=k_cache.dtype == FP8,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_HEADS=HEADS_PER_PROGRAM,
-        num_warps=2,
+        num_warps=2 if head_dim <= 256 else 4,
         **early_launch(qkv),
     )
     return q
@@ -240,6 +263,8 @@ def _norm_rotate_store_kernel(
     HALF: tl.constexpr,
     NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    PARTS: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     SCALE_QUERIES: tl.constexpr,
@@ -262,16 +287,21 @@ def _norm_rotate_store_kernel(
         at = tl.where(turns, i, i + ROTARY_DIM // 2)
         apart = tl.where(turns, ROTARY_DIM // 2, HALF - ROTARY_DIM // 2)
     is_q = head < HEADS
-    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
-    is_v = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    is_k = (head >= HEADS) & (head < (HEADS if PARTS == "q" else HEADS + KV_HEADS))
+    is_v = (head >= HEADS + KV_HEADS) & (head < (HEADS + 2 * KV_HEADS if PARTS == "qkv" else 0))
     if NORM == "head":
         q_weight1, q_weight2 = _load_pairs(q_weight_ptr + at, apart, in_head)
-        k_weight1, k_weight2 = _load_pairs(k_weight_ptr + at, apart, in_head)
+        if PARTS == "q":
+            k_weight1, k_weight2 = q_weight1, q_weight2
+        else:
+            k_weight1, k_weight2 = _load_pairs(k_weight_ptr + at, apart, in_head)
     elif NORM == "full":
         q_weight1, q_weight2 = _load_pairs(q_weight_ptr + head * (2 * HALF) + at, apart, is_q & in_head)
         k_weight1, k_weight2 = _load_pairs(k_weight_ptr + (head - HEADS) * (2 * HALF) + at, apart, is_k & in_head)
     # The predecessor, a product, does not write these, so they are complete.
-    slot = load_complete(slot_mapping_ptr + token).to(tl.int64)  # a cache may have more than 2^31 elements
+    slot = -1
+    if PARTS != "q":
+        slot = load_complete(slot_mapping_ptr + token).to(tl.int64)  # a cache may have more than 2^31 elements
     if ROTARY_DIM > 0:
         position = tl.maximum(load_complete(positions_ptr + token), 0)
         angle = cos_sin_ptr + position * ROTARY_DIM + i
@@ -284,9 +314,12 @@ def _norm_rotate_store_kernel(
     source = qkv_ptr + token * TOKEN_STRIDE + head * (2 * HALF) + at
     first, second = _load_pairs(source, apart, (is_q | is_k | is_v) & in_head)
     out1, out2 = first.to(tl.float32), second.to(tl.float32)
+    value1, value2 = first, second
     if NORM != "none":
         if NORM == "head":
             scale = tl.rsqrt(tl.sum(out1 * out1 + out2 * out2, axis=1) / (2 * HALF) + eps)[:, None]
+            if VALUE_NORM:
+                value1, value2 = (out1 * scale).to(first.dtype), (out2 * scale).to(first.dtype)
         else:
             mean_square = tl.load(mean_squares_ptr + 2 * token + tl.where(is_q, 0, 1))
             scale = tl.rsqrt(mean_square + eps)
@@ -301,17 +334,19 @@ def _norm_rotate_store_kernel(
     q_target = q_ptr + (token * HEADS + head) * (2 * HALF) + at
     _store_pairs(q_target, out1, out2, apart, is_q & in_head)
     if slot >= 0:
+        key1, key2 = out1, out2
         if IN_FP8:
             k_scale, v_scale = tl.load(kv_scales_ptr), tl.load(kv_scales_ptr + 1)
-            key1, key2 = _in_fp8(out1, k_scale), _in_fp8(out2, k_scale)
-            value1, value2 = _in_fp8(first, v_scale), _in_fp8(second, v_scale)
-        else:
-            key1, key2, value1, value2 = out1, out2, first, second
-        place = slot * KV_HEADS + head - HEADS
-        k_target, v_target = k_cache_ptr + place * (2 * HALF) + at, v_cache_ptr + (place - KV_HEADS) * (2 * HALF) + at
+            key1, key2 = _in_fp8(key1, k_scale), _in_fp8(key2, k_scale)
+            value1, value2 = _in_fp8(value1, v_scale), _in_fp8(value2, v_scale)
+        k_place = slot * KV_HEADS + head - HEADS
+        v_place, has_value = k_place - KV_HEADS, is_v
+        if PARTS == "qk":
+            v_place, has_value = k_place, is_k
         number = k_cache_ptr.dtype.element_ty
+        k_target, v_target = k_cache_ptr + k_place * (2 * HALF) + at, v_cache_ptr + v_place * (2 * HALF) + at
         _store_pairs(k_target, key1.to(number), key2.to(number), apart, is_k & in_head)
-        _store_pairs(v_target, value1.to(number), value2.to(number), apart, is_v & in_head)
+        _store_pairs(v_target, value1.to(number), value2.to(number), apart, has_value & in_head)
 
 
 @triton.jit

@@ -11,9 +11,9 @@ from nanoinfer.kernels.delta.convolution import convolve_past, convolve_rows_ref
 from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
 from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 
-BYTES = 32768  # of a matrix that a program has
-NUMBERS_OF_A_WARP = 4096
-FEW_NUMBERS = 4096  # of a program of four warps, where heads do not give each multiprocessor a program
+NUMBERS = 8192  # of a matrix that a program has
+FEW_NUMBERS = 4096  # where heads do not give each multiprocessor a program
+WARPS = 2  # always: with more, sums over a key have another order
 
 
 def delta_rows(
@@ -89,10 +89,7 @@ def delta_rows_triton(
     value_heads, value_dim, key_dim = matrices.shape[1:]
     out = torch.empty((rows, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     block_k = triton.next_power_of_2(key_dim)
-    numbers, warps = FEW_NUMBERS, 4
-    if rows * value_heads >= num_multiprocessors(qkv.device):
-        numbers = BYTES // matrices.element_size()
-        warps = numbers // NUMBERS_OF_A_WARP
+    numbers = FEW_NUMBERS if rows * value_heads < num_multiprocessors(qkv.device) else NUMBERS
     block_v = max(1, min(numbers // block_k, triton.next_power_of_2(value_dim)))
     _delta_rows_kernel[(triton.cdiv(value_dim, block_v), value_heads, rows)](
         qkv,
@@ -116,7 +113,7 @@ def delta_rows_triton(
         WIDTH=width,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
-        num_warps=warps,
+        num_warps=WARPS,
         **early_launch(qkv),
     )
     return out

@@ -15,7 +15,14 @@ from nanoinfer.kernels.fp8 import BLOCK, Fp8Weight, parts_of
 from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
-from nanoinfer.kernels.linear.one_row import MAX_IN_FEATURES, WPER_WORD_PER_SM, choose_programs, load_tile, store_dots
+from nanoinfer.kernels.linear.one_row import (
+    MAX_IN_FEATURES,
+    WPER_WORD_PER_SM,
+    choose_programs,
+    load_bias,
+    load_tile,
+    store_dots,
+)
 
 
 def is_one_row(x: Tensor, routes: Routes, size: int) -> bool:
@@ -24,7 +31,13 @@ def is_one_row(x: Tensor, routes: Routes, size: int) -> bool:
 
 
 def one_row_expert_mlps(
-    x: Tensor, routes: Routes, gate_up: Tensor | Fp8Weight, down: Tensor | Fp8Weight, activation: Activation
+    x: Tensor,
+    routes: Routes,
+    gate_up: Tensor | Fp8Weight,
+    down: Tensor | Fp8Weight,
+    activation: Activation,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """Compute products.expert_mlps for x of [1, hidden_size]; it rounds no single expert's result."""
     used = routes.experts.shape[1]
@@ -44,9 +57,11 @@ def one_row_expert_mlps(
         routes.experts,
         gates,
         gate_scales,
+        gate_up_bias,
         gated,
         hidden_size,
         2 * size,
+        BIAS=gate_up_bias is not None,
         ACTIVATION=activation,
         HEIGHT=height,
         WIDTH=width,
@@ -65,10 +80,13 @@ def one_row_expert_mlps(
         *routes,
         downs,
         down_scales,
+        down_bias,
         out,
         size,
         hidden_size,
         USED=used,
+        BLOCK_USED=triton.next_power_of_2(used),
+        BIAS=down_bias is not None,
         HEIGHT=down_height,
         WIDTH=down_width,
         IN_WORDS=in_fp8 and x.is_cuda,
@@ -86,9 +104,11 @@ def _gate_up_kernel(
     experts_ptr,
     weight_ptr,
     scales_ptr,
+    bias_ptr,
     out_ptr,
     in_features,
     weight_rows,
+    BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -113,6 +133,9 @@ def _gate_up_kernel(
     if IN_FP8:
         scales_ptr += expert * (weight_rows // HEIGHT) * (in_features // WIDTH)
         scales = load_scales(scales_ptr, program, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, True)
+    if BIAS:
+        bias_ptr += expert * weight_rows
+        bias = load_bias(bias_ptr, program, weight_rows, BLOCK_N, True)
     x, factor = prepare_row(tl.load(x_ptr + k, mask=k < in_features, other=0.0), BLOCK_K, IN_WORDS)
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
@@ -120,6 +143,9 @@ def _gate_up_kernel(
         dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_WORDS)
         if IN_FP8:
             scales = load_scales(scales_ptr, next_tile, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, True)
+        if BIAS:
+            dots += bias
+            bias = load_bias(bias_ptr, next_tile, weight_rows, BLOCK_N, True)
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
         tile = following
 
@@ -131,10 +157,13 @@ def _down_kernel(
     weights_ptr,
     down_ptr,
     scales_ptr,
+    bias_ptr,
     out_ptr,
     size,
     out_features,
     USED: tl.constexpr,
+    BLOCK_USED: tl.constexpr,
+    BIAS: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     IN_WORDS: tl.constexpr,
@@ -164,6 +193,8 @@ def _down_kernel(
         across = size // WIDTH
         scale_ptrs = scales_ptr + of_block * (out_features // HEIGHT * across) + block % size // WIDTH
         scales = _load_down_scales(scale_ptrs, program, has_block, across, out_features, HEIGHT, BLOCK_N)
+    if BIAS:
+        bias = _load_down_bias(bias_ptr, program, experts_ptr, weights_ptr, out_features, USED, BLOCK_USED, BLOCK_N)
     wait_for_predecessor(EARLY)
     weighted = weight * tl.load(gated_ptr + k, mask=inside, other=0.0).to(tl.float32)
     x, factor = prepare_row(weighted, BLOCK_K, IN_WORDS)
@@ -173,6 +204,11 @@ def _down_kernel(
         dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_WORDS)
         if IN_FP8:
             scales = _load_down_scales(scale_ptrs, next_tile, has_block, across, out_features, HEIGHT, BLOCK_N)
+        if BIAS:
+            dots += bias
+            bias = _load_down_bias(
+                bias_ptr, next_tile, experts_ptr, weights_ptr, out_features, USED, BLOCK_USED, BLOCK_N
+            )
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, out_features, None, BLOCK_N)
         tile = following
 
@@ -183,6 +219,26 @@ def _load_down(down_ptrs, tile, inside, size, out_features, BLOCK_N: tl.constexp
     n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (n < out_features)[:, None] & inside[None, :]
     return tl.load(down_ptrs[None, :] + n[:, None] * size, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_down_bias(
+    bias_ptr,
+    tile,
+    experts_ptr,
+    weights_ptr,
+    out_features,
+    USED: tl.constexpr,
+    BLOCK_USED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Load the weighted sum of the experts' biases of what _load_down loads, [BLOCK_N] float32."""
+    n, choice = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_USED)
+    expert = load_complete(experts_ptr + choice, choice < USED, 0)
+    weight = load_complete(weights_ptr + choice, choice < USED, 0.0)
+    mask = (n < out_features)[:, None] & (choice < USED)[None, :]
+    bias = tl.load(bias_ptr + expert[None, :] * out_features + n[:, None], mask=mask, other=0.0)
+    return tl.sum(bias.to(tl.float32) * weight[None, :], axis=1)
 
 
 @triton.jit

@@ -41,6 +41,8 @@ def expert_mlps(
     may_split: bool = False,
     in_order: bool = False,
     gather: Gather | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """Add up, for each token, the weighted results of its experts, in the order in which its router ranks them.
 
@@ -52,17 +54,20 @@ def expert_mlps(
     in_order: a token's result has the same bits with any number of tokens. On a GPU only
     gather: puts the shares of several ranks side by side, [rows, share] to [rows, ranks * share]. Each rank then has a
         share of the gates and ups, and down of [experts, hidden_size / ranks, size]. Every rank gets the whole result
-    An expert computes down @ (act(gate @ x) * (up @ x)). Returns [tokens, hidden_size].
+    gate_up_bias, down_bias: [experts, 2 * size] and [experts, hidden_size], or down's outputs of this rank; None: the
+        products have no bias, or another rank adds it
+    An expert computes down @ (act(gate @ x) * (up @ x)), and adds its biases. Returns [tokens, hidden_size].
     Weights in FP8 are such that kernels.linear.fp8_linear.can_multiply_fp8. With them, the kernels round several tokens
     to FP8 too, and their results of the activation; if in_order, also a single token's.
     """
     if x.is_cuda:
         assert isinstance(gate_up, (Tensor, Fp8Weight))
         assert isinstance(down, (Tensor, Fp8Weight))
-        return expert_mlps_triton(x, routes, gate_up, down, activation, may_split, in_order, gather)
+        how = may_split, in_order, gather
+        return expert_mlps_triton(x, routes, gate_up, down, activation, *how, gate_up_bias, down_bias)
     assert not isinstance(gate_up, Fp8Weight)
     assert not isinstance(down, Fp8Weight)
-    return expert_mlps_reference(x, routes, gate_up, down, activation, gather)
+    return expert_mlps_reference(x, routes, gate_up, down, activation, gather, gate_up_bias, down_bias)
 
 
 def expert_mlps_reference(
@@ -72,15 +77,21 @@ def expert_mlps_reference(
     down: Tensor | Sequence[WeightInParts],
     activation: Activation,
     gather: Gather | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """expert_mlps in torch: the host goes over the experts that any token uses."""
     tokens, used = routes.experts.shape
     flat = routes.experts.flatten()
     order, counts = flat.argsort(stable=True), flat.bincount().tolist()
     groups = [(expert, choices) for expert, choices in enumerate(order.split(counts)) if len(choices)]
-    gated = torch.cat([linear(x[choices // used], gate_up[expert], None, activation) for expert, choices in groups])
+
+    gate_up_biases, down_biases = (
+        [None] * len(gate_up) if biases is None else list(biases) for biases in (gate_up_bias, down_bias)
+    )
+    gated = torch.cat([linear(x[choices // used], gate_up[i], gate_up_biases[i], activation) for i, choices in groups])
     inputs = (gated if gather is None else gather(gated)).split([len(choices) for _, choices in groups])
-    products = torch.cat([linear(rows, down[expert]) for rows, (expert, _) in zip(inputs, groups, strict=True)])
+    products = torch.cat([linear(rows, down[i], down_biases[i]) for rows, (i, _) in zip(inputs, groups, strict=True)])
     del gated, inputs  # of a long prompt they are large
     products = products if gather is None else gather(products)
     results = torch.empty_like(products)
@@ -98,6 +109,8 @@ def expert_mlps_triton(
     may_split: bool = False,
     in_order: bool = False,
     gather: Gather | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """expert_mlps as four launches and, unless `may_split`, a fifth for the sum; for one token two, unless `in_order`.
 
@@ -108,17 +121,19 @@ def expert_mlps_triton(
     in_fp8 = scales is not None
     count, outputs, size = downs.shape
     if not in_order and is_one_row(x, routes, size):
-        return one_row_expert_mlps(x, routes, gate_up, down, activation)
+        return one_row_expert_mlps(x, routes, gate_up, down, activation, gate_up_bias, down_bias)
     tokens, used = routes.experts.shape
     block_m = choices_in_a_tile(tokens * used, count)
     groups = group_triton(routes.experts, count, block_m)
     gated = x.new_empty(tokens * used, parts_of(gate_up)[0].shape[1] // 2)
-    _multiply(quantize(x) if in_fp8 else x, gate_up, gated, groups, block_m, routes, activation, in_order)
+    vectors = quantize(x) if in_fp8 else x
+    _multiply(vectors, gate_up, gate_up_bias, gated, groups, block_m, routes, activation, in_order)
     if gather is not None:
         gated = gather(gated)
     results = x.new_empty(used, tokens, outputs)
     flat = results.view(used * tokens, outputs)
-    _multiply(quantize(gated) if in_fp8 else gated, down, flat, groups, block_m, routes, None, in_order)
+    vectors = quantize(gated) if in_fp8 else gated
+    _multiply(vectors, down, down_bias, flat, groups, block_m, routes, None, in_order)
     if used == 1:
         result = results[0]
     elif may_split and tokens > 1:
@@ -169,6 +184,7 @@ class Tiling:
 def _multiply(
     x: Tensor | Fp8Tokens,
     weight: Tensor | Fp8Weight,
+    bias: Tensor | None,
     out: Tensor,
     groups: Groups,
     block_m: int,
@@ -178,6 +194,7 @@ def _multiply(
 ) -> None:
     """Multiply each choice's input with its expert's weight, [experts, out_features, in_features].
 
+    bias: [experts, out_features]
     activation: given for the first product, which reads x of the choices' tokens and writes in the order of `groups`;
         None for the second, which reads that, applies the choices' weights, and writes what expert_mlps' pieces are
     in_order: a product and a sum are never rounded once together, which tiles of one size alone might do
@@ -197,6 +214,7 @@ def _multiply(
         x_scales,
         numbers,
         scales,
+        bias,
         out,
         routes.weights,
         *groups,
@@ -208,6 +226,7 @@ def _multiply(
         USED=used,
         HEIGHT=height,
         WIDTH=width,
+        BIAS=bias is not None,
         ACTIVATION=activation,
         EVEN=in_features % tiling.block_k == out_features % tiling.block_n == 0,
         BLOCK_M=tiling.block_m,
@@ -226,6 +245,7 @@ def _expert_kernel(
     x_scales_ptr,
     weight_ptr,
     scales_ptr,
+    bias_ptr,
     out_ptr,
     choice_weights_ptr,
     choices_ptr,
@@ -238,6 +258,7 @@ def _expert_kernel(
     USED: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -265,6 +286,11 @@ def _expert_kernel(
             weight_rows = out_features * 2 if GATED else out_features
             x_ptrs = x_ptr + source.to(tl.int64)[:, None] * in_features + k[None, :]
             weight_ptrs = weight_ptr + (expert.to(tl.int64) * weight_rows + n[:, None]) * in_features + k[None, :]
+            if BIAS:
+                biases_ptr = bias_ptr + expert * weight_rows + n
+                bias = tl.load(biases_ptr, mask=has_output, other=0.0).to(tl.float32)
+                if GATED:
+                    up_bias = tl.load(biases_ptr + out_features, mask=has_output, other=0.0).to(tl.float32)
 
             # Tensor cores need at least 64 rows in the left matrix: with fewer choices, the weight is the left one.
             TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
@@ -295,6 +321,10 @@ def _expert_kernel(
                     if GATED:
                         up_acc = add_product(up_acc, x, up_weight, TOKENS_LEFT)
 
+            if BIAS:
+                acc += bias[None, :] if TOKENS_LEFT else bias[:, None]
+                if GATED:
+                    up_acc += up_bias[None, :] if TOKENS_LEFT else up_bias[:, None]
             if not GATED:
                 choice_weights = tl.load(choice_weights_ptr + choice, mask=exists, other=0.0)
                 acc *= choice_weights[:, None] if TOKENS_LEFT else choice_weights[None, :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,6 +15,32 @@ from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 RouterScoring = Literal["softmax", "sigmoid"]
 
 FEW, MANY = 2048, 16384  # choices that a program reads at a time: of a decode step, or of a long prompt
+LOWEST = tl.constexpr(-(2**31))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How logits choose the experts of a token, and weigh them.
+
+    used: experts that a token uses: those of its largest scores
+    scoring: the function that turns logits into scores: softmax over the experts, or the sigmoid of each
+    normalised: a token's weights are its chosen scores divided by their sum; else the scores themselves
+    epsilon: is added to that sum; least_sum: the sum counts as so much if it is less
+    scale: factor of the weights; logit_scale: of the logits
+    groups: the experts form so many groups of neighbours, all of one size, at least two
+    used_groups: a token's experts are of so many groups: those whose two largest scores have the largest sums
+        (DeepSeek-V3 Technical Report, 2024)
+    """
+
+    used: int
+    scoring: RouterScoring = "softmax"
+    normalised: bool = False
+    epsilon: float = 0.0
+    least_sum: float = 0.0
+    scale: float = 1.0
+    logit_scale: float = 1.0
+    groups: int = 1
+    used_groups: int = 1
 
 
 class Routes(NamedTuple):
@@ -39,35 +66,55 @@ class Groups(NamedTuple):
     tiles: Tensor
 
 
-def route(logits: Tensor, used: int, scoring: RouterScoring = "softmax", normalised: bool = False) -> Routes:
-    """Choose each token's experts: those of its `used` largest scores. Among equals the first experts win.
+def route(logits: Tensor, routing: Routing, correction: Tensor | None = None, factors: Tensor | None = None) -> Routes:
+    """Choose each token's experts, and weigh them. Among equal scores the first experts win, and the first groups.
 
     If a token's logits are NaN, its weights are NaN, and its experts are any.
     logits: [tokens, experts], or [pieces, tokens, experts] float32 that add up to it
-    scoring: the function that turns logits into scores: softmax over the experts, or the sigmoid of each
-    normalised: a token's weights are its chosen scores divided by their sum; else the scores themselves
+    correction: [experts] float32, finite, added to the scores for the choice alone: weights come from the scores
+        (Wang et al., 2024); None: nothing is added
+    factors: [experts], a factor of each expert's weights, as in Gemma 4; None: the model has none
     """
-    return (route_triton if logits.is_cuda else route_reference)(logits, used, scoring, normalised)
+    return (route_triton if logits.is_cuda else route_reference)(logits, routing, correction, factors)
 
 
-def route_reference(logits: Tensor, used: int, scoring: RouterScoring = "softmax", normalised: bool = False) -> Routes:
+def route_reference(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None, factors: Tensor | None = None
+) -> Routes:
     """route in torch."""
-    wide = (logits if logits.dim() == 2 else logits.sum(dim=0)).float()
-    scores = wide.softmax(dim=-1) if scoring == "softmax" else wide.sigmoid()
-    values, experts = scores.sort(dim=-1, descending=True, stable=True)
-    weights = values[:, :used]
-    if normalised:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return Routes(experts[:, :used].int(), weights)
+    wide = (logits if logits.dim() == 2 else logits.sum(dim=0)).float() * routing.logit_scale
+    scores = wide.softmax(dim=-1) if routing.scoring == "softmax" else wide.sigmoid()
+    corrected = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        corrected = corrected.masked_fill(~_in_used_groups(corrected, routing), float("-inf"))
+    experts = corrected.sort(dim=-1, descending=True, stable=True).indices[:, : routing.used]
+    weights = scores.gather(1, experts)
+    if routing.normalised:
+        weights = weights / (weights.sum(dim=-1, keepdim=True).clamp(min=routing.least_sum) + routing.epsilon)
+    weights = weights * routing.scale
+    return Routes(experts.int(), weights if factors is None else weights * factors[experts])
 
 
-def route_triton(logits: Tensor, used: int, scoring: RouterScoring = "softmax", normalised: bool = False) -> Routes:
+def _in_used_groups(corrected: Tensor, routing: Routing) -> Tensor:
+    """Return which experts are of the groups that a token uses, [tokens, experts]."""
+    sums = corrected.unflatten(1, (routing.groups, -1)).topk(2, dim=-1).values.sum(dim=-1)
+    used = sums.sort(dim=-1, descending=True, stable=True).indices[:, : routing.used_groups]
+    is_used = torch.zeros_like(sums, dtype=torch.bool).scatter(1, used, True)
+    return is_used.repeat_interleave(corrected.shape[1] // routing.groups, dim=1)
+
+
+def route_triton(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None, factors: Tensor | None = None
+) -> Routes:
     """route as one launch."""
     tokens, count = logits.shape[-2:]
+    used, groups = routing.used, routing.groups
     experts = torch.empty((tokens, used), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, used), dtype=torch.float32, device=logits.device)
     _route_kernel[(tokens,)](
         logits,
+        correction,
+        factors,
         experts,
         weights,
         count,
@@ -75,10 +122,18 @@ def route_triton(logits: Tensor, used: int, scoring: RouterScoring = "softmax", 
         tokens * count,
         PIECES=len(logits) if logits.dim() == 3 else 1,
         USED=used,
-        SOFTMAX=scoring == "softmax",
-        NORMALISED=normalised,
+        SOFTMAX=routing.scoring == "softmax",
+        NORMALISED=routing.normalised,
+        EPSILON=routing.epsilon,
+        LEAST_SUM=routing.least_sum,
+        SCALE=routing.scale,
+        LOGIT_SCALE=routing.logit_scale,
+        GROUPS=groups,
+        GROUP_SIZE=count // groups,
+        USED_GROUPS=routing.used_groups,
         BLOCK=triton.next_power_of_2(count),
         BLOCK_USED=triton.next_power_of_2(used),
+        BLOCK_GROUPS=triton.next_power_of_2(groups),
         num_warps=1,
         **early_launch(logits),
     )
@@ -88,6 +143,8 @@ def route_triton(logits: Tensor, used: int, scoring: RouterScoring = "softmax", 
 @triton.jit(do_not_specialize=["piece_stride"])
 def _route_kernel(
     logits_ptr,
+    correction_ptr,
+    factors_ptr,
     experts_ptr,
     weights_ptr,
     count,
@@ -97,18 +154,33 @@ def _route_kernel(
     USED: tl.constexpr,
     SOFTMAX: tl.constexpr,
     NORMALISED: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LEAST_SUM: tl.constexpr,
+    SCALE: tl.constexpr,
+    LOGIT_SCALE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    USED_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_USED: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    wait_for_predecessor(EARLY)
-    token = tl.program_id(0).to(tl.int64)
+    CORRECTED: tl.constexpr = correction_ptr is not None
+    HIDDEN: tl.constexpr = LOWEST + 1 if CORRECTED else -1  # the key of what nobody may choose
+    TAKEN: tl.constexpr = HIDDEN - 1
     expert, rank = tl.arange(0, BLOCK), tl.arange(0, BLOCK_USED)
     exists = expert < count
+    if CORRECTED:  # a weight, which the predecessor does not write
+        correction = tl.load(correction_ptr + expert, mask=exists, other=0.0)
+    wait_for_predecessor(EARLY)
+    token = tl.program_id(0).to(tl.int64)
     place = logits_ptr + token * stride + expert
     wide = tl.load(place, mask=exists, other=float("-inf")).to(tl.float32)
     for piece in tl.static_range(1, PIECES):
         wide += tl.load(place + piece * piece_stride, mask=exists, other=0.0)
+    if LOGIT_SCALE != 1:
+        wide *= LOGIT_SCALE
     if SOFTMAX:
         scores = tl.exp(wide - tl.max(wide))
         total = tl.sum(scores)
@@ -116,23 +188,81 @@ def _route_kernel(
     else:
         scores = tl.sigmoid(wide)
         total = tl.sum(scores)
-    # Scores are positive, so their bits are in their order; a warp reduces integers in one instruction.
-    bits = tl.where(scores == scores, scores, 0.0).to(tl.int32, bitcast=True)  # NaN must not hide the experts' numbers
-    bits = tl.where(exists, bits, -1)
+    # A warp reduces integers in one instruction. Scores are positive, so their bits are in their order.
+    scores = tl.where(scores == scores, scores, 0.0)  # NaN must not hide the experts' numbers
+    bits = scores.to(tl.int32, bitcast=True)
+    keys = bits
+    if CORRECTED:
+        keys = _ordered(scores + correction)
+    keys = tl.where(exists, keys, HIDDEN)
+    if GROUPS > 1:
+        keys = _hide_groups(keys, expert, GROUPS, GROUP_SIZE, USED_GROUPS, BLOCK, BLOCK_GROUPS, HIDDEN)
     experts = tl.zeros([BLOCK_USED], tl.int32)
     best = tl.zeros([BLOCK_USED], tl.int32)
     for i in tl.static_range(USED):
-        top = tl.max(bits)
-        index = tl.min(tl.where(bits == top, expert, BLOCK))
+        top = tl.max(keys)
+        index = tl.min(tl.where(keys == top, expert, BLOCK))
         experts = tl.where(rank == i, index, experts)
+        if CORRECTED:
+            top = tl.max(tl.where(expert == index, bits, 0))
         best = tl.where(rank == i, top, best)
-        bits = tl.where(expert == index, -2, bits)
+        keys = tl.where(expert == index, TAKEN, keys)
     weights = best.to(tl.float32, bitcast=True)
     if NORMALISED:
-        weights = weights / tl.sum(weights)
+        chosen = tl.sum(weights)
+        if LEAST_SUM > 0:
+            chosen = tl.maximum(chosen, LEAST_SUM)
+        if EPSILON > 0:
+            chosen += EPSILON
+        weights = weights / chosen
+    if SCALE != 1:
+        weights *= SCALE
+    if factors_ptr is not None:
+        weights *= tl.load(factors_ptr + experts).to(tl.float32)
     weights = tl.where(total == total, weights, total)
     tl.store(experts_ptr + token * USED + rank, experts, mask=rank < USED)
     tl.store(weights_ptr + token * USED + rank, weights, mask=rank < USED)
+
+
+@triton.jit
+def _ordered(x):
+    """Return integers in the order of the floats, which are not NaN, nor -0: among negative ones bits count down."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _float_of(key):
+    """Return the float of which _ordered makes the key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _hide_groups(
+    keys,
+    expert,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    USED_GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+):
+    """Hide the experts of all groups but those that the token uses. keys: [BLOCK], of _ordered"""
+    group, group_of = tl.arange(0, BLOCK_GROUPS), expert // GROUP_SIZE
+    sums = tl.full([BLOCK_GROUPS], HIDDEN, tl.int32)
+    for i in tl.static_range(GROUPS):
+        own = tl.where(group_of == i, keys, HIDDEN)
+        first = tl.max(own)
+        index = tl.min(tl.where(own == first, expert, BLOCK))
+        second = tl.max(tl.where(expert == index, HIDDEN, own))
+        sums = tl.where(group == i, _ordered(_float_of(first) + _float_of(second)), sums)
+    is_used = expert < 0
+    for _ in tl.static_range(USED_GROUPS):
+        index = tl.min(tl.where(sums == tl.max(sums), group, BLOCK_GROUPS))
+        is_used |= group_of == index
+        sums = tl.where(group == index, HIDDEN - 1, sums)
+    return tl.where(is_used, keys, HIDDEN)
 
 
 def most_tiles(choices: int, count: int, size: int) -> int:

@@ -1,10 +1,11 @@
-"""The gate of a gated MLP, act(gate) * up (Shazeer, 2020): SwiGLU and GeGLU."""
+"""The gate of a gated MLP, act(gate) * up (Shazeer, 2020): SwiGLU, GeGLU, and a SwiGLU of clamped gates and ups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch.nn.functional as F
 import triton
@@ -17,7 +18,16 @@ from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 
 BLOCK = 1024
 
-Activation = Literal["silu", "gelu_tanh"]
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gate * sigmoid(alpha * gate) * (up + 1), of a gate of at most `limit`, and an up from -limit to limit."""
+
+    alpha: float
+    limit: float
+
+
+Activation: TypeAlias = Literal["silu", "gelu_tanh"] | ClampedSwiGLU
 
 _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -29,7 +39,8 @@ def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """Compute act(gate) * up: [tokens, 2 * size], gate before up, to [tokens, size].
 
     activation: "silu", gate / (1 + exp(-gate)); or "gelu_tanh", the approximation of GELU by tanh (Hendrycks and
-        Gimpel, 2016): gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3)))
+        Gimpel, 2016): gate / 2 * (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 * gate^3))); or a ClampedSwiGLU, the product
+        with the up included, as in gpt-oss (OpenAI, 2025)
     """
     return gate_mul_triton(gate_up, activation) if gate_up.is_cuda else gate_mul_reference(gate_up, activation)
 
@@ -37,6 +48,9 @@ def gate_mul(gate_up: Tensor, activation: Activation) -> Tensor:
 def gate_mul_reference(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_mul in torch."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if isinstance(activation, ClampedSwiGLU):
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return (gate * activation.alpha).sigmoid_().mul_(gate).mul_(up + 1)
     return _FUNCTIONS[activation](gate).mul_(up)
 
 
@@ -111,8 +125,11 @@ def gate_mul_block(gate, up, ACTIVATION: tl.constexpr):
     wide = gate.to(tl.float32)
     if ACTIVATION == "silu":
         act = wide * tl.sigmoid(wide)
-    else:
-        tl.static_assert(ACTIVATION == "gelu_tanh")
+    elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(u)) / 2 is sigmoid(2 * u), in which an exp that overflows gives a 0 and no NaN.
         act = wide * tl.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide))
+    else:
+        wide = tl.minimum(wide, ACTIVATION.limit)
+        act = wide * tl.sigmoid(ACTIVATION.alpha * wide)
+        up = tl.minimum(tl.maximum(up, -ACTIVATION.limit), ACTIVATION.limit) + 1.0
     return act.to(gate.dtype) * up

@@ -84,6 +84,8 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """Return linear(rms_norm(total, norm), weight, bias, activation) and total = x + residual.
 
+    The norm's stream_scale, if there is one, multiplies the total.
+
     x: [tokens, in_features], or with a residual also pieces that add up to it
     residual: [tokens, in_features]; None: the total is x
     norm: None: the total itself is multiplied
@@ -109,15 +111,19 @@ def norm_and_linear(
     weight: Tensor | InOrderWeight,
     post: Norm | None = None,
     lane: VectorLane | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return norm_linear's product, or pieces of it; the product's input, rms_norm(total, norm); and the total."""
+    """Return norm_linear's product, or pieces of it; the product's input, rms_norm(total, norm); and the total.
+
+    weight: of x's dtype or of float32, in which the product is computed then
+    """
     if isinstance(weight, Tensor) and _is_one_row(x):
         normed = torch.empty_like(x)
-        out, total = one_row_norm_linear(x, residual, norm, weight, post=post, lane=lane, normed=normed)
+        out, total = one_row_norm_linear(x, residual, norm, weight, bias, post=post, lane=lane, normed=normed)
         return out, normed, total
     assert lane is None
     normed, total = _norm(x, residual, norm, post)
-    return linear(normed, weight, may_split=True), normed, total
+    return linear(normed.to(weight.dtype), weight, bias, may_split=True), normed, total
 
 
 def _norm(x: Tensor, residual: Tensor | None, norm: Norm | None, post: Norm | None) -> tuple[Tensor, Tensor]:

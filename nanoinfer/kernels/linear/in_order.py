@@ -35,6 +35,11 @@ class InOrderWeight:
         self._weight = weight
         self._for_cublas = find_sizes(*weight.shape, weight.dtype, has_bias, weight.device, tuple(sizes))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weight."""
+        return self._weight.dtype
+
     def product(
         self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None, out: Tensor | None = None
     ) -> Tensor:

@@ -14,6 +14,7 @@ from nanoinfer.kernels.linear.activation import Activation, gate_mul
 
 PARTS = 8  # of all ranks' outputs
 ALIGNMENT = 16  # numbers of a weight's sides: MKL adds up in another order behind addresses that are not aligned
+AT_ONCE = 32  # numbers that an activation takes at a time; it computes a vector's last few in another way
 
 
 class WeightInParts:

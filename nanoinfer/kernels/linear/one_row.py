@@ -67,7 +67,8 @@ def _launch(
     weight_rows, in_features = numbers.shape
     assert x.is_contiguous()
     assert numbers.is_contiguous()
-    out = torch.empty((1, weight_rows // 2 if activation else weight_rows), dtype=x.dtype, device=x.device)
+    dtype = torch.float32 if numbers.dtype == torch.float32 else x.dtype
+    out = torch.empty((1, weight_rows // 2 if activation else weight_rows), dtype=dtype, device=x.device)
     block_k = triton.next_power_of_2(in_features)
     block_n, per_multiprocessor, warps = choose_programs(block_k, scales is not None)
     programs = per_multiprocessor * num_multiprocessors(x.device)
@@ -76,6 +77,7 @@ def _launch(
         post.weight if post else None,
         residual,
         norm.weight if norm else None,
+        norm.stream_scale if norm else None,
         numbers,
         scales,
         bias,
@@ -97,6 +99,7 @@ def _launch(
         POST_PLUS_ONE=post is not None and post.plus_one,
         ADD=residual is not None,
         NORM=norm is not None,
+        SCALED=norm is not None and norm.stream_scale is not None,
         PLUS_ONE=norm is not None and norm.plus_one,
         KEEP=normed is not None,
         BIAS=bias is not None,
@@ -127,6 +130,7 @@ def _one_row_kernel(
     post_weight_ptr,
     residual_ptr,
     norm_weight_ptr,
+    stream_scale_ptr,
     weight_ptr,
     scales_ptr,
     bias_ptr,
@@ -148,6 +152,7 @@ def _one_row_kernel(
     POST_PLUS_ONE: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     KEEP: tl.constexpr,
     BIAS: tl.constexpr,
@@ -174,7 +179,7 @@ def _one_row_kernel(
     if IN_FP8:
         scales = load_scales(scales_ptr, program, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED)
     if BIAS:
-        bias = _load_bias(bias_ptr, program, weight_rows, BLOCK_N, GATED)
+        bias = load_bias(bias_ptr, program, weight_rows, BLOCK_N, GATED)
     if POST:
         post_weight = tl.load(post_weight_ptr + k, mask=inside, other=0.0)
     if NORM:
@@ -190,6 +195,8 @@ def _one_row_kernel(
         x = norm_block(x, post_weight, in_features, post_eps, POST_PLUS_ONE)
     if ADD:
         x += tl.load(residual_ptr + k, mask=inside, other=0.0)
+        if SCALED:
+            x *= tl.load(stream_scale_ptr)
     if ADD or RANKS > 1:
         tl.store(total_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
     if NORM:
@@ -208,7 +215,7 @@ def _one_row_kernel(
             )
         if BIAS:
             dots += bias
-            bias = _load_bias(bias_ptr, next_tile, weight_rows, BLOCK_N, GATED)
+            bias = load_bias(bias_ptr, next_tile, weight_rows, BLOCK_N, GATED)
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
         tile = following
 
@@ -236,7 +243,7 @@ def store_dots(dots, out_ptr, start, weight_rows, ACTIVATION: tl.constexpr, BLOC
 
 
 @triton.jit
-def _load_bias(bias_ptr, tile, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+def load_bias(bias_ptr, tile, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     """Load the biases of a tile's rows, in the tile's order, as float32."""
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = n < weight_rows

@@ -20,11 +20,13 @@ class Norm(NamedTuple):
 
     weight: [size]
     plus_one: the weight is stored less one, as Gemma's checkpoints have it
+    stream_scale: [1], multiplies the sum with a residual, whose norm this is, as in Gemma 4; None: nothing does
     """
 
     weight: Tensor
     eps: float
     plus_one: bool = False
+    stream_scale: Tensor | None = None
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -39,7 +41,7 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual), both [tokens, size].
+    """Return (rms_norm(total), total) for total = x + residual, times the norm's stream_scale, both [tokens, size].
 
     x: [tokens, size], or [pieces, tokens, size] that add up to it, in float32; residual: [tokens, size]
     """
@@ -48,9 +50,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tenso
 
 
 def norm_add_rms_norm(x: Tensor, residual: Tensor, post: Norm, pre: Norm) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(total, pre), total) for total = rms_norm(x, post) + residual, both [tokens, size].
+    """Return (rms_norm(total, pre), total) for total = rms_norm(x, post) + residual, times pre's stream_scale.
 
-    Models such as Gemma 2 normalise each branch's result and each branch's input. x, residual: as for add_rms_norm
+    Both are [tokens, size]. Models such as Gemma 2 normalise each branch's result and each branch's input.
+    x, residual: as for add_rms_norm
     """
     function = norm_add_rms_norm_triton if x.is_cuda else norm_add_rms_norm_reference
     return function(x, residual, post, pre)
@@ -81,13 +84,13 @@ def rms_norm_reference(x: Tensor, norm: Norm) -> Tensor:
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """add_rms_norm in torch."""
-    total = add_residual_reference(x, residual)
+    total = _scaled(add_residual_reference(x, residual), norm)
     return rms_norm_reference(total, norm), total
 
 
 def norm_add_rms_norm_reference(x: Tensor, residual: Tensor, post: Norm, pre: Norm) -> tuple[Tensor, Tensor]:
     """norm_add_rms_norm in torch."""
-    total = add_residual_reference(x, residual, post)
+    total = _scaled(add_residual_reference(x, residual, post), pre)
     return rms_norm_reference(total, pre), total
 
 
@@ -95,6 +98,10 @@ def add_residual_reference(x: Tensor, residual: Tensor, post: Norm | None = None
     """add_residual in torch."""
     x = _add_pieces(x, residual.dtype)
     return (x if post is None else rms_norm_reference(x, post)) + residual
+
+
+def _scaled(total: Tensor, norm: Norm) -> Tensor:
+    return total if norm.stream_scale is None else total * norm.stream_scale
 
 
 def _add_pieces(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -157,6 +164,7 @@ def _launch(
         residual,
         post.weight if post else None,
         norm.weight if norm else None,
+        norm.stream_scale if norm else None,
         numbers,
         scales,
         total,
@@ -170,6 +178,7 @@ def _launch(
         POST_PLUS_ONE=post is not None and post.plus_one,
         ADD=residual is not None,
         NORM=norm is not None,
+        SCALED=norm is not None and norm.stream_scale is not None,
         PLUS_ONE=norm is not None and norm.plus_one,
         IN_FP8=scales is not None,
         BLOCK=block,
@@ -189,6 +198,7 @@ def _rms_norm_kernel(
     residual_ptr,
     post_weight_ptr,
     weight_ptr,
+    stream_scale_ptr,
     out_ptr,
     scales_ptr,
     total_ptr,
@@ -202,6 +212,7 @@ def _rms_norm_kernel(
     POST_PLUS_ONE: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     IN_FP8: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -226,6 +237,8 @@ def _rms_norm_kernel(
         x = norm_block(x, post_weight, size, post_eps, POST_PLUS_ONE)
     if ADD:
         x += tl.load(residual_ptr + start + offsets, mask=mask, other=0.0)
+        if SCALED:
+            x *= tl.load(stream_scale_ptr)
         if NORM:
             tl.store(total_ptr + start + offsets, x, mask=mask)
     if NORM:

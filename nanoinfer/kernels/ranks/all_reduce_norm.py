@@ -34,6 +34,7 @@ def all_reduce_add_rms_norm(
     Returns (rms_norm(total), total) for total = the sum + residual, both [tokens, size].
     """
     tokens, size = x.shape
+    assert norm.stream_scale is None
     assert stale is None or tokens == 1
     ranks = len(inboxes)
     out, total = torch.empty_like(x), torch.empty_like(x)

@@ -1,16 +1,19 @@
 """Granite (IBM, 2024): Llama with multipliers of the embeddings, the scores, the branches' results and the logits.
 
-The layers of GraniteMoe have experts.
+The layers of GraniteMoe have experts. Those of GraniteSWA (IBM, 2026), with experts or without, have sinks and windows.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.models.description import Description, Names
+from nanoinfer.layers.rotary import Rope
+from nanoinfer.models.description import Description, Experts, Names
 from nanoinfer.models.experts import read_experts
-from nanoinfer.models.reading import describe_common, refuse_windows
-from nanoinfer.models.settings import positive
+from nanoinfer.models.reading import describe_common, read_windows
+from nanoinfer.models.rope import read_rope
+from nanoinfer.models.settings import head_dim_of, of_layers, positive, refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -33,15 +36,43 @@ def describe_granite(config: PretrainedConfig) -> Description:
 
 def describe_moe(config: PretrainedConfig) -> Description:
     """Describe a Granite model of experts: all layers have them, and a token's weights add up to 1."""
+    return _describe(config, names=MOE_NAMES, experts=_read_experts(config))
+
+
+def describe_swa(config: PretrainedConfig) -> Description:
+    """Describe a GraniteSWA model: a Granite model with sinks and windows."""
+    return _describe(config, config.sliding_window, mlp_bias=config.mlp_bias, **_read_swa(config))
+
+
+def describe_moe_swa(config: PretrainedConfig) -> Description:
+    """Describe a GraniteSWA model of experts, none of them shared."""
+    refuse(config, shared_intermediate_size=0)
+    own = {"names": MOE_NAMES, "experts": _read_experts(config), **_read_swa(config)}
+    return _describe(config, config.sliding_window, **own)
+
+
+def _read_experts(config: PretrainedConfig) -> Experts | None:
     layers = (True,) * config.num_hidden_layers
-    experts = read_experts(config, layers, "intermediate_size", normalised=True, count_field="num_local_experts")
-    return _describe(config, names=MOE_NAMES, experts=experts)
+    return read_experts(config, layers, "intermediate_size", normalised=True, count_field="num_local_experts")
 
 
-def _describe(config: PretrainedConfig, **own: Any) -> Description:
-    refuse_windows(config)
+def _read_swa(config: PretrainedConfig) -> dict[str, Any]:
+    """Read what GraniteSWA has beside windows: layer_rope_theta has a base for each layer, or 0: it does not rotate."""
+    thetas = of_layers(config, "layer_rope_theta")
+    ropes = {theta: _read_rope(config, theta) for theta in set(thetas) if theta}
+    return {"sinks": True, "ropes": tuple(ropes.get(theta) for theta in thetas)}
+
+
+def _read_rope(config: PretrainedConfig, theta: float) -> Rope:
+    own = copy(config)
+    own.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+    return read_rope(own, head_dim_of(config))
+
+
+def _describe(config: PretrainedConfig, window: int | None = None, **own: Any) -> Description:
     return describe_common(
         config,
+        windows=read_windows(config, window),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         embedding_scale=config.embedding_multiplier,

@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.models.description import Description
-from nanoinfer.models.families import gemma, mistral, qwen2, qwen3, qwen3_5
+from nanoinfer.models.families import mistral, qwen2, qwen3, qwen3_5
+from nanoinfer.models.families.gemma import gemma, gemma4
 from nanoinfer.models.quantization import read_fp8
 from nanoinfer.models.reading import refuse_windows
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 def describe_gemma3(config: PretrainedConfig) -> Description:
     """Describe a Gemma 3 model of 4B or more parameters: its logits have no cap."""
     return replace(_describe_text(config, gemma.describe_gemma3), logit_cap=None)
+
+
+def describe_gemma4(config: PretrainedConfig) -> Description:
+    """Describe a Gemma 4 model, one whose images pass through the decoder's own layers ("unified") included."""
+    return _describe_text(config, gemma4.describe)
 
 
 def describe_mistral3(config: PretrainedConfig) -> Description:

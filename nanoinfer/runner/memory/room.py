@@ -40,7 +40,7 @@ def what_makes_room(config: Config) -> str:
         parts.append(f"raise {' or '.join(raised)}")
     parts.append(f"lower max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}")
     eight_bits = ["kv_cache_dtype='fp8'"] if _may_cache_fp8(config) else []
-    if config.description.fp8 is None:
+    if config.description.fp8 is None and config.description.can_be_fp8:
         eight_bits.append("quantization='fp8'")
     if eight_bits:
         parts.append(f"set {' or '.join(eight_bits)}")
@@ -66,7 +66,7 @@ def _may_cache_fp8(config: Config) -> bool:
     """Whether the KV cache is not in FP8, and the backend could read such a one."""
     if config.kv_cache_dtype == "fp8":
         return False
-    sizes = config.torch_dtype, config.kvcache_block_size, config.description.head_dim
+    sizes = config.torch_dtype, config.kvcache_block_size, config.description.largest_head
     try:
         choose_backend(config.attention_backend, config.device, *sizes, in_fp8=True)
     except ValueError:

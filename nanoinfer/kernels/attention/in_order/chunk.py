@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.scores import scores_in_log2
+from nanoinfer.kernels.attention.scores import load_sinks, scores_in_log2
 
 CHUNK = 256  # keys
 TILE_BYTES = 16 << 10  # of keys, and as many of values
@@ -87,6 +87,19 @@ def attend_to_chunk(
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
         top = new_top
     return acc, top, total
+
+
+@triton.jit
+def before_keys(sinks_ptr, head, mask, SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the largest score and the sum of the weights before the first chunk: [BLOCK_M] each, those of the sinks.
+
+    head, mask: as load_sinks takes them, of each query or of all
+    """
+    zeros = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        return zeros + load_sinks(sinks_ptr, head, mask), zeros + 1.0
+    else:
+        return zeros + UNSEEN, zeros
 
 
 @triton.jit

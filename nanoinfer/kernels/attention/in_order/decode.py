@@ -8,13 +8,25 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.attention.decode_plan import DecodePlan, Programs
-from nanoinfer.kernels.attention.in_order.chunk import CHUNK, UNSEEN, attend_to_chunk, join, result, tile_of
+from nanoinfer.kernels.attention.in_order.chunk import (
+    CHUNK,
+    UNSEEN,
+    attend_to_chunk,
+    before_keys,
+    join,
+    result,
+    tile_of,
+)
 from nanoinfer.kernels.attention.scores import in_log2
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 
 COMBINED_AT_ONCE = tl.constexpr(4)  # chunks' results that a program loads at once
-DECODE_PROGRAMS = Programs(tile=CHUNK, stages=5, warps=4, per_multiprocessor=2)
+
+
+def decode_programs(head_dim: int) -> Programs:
+    """Return how decode_in_order runs; for the results of large heads four warps would lack registers."""
+    return Programs(tile=CHUNK, stages=5, warps=8 if head_dim > 256 else 4, per_multiprocessor=2)
 
 
 def decode_in_order(
@@ -28,10 +40,11 @@ def decode_in_order(
     plan: DecodePlan,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend as paged_decode_reference does, with the plan's window, in one launch.
 
-    plan: from plan_decode of the same context_lens, for DECODE_PROGRAMS
+    plan: from plan_decode of the same context_lens, for decode_programs
     """
     rows, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -56,6 +69,7 @@ def decode_in_order(
         sums,
         out,
         kv_scales,
+        sinks,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -68,6 +82,7 @@ def decode_in_order(
         BLOCK_SIZE=block_size,
         WINDOW=plan.window or 0,
         CAP=cap,
+        SINKS=sinks is not None,
         IN_FP8=k_cache.dtype == FP8,
         CHUNK=CHUNK,
         TILE=tile_of(k_cache),
@@ -95,6 +110,7 @@ def _decode_kernel(
     sums_ptr,
     out_ptr,
     kv_scales_ptr,
+    sinks_ptr,
     factor,
     q_stride,
     table_stride,
@@ -107,6 +123,7 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     IN_FP8: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
@@ -143,8 +160,7 @@ def _decode_kernel(
         first_worker = row_begin // share
         place = (kv_head * places + (row if BY_ROW else first_worker)) * most_chunks
 
-        top = tl.full([BLOCK_G], UNSEEN, tl.float32)
-        total = tl.zeros([BLOCK_G], tl.float32)
+        top, total = before_keys(sinks_ptr, head, g < GROUP, SINKS, BLOCK_G)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         for own in range(chunk, end_chunk):
             begin = (skipped + own) * CHUNK
@@ -186,7 +202,10 @@ def _decode_kernel(
             arrival = arrivals_ptr + row * KV_HEADS + kv_head
             if tl.atomic_add(arrival, 1, sem="acq_rel") == num_workers - 1:
                 tl.store(arrival, 0)
-                acc, total = _join_all(partial_ptr, sums_ptr, place, row_chunks, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D)
+                top, total = before_keys(sinks_ptr, head, g < GROUP, SINKS, BLOCK_G)
+                acc, total = _join_all(
+                    top, total, partial_ptr, sums_ptr, place, row_chunks, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D
+                )
                 tl.store(target, result(acc * v_scale, total).to(out_ptr.dtype.element_ty), mask=mask)
         left -= end_chunk - chunk
         chunk = 0
@@ -195,6 +214,8 @@ def _decode_kernel(
 
 @triton.jit
 def _join_all(
+    top,
+    total,
     partial_ptr,
     sums_ptr,
     place,
@@ -204,10 +225,8 @@ def _join_all(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Put the results of a row's chunks together, from `place` on."""
+    """Put the results of a row's chunks together, from `place` on. top, total: from `before_keys`"""
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    top = tl.full([BLOCK_G], UNSEEN, tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(0, num_chunks, COMBINED_AT_ONCE):
         for offset in tl.static_range(COMBINED_AT_ONCE):

@@ -7,11 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.attention.in_order.chunk import CHUNK, UNSEEN, attend_to_chunk, join, result, tile_of
+from nanoinfer.kernels.attention.in_order.chunk import CHUNK, attend_to_chunk, before_keys, join, result, tile_of
 from nanoinfer.kernels.attention.scores import in_log2
 from nanoinfer.kernels.fp8 import FP8
-
-QUERIES = 64  # of a program
 
 
 def prefill_in_order(
@@ -26,13 +24,15 @@ def prefill_in_order(
     window: int | None = None,
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend as paged_prefill_triton does."""
     tokens, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     factor, cap = in_log2(scale, softcap)
-    _prefill_kernel[(heads, triton.cdiv(max_query_len, QUERIES), len(context_lens))](
+    queries, warps = (32, 8) if head_dim > 256 else (64, 4)  # of a program: as many as its registers have room for
+    _prefill_kernel[(heads, triton.cdiv(max_query_len, queries), len(context_lens))](
         q,
         k_cache,
         v_cache,
@@ -41,6 +41,7 @@ def prefill_in_order(
         context_lens,
         out,
         kv_scales,
+        sinks,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -50,12 +51,13 @@ def prefill_in_order(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAP=cap,
+        SINKS=sinks is not None,
         IN_FP8=k_cache.dtype == FP8,
         CHUNK=CHUNK,
         TILE=tile_of(k_cache),
-        BLOCK_M=QUERIES,
+        BLOCK_M=queries,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=4,
+        num_warps=warps,
         num_stages=3,
         enable_fp_fusion=False,
     )
@@ -72,6 +74,7 @@ def _prefill_kernel(
     context_lens_ptr,
     out_ptr,
     kv_scales_ptr,
+    sinks_ptr,
     factor,
     q_stride,
     table_stride,
@@ -81,6 +84,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     IN_FP8: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
@@ -104,8 +108,7 @@ def _prefill_kernel(
         end = tl.minimum(context_len, first_position + BLOCK_M)
         if IN_FP8:
             factor *= tl.load(kv_scales_ptr)
-        top = tl.full([BLOCK_M], UNSEEN, tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        top, total = before_keys(sinks_ptr, head, True, SINKS, BLOCK_M)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for chunk in range(first_key // CHUNK * CHUNK, end, CHUNK):
             more = attend_to_chunk(

@@ -1,0 +1,103 @@
+"""Inputs of each layer beside the residual stream, from embeddings of its own (Gemma 3n and 4, Gemma Team, 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.attention.context import Context
+from nanoinfer.kernels.linear.activation import Activation, gate_mul
+from nanoinfer.kernels.norm.rms_norm import rms_norm
+from nanoinfer.layers.embedding import VocabParallelEmbedding
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side
+from nanoinfer.layers.norm import Joint, RMSNorm
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.fp8_format import Fp8Format
+from nanoinfer.weights.matrix import make_matrix
+from nanoinfer.weights.shards import Section
+
+
+@dataclass(frozen=True)
+class LayerInputSizes:
+    """The sizes of the inputs, and the names that a checkpoint gives to what makes them and what uses them.
+
+    size: numbers that a layer gets for a token
+    embedding, projection, norm: of the whole model; gate, output, post_norm: of a layer, without its prefix
+    """
+
+    size: int
+    embedding: str
+    projection: str
+    norm: str
+    gate: str
+    output: str
+    post_norm: str
+
+
+class LayerInputs(nn.Module):
+    """Makes the inputs of all layers at once, from an embedding of their own and a projection of the usual one.
+
+    token id --> embedding of all layers * sqrt(size) ---+
+                                                         +--> * sqrt(1/2) --> [tokens, layers, size]
+    usual embedding --> projection --> norm by layer ----'
+    """
+
+    def __init__(
+        self,
+        sizes: LayerInputSizes,
+        num_layers: int,
+        vocab_size: int,
+        hidden_size: int,
+        eps: float,
+        tp: TensorParallel,
+        fp8: Fp8Format | None,
+    ) -> None:
+        """fp8: as for ColumnParallelLinear"""
+        super().__init__()
+        self.tp, self.size = tp, sizes.size
+        total = num_layers * sizes.size
+        self.embedding = VocabParallelEmbedding(sizes.embedding, vocab_size, total, tp)
+        section = Section(sizes.projection, total, (total, hidden_size), 0)
+        self.projection = make_matrix([section], hidden_size, False, fp8)
+        # The model divides what it normalises by sqrt(hidden_size). The norm undoes that, but for a larger eps.
+        self.norm = RMSNorm(sizes.norm, sizes.size, eps * hidden_size)
+
+    def forward(self, token_ids: Tensor, x: Tensor) -> Tensor:
+        """Return the inputs, [tokens, layers, size]; every rank computes all.
+
+        token_ids: [tokens] int32; x: [tokens, hidden_size], their usual embeddings, scaled, whole on every rank
+        """
+        own = self.tp.all_reduce(self.embedding(token_ids)).unflatten(1, (-1, self.size)) * self.size**0.5
+        projected = self.projection.product(x).view(-1, self.size)
+        return (rms_norm(projected, self.norm.norm).view(own.shape) + own) * 0.5**0.5
+
+
+class LayerInputBranch(nn.Module):
+    """A layer's last branch: the stream gates the layer's input, activation(gate) * input, and projects it back."""
+
+    def __init__(
+        self,
+        prefix: str,
+        layer: int,
+        sizes: LayerInputSizes,
+        hidden_size: int,
+        activation: Activation,
+        tp: TensorParallel,
+        fp8: Fp8Format | None,
+    ) -> None:
+        """prefix: the layer's, with a dot; layer: its number"""
+        super().__init__()
+        self.layer, self.activation = layer, activation
+        share = sizes.size // tp.size
+        self.share = slice(tp.rank * share, (tp.rank + 1) * share)
+        self.gate = ColumnParallelLinear(side_by_side((prefix + sizes.gate,), (sizes.size,)), hidden_size, tp, fp8=fp8)
+        self.output = RowParallelLinear(prefix + sizes.output, sizes.size, hidden_size, tp, fp8=fp8)
+
+    def forward(self, x: Tensor, residual: Tensor, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
+        """Return the branch's result, and the residual stream; the next joint adds the two."""
+        assert context.layer_inputs is not None
+        gate, residual = self.gate(x, residual, joint)
+        inputs = context.layer_inputs[:, self.layer, self.share]
+        return self.output(gate_mul(torch.cat([gate, inputs], dim=-1), self.activation)), residual

@@ -1,0 +1,1 @@
+"""Gemma: a file for its first three generations, and one for the fourth."""

@@ -1,0 +1,1 @@
+"""Families of experts whose routers correct the scores for the choice, after DeepSeek-V3 (DeepSeek-AI, 2024)."""

@@ -1,0 +1,59 @@
+"""GLM-4.5 to 4.7 (Z.ai, 2025): the first layers are dense, and the others have experts, one of them for all tokens.
+
+Solar Open has no dense layers. dots.llm1 has windows, and rotates whole heads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanoinfer.models.description import Description, Names
+from nanoinfer.models.experts import read_corrected_experts, sparse_from
+from nanoinfer.models.reading import describe_common, guessing_layers, read_windows, refuse_windows
+from nanoinfer.models.rope import read_rope, read_rotary_dim
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NAMES = Names(shared_experts=("mlp.shared_experts",))
+
+
+def describe(config: PretrainedConfig) -> Description:
+    """Describe a GLM-4.5 model: norms of each query and key head, if the config has them; half a head is rotated."""
+    refuse_windows(config)
+    rope = read_rope(config, read_rotary_dim(config))
+    return describe_common(
+        config,
+        names=NAMES,
+        ropes=(rope,) * config.num_hidden_layers,
+        qk_norm="head" if config.use_qk_norm else None,
+        qkv_bias=config.attention_bias,
+        experts=read_corrected_experts(config, sparse_from(config, "first_k_dense_replace")),
+        skipped=guessing_layers(config, config.num_mtp_layers),
+    )
+
+
+def describe_solar_open(config: PretrainedConfig) -> Description:
+    """Describe a Solar Open model (Upstage, 2025): experts in all layers, and no norms of queries and keys."""
+    refuse_windows(config)
+    rope = read_rope(config, read_rotary_dim(config))
+    return describe_common(
+        config,
+        names=NAMES,
+        ropes=(rope,) * config.num_hidden_layers,
+        qkv_bias=config.attention_bias,
+        experts=read_corrected_experts(config, (True,) * config.num_hidden_layers),
+    )
+
+
+def describe_dots1(config: PretrainedConfig) -> Description:
+    """Describe a dots.llm1 model (rednote-hilab, 2025): the layers that layer_types names have a window."""
+    return describe_common(
+        config,
+        names=NAMES,
+        windows=read_windows(config, config.sliding_window),
+        qk_norm="head",
+        qkv_bias=config.attention_bias,
+        o_bias=config.attention_bias,
+        experts=read_corrected_experts(config, sparse_from(config, "first_k_dense_replace")),
+    )
