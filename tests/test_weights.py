@@ -128,7 +128,7 @@ def breaking_off(tensors: Tensors, count: int, error: BaseException) -> Iterator
 
 
 def trained(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return a model's parameters, and those of its buffers that its checkpoints store, such as routers' corrections."""
+    """Return a model's parameters, and those of its buffers that checkpoints store, such as routers' corrections."""
     stored = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     return {**dict(model.named_parameters()), **buffers}
