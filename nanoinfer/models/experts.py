@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nanoinfer.checks import as_int
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.models.description import Experts
-from nanoinfer.models.settings import of_layers, positive, size_of
+from nanoinfer.models.settings import count_of, of_layers, positive, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -96,9 +96,7 @@ def _read_groups(config: PretrainedConfig, count: int, routing: Routing) -> Rout
 
 def sparse_from(config: PretrainedConfig, name: str) -> tuple[bool, ...]:
     """Return which layers have experts: all but the first, as many as the setting says."""
-    dense = as_int(getattr(config, name))
-    if dense is None or dense < 0:
-        raise ValueError(f"model: {name}={getattr(config, name)!r} in its config: must be an integer of at least 0")
+    dense = count_of(config, name)
     return tuple(layer >= dense for layer in range(config.num_hidden_layers))
 
 
