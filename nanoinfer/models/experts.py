@@ -74,8 +74,8 @@ def read_corrected_experts(
 
 
 def _read_groups(config: PretrainedConfig, count: int, routing: Routing) -> Routing:
-    """Read n_group and topk_group, if the config has them."""
-    if not hasattr(config, "n_group"):
+    """Read n_group and topk_group, if the class of configs has them."""
+    if not hasattr(type(config), "n_group"):  # a config.json may have it nevertheless
         return routing
     groups, used = size_of(config, "n_group"), size_of(config, "topk_group")
     if used > groups:
