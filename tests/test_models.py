@@ -329,6 +329,8 @@ def test_the_different_layers_run_alone(
         ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 9}}, "must be less than high_freq_factor=4.0"),
         ("llama", {"rope_parameters": {**YARN, "factor": 0}}, "factor=0 .*must be a number above 0"),
         ("llama", {"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta=1 .*must be above 1"),
+        ("llama", {"rope_parameters": {**YARN, "attention_factor": "x"}}, "attention_factor='x' .*a number above 0"),
+        ("llama yarn", {"rope_parameters": {**YARN, "mscale": "x", "mscale_all_dim": 1.0}}, "mscale='x' .*above 0"),
         ("llama", {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 .*not sup"),
         ("phi3 longrope", {"original_max_position_embeddings": 1}, "original_max_position_embeddings=1 .*above 1"),
         ("phi3 longrope", {"rope_parameters": {**LONGROPE, "long_factor": [0.0] * 8}}, "long_factor=0.0 .*above 0"),
