@@ -441,7 +441,7 @@ def open_engine(stage: Arena, rng: random.Random, monkeypatch: pytest.MonkeyPatc
 
 
 def assert_nothing_is_held(llm: LLM) -> None:
-    """No request leaves a block behind, nor a place in a queue."""
+    """No request leaves a block behind, nor a slot, nor a place in a queue."""
     scheduler, manager = llm.engine.scheduler, llm.engine.scheduler.block_manager
     assert not llm.has_unfinished_requests()
     assert scheduler.is_finished
@@ -449,6 +449,9 @@ def assert_nothing_is_held(llm: LLM) -> None:
     assert not scheduler.full
     assert manager.num_free == len(manager.blocks)
     assert all(block.ref_count == 0 for block in manager.blocks)
+    if (states := manager.states) is not None:
+        snapshots = [node.snapshot for node in states._snapshots]
+        assert sorted([*states._free, *states._late, *snapshots]) == list(range(states.num_slots))
 
 
 def assert_nothing_is_left(llm: LLM) -> None:

@@ -27,14 +27,9 @@ from nanoinfer.kernels.attention.output_gate import gate_heads_reference, gate_h
 from nanoinfer.kernels.attention.paged_decode import paged_decode_reference, paged_decode_triton
 from nanoinfer.kernels.attention.paged_prefill import paged_prefill_reference, paged_prefill_triton
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
-from nanoinfer.kernels.attention.qkv import (
-    Parts,
-    norm_rotate_store_reference,
-    norm_rotate_store_triton,
-    sum_squares_reference,
-    sum_squares_triton,
-)
+from nanoinfer.kernels.attention.qkv import Parts, norm_rotate_store_reference, norm_rotate_store_triton
 from nanoinfer.kernels.attention.scores import in_log2, scores_in_log2
+from nanoinfer.kernels.attention.sum_squares import sum_squares_reference, sum_squares_triton
 from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU, gate_mul_reference, gate_mul_triton
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear

@@ -169,7 +169,7 @@ def test_on_the_cpu_what_is_used_is_the_model() -> None:
     """Its parameters, of which it packs some, and its table of cosines. Beside these, the cache may have 4 GiB."""
     with LLM(BUNDLED_MODEL, device="cpu") as llm:
         plan = llm.memory
-        table = llm.config.max_model_len * llm.config.description.head_dim * 4
+        table = llm.config.max_model_len * llm.config.description.largest_head * 4
     stored = sum(tensor.numel() for tensor in load_file(f"{BUNDLED_MODEL}/model.safetensors").values())
     assert plan.used == 4 * stored + table < plan.total
     assert plan.limit - plan.used == CPU_BUDGET

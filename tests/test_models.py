@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -328,6 +329,8 @@ def test_the_different_layers_run_alone(
         ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 9}}, "must be less than high_freq_factor=4.0"),
         ("llama", {"rope_parameters": {**YARN, "factor": 0}}, "factor=0 .*must be a number above 0"),
         ("llama", {"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta=1 .*must be above 1"),
+        ("llama", {"rope_parameters": {**YARN, "attention_factor": "x"}}, "attention_factor='x' .*a number above 0"),
+        ("llama yarn", {"rope_parameters": {**YARN, "mscale": "x", "mscale_all_dim": 1.0}}, "mscale='x' .*above 0"),
         ("llama", {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 .*not sup"),
         ("phi3 longrope", {"original_max_position_embeddings": 1}, "original_max_position_embeddings=1 .*above 1"),
         ("phi3 longrope", {"rope_parameters": {**LONGROPE, "long_factor": [0.0] * 8}}, "long_factor=0.0 .*above 0"),
@@ -363,6 +366,8 @@ def test_the_different_layers_run_alone(
         ("mellum", {"rope_parameters": {"full_attention": HALF}}, "partial_rotary_factor=0.5 .*not supported"),
         ("granitemoe", {"num_local_experts": 0}, "num_local_experts=0 .*must be an integer of at least 1"),
         ("granitemoe", {"attention_multiplier": 0}, "attention_multiplier=0 .*must be a number above 0"),
+        ("granitemoe", {"embedding_multiplier": None}, "embedding_multiplier=None .*must be a number above 0"),
+        ("graniteswa", {"residual_multiplier": math.nan}, "residual_multiplier=nan .*must be a number above 0"),
         ("gptoss", {"swiglu_limit": 0.0}, "swiglu_limit=0.0 .*must be a number above 0"),
         ("gptoss", {"swiglu_alpha": -1.7}, "swiglu_alpha=-1.7 .*must be a number above 0"),
         ("gptoss", {"hidden_act": "relu"}, "hidden_act='relu' .*not supported"),
@@ -387,6 +392,7 @@ def test_the_different_layers_run_alone(
         ("lfm2", {"block_multiple_of": 0}, "block_multiple_of=0 .*must be an integer of at least 1"),
         ("lfm2", {"block_ffn_dim_multiplier": -1.0}, "block_ffn_dim_multiplier=-1.0 .*must be a number above 0"),
         ("glm4moe", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1 .*must be an integer of at least 0"),
+        ("glm4moe", {"num_nextn_predict_layers": "x"}, "num_nextn_predict_layers='x' .*integer of at least 0"),
         ("glm4moe", {"n_shared_experts": 0}, "n_shared_experts=0 .*must be an integer of at least 1"),
         ("glm4moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor=0.0 .*must be a number above 0"),
         ("glm4moe", {"topk_group": 2}, "topk_group=2 .*must be at most n_group=1"),
@@ -398,6 +404,7 @@ def test_the_different_layers_run_alone(
         ("ernie4.5moe", {"use_bias": True}, "use_bias=True .*not supported"),
         ("ernie4.5moe", {"moe_norm_min": 0.0}, "moe_norm_min=0.0 .*must be a number above 0"),
         ("ernie4.5moe", {"moe_layer_interval": 0}, "moe_layer_interval=0 .*must be an integer of at least 1"),
+        ("ernie4.5moe", {"moe_layer_end_index": None}, "moe_layer_end_index=None .*must be an integer of at least 0"),
         ("lfm2moe", {"layer_types": None}, "layer_types .*has 0 entries: .*num_hidden_layers=4"),
         ("lfm2moe", {"num_dense_layers": -2}, "num_dense_layers=-2 .*must be an integer of at least 0"),
         ("afmoe", {"attention_bias": True}, "attention_bias=True .*not supported"),

@@ -6,16 +6,22 @@ test_models.py compares them with transformers, test_fuzz.py plays with them, te
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 from cases import CASES, VOCAB, build
-from conftest import greedy
+from conftest import alike, greedy
 from safetensors.torch import load_file
 
 from nanoinfer import LLM, BeamSearchParams, SamplingParams
+from nanoinfer.engine.block_manager import BlockManager
+from nanoinfer.engine.prefixes import state_slots
+from nanoinfer.engine.sequence import Sequence
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 64, "max_model_len": 320}
 NAMES = ["qwen3.5", pytest.param("lfm2", marks=pytest.mark.whole)]
@@ -174,6 +180,58 @@ class TestSamples:
         (wanted,) = make_llm(folder, **OPTIONS).generate([PROMPTS[0]], params, use_tqdm=False)
         assert [sample.token_ids for sample in output.samples] == [sample.token_ids for sample in wanted.samples]
         assert llm.stats().num_prefill_tokens < 2 * len(PROMPTS[0])
+
+
+class Interrupt:
+    """A trace function that raises KeyboardInterrupt at one of the lines that StateSlots executes."""
+
+    def __init__(self, line: int) -> None:
+        self.lines_left = line
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Interrupt | None:
+        if event == "call" and frame.f_code.co_filename != state_slots.__file__:
+            return None
+        if event == "line":
+            self.lines_left -= 1
+            if not self.lines_left:
+                raise KeyboardInterrupt
+        return self
+
+
+def test_an_interrupt_at_any_line_loses_no_slot() -> None:
+    """Prompts come and go, and their snapshots push each other out. Then all slots can be had again, once each."""
+
+    def sequence(*prompt: int) -> Sequence:
+        return Sequence(list(prompt), SamplingParams(max_tokens=9), seed=0, max_model_len=20)
+
+    def begin(manager: BlockManager, seq: Sequence) -> None:
+        manager.begin_step()
+        assert manager.allocate(seq, len(seq)) is not None
+        manager.plan(seq, seq.num_nodes * 4, len(seq))
+
+    for line in count(1):
+        manager = BlockManager(30, alike(4), num_slots=3)
+        sys.settrace(interrupt := Interrupt(line))
+        try:
+            for seq in (sequence(first, *range(8)) for first in (1, 2, 1, 3)):
+                manager.expect(seq)
+                begin(manager, seq)
+                manager.fork(seq, other := sequence(0))
+                manager.free(seq)
+                manager.free(other)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        manager.free_all()
+        seqs = [sequence(5) for _ in range(3)]  # too short for a snapshot
+        for seq in seqs:
+            begin(manager, seq)
+        assert sorted(seq.slot for seq in seqs) == [0, 1, 2], f"interrupted at line {line}"
+        assert not manager.can_fork(seqs[0]), f"interrupted at line {line}"
+        if interrupt.lines_left > 0:
+            break
+    assert line > 100
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])

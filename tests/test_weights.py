@@ -127,6 +127,13 @@ def breaking_off(tensors: Tensors, count: int, error: BaseException) -> Iterator
     raise error
 
 
+def trained(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return a model's parameters, and those of its buffers that checkpoints store, such as routers' corrections."""
+    stored = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    return {**dict(model.named_parameters()), **buffers}
+
+
 class TestAnUpdatedLLMEqualsAFreshOne:
     @pytest.mark.parametrize("name", [*OF_KINDS, *whole_only(name for name in LAST_OF_CLASSES if name not in OF_KINDS)])
     def test_of_every_class(
@@ -138,7 +145,7 @@ class TestAnUpdatedLLMEqualsAFreshOne:
         llm = make_llm(old, **options)
         before = results(llm)
         expected = results(make_llm(new, **options))
-        assert llm.update_weights(model.named_parameters()) == llm.weights_version == 1
+        assert llm.update_weights(trained(model)) == llm.weights_version == 1
         assert results(llm) == expected != before
         assert llm.load_weights(old) == 2
         assert results(llm) == before
@@ -263,11 +270,11 @@ class TestOnAGPU:
         llm = make_llm(old, **options)
         before = results(llm)
         expected = results(make_llm(new, **options))
-        llm.update_weights((name, weight.cuda()) for name, weight in model.named_parameters())
+        llm.update_weights((name, weight.cuda()) for name, weight in trained(model).items())
         assert results(llm) == expected != before
         llm.load_weights(old)
         assert results(llm) == before
-        llm.update_weights(model.named_parameters())
+        llm.update_weights(trained(model))
         assert results(llm) == expected
 
     @pytest.mark.multi_gpu
@@ -279,7 +286,7 @@ class TestOnAGPU:
         options = {**GPU_OPTIONS, "dtype": "bfloat16", "tensor_parallel_size": 2}
         llm = make_llm(old, **options)
         before = results(llm)
-        llm.update_weights((name, weight.cuda()) for name, weight in model.named_parameters())
+        llm.update_weights((name, weight.cuda()) for name, weight in trained(model).items())
         after = results(llm)
         llm.load_weights(old)
         assert results(llm) == before

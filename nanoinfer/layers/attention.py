@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, Scoring
-from nanoinfer.kernels.attention.qkv import Parts, norm_rotate_store, sum_squares
+from nanoinfer.kernels.attention.qkv import Parts, norm_rotate_store
+from nanoinfer.kernels.attention.sum_squares import sum_squares
 from nanoinfer.layers.linear import gather
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding

@@ -69,9 +69,9 @@ class LayerInputs(nn.Module):
 
         token_ids: [tokens] int32; x: [tokens, hidden_size], their usual embeddings, scaled, whole on every rank
         """
-        own = self.tp.all_reduce(self.embedding(token_ids)).unflatten(1, (-1, self.size)) * self.size**0.5
+        own = self.tp.all_reduce(self.embedding(token_ids)).unflatten(1, (-1, self.size)).mul_(self.size**0.5)
         projected = self.projection.product(x).view(-1, self.size)
-        return (rms_norm(projected, self.norm.norm).view(own.shape) + own) * 0.5**0.5
+        return rms_norm(projected, self.norm.norm).view(own.shape).add_(own).mul_(0.5**0.5)
 
 
 class LayerInputBranch(nn.Module):

@@ -90,7 +90,7 @@ def _make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
     return ExpertsBesideMLP(prefix, experts.beside, MLP(model, layer, tp), made, model.norm_eps, tp)
 
 
-def _make_last(model: Description, layer: int, tp: TensorParallel) -> LayerInputBranch | None:
+def _make_input_branch(model: Description, layer: int, tp: TensorParallel) -> LayerInputBranch | None:
     if model.layer_inputs is None:
         return None
     how = model.layer_inputs, model.hidden_size, model.activation, tp, model.fp8
@@ -124,13 +124,13 @@ class DecoderLayer(nn.Module):
         mixer: Mixer,
         mlp_joint: Joint,
         mlp: AnyMLP,
-        last: tuple[Joint, LayerInputBranch] | None,
+        input_branch: tuple[Joint, LayerInputBranch] | None,
     ) -> None:
-        """last: the branch behind the MLP, if the model's layers have one, and the joint before it"""
+        """input_branch: the branch behind the MLP, if the model's layers have one, and the joint before it"""
         super().__init__()
         self.mixer_joint, self.mixer = mixer_joint, mixer
         self.mlp_joint, self.mlp = mlp_joint, mlp
-        self.last = None if last is None else nn.ModuleList(last)
+        self.input_branch = None if input_branch is None else nn.ModuleList(input_branch)
 
     def forward(self, x: Tensor, residual: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
         """Run the branches; returns the last one's result, not yet added, and the residual stream.
@@ -141,9 +141,9 @@ class DecoderLayer(nn.Module):
         """
         x, residual = self.mixer(x, residual, self.mixer_joint, context)
         x, residual = self.mlp(x, residual, self.mlp_joint)
-        if self.last is None:
+        if self.input_branch is None:
             return x, residual
-        joint, branch = self.last
+        joint, branch = self.input_branch
         return branch(x, residual, joint, context)
 
 
@@ -178,9 +178,9 @@ class Decoder(CausalLM):
             rotary = None if rope is None else rotaries[rope]
             mixer = make_mixer(model, layer, rotary, scales, backend, tp)
             mlp = _make_mlp(model, layer, tp)
-            last = _make_last(model, layer, tp)
+            branch = _make_input_branch(model, layer, tp)
             of_branches = next(joints), mixer, next(joints), mlp
-            self.layers.append(DecoderLayer(*of_branches, None if last is None else (next(joints), last)))
+            self.layers.append(DecoderLayer(*of_branches, None if branch is None else (next(joints), branch)))
         self.joint = next(joints)
         self.lm_head = self.embedding
         if not model.tied or head_dtype != self.embedding.weight.dtype:

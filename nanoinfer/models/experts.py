@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nanoinfer.checks import as_int
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.models.description import Experts
-from nanoinfer.models.settings import of_layers, positive, size_of
+from nanoinfer.models.settings import count_of, of_layers, positive, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -74,8 +74,8 @@ def read_corrected_experts(
 
 
 def _read_groups(config: PretrainedConfig, count: int, routing: Routing) -> Routing:
-    """Read n_group and topk_group, if the config has them."""
-    if not hasattr(config, "n_group"):
+    """Read n_group and topk_group, if the class of configs has them."""
+    if not hasattr(type(config), "n_group"):  # a config.json may have it nevertheless
         return routing
     groups, used = size_of(config, "n_group"), size_of(config, "topk_group")
     if used > groups:
@@ -96,9 +96,7 @@ def _read_groups(config: PretrainedConfig, count: int, routing: Routing) -> Rout
 
 def sparse_from(config: PretrainedConfig, name: str) -> tuple[bool, ...]:
     """Return which layers have experts: all but the first, as many as the setting says."""
-    dense = as_int(getattr(config, name))
-    if dense is None or dense < 0:
-        raise ValueError(f"model: {name}={getattr(config, name)!r} in its config: must be an integer of at least 0")
+    dense = count_of(config, name)
     return tuple(layer >= dense for layer in range(config.num_hidden_layers))
 
 

@@ -171,13 +171,15 @@ def _yarn(config: PretrainedConfig, plain: Tensor, parameters: Parameters, trunc
 def _yarn_factor(factor: float, parameters: Parameters) -> float:
     given = parameters.get("attention_factor")
     if given is not None:
-        return float(given)
+        return float(positive("attention_factor", given))
     scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
 
     def of(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    return of(scale) / of(scale_all) if scale and scale_all else of(1)
+    if not scale or not scale_all:
+        return of(1)
+    return of(positive("mscale", scale)) / of(positive("mscale_all_dim", scale_all))
 
 
 def _longrope(config: PretrainedConfig, plain: Tensor, parameters: Parameters) -> Rope:

@@ -48,6 +48,15 @@ def size_of(config: PretrainedConfig, name: str) -> int:
     return number
 
 
+def count_of(config: PretrainedConfig, name: str) -> int:
+    """Return a setting; raises ValueError unless it is an integer of at least 0."""
+    count = getattr(config, name)
+    number = as_int(count)
+    if number is None or number < 0:
+        raise ValueError(f"model: {name}={count!r} in its config: must be an integer of at least 0")
+    return number
+
+
 def positive(name: str, value: Any) -> Any:
     """Return `value`; raises ValueError unless it is a finite number above 0. name: the setting in the config"""
     if as_number(value) is None or not 0 < value < math.inf:

@@ -138,6 +138,8 @@ CORRECTED = {
             "num_shared_experts": 2,
             "mup_enabled": True,
             "route_scale": 1.9,
+            "n_group": 2,  # the class has no groups, whatever a config says
+            "topk_group": 1,
             "rope_parameters": YARN,
         },
     ),

@@ -56,7 +56,8 @@ class StateSlots:
         self._sources.clear()
         self._stops.clear()
         self._waiting.clear()
-        self.drop_snapshots()
+        for node in list(self._snapshots):
+            self._take_from(node)  # even if an interrupt has left it without a slot
         self._free, self._late = list(range(self.num_slots)), []
 
     @property

@@ -75,9 +75,9 @@ def _describe(config: PretrainedConfig, window: int | None = None, **own: Any) -
         windows=read_windows(config, window),
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
-        embedding_scale=config.embedding_multiplier,
+        embedding_scale=positive("embedding_multiplier", config.embedding_multiplier),
         attention_scale=positive("attention_multiplier", config.attention_multiplier),
-        residual_scale=config.residual_multiplier,
+        residual_scale=positive("residual_multiplier", config.residual_multiplier),
         logit_scale=1 / positive("logits_scaling", config.logits_scaling),
         **own,
     )

@@ -9,7 +9,7 @@ from nanoinfer.models.description import Description, Experts, Names
 from nanoinfer.models.experts import read_experts
 from nanoinfer.models.reading import describe_common, refuse_windows
 from nanoinfer.models.rope import read_rope
-from nanoinfer.models.settings import head_dim_of, positive, refuse, size_of
+from nanoinfer.models.settings import count_of, head_dim_of, positive, refuse, size_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,7 +36,8 @@ def describe(config: PretrainedConfig) -> Description:
 
 
 def _read_experts(config: PretrainedConfig) -> Experts | None:
-    step, first, last = size_of(config, "moe_layer_interval"), config.moe_layer_start_index, config.moe_layer_end_index
+    step = size_of(config, "moe_layer_interval")
+    first, last = count_of(config, "moe_layer_start_index"), count_of(config, "moe_layer_end_index")
     layers = tuple((layer + 1) % step == 0 and first <= layer <= last for layer in range(config.num_hidden_layers))
     experts = read_experts(config, layers, "moe_intermediate_size", normalised=True, count_field="moe_num_experts")
     if experts is None:

@@ -11,6 +11,7 @@ from nanoinfer.models.description import Description, Names
 from nanoinfer.models.experts import read_corrected_experts, sparse_from
 from nanoinfer.models.reading import describe_common, guessing_layers, read_windows, refuse_windows
 from nanoinfer.models.rope import read_rope, read_rotary_dim
+from nanoinfer.models.settings import count_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,7 +30,7 @@ def describe(config: PretrainedConfig) -> Description:
         qk_norm="head" if config.use_qk_norm else None,
         qkv_bias=config.attention_bias,
         experts=read_corrected_experts(config, sparse_from(config, "first_k_dense_replace")),
-        skipped=guessing_layers(config, config.num_mtp_layers),
+        skipped=guessing_layers(config, config.num_mtp_layers and count_of(config, "num_nextn_predict_layers")),
     )
 
 
