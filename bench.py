@@ -122,10 +122,10 @@ def multiplies_fp8(config: Config) -> bool:
 
 def limits_of(llm: LLM) -> Limits:
     """Return what one engine holds and does at once."""
-    config, slots = llm.config, llm.memory.slots  # a row of a model with states has a slot for them
+    config = llm.config
     assert config.num_kvcache_blocks is not None
     return Limits(
-        rows=min(config.max_num_seqs, slots) if slots else config.max_num_seqs,
+        rows=llm.memory.rows,
         tokens=config.max_num_batched_tokens,
         blocks=config.cache_layout.pool_of(config.num_kvcache_blocks),
         groups=config.cache_layout.groups,

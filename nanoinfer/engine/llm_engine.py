@@ -42,7 +42,7 @@ class LLMEngine:
         self.ranks = Ranks(config, workers)
         self.scheduler = Scheduler(
             BlockManager(self.memory.blocks, config.cache_layout, self.memory.slots, self._make_tier()),
-            config.max_num_seqs,
+            self.memory.rows,
             config.max_num_batched_tokens,
             config.description.long_from,
         )

@@ -41,6 +41,7 @@ class MemoryPlan:
     steps: the largest step takes this much while it runs; on the CPU 0, because it is not measured there
     graphs: the CUDA graphs keep about this much
     states: the states of layers whose memory of the past has a fixed size take this much
+    rows: at most so many sequences run at once: max_num_seqs, or fewer, for whose states there is memory
     slots: so many sequences and snapshots can have states
     block_bytes: one block of the KV cache takes this much
     blocks: the KV cache has this many blocks
@@ -58,6 +59,7 @@ class MemoryPlan:
     steps: int
     graphs: int
     states: int
+    rows: int
     slots: int
     block_bytes: int
     blocks: int
@@ -168,7 +170,10 @@ def plan_memory(
         used = total - torch.cuda.mem_get_info(device)[0]
     layout = spec.layout
     budget = tp.min(limit - used - steps - graphs, device)
-    slots = _slots_that_fit(config, spec, state_spec.slot_bytes, budget) if layout.states else 0
+    rows, slots = config.max_num_seqs, 0
+    if layout.states:
+        rows = _rows_that_fit(config, spec, state_spec.slot_bytes, budget)
+        slots = math.ceil(SLOTS_OF_A_ROW * rows)
     states = slots * state_spec.slot_bytes
     asked = config.num_kvcache_blocks
     blocks = _blocks_that_fit(config, spec, budget - states) if asked is None else layout.pool_of(asked)
@@ -180,6 +185,7 @@ def plan_memory(
         steps=steps,
         graphs=graphs,
         states=states,
+        rows=rows,
         slots=slots,
         block_bytes=spec.block_bytes,
         blocks=blocks,
@@ -213,12 +219,11 @@ def _why(config: Config, plan: MemoryPlan) -> str:
     return f"the KV cache holds no longer sequence: {what_makes_room(config)}"
 
 
-def _slots_that_fit(config: Config, spec: KVCacheSpec, slot_bytes: int, budget: int) -> int:
-    """Return how many sequences and snapshots are to have states, so that the blocks beside them are enough for all."""
+def _rows_that_fit(config: Config, spec: KVCacheSpec, slot_bytes: int, budget: int) -> int:
+    """Return how many sequences can run at once, so that states and the blocks beside them are enough for all."""
     tokens = min(config.max_model_len, MEAN_TOKENS)
     row_bytes = SLOTS_OF_A_ROW * slot_bytes + spec.layout.blocks_of(tokens) * spec.block_bytes
-    rows = min(config.max_num_seqs, max(1, int(budget / row_bytes)))
-    return math.ceil(SLOTS_OF_A_ROW * rows)
+    return min(config.max_num_seqs, max(1, int(budget / row_bytes)))
 
 
 def _blocks_that_fit(config: Config, spec: KVCacheSpec, budget: int) -> int:
