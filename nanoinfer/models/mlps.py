@@ -1,0 +1,83 @@
+"""MLPs: what computes on each token by itself: a gated MLP, experts, or both."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts, Router, RouterTensors, SharedExpert
+from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
+from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
+from nanoinfer.layers.norm import Joint
+from nanoinfer.models.description import Description, Experts
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.weights.matrix import make_experts
+from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare
+
+AnyMLP: TypeAlias = "MLP | MixtureOfExperts | ExpertsBesideMLP"
+
+
+class MLP(nn.Module):
+    """The gated MLP (Shazeer, 2020): computes activation(gate) * up and projects back."""
+
+    def __init__(self, model: Description, layer: int, tp: TensorParallel) -> None:
+        super().__init__()
+        prefix = f"model.layers.{layer}."
+        size = model.mlp_sizes[layer]
+        gate_up = side_by_side(tuple(prefix + name for name in model.names.gate_up), (size, size))
+        self.gate_up_proj = ColumnParallelLinear(gate_up, model.hidden_size, tp, model.mlp_bias, model.fp8)
+        self.activation = model.activation
+        down = prefix + model.names.down
+        self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.fp8)
+
+    def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
+        """Return the branch's result, and the residual stream; the next joint adds the two."""
+        later = self.down_proj.can_apply_activation(x.shape[-2])
+        gated, residual = self.gate_up_proj(x, residual, joint, None if later else self.activation)
+        return self.down_proj(gated, self.activation if later else None), residual
+
+
+def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
+    """Make the layer's MLP, or the experts that it has instead, or both."""
+    experts = model.experts
+    if experts is None or not experts.layers[layer]:
+        return MLP(model, layer, tp)
+    names, prefix = model.names, f"model.layers.{layer}."
+    share = experts.size // tp.size
+    sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, tp.rank * share, share)
+    stacks = tuple((prefix + gate_up, prefix + down) for gate_up, down in names.expert_stacks)
+    tensors = ExpertTensors(
+        prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, stacks, names.paired_experts
+    )
+    router = RouterTensors(
+        tuple(prefix + name for name in names.routers),
+        tuple(prefix + name for name in names.corrections) if experts.corrected else (),
+        names.correction_is_row,
+        tuple(prefix + name for name in names.expert_factors),
+        experts.float32_router,
+    )
+    outputs = _output_share(model, tp) if tp.splits_outputs else None
+    made = MixtureOfExperts(
+        Router(router, model.hidden_size, experts.count, experts.routing, experts.biases),
+        make_experts(tensors, sizes, model.fp8, outputs, experts.biases),
+        None if experts.shared_size is None else _make_shared(model, prefix, experts, experts.shared_size, tp),
+        model.activation,
+    )
+    if experts.beside is None:
+        return made
+    return ExpertsBesideMLP(prefix, experts.beside, MLP(model, layer, tp), made, model.norm_eps, tp)
+
+
+def _make_shared(
+    model: Description, prefix: str, experts: Experts, size: int, tp: TensorParallel
+) -> SharedExpert | GatedSharedExpert:
+    modules = tuple(prefix + name for name in model.names.shared_experts)
+    shared = SharedExpert(modules, model.hidden_size, size, model.activation, tp, model.mlp_bias, model.fp8)
+    return GatedSharedExpert(shared, model.hidden_size) if experts.shared_gate else shared
+
+
+def _output_share(model: Description, tp: TensorParallel) -> OutputShare:
+    share = model.hidden_size // tp.size
+    return OutputShare(range(tp.rank * share, (tp.rank + 1) * share), partial(gather, tp=tp))
