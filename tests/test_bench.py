@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,11 +135,9 @@ def test_the_engine_tells_its_observer_what_each_step_found(tiny: LLM) -> None:
     assert times[-1] <= repeat.start + repeat.seconds
 
 
-def test_rows_that_keep_states_are_no_more_than_their_slots(tiny: LLM) -> None:
-    config = copy(tiny.config)
-    config.max_num_seqs = 8
-    for slots, rows in ((0, 8), (3, 3), (10, 8)):
-        llm = SimpleNamespace(config=config, memory=replace(tiny.memory, slots=slots))
+def test_there_are_as_many_rows_as_the_plan_of_the_memory_says(tiny: LLM) -> None:
+    for rows in (3, 8):
+        llm = SimpleNamespace(config=tiny.config, memory=replace(tiny.memory, rows=rows))
         assert bench.limits_of(llm).rows == rows
 
 

@@ -22,6 +22,7 @@ from nanoinfer import LLM, BeamSearchParams, SamplingParams
 from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.prefixes import state_slots
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.engine.step_result import StepResult
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 64, "max_model_len": 320}
 NAMES = ["qwen3.5", pytest.param("lfm2", marks=pytest.mark.whole)]
@@ -263,6 +264,29 @@ def test_the_plan_of_the_memory_tells_of_them(folder: str, make_llm: Callable[..
     llm = make_llm(folder, **OPTIONS, max_num_seqs=6)
     assert llm.memory.slots == 8  # a quarter of them for snapshots
     assert "states in 8 slots " in str(llm.memory)
+
+
+def test_as_many_run_at_once_as_there_is_memory_for(
+    folder: str,
+    expected: dict[str, list[list[int]]],
+    make_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    roomy = make_llm(folder, **OPTIONS, max_num_seqs=6).memory
+    assert (roomy.rows, roomy.slots) == (6, 8)
+    row_bytes = 4 / 3 * roomy.states / roomy.slots + 5 * roomy.block_bytes  # five blocks hold 320 tokens
+    monkeypatch.setattr("nanoinfer.runner.memory.plan.CPU_BUDGET", int(3.5 * row_bytes))
+    llm = make_llm(folder, **OPTIONS, max_num_seqs=6)
+    assert (llm.memory.rows, llm.memory.slots) == (3, 4)
+    most = 0
+
+    def note(result: StepResult) -> None:
+        nonlocal most
+        most = max(most, result.num_running)
+
+    llm.engine.on_step = note
+    assert token_ids(llm) == expected["qwen3.5"]
+    assert most == 3
 
 
 @pytest.mark.parametrize(
