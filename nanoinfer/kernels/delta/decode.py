@@ -11,9 +11,8 @@ from nanoinfer.kernels.delta.convolution import convolve_past, convolve_rows_ref
 from nanoinfer.kernels.delta.terms import decay_of, gates, gates_of, length_factor, split_heads
 from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 
-NUMBERS = 8192  # of a matrix that a program has
+NUMBERS = 16384  # of a matrix that a program has: those of a head of 128 x 128
 FEW_NUMBERS = 4096  # where heads do not give each multiprocessor a program
-WARPS = 2  # always: with more, sums over a key have another order
 
 
 def delta_rows(
@@ -113,7 +112,7 @@ def delta_rows_triton(
         WIDTH=width,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
-        num_warps=WARPS,
+        num_warps=4,
         **early_launch(qkv),
     )
     return out
