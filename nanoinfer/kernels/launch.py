@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 MULTIPROCESSORS_WHEN_INTERPRETED = 4
+RESERVED_BYTES = 2048  # of a program's shared memory, for what is no tile
 
 _thread = threading.local()
 

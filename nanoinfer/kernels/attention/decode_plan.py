@@ -13,7 +13,13 @@ from torch import Tensor
 
 from nanoinfer.kernels.attention.prefix_plan import SharedPrefixes
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import (
+    RESERVED_BYTES,
+    early_launch,
+    num_multiprocessors,
+    shared_memory,
+    wait_for_predecessor,
+)
 
 MAX_TILE = 128  # keys
 TILE_BYTES = 32 << 10  # of keys in shared memory, and as many of values
@@ -128,11 +134,15 @@ def choose_programs(rows: int, k_cache: Tensor) -> Programs:
         many = Programs(math.gcd(block_size, 64), stages=5, warps=4, per_multiprocessor=4, registers=128)
         if many.per_multiprocessor * num_multiprocessors(k_cache.device) <= 2 * rows * kv_heads:
             return many
-    tile = min(MAX_TILE, TILE_BYTES // (block_d * k_cache.itemsize))
+    token_bytes = block_d * k_cache.itemsize  # of keys, and as many of values
+    if block_d > 256:  # four warps would lack registers for the results
+        large = math.gcd(block_size, 64)
+        if 2 * large * token_bytes + RESERVED_BYTES <= shared_memory(k_cache.device):
+            return Programs(large, stages=3, warps=8, per_multiprocessor=1)
+        return Programs(math.gcd(block_size, 16), stages=3, warps=8, per_multiprocessor=1)
+    tile = min(MAX_TILE, TILE_BYTES // token_bytes)
     tile = math.gcd(block_size, tile // 2 if few else tile)  # so that a tile lies in one block
-    is_large = block_d > 256  # four warps would lack registers for the results
-    how = {"warps": 8, "registers": 128} if is_large else {"warps": 4}
-    return Programs(tile, stages=5 if few else 3, per_multiprocessor=2, **how)
+    return Programs(tile, stages=5 if few else 3, warps=4, per_multiprocessor=2)
 
 
 @triton.jit(do_not_specialize=["rows", "num_arrivals"])

@@ -14,10 +14,9 @@ from torch import Tensor
 from nanoinfer.kernels.attention.fp8 import read
 from nanoinfer.kernels.attention.scores import explicit_attention, in_log2, load_sinks, scores_in_log2
 from nanoinfer.kernels.fp8 import FP8, as_bytes
-from nanoinfer.kernels.launch import shared_memory
+from nanoinfer.kernels.launch import RESERVED_BYTES, shared_memory
 
 MANY_QUERIES = 4096  # queries of one sequence; from here on larger tiles are faster
-RESERVED_BYTES = 4096  # of shared memory, for what is no tile
 QUERIES_AT_ONCE = 512  # the reference takes so many, where it computes a mask, so that this drops few scores
 
 
@@ -143,7 +142,7 @@ def paged_prefill_triton(
         return out
     factor, cap = in_log2(scale, softcap)
     tiles = choose_tiles(q, max_query_len)
-    grid = (heads, triton.cdiv(max_query_len, tiles.queries), len(context_lens))
+    grid = (heads * tiles.parts, triton.cdiv(max_query_len, tiles.queries), len(context_lens))
     _paged_prefill_kernel[grid](
         q,
         k_cache,
@@ -168,6 +167,7 @@ def paged_prefill_triton(
         BLOCK_M=tiles.queries,
         BLOCK_N=math.gcd(block_size, tiles.keys),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        PARTS=tiles.parts,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
@@ -175,12 +175,18 @@ def paged_prefill_triton(
 
 
 class Tiles(NamedTuple):
-    """The queries of a program, the keys that it reads at a time, its warps, and how many reads are on their way."""
+    """How the programs of a prefill run.
+
+    queries: of a program; keys: that it reads at a time; stages: how many reads are on their way
+    parts: how many programs share the numbers of a result, each with all scores: for more queries than the registers
+        of one program have results for
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    parts: int = 1
 
 
 def choose_tiles(q: Tensor, max_query_len: int) -> Tiles:
@@ -189,7 +195,9 @@ def choose_tiles(q: Tensor, max_query_len: int) -> Tiles:
     if head_dim > 256:  # so many numbers of the results that more queries, or fewer warps, lack registers
         if q.dtype == torch.float32:
             return Tiles(16, 16, 8, 2)
-        large = Tiles(64, 32, 8, 2)
+        halves, large = Tiles(128, 32, 8, 2, parts=2), Tiles(64, 32, 8, 2)
+        if max_query_len > 64 and fits(halves, q):
+            return halves
         return large if fits(large, q) else Tiles(64, 16, 8, 2)
     if head_dim > 128 or q.dtype == torch.float32:
         small, large, is_long = Tiles(64, 32, 4, 2), Tiles(128, 64, 8, 2), max_query_len > 64
@@ -204,8 +212,9 @@ def choose_tiles(q: Tensor, max_query_len: int) -> Tiles:
 
 def fits(tiles: Tiles, q: Tensor) -> bool:
     """Return whether a program has shared memory for its queries, and for two tiles of keys and two of values."""
-    in_shared_memory = (tiles.queries + 4 * tiles.keys) * triton.next_power_of_2(q.shape[2]) * q.itemsize
-    return in_shared_memory + RESERVED_BYTES <= shared_memory(q.device)
+    block_d = triton.next_power_of_2(q.shape[2])
+    numbers = (tiles.queries + 2 * tiles.keys) * block_d + 2 * tiles.keys * block_d // tiles.parts
+    return numbers * q.itemsize + RESERVED_BYTES <= shared_memory(q.device)
 
 
 @triton.jit
@@ -233,9 +242,10 @@ def _paged_prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     # The programs with the most keys come first. The heads that share a KV head run side by side.
-    head, tile, seq = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
+    head, tile, seq = tl.program_id(0) // PARTS, tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     begin = tl.load(cu_query_lens_ptr + seq)
     query_len = tl.load(cu_query_lens_ptr + seq + 1) - begin
     context_len = tl.load(context_lens_ptr + seq)
@@ -243,6 +253,7 @@ def _paged_prefill_kernel(
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         n = tl.arange(0, BLOCK_N)
         d = tl.arange(0, BLOCK_D)
+        own_d = tl.program_id(0) % PARTS * (BLOCK_D // PARTS) + tl.arange(0, BLOCK_D // PARTS)  # of the results
         q_mask = (m < query_len)[:, None] & (d < HEAD_DIM)[None, :]
         token = (begin + m).to(tl.int64)[:, None]
         q = tl.load(q_ptr + token * q_stride + head * HEAD_DIM + d[None, :], mask=q_mask, other=0.0)
@@ -261,7 +272,7 @@ def _paged_prefill_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         if SINKS:
             top, total = tl.zeros([BLOCK_M], tl.float32) + load_sinks(sinks_ptr, head, True), total + 1.0
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D // PARTS], tl.float32)
         for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
             part_begin = first_key // BLOCK_N * BLOCK_N if part == 0 else full if part == 1 else full_end
             part_end = full if part == 0 else full_end if part == 1 else end
@@ -269,11 +280,12 @@ def _paged_prefill_kernel(
                 # BLOCK_N divides BLOCK_SIZE: a tile of keys lies in one block.
                 block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
                 key = (block * BLOCK_SIZE + start % BLOCK_SIZE + n) * (KV_HEADS * HEAD_DIM)
-                offsets = key[:, None] + (head // GROUP) * HEAD_DIM + d[None, :]
-                kv_mask = (d < HEAD_DIM)[None, :]
+                key = key[:, None] + (head // GROUP) * HEAD_DIM
+                k_mask, v_mask = (d < HEAD_DIM)[None, :], (own_d < HEAD_DIM)[None, :]
                 if part != 1:
-                    kv_mask &= ((start + n >= first_key) & (start + n < context_len))[:, None]
-                k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0).to(q.dtype)
+                    is_there = ((start + n >= first_key) & (start + n < context_len))[:, None]
+                    k_mask, v_mask = k_mask & is_there, v_mask & is_there
+                k = tl.load(k_cache_ptr + key + d[None, :], mask=k_mask, other=0.0).to(q.dtype)
                 scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
                 if part != 1:
                     seen = (start + n)[None, :] <= position[:, None]
@@ -285,10 +297,11 @@ def _paged_prefill_kernel(
                 weights = tl.exp2(scores - new_top[:, None])
                 rescale = tl.exp2(top - new_top)
                 total = total * rescale + tl.sum(weights, axis=1)
-                v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0).to(q.dtype)
+                v = tl.load(v_cache_ptr + key + own_d[None, :], mask=v_mask, other=0.0).to(q.dtype)
                 acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
                 top = new_top
         if IN_FP8:
             acc *= tl.load(kv_scales_ptr + 1)
-        out = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM + d[None, :]
-        tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=q_mask)
+        out = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM + own_d[None, :]
+        out_mask = (m < query_len)[:, None] & (own_d < HEAD_DIM)[None, :]
+        tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
