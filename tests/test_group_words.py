@@ -59,7 +59,7 @@ def _unpack_kernel(
     if zeros_ptr is not None:
         zeros = tl.load(zeros_ptr + row)[:, None].to(tl.int32)
     if scales_ptr is not None:
-        scales = tl.load(scales_ptr + row)[:, None]
+        scales = tl.load(scales_ptr + row)[:, None], tl.load(scales_ptr + ROWS + row)[:, None]
     tile = unpack_tile(words, zeros, scales, NUMBERS, DTYPE, NATIVE)
     tl.store(out_ptr + row[:, None] * INPUTS + k[None, :], tile)
 
@@ -71,14 +71,17 @@ def test_a_kernel_unpacks_a_tile(numbers: Numbers, with_zeros: bool, with_scales
     bits = BITS[numbers]
     drawn = torch.arange(ROWS * INPUTS, device=DEVICE).view(ROWS, INPUTS) * 7 % (1 << bits)
     zeros = torch.randint(1 << bits, (ROWS,), device=DEVICE) if with_zeros else None
-    scales = torch.rand(ROWS, device=DEVICE).to(dtype) if with_scales else None
+    scales = torch.rand(2, ROWS, device=DEVICE).to(dtype) if with_scales else None  # of the blocks' halves
     words, out = pack(drawn, bits), torch.empty(ROWS, INPUTS, device=DEVICE, dtype=dtype)
     in_bytes = None if zeros is None else zeros.to(torch.uint8)
     _unpack_kernel[(1,)](
         words, in_bytes, scales, out, numbers, IN_TRITON[dtype], DEVICE == "cuda", ROWS, INPUTS, words.shape[1]
     )
     expected = values(drawn, numbers, zeros).to(dtype)
-    assert torch.equal(out, expected if scales is None else expected * scales[:, None])
+    if scales is not None:
+        block = 128 // bits
+        expected *= scales.T.repeat_interleave(block // 2, dim=1).repeat(1, INPUTS // block)
+    assert torch.equal(out, expected)
 
 
 @triton.jit

@@ -17,7 +17,8 @@ def unpack_tile(words, zeros, scales, NUMBERS: tl.constexpr, DTYPE: tl.constexpr
 
     words: whole blocks of groups.pack
     zeros: what integers have too much, int32, broadcasts with `words`; None: half of what their bits count to
-    scales: None, or factors of the numbers, of DTYPE, broadcast with `words`; the products are rounded to DTYPE
+    scales: None, or factors of the numbers, of DTYPE, that broadcast with `words`, of the first halves of the blocks
+        and of their second ones; the products are rounded to DTYPE
     NATIVE: by instructions of a GPU for float16 or bfloat16; no layout is converted on the way to a tensor core
     """
     BITS: tl.constexpr = 8 if NUMBERS == "int8" else 4
@@ -88,19 +89,19 @@ def number_at(words, zeros, PLACE: tl.constexpr, NUMBERS: tl.constexpr):
 def _halves(words, zeros, scales, HALF: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
     """Return the first or second numbers of the words' pairs, [rows, words, 2] or [rows, words, 2, 2]."""
     wide = zeros if zeros is None else zeros.to(tl.float32)
-    a = _scaled(number_at(words, wide, HALF, NUMBERS), scales, DTYPE)
-    b = _scaled(number_at(words, wide, 2 + HALF, NUMBERS), scales, DTYPE)
+    a = _scaled(number_at(words, wide, HALF, NUMBERS), scales, 0, DTYPE)
+    b = _scaled(number_at(words, wide, 2 + HALF, NUMBERS), scales, NUMBERS == "int8", DTYPE)
     if NUMBERS == "int8":
         return tl.join(a, b)
     else:
-        c = _scaled(number_at(words, wide, 4 + HALF, NUMBERS), scales, DTYPE)
-        d = _scaled(number_at(words, wide, 6 + HALF, NUMBERS), scales, DTYPE)
+        c = _scaled(number_at(words, wide, 4 + HALF, NUMBERS), scales, 1, DTYPE)
+        d = _scaled(number_at(words, wide, 6 + HALF, NUMBERS), scales, 1, DTYPE)
         return _join_four(a, b, c, d)
 
 
 @triton.jit
-def _scaled(numbers, scales, DTYPE: tl.constexpr):
-    return numbers.to(DTYPE) if scales is None else numbers.to(DTYPE) * scales
+def _scaled(numbers, scales, HALF: tl.constexpr, DTYPE: tl.constexpr):
+    return numbers.to(DTYPE) if scales is None else numbers.to(DTYPE) * scales[HALF]
 
 
 @triton.jit
@@ -136,7 +137,8 @@ def _pair(words, zeros, scales, PAIR: tl.constexpr, NUMBERS: tl.constexpr, DTYPE
         sums = words >> PAIR * BITS & ((1 << BITS) - 1) * 0x00010001 | POWER
         excess = POWER + (1 << BITS - 1 if zeros is None else zeros) * 0x00010001
         pair = _subtract(sums, excess, IS_BF16)
-    return pair if scales is None else _multiply(pair, _twice(scales), IS_BF16)
+    HALF: tl.constexpr = PAIR // (1 if NUMBERS == "int8" else 2)
+    return pair if scales is None else _multiply(pair, _twice(scales[HALF]), IS_BF16)
 
 
 @triton.jit
