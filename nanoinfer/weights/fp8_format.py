@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+INPUTS_TOGETHER = 128  # that kernels multiply at once, with one scale: kernels.fp8.BLOCK
 ROWS_TOGETHER = 128  # a tensor may be cut after a multiple of so many rows, and no block is cut
 
 
@@ -30,6 +31,15 @@ class Fp8Format:
     def stores(self, name: str) -> bool:
         """Whether a module's matrix is in FP8."""
         return not any(_names(entry, name) for entry in self.ignored)
+
+    def unit_of(self, size: int, ranks: int) -> int:
+        """Return how many neighbouring inputs of a product stay on one of the ranks that share them.
+
+        Whole blocks stay together where kernels take these, and there is one for each rank. Else all shares are equal.
+        """
+        width = self.block[1] or INPUTS_TOGETHER
+        takes_blocks = size % INPUTS_TOGETHER == width % INPUTS_TOGETHER == 0
+        return INPUTS_TOGETHER if takes_blocks and size >= ranks * INPUTS_TOGETHER else 1
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix of this shape."""
