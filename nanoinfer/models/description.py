@@ -316,9 +316,14 @@ class Description:
             sizes["shared_expert_intermediate_size"] = experts.shared_size or 0
         return sizes
 
+    def unit_of(self, size: int, ranks: int) -> int:
+        """Return how many neighbours of an intermediate size stay on one rank: with more than 1, shares may differ."""
+        return max((format.inputs_together(size, ranks) for format in self.formats.quantized), default=1)
+
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if the model cannot be split over this many ranks."""
-        sizes = {"num_attention_heads": self.num_heads, **self._intermediate_sizes}
+        inner = {name: size for name, size in self._intermediate_sizes.items() if self.unit_of(size, ranks) == 1}
+        sizes = {"num_attention_heads": self.num_heads, **inner}
         if self.layer_inputs is not None:
             sizes["hidden_size_per_layer_input"] = self.layer_inputs.size
         for mixer in self.mixers:
@@ -340,9 +345,11 @@ class Description:
 
     def check_ranks_in_order(self, ranks: int, on_cpu: bool) -> None:
         """Raise ValueError if this many ranks cannot give the bits that one rank gives."""
-        fault, uneven = None, next((count for count in self._kv_counts if count % ranks), None)
+        heads = [("num_key_value_heads", count) for count in self._kv_counts]
+        gathered = [*heads, ("hidden_size", self.hidden_size), *self._intermediate_sizes.items()]
+        fault, uneven = None, next((f"{name}={size}" for name, size in gathered if size % ranks), None)
         if uneven is not None:
-            fault = f"num_key_value_heads={uneven} is not divisible by the number of ranks"
+            fault = f"{uneven} is not divisible by the number of ranks"
         elif on_cpu and PARTS % ranks:
             fault = f"on the CPU the number of ranks must divide {PARTS}"
         elif on_cpu and (self.score_cap is not None or self.logit_cap is not None):
@@ -354,8 +361,6 @@ class Description:
             fault = _find_uneven(inputs, AT_ONCE * ranks, "on the CPU") or _find_uneven(
                 [*self._outputs, ("vocab_size", self.vocab_size)], ALIGNMENT, "on the CPU"
             )
-        elif self.hidden_size % ranks:
-            fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
         else:  # the products with experts have the same bits for any share
             outputs = [(name, size) for name, size in self._outputs if name != "moe_intermediate_size"]
             for format in self.formats.quantized:
