@@ -23,8 +23,10 @@ from nanoinfer.models import describe
 from nanoinfer.models.description import Description
 from nanoinfer.models.mlps import make_mlp
 from nanoinfer.parallel.shares import share_of
-from nanoinfer.weights.fp8_format import INPUTS_TOGETHER, Fp8Format
-from nanoinfer.weights.fp8_store import Fp8Store
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS
+from nanoinfer.weights.formats.fp8.format import Fp8Format
+from nanoinfer.weights.formats.fp8.reading import fp8_formats
+from nanoinfer.weights.formats.fp8.store import Fp8Store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,23 +66,23 @@ class TestUnits:
     @pytest.mark.parametrize("block", [(128, 128), (None, None), (1, None), (64, 256)])
     def test_blocks_that_suffice_for_all_ranks(self, block: tuple[int | None, int | None]) -> None:
         format = Fp8Format(block)
-        assert format.unit_of(1408, 2) == format.unit_of(1408, 8) == INPUTS_TOGETHER == BLOCK.value
+        assert format.inputs_together(1408, 2) == format.inputs_together(1408, 8) == BLOCK.value
 
     def test_too_few_blocks(self) -> None:
-        assert Fp8Format().unit_of(384, 4) == 1
+        assert Fp8Format().inputs_together(384, 4) == 1
 
     def test_a_size_with_half_a_block(self) -> None:
         """No kernel takes the last one, on whichever rank."""
-        assert Fp8Format().unit_of(10944, 2) == 1
+        assert Fp8Format().inputs_together(10944, 2) == 1
 
     def test_blocks_that_no_kernel_takes(self) -> None:
-        assert Fp8Format((128, 64)).unit_of(1408, 2) == 1
+        assert Fp8Format((128, 64)).inputs_together(1408, 2) == 1
 
 
 @pytest.fixture
 def glm(tmp_path: Path) -> Description:
     build(case_of("glm4moe"), tmp_path)
-    return replace(describe(Checkpoint.open(str(tmp_path)).hf_config), fp8=Fp8Format())
+    return replace(describe(Checkpoint.open(str(tmp_path)).hf_config), formats=fp8_formats(Fp8Format()))
 
 
 class TestLayers:
@@ -120,12 +122,12 @@ class TestNumbersOfRanks:
     def test_blocks_need_not_be_divisible(self, glm: Description) -> None:
         glm.check_ranks(3)
         with pytest.raises(ValueError, match="tensor_parallel_size=3: intermediate_size=640 is not divisible by it"):
-            replace(glm, fp8=None).check_ranks(3)
+            replace(glm, formats=PLAIN_FORMATS).check_ranks(3)
 
     @pytest.mark.parametrize("on_cpu", [False, True])
     def test_ranks_that_gather_need_equal_shares(self, on_cpu: bool, glm: Description) -> None:
         with pytest.raises(ValueError, match="intermediate_size=640 is not divisible by the number of ranks"):
-            replace(glm, fp8=Fp8Format((None, None))).check_ranks_in_order(3, on_cpu)
+            replace(glm, formats=fp8_formats(Fp8Format((None, None)))).check_ranks_in_order(3, on_cpu)
 
 
 @pytest.mark.parametrize("ranks", [3, *whole_only([2])])

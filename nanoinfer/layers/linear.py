@@ -13,8 +13,7 @@ from nanoinfer.kernels.ranks.gather import gather_features
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.fp8_format import Fp8Format
-from nanoinfer.weights.matrix import make_matrix
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
 from nanoinfer.weights.shards import Section
 
 
@@ -82,7 +81,7 @@ def unit_by_unit(name: str, units: int, sizes: tuple[int, ...]) -> list[Projecti
 class ColumnParallelLinear(nn.Module):
     """Several projections of one input as one matrix product; each rank holds a share of each projection's outputs.
 
-    fp8: the format of the checkpoint's matrices, which may leave out these; None: all have the model's dtype
+    formats: those of the model's matrices
     """
 
     def __init__(
@@ -91,14 +90,14 @@ class ColumnParallelLinear(nn.Module):
         in_features: int,
         tp: TensorParallel,
         bias: bool = False,
-        fp8: Fp8Format | None = None,
+        formats: Formats = PLAIN_FORMATS,
     ) -> None:
         super().__init__()
         self.tp = tp
         sections = [
             section for projection in projections for section in projection.sections(tp.rank, tp.size, in_features)
         ]
-        self.matrix = make_matrix(sections, in_features, bias, fp8)
+        self.matrix = formats.make_matrix(sections, in_features, bias)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, joint: Joint, activation: Activation | None = None
@@ -137,20 +136,20 @@ class RowParallelLinear(nn.Module):
         out_features: int,
         tp: TensorParallel,
         bias: bool = False,
-        fp8: Fp8Format | None = None,
+        formats: Formats = PLAIN_FORMATS,
         unit: int = 1,
     ) -> None:
-        """fp8: as for ColumnParallelLinear; unit: so many neighbouring inputs stay on one rank"""
+        """formats: as for ColumnParallelLinear; unit: so many neighbouring inputs stay on one rank"""
         super().__init__()
         self.tp = tp
         shape = out_features, in_features
         if tp.splits_outputs:
             share = share_of(out_features, tp.rank, tp.size)
-            self.matrix = make_matrix([Section(name, len(share), shape, share.start)], in_features, bias, fp8)
+            self.matrix = formats.make_matrix([Section(name, len(share), shape, share.start)], in_features, bias)
         else:
             share = share_of(in_features, tp.rank, tp.size, unit)
             section = Section(name, out_features, shape, share.start, dim=1)
-            self.matrix = make_matrix([section], len(share), bias, fp8)
+            self.matrix = formats.make_matrix([section], len(share), bias)
 
     def can_apply_activation(self, tokens: int) -> bool:
         """Return whether a launch that prepares so many tokens for this product can apply an activation, too."""
