@@ -50,7 +50,7 @@ def case_of(family: str) -> Case:
     ("size", "ranks", "unit", "shares"),
     [
         (8, 2, 1, [range(4), range(4, 8)]),
-        (2, 4, 1, [range(1), range(1), range(1, 2), range(1, 2)]),  # as heads of keys
+        (32, 4, 16, [range(16), range(16), range(16, 32), range(16, 32)]),  # as heads of keys
         (1408, 2, 128, [range(640), range(640, 1408)]),
         (1408, 3, 128, [range(384), range(384, 896), range(896, 1408)]),
         (512, 4, 128, [range(128), range(128, 256), range(256, 384), range(384, 512)]),

@@ -46,11 +46,11 @@ class Projection:
 
     def sections(self, rank: int, ranks: int, in_features: int) -> Iterator[Section]:
         """Yield the rows of a rank's share of the units."""
-        share = share_of(self.units, rank, ranks)
-        together = len(share) if self.stride == self.size else 1  # neighbours are one section
         shape, outputs = (self.tensor_rows, in_features), self.units * self.size
-        for unit in share[::together]:
-            yield Section(self.name, together * self.size, shape, self.start + unit * self.stride, fused=outputs)
+        share = share_of(outputs, rank, ranks, self.size)
+        together = len(share) if self.stride == self.size else self.size  # neighbours are one section
+        for row in share[::together]:
+            yield Section(self.name, together, shape, self.start + row // self.size * self.stride, fused=outputs)
 
 
 def stacked(name: str, *parts: tuple[int, int]) -> list[Projection]:
