@@ -41,6 +41,7 @@ from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outpu
 pytestmark = pytest.mark.usefixtures("one_thread", "in_the_table")
 
 STEP = 2.0**-8
+MATRICES = ("_proj.weight", "lm_head.weight")  # end the names of those that checkpoints here have in this format
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 160}
 PROMPTS = [[7], list(range(20, 60)), [5, 6] * 30]
 
@@ -182,7 +183,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
         formats = read_fixed(config)
         for name in tensors:
             module = name.removesuffix(".weight")
-            if name.endswith("_proj.weight") and formats.of(module) != PLAIN:
+            if name.endswith(MATRICES) and formats.of(module) != PLAIN:
                 stored[f"{module}.fixed"] = fixed(stored.pop(name))
                 tensors[name] = stored[f"{module}.fixed"] * STEP
         settings = json.loads((dense / "config.json").read_text())
@@ -222,7 +223,8 @@ def test_some_modules_keep_the_models_dtype(write: Callable[..., str], make_llm:
     folder = write("qwen3", ("model.layers.1.mlp", r"re:.*\.2\.self_attn\..*"))
     llm = make_llm(folder, **OPTIONS)
     assert tokens_of(llm) == expected_of(folder)
-    are_plain = [isinstance(matrix, PlainMatrix) for matrix in matrices_of(llm)]
+    *are_plain, head = [isinstance(matrix, PlainMatrix) for matrix in matrices_of(llm)]
+    assert not head
     assert are_plain == [2 * layer + half in (3, 4) for layer in range(4) for half in (0, 1) for _ in range(2)]
 
 
@@ -252,7 +254,7 @@ def test_weights_are_rounded_as_they_load_and_when_they_change(
     tensors = load_file(f"{folder}/dense/model.safetensors")
     llm.update_weights((name, tensor * 1.3) for name, tensor in tensors.items())
     assert tokens_of(llm) != expected
-    llm.update_weights((name, tensor + 0.3 * STEP * name.endswith("_proj.weight")) for name, tensor in tensors.items())
+    llm.update_weights((name, tensor + 0.3 * STEP * name.endswith(MATRICES)) for name, tensor in tensors.items())
     assert tokens_of(llm) == expected
     llm.update_weights(load_file(f"{folder}/model.safetensors"))
     assert tokens_of(llm) == expected
@@ -293,6 +295,11 @@ class TestBadInput:
         with pytest.raises(ValueError, match="a is in FIXED and b in FP8: must be both or none"):
             formats.make_matrix([Section("a", 4, (4, 4), 0), Section("b", 4, (4, 4), 0)], 4, bias=False)
 
+    def test_a_head_in_float32(self, write: Callable[..., str]) -> None:
+        with pytest.raises(ValueError, match="lm_head_dtype='float32': must be 'auto': the checkpoint's is in FIXED"):
+            LLM(write("qwen3"), **OPTIONS, lm_head_dtype="float32")
+        LLM(write("qwen3", ("lm_head",)), **OPTIONS, lm_head_dtype="float32").close()
+
     def test_a_checkpoint_that_is_in_another_format(self, write: Callable[..., str]) -> None:
         with pytest.raises(ValueError, match="quantization='fp8': the checkpoint's matrices are in FIXED already"):
             LLM(write("qwen3"), **OPTIONS, quantization="fp8")
@@ -312,6 +319,14 @@ class TestBadInput:
 )
 def test_a_pattern_is_a_name_or_an_end_of_one_or_an_expression(pattern: str, module: str, is_meant: bool) -> None:
     assert (Formats((((pattern,), Fixed()),)).of(module) == Fixed()) == is_meant
+
+
+@pytest.mark.parametrize(
+    "pattern", ["model.language_model.layers.1", "language_model.model.layers.1", r"re:.*language_model\.layers\.1\."]
+)
+def test_a_multimodal_checkpoints_patterns_mean_its_language_model(pattern: str) -> None:
+    formats = Formats((((pattern,), Fixed()),)).of_language_model()
+    assert [formats.of(f"model.layers.{layer}.mlp.up_proj") for layer in (0, 1)] == [PLAIN, Fixed()]
 
 
 def test_the_first_rule_decides() -> None:
