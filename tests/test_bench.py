@@ -40,7 +40,8 @@ from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.models import describe
-from nanoinfer.models.description import Description, Experts, KVHeads, Names
+from nanoinfer.models.description import Description, Experts, Names
+from nanoinfer.models.heads import KVHeads
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS
 from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.fp8.reading import fp8_formats
