@@ -16,7 +16,8 @@ from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.parallel.group import MAX_RANKS
-from nanoinfer.weights.fp8_format import ROWS_TOGETHER, Fp8Format
+from nanoinfer.weights.formats.format import Format
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
 from nanoinfer.weights.sources import Beside
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
@@ -165,8 +166,7 @@ class Description:
     mixers: for each layer, what it has in place of attention; None: attention
     sinks: each query head has a learned score beside those of its keys, for no value: see attention.context.Scoring
     output_gate: there is a second number for each of a query; sigmoid of it multiplies attention's result
-    fp8: the format of the matrices, but for embeddings, head, routers, and what decides strengths and decays of a delta
-        rule; None: all have the model's dtype
+    formats: those of the matrices, but for embeddings, head and routers
     module: the class that computes the model, by its full name: a CausalLM (models/causal_lm.py)
     is_multimodal: the checkpoint holds other models beside this one; nanoinfer does not read those
     skipped: how the names of other tensors begin that checkpoints may hold and nanoinfer does not read
@@ -207,7 +207,7 @@ class Description:
     module: str = "nanoinfer.models.decoder.Decoder"
     is_multimodal: bool = False
     skipped: tuple[str, ...] = ()
-    fp8: Fp8Format | None = None
+    formats: Formats = PLAIN_FORMATS
 
     @property
     def beside(self) -> Beside:
@@ -263,15 +263,23 @@ class Description:
 
         return [of(layer) for layer in range(self.num_layers)]
 
-    def check_fp8(self, named: str) -> None:
-        """Raise ValueError if matrices are in FP8 that cannot be. named: what asks for it"""
-        if self.fp8 is not None and not self.can_be_fp8:
-            raise ValueError(f"{named}: experts with biases, as this model has them, cannot be in FP8; leave it out")
+    def expert_format(self, layer: int) -> Format:
+        """Return the format of the experts of a layer that has some."""
+        expert = self.names.expert.format(0)
+        return self.formats.of(f"model.layers.{layer}.{expert}.{self.names.expert_gate}")
 
-    @property
-    def can_be_fp8(self) -> bool:
-        """Whether all matrices can: experts with biases cannot."""
-        return self.experts is None or not self.experts.biases
+    def check_formats(self, named: str) -> None:
+        """Raise ValueError if experts have biases, and a format that has none. named: what asks for it; {}: its name"""
+        experts = self.experts
+        if experts is None or not experts.biases:
+            return
+        for layer in (number for number, is_sparse in enumerate(experts.layers) if is_sparse):
+            format = self.expert_format(layer)
+            if not format.takes_expert_biases:
+                raise ValueError(
+                    f"{named.format(format.name)}: experts with biases, as this model has them, cannot be in"
+                    f" {format.name}; leave it out"
+                )
 
     @property
     def widest(self) -> int:
@@ -308,9 +316,14 @@ class Description:
             sizes["shared_expert_intermediate_size"] = experts.shared_size or 0
         return sizes
 
+    def unit_of(self, size: int, ranks: int) -> int:
+        """Return how many neighbours of an intermediate size stay on one rank: with more than 1, shares may differ."""
+        return max((format.inputs_together(size, ranks) for format in self.formats.quantized), default=1)
+
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if the model cannot be split over this many ranks."""
-        sizes = {"num_attention_heads": self.num_heads, **self._intermediate_sizes}
+        inner = {name: size for name, size in self._intermediate_sizes.items() if self.unit_of(size, ranks) == 1}
+        sizes = {"num_attention_heads": self.num_heads, **inner}
         if self.layer_inputs is not None:
             sizes["hidden_size_per_layer_input"] = self.layer_inputs.size
         for mixer in self.mixers:
@@ -332,9 +345,11 @@ class Description:
 
     def check_ranks_in_order(self, ranks: int, on_cpu: bool) -> None:
         """Raise ValueError if this many ranks cannot give the bits that one rank gives."""
-        fault, uneven = None, next((count for count in self._kv_counts if count % ranks), None)
+        heads = [("num_key_value_heads", count) for count in self._kv_counts]
+        gathered = [*heads, ("hidden_size", self.hidden_size), *self._intermediate_sizes.items()]
+        fault, uneven = None, next((f"{name}={size}" for name, size in gathered if size % ranks), None)
         if uneven is not None:
-            fault = f"num_key_value_heads={uneven} is not divisible by the number of ranks"
+            fault = f"{uneven} is not divisible by the number of ranks"
         elif on_cpu and PARTS % ranks:
             fault = f"on the CPU the number of ranks must divide {PARTS}"
         elif on_cpu and (self.score_cap is not None or self.logit_cap is not None):
@@ -346,12 +361,11 @@ class Description:
             fault = _find_uneven(inputs, AT_ONCE * ranks, "on the CPU") or _find_uneven(
                 [*self._outputs, ("vocab_size", self.vocab_size)], ALIGNMENT, "on the CPU"
             )
-        elif self.hidden_size % ranks:
-            fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
-        elif self.fp8 is not None and self.fp8.own_block[0] == ROWS_TOGETHER:
-            # If a tile's rows share a scale, the kernel applies it in another place; the experts' kernel never does.
+        else:  # the products with experts have the same bits for any share
             outputs = [(name, size) for name, size in self._outputs if name != "moe_intermediate_size"]
-            fault = _find_uneven(outputs, ROWS_TOGETHER * ranks, "with weights in FP8")
+            for format in self.formats.quantized:
+                together = format.outputs_together * ranks
+                fault = fault or _find_uneven(outputs, together, f"with weights in {format.name}")
         if fault is not None:
             raise ValueError(
                 f"deterministic=True with tensor_parallel_size={ranks}: {fault}; use another number of ranks,"

@@ -18,7 +18,6 @@ from nanoinfer.layers.linear import (
     ColumnParallelLinear,
     Projection,
     RowParallelLinear,
-    share_of_heads,
     side_by_side,
     unit_by_unit,
 )
@@ -26,6 +25,7 @@ from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
 from nanoinfer.models.description import Description, KVHeads
+from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.shards import Shard
 
@@ -45,8 +45,9 @@ def make_mixer(
     if sizes is None:
         return SelfAttention(model, layer, rotary, scales, backend, tp)
     if isinstance(sizes, GatedDelta):
-        return GatedDeltaMixer(f"{prefix}linear_attn.", layer, sizes, model.hidden_size, model.norm_eps, tp, model.fp8)
-    return ShortConvolutionMixer(f"{prefix}conv.", layer, sizes, tp, model.fp8)
+        how = model.hidden_size, model.norm_eps, tp, model.formats
+        return GatedDeltaMixer(f"{prefix}{sizes.module}.", layer, sizes, *how)
+    return ShortConvolutionMixer(f"{prefix}{sizes.module}.", layer, sizes, tp, model.formats)
 
 
 class SelfAttention(nn.Module):
@@ -68,9 +69,9 @@ class SelfAttention(nn.Module):
         assert isinstance(pages, Pages)
         self.head_dim = heads.dim
         self.unused = [] if heads.source is None else _unused_shards(model, heads, prefix)
-        self.gates = share_of_heads(model.num_heads, tp.size) if model.output_gate else 0
+        self.gates = len(share_of(model.num_heads, tp.rank, tp.size)) if model.output_gate else 0
         self.qkv_proj = ColumnParallelLinear(
-            _projections(model, heads, prefix), model.hidden_size, tp, model.qkv_bias, model.fp8
+            _projections(model, heads, prefix), model.hidden_size, tp, model.qkv_bias, model.formats
         )
         self.attention = Attention(
             f"model.layers.{source}.self_attn",
@@ -92,7 +93,7 @@ class SelfAttention(nn.Module):
             model.hidden_size,
             tp,
             model.o_bias,
-            model.fp8,
+            model.formats,
         )
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
@@ -110,7 +111,7 @@ class SelfAttention(nn.Module):
 
 
 def _scoring(model: Description, layer: int, tp: TensorParallel) -> Scoring:
-    heads = share_of_heads(model.num_heads, tp.size)
+    heads = len(share_of(model.num_heads, tp.rank, tp.size))
     return Scoring(
         model.attention_scale,
         model.windows[layer],
@@ -154,9 +155,8 @@ def _query_and_key_norms(
         path, dim = prefix + name, heads.dim
         if model.qk_norm == "head":
             return RMSNorm(path, dim, model.norm_eps, model.norm_plus_one)
-        share = share_of_heads(count, tp.size) * dim
-        start = tp.rank * count // tp.size * dim
-        return RMSNorm(path, count * dim, model.norm_eps, model.norm_plus_one, start, share)
+        share = share_of(count * dim, tp.rank, tp.size, unit=dim)
+        return RMSNorm(path, count * dim, model.norm_eps, model.norm_plus_one, share.start, len(share))
 
     k_norm = None if heads.parts == "q" else norm(model.names.k_norm, heads.count)
     return norm(model.names.q_norm, model.num_heads), k_norm

@@ -1,0 +1,1 @@
+"""How checkpoints store matrices, and how products use them."""
