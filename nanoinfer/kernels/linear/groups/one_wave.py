@@ -16,13 +16,16 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.groups import BITS, GroupWeight
-from nanoinfer.kernels.launch import early_launch, fetch, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, fetch, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.groups.scales import narrow, widen
 from nanoinfer.kernels.unpacking import unpack_tile
 
 BLOCK = 32  # inputs; a whole number of groups.pack's blocks
 MOST_GROUPS = 2  # of one step, if sums are scaled: each takes columns of its own in the product
+MAX_PIECES = 4
+LEAST_STEPS = 8  # of a piece
+PROGRAMS_PER_SM = 2
 LINE = tl.constexpr(32)  # words that the L2 cache fetches at once
 IN_TRITON = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -61,6 +64,20 @@ def scales_first(weight: GroupWeight, dtype: torch.dtype) -> bool:
     if weight.numbers != "e2m1":
         return False
     return weight.scales.dtype == FP8 or (weight.scales.dtype == torch.uint8 and dtype != torch.float16)
+
+
+def find_cut(x: Tensor, weight: GroupWeight, step: int, may_split: bool) -> Cut:
+    """Return the cut for these; step: from step_of."""
+    tokens, weight_rows = len(x), len(weight.words)
+    block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    block_n, warps = (64, 4) if block_m < 64 else (128, 8)
+    pieces = 1
+    if may_split:
+        tiles = triton.cdiv(tokens, block_m) * triton.cdiv(weight_rows, block_n)
+        steps = triton.cdiv(weight.in_features, step)
+        most = min(MAX_PIECES, PROGRAMS_PER_SM * num_multiprocessors(x.device) // tiles, steps // LEAST_STEPS)
+        pieces = max((p for p in range(1, most + 1) if steps % p == 0), default=1)
+    return Cut(block_m, block_n, pieces, warps)
 
 
 def one_wave_triton(
