@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nanoinfer.kernels.linear.groups.scales import narrow, widen
 from nanoinfer.kernels.linear.one_wave import add_product
 from nanoinfer.kernels.unpacking import unpack_tile
 
@@ -129,17 +130,16 @@ def _add_product(
     if scales.dtype == tl.uint16:
         pairs = tl.join(scales & 0xFF, scales >> 8).to(tl.uint8)
         scales = tl.reshape(pairs, [ROWS, BLOCK_K // GROUP]).to(SCALE, bitcast=True)
-    scales = float_of_scales(scales)
     if EXACT:
         numbers = tl.reshape(unpack_tile(words, None, None, NUMBERS, x.dtype, NATIVE), [ROWS, BLOCK_K // GROUP, GROUP])
-        return add_product(acc, x, tl.reshape(numbers * scales.to(x.dtype)[:, :, None], [ROWS, BLOCK_K]), False)
+        return add_product(acc, x, tl.reshape(numbers * narrow(scales, x.dtype)[:, :, None], [ROWS, BLOCK_K]), False)
     elif BLOCK_K <= GROUP:
         weight = unpack_tile(words, zeros if zeros is None else zeros.to(tl.int32), None, NUMBERS, x.dtype, NATIVE)
-        return acc + tl.dot(weight, tl.trans(x), input_precision="ieee") * scales
+        return acc + tl.dot(weight, tl.trans(x), input_precision="ieee") * widen(scales)
     else:
         group = tl.arange(0, BLOCK_K // GROUP)
         for part in tl.static_range(BLOCK_K // GROUP):
-            scale = tl.sum(tl.where((group == part)[None, :], scales, 0.0), axis=1)[:, None]
+            scale = tl.sum(tl.where((group == part)[None, :], widen(scales), 0.0), axis=1)[:, None]
             zero = None
             if zeros is not None:
                 zero = tl.sum(tl.where((group == part)[None, :], zeros.to(tl.int32), 0), axis=1)[:, None]
@@ -147,12 +147,3 @@ def _add_product(
             own = tl.where((tl.arange(0, BLOCK_K) // GROUP == part)[None, :], x, 0.0)
             acc += tl.dot(weight, tl.trans(own), input_precision="ieee") * scale
         return acc
-
-
-@triton.jit
-def float_of_scales(scales):
-    """Return scales as float32; those of uint8 are its exponents, whose lowest becomes 0."""
-    if scales.dtype == tl.uint8:
-        return (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    else:
-        return scales.to(tl.float32)

@@ -11,12 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.experts.group_row import multiply_words, prepare_places
-from nanoinfer.kernels.experts.group_tiles import float_of_scales
 from nanoinfer.kernels.experts.operand import Operand
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
+from nanoinfer.kernels.linear.groups.scales import widen
 from nanoinfer.kernels.linear.one_row import store_dots
 
 TILE = 1 << 14  # bytes of the weight per load of a program; at least two of its rows
@@ -150,7 +150,7 @@ def _group_row_kernel(
         next_tile = start // BLOCK_N + programs
         this_tile = next_tile - programs
         following = _load_rows(word_ptrs, next_tile, has_word, row_words, weight_rows, BLOCK_N, GATED)
-        wide = float_of_scales(scales)
+        wide = widen(scales)
         if factors_ptr is not None:
             wide *= _load_rows(factors_ptr + first_row, this_tile, has_unit, 1, weight_rows, BLOCK_N, GATED)
         dots = multiply_words(tile, places, sums, wide, zeros, NUMBERS, HALVES, NATIVE) * factor
