@@ -44,29 +44,43 @@ def multiply_groups(
     """
     COUNT: tl.constexpr = max(BLOCK_K // GROUP, 1)
     SCALE: tl.constexpr = scales_ptr.dtype.element_ty
+    ZEROS: tl.constexpr = zeros_ptr is not None
     k = tl.arange(0, BLOCK_K)
     groups = in_features // GROUP
     up_row = row + out_features
     acc = tl.zeros([row.shape[0], exists.shape[0]], tl.float32)
     up_acc = tl.zeros([row.shape[0], exists.shape[0]], tl.float32)
-    scales, zeros = _load_groups(scales_ptr, zeros_ptr, row, has_output, 0, groups, COUNT, PAIRED)
+    scales = _load_groups(scales_ptr, row, has_output, 0, groups, COUNT, PAIRED)
+    zeros, up_zeros = None, None
     if GATED:
-        up_scales, up_zeros = _load_groups(scales_ptr, zeros_ptr, up_row, has_output, 0, groups, COUNT, PAIRED)
+        up_scales = _load_groups(scales_ptr, up_row, has_output, 0, groups, COUNT, PAIRED)
+    if ZEROS:
+        zeros = _load_groups(zeros_ptr, row, has_output, 0, groups, COUNT, False)
+        if GATED:
+            up_zeros = _load_groups(zeros_ptr, up_row, has_output, 0, groups, COUNT, False)
     for start in range(0, in_features, BLOCK_K):
         x_mask = exists[:, None] if EVEN else exists[:, None] & (k < in_features - start)[None, :]
         x = tl.load(x_ptrs + (start + k)[None, :], mask=x_mask, other=0.0)
-        # Only words come by copies that need no thread. So a block's scales are loaded a block before.
+        # Only words come by copies for which no thread waits. So a block's scales are loaded a block before.
         first = (start + BLOCK_K) // GROUP
-        after = _load_groups(scales_ptr, zeros_ptr, row, has_output, first, groups, COUNT, PAIRED)
+        next_scales = _load_groups(scales_ptr, row, has_output, first, groups, COUNT, PAIRED)
         if GATED:
-            up_after = _load_groups(scales_ptr, zeros_ptr, up_row, has_output, first, groups, COUNT, PAIRED)
+            next_up_scales = _load_groups(scales_ptr, up_row, has_output, first, groups, COUNT, PAIRED)
+        if ZEROS:
+            next_zeros = _load_groups(zeros_ptr, row, has_output, first, groups, COUNT, False)
+            if GATED:
+                next_up_zeros = _load_groups(zeros_ptr, up_row, has_output, first, groups, COUNT, False)
         words = _load_words(words_ptr, row, has_output, start, quads, NUMBERS, EVEN, BLOCK_K)
         acc = _add_product(acc, x, words, scales, zeros, SCALE, NUMBERS, GROUP, EXACT, NATIVE)
-        scales, zeros = after
+        scales = next_scales
         if GATED:
             words = _load_words(words_ptr, up_row, has_output, start, quads, NUMBERS, EVEN, BLOCK_K)
             up_acc = _add_product(up_acc, x, words, up_scales, up_zeros, SCALE, NUMBERS, GROUP, EXACT, NATIVE)
-            up_scales, up_zeros = up_after
+            up_scales = next_up_scales
+        if ZEROS:
+            zeros = next_zeros
+            if GATED:
+                up_zeros = next_up_zeros
     return acc, up_acc
 
 
@@ -81,20 +95,18 @@ def _load_words(
 
 
 @triton.jit
-def _load_groups(scales_ptr, zeros_ptr, row, has_output, first, groups, COUNT: tl.constexpr, PAIRED: tl.constexpr):
-    """Load the scales and zeros of COUNT neighbouring groups of each row, as they are stored, [rows, COUNT].
+def _load_groups(ptr, row, has_output, first, groups, COUNT: tl.constexpr, PAIRED: tl.constexpr):
+    """Load the scales, or the zeros, of COUNT neighbouring groups of each row, as they are stored, [rows, COUNT].
 
     If PAIRED, two scales are an uint16, [rows, COUNT / 2].
     """
     if PAIRED:
-        return _load_pairs(scales_ptr, row, has_output, first, groups, COUNT // 2), None
+        return _load_pairs(ptr, row, has_output, first, groups, COUNT // 2)
     else:
         group = first + tl.arange(0, COUNT)
-        places = row[:, None] * groups + group[None, :]
         mask = has_output[:, None] & (group < groups)[None, :]
-        other: tl.constexpr = 0 if scales_ptr.dtype.element_ty == tl.uint8 else 0.0
-        scales = tl.load(scales_ptr + places, mask=mask, other=other)
-        return scales, None if zeros_ptr is None else tl.load(zeros_ptr + places, mask=mask, other=0)
+        other: tl.constexpr = 0 if ptr.dtype.element_ty == tl.uint8 else 0.0
+        return tl.load(ptr + row[:, None] * groups + group[None, :], mask=mask, other=other)
 
 
 @triton.jit

@@ -130,7 +130,8 @@ def _group_row_kernel(
     unit = tl.arange(0, BLOCK_K // UNIT) * UNIT
     has_unit = (unit < USED * padded) & (unit % padded < size)
     first_row = _first_rows(experts_ptr, unit // padded, weight_rows, USED)
-    group_places = first_row * groups + unit % padded // GROUP
+    # The compiler sees no order in these. The hint, though not always true, makes a warp load along a row.
+    group_places = tl.max_contiguous(first_row * groups + unit % padded // GROUP, 2)
     tile = _load_rows(word_ptrs, program, has_word, row_words, weight_rows, BLOCK_N, GATED)
     scales = _load_rows(scales_ptr + group_places, program, has_unit, groups, weight_rows, BLOCK_N, GATED)
     zeros = None
@@ -146,13 +147,16 @@ def _group_row_kernel(
     if not GATED:
         x *= load_complete(choice_weights_ptr + choice, has_input, 0.0)
     places, sums, factor = prepare_places(x, BLOCK_K, UNIT, NUMBERS, zeros_ptr is not None, NATIVE)
+    factored = tl.zeros([1], tl.int32) if GATED else unit // padded  # choices that have other factors
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
         this_tile = next_tile - programs
         following = _load_rows(word_ptrs, next_tile, has_word, row_words, weight_rows, BLOCK_N, GATED)
         wide = widen(scales)
         if factors_ptr is not None:
-            wide *= _load_rows(factors_ptr + first_row, this_tile, has_unit, 1, weight_rows, BLOCK_N, GATED)
+            factor_rows = _first_rows(experts_ptr, factored, weight_rows, USED)
+            has_factor = factored < USED
+            wide *= _load_rows(factors_ptr + factor_rows, this_tile, has_factor, 1, weight_rows, BLOCK_N, GATED)
         dots = multiply_words(tile, places, sums, wide, zeros, NUMBERS, HALVES, NATIVE) * factor
         scales = _load_rows(scales_ptr + group_places, next_tile, has_unit, groups, weight_rows, BLOCK_N, GATED)
         if zeros_ptr is not None:
