@@ -209,6 +209,7 @@ class Config:
         self.generation_defaults = checkpoint.generation_defaults
         with fresh_torch_state():
             self.description = self._describe(checkpoint.hf_config)
+        self.description.check_head(self.lm_head_dtype)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)

@@ -108,7 +108,7 @@ class ColumnParallelLinear(nn.Module):
         Returns this rank's share of each projection, side by side in [tokens, share], and the residual stream. With an
         activation, the share is that of act(gate) * up alone.
         """
-        lane = joint.lane(x)
+        lane = joint.lane(x) if self.matrix.takes_lanes else None
         if self.tp.size == 1 or lane is not None:
             x = joint.scaled(x)
             return self.matrix.norm_product(x, residual, joint.pre_norm, joint.post_norm, activation, lane)

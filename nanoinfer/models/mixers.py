@@ -24,7 +24,8 @@ from nanoinfer.layers.linear import (
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
-from nanoinfer.models.description import Description, KVHeads
+from nanoinfer.models.description import Description
+from nanoinfer.models.heads import KVHeads
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.shards import Shard

@@ -10,13 +10,14 @@ from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.shards import Section
+from nanoinfer.weights.sources import LANGUAGE_MODEL
 
 ALL = "re:"  # the pattern of all names
 
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of the matrices, but for embeddings, head and routers, which have the model's dtype.
+    """The formats of the matrices, but for embeddings and routers, which have the model's dtype.
 
     rules: patterns of modules' names, and the format of those. The first rule that holds decides; without one, a matrix
         is PLAIN. A pattern is a name, the beginning or the end of one, or with "re:" a regular expression
@@ -27,6 +28,15 @@ class Formats:
     def of(self, module: str) -> Format:
         """Return the format of a module's matrix; module: the name in the checkpoint, without ".weight\""""
         return next((format for patterns, format in self.rules if any(_fits(one, module) for one in patterns)), PLAIN)
+
+    def of_language_model(self) -> Formats:
+        """Return those of a multimodal checkpoint's language model, whose names lose a part: see sources.Beside."""
+        part = re.escape(LANGUAGE_MODEL.removesuffix("."))
+
+        def known(pattern: str) -> str:
+            return re.sub(rf"{part}\\?\.", "", pattern, count=1)  # an expression has a backslash before the dot
+
+        return Formats(tuple((tuple(map(known, patterns)), format) for patterns, format in self.rules))
 
     @property
     def quantized(self) -> tuple[Format, ...]:

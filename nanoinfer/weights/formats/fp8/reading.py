@@ -10,12 +10,12 @@ from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.shards import ROWS_TOGETHER
 
-NARROW = r"re:.*\bin_proj_(a|b|ba)$"  # decides a delta rule's strengths and decays: checkpoints in FP8 leave it out
+KEPT = "lm_head", r"re:.*\bin_proj_(a|b|ba)$"  # and what decides a delta rule's strengths and decays: never in FP8
 
 
 def fp8_formats(format: Fp8Format, ignored: tuple[str, ...] = ()) -> Formats:
     """Return the formats of a model whose matrices are in FP8, but for those that are ignored, by their patterns."""
-    return Formats((((NARROW, *ignored), PLAIN), ((ALL,), format)))
+    return Formats((((*KEPT, *ignored), PLAIN), ((ALL,), format)))
 
 
 def read_fp8(config: Mapping[str, Any]) -> Formats:
