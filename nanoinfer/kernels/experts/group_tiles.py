@@ -35,7 +35,7 @@ class GroupTiling:
 
     @classmethod
     def of(cls, block_m: int, operand: GroupOperand) -> GroupTiling:
-        """Return the fastest. If sums are scaled, all sizes have the same blocks of inputs, and so add up in one order."""
+        """Return the fastest. Where sums are scaled, all have the same blocks of inputs, and so one order."""
         is_large, exact = block_m == 128, operand.scales_are_exact
         block_n = 128 if is_large else 64  # sixteen rows for each warp, and so none makes numbers that another makes
         block_k = operand.inputs_at_once(64 if exact and block_m >= 64 else 128)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import FP8, Fp8Weight, parts_of
 from nanoinfer.kernels.groups import BITS, GroupWeight
+from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
 
 ExpertWeights: TypeAlias = Tensor | Fp8Weight | GroupWeight  # one of these for each of the two products
 
@@ -32,9 +33,9 @@ class GroupOperand:
     @classmethod
     def of(cls, weight: GroupWeight, dtype: torch.dtype) -> GroupOperand:
         """Take a weight, whose tensors are contiguous. dtype: that of the tokens"""
-        group, bits = weight.group, BITS[weight.numbers]
+        bits = BITS[weight.numbers]
         assert all(part is None or part.is_contiguous() for part in weight[:4])
-        assert group == weight.in_features or (group >= 16 and group & (group - 1) == 0)
+        assert can_multiply_groups(weight)
         return cls(weight, shape_of(weight), bits, weight.words.shape[2] // 4, _scales_are_exact(weight, dtype))
 
     @property
@@ -49,10 +50,28 @@ class GroupOperand:
         return min(most, max(self.weight.group, 128 // self.bits))
 
 
+def can_multiply_groups(weight: GroupWeight) -> bool:
+    """Return whether the kernels can multiply by a weight: a group is a whole row, or a power of two from 16 on."""
+    group = weight.group
+    return group == weight.in_features or (group >= 16 and group & (group - 1) == 0)
+
+
 def shape_of(weight: ExpertWeights) -> tuple[int, int, int]:
     """Return the experts, the rows and the inputs of a weight."""
     count, rows, columns = (weight.words if isinstance(weight, GroupWeight) else parts_of(weight)[0]).shape
     return count, rows, weight.in_features if isinstance(weight, GroupWeight) else columns
+
+
+def group_linear(weights: GroupWeight, expert: int) -> GroupLinearWeight:
+    """Return the weight of one expert, [rows, inputs], which multiplies itself."""
+    return GroupLinearWeight(
+        weights.words[expert],
+        weights.scales[expert],
+        None if weights.zeros is None else weights.zeros[expert],
+        None if weights.factors is None else weights.factors[expert],
+        weights.numbers,
+        weights.in_features,
+    )
 
 
 def _scales_are_exact(weight: GroupWeight, dtype: torch.dtype) -> bool:

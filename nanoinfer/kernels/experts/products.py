@@ -18,7 +18,7 @@ from torch import Tensor
 from nanoinfer.kernels.experts.group_tiles import multiply_group_tiles
 from nanoinfer.kernels.experts.one_group_row import one_group_row_expert_mlps
 from nanoinfer.kernels.experts.one_row import is_one_row, one_row_expert_mlps
-from nanoinfer.kernels.experts.operand import ExpertWeights, shape_of
+from nanoinfer.kernels.experts.operand import ExpertWeights, group_linear, shape_of
 from nanoinfer.kernels.experts.route import Groups, Routes, group_triton
 from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
 from nanoinfer.kernels.fp8 import Fp8Tokens, Fp8Weight, parts_of, quantize
@@ -39,8 +39,8 @@ Gather = Callable[[Tensor], Tensor]
 def expert_mlps(
     x: Tensor,
     routes: Routes,
-    gate_up: Tensor | Fp8Weight | Sequence[WeightInParts],
-    down: Tensor | Fp8Weight | Sequence[WeightInParts],
+    gate_up: ExpertWeights | Sequence[WeightInParts],
+    down: ExpertWeights | Sequence[WeightInParts],
     activation: Activation,
     may_split: bool = False,
     in_order: bool = False,
@@ -62,11 +62,12 @@ def expert_mlps(
         products have no bias, or another rank adds it
     An expert computes down @ (act(gate @ x) * (up @ x)), and adds its biases. Returns [tokens, hidden_size].
     Weights in FP8 are such that kernels.linear.fp8_linear.can_multiply_fp8. With them, the kernels round several tokens
-    to FP8 too, and their results of the activation; if in_order, also a single token's.
+    to FP8 too, and their results of the activation; if in_order, also a single token's. The groups of a GroupWeight are
+    such that operand.can_multiply_groups; its tensors are contiguous.
     """
     if x.is_cuda:
-        assert isinstance(gate_up, (Tensor, Fp8Weight))
-        assert isinstance(down, (Tensor, Fp8Weight))
+        assert isinstance(gate_up, (Tensor, Fp8Weight, GroupWeight))
+        assert isinstance(down, (Tensor, Fp8Weight, GroupWeight))
         how = may_split, in_order, gather
         return expert_mlps_triton(x, routes, gate_up, down, activation, *how, gate_up_bias, down_bias)
     assert not isinstance(gate_up, Fp8Weight)
@@ -77,8 +78,8 @@ def expert_mlps(
 def expert_mlps_reference(
     x: Tensor,
     routes: Routes,
-    gate_up: Tensor | Sequence[WeightInParts],
-    down: Tensor | Sequence[WeightInParts],
+    gate_up: Tensor | GroupWeight | Sequence[WeightInParts],
+    down: Tensor | GroupWeight | Sequence[WeightInParts],
     activation: Activation,
     gather: Gather | None = None,
     gate_up_bias: Tensor | None = None,
@@ -90,12 +91,14 @@ def expert_mlps_reference(
     order, counts = flat.argsort(stable=True), flat.bincount().tolist()
     groups = [(expert, choices) for expert, choices in enumerate(order.split(counts)) if len(choices)]
 
-    gate_up_biases, down_biases = (
-        [None] * len(gate_up) if biases is None else list(biases) for biases in (gate_up_bias, down_bias)
-    )
-    gated = torch.cat([linear(x[choices // used], gate_up[i], gate_up_biases[i], activation) for i, choices in groups])
+    def multiply(rows: Tensor, i: int, first: bool) -> Tensor:
+        weights, biases = (gate_up, gate_up_bias) if first else (down, down_bias)
+        weight = group_linear(weights, i) if isinstance(weights, GroupWeight) else weights[i]
+        return linear(rows, weight, None if biases is None else biases[i], activation if first else None)
+
+    gated = torch.cat([multiply(x[choices // used], i, True) for i, choices in groups])
     inputs = (gated if gather is None else gather(gated)).split([len(choices) for _, choices in groups])
-    products = torch.cat([linear(rows, down[i], down_biases[i]) for rows, (i, _) in zip(inputs, groups, strict=True)])
+    products = torch.cat([multiply(rows, i, False) for rows, (i, _) in zip(inputs, groups, strict=True)])
     del gated, inputs  # of a long prompt they are large
     products = products if gather is None else gather(products)
     results = torch.empty_like(products)
