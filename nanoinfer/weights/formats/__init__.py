@@ -1,0 +1,1 @@
+"""Formats of weights: how checkpoints store matrices."""
