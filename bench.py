@@ -36,10 +36,9 @@ from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, h
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder
-from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.kernels.linear.fp8_linear import HAS_FP8
 from nanoinfer.models import describe
 from nanoinfer.process.standard_error import say
+from nanoinfer.weights.formats.format import Format
 
 SAMPLING = SamplingParams(temperature=0.6, ignore_eos=True)  # nano-vLLM's
 SEQS_ON_CPU = 32  # requests of a run without options, which takes less than a minute on two cores
@@ -65,17 +64,15 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         status.begin("measuring the memory's bandwidth and the matrix rate")
         # Measure beside the engine: on an H200, memory that the engine has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
-        layer_flops = measure_flops("cuda", FP8) if multiplies_fp8(config) else flops
-    in_fp8 = FP8.itemsize if config.description.fp8 else None
+        rates = rates_of(config)
     itemsizes = (
         config.torch_dtype.itemsize,
         config.torch_cache_dtype.itemsize,
-        in_fp8,
         config.torch_state_dtype.itemsize,
     )
     limits = limits_of(llm)
     floor = Floor.of(work, config.description, limits, *itemsizes)
-    floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, layer_flops)
+    floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, rates)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
     return {
         "command": args.command,
@@ -104,7 +101,7 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "tokens_per_second": work.tokens_out / seconds,
         "bandwidth_bytes_per_second": bandwidth,
         "matrix_flops": flops,
-        "layer_matrix_flops": layer_flops,
+        "layer_matrix_flops": {format.name: rate for format, rate in rates.items()},
         "floor_seconds": floor_seconds,
         "fraction_of_floor": floor_seconds / seconds,
         "floor_decode_steps": floor.decode_steps,
@@ -113,11 +110,11 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
     }, repeats[-1]
 
 
-def multiplies_fp8(config: Config) -> bool:
-    """Whether the layers' matrices are in FP8, and the device has units that multiply such numbers."""
-    if config.description.fp8 is None or config.device == "cpu":
-        return False
-    return torch.cuda.get_device_capability() >= HAS_FP8
+def rates_of(config: Config) -> dict[Format, float]:
+    """Measure the matrix rates of the formats that a device multiplies in another type than the model's dtype."""
+    own = config.torch_dtype
+    types = {format: format.multiplied_in(own, config.device) for format in config.description.formats.quantized}
+    return {format: measure_flops(config.device, kind) for format, kind in types.items() if kind != own}
 
 
 def limits_of(llm: LLM) -> Limits:

@@ -25,7 +25,7 @@ from nanoinfer.parallel.group import MAX_RANKS, size_of_group
 from nanoinfer.process.host_memory import check_host_memory
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vllm_arguments import our_value
-from nanoinfer.weights.fp8_format import Fp8Format
+from nanoinfer.weights.formats.table import ON_THE_FLY, quantized_as_loaded
 from nanoinfer.weights.sources import FileSource
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Config:
         ranks = self.tensor_parallel_size if self.starts_ranks else 1
         self.device = resolve_device(self.device, ranks, self.data_parallel_size)
         if self.quantization is not None:
-            self.quantization = check_choice("quantization", self.quantization, ["fp8"], OWN_QUANTIZATION)
+            self.quantization = check_choice("quantization", self.quantization, list(ON_THE_FLY), OWN_QUANTIZATION)
         self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
         self.state_dtype = check_choice("state_dtype", self.state_dtype, ["float32", "bfloat16"])
@@ -292,8 +292,8 @@ class Config:
         model = describe(hf_config)
         model.check_ranks(self.tensor_parallel_size)
         if self.quantization is not None:
-            model = replace(model, fp8=model.fp8 or Fp8Format())
-            model.check_fp8(f"quantization={self.quantization!r}")
+            model = replace(model, formats=quantized_as_loaded(model.formats, self.quantization))
+            model.check_formats(f"quantization={self.quantization!r}")
         if model.tied and self.load_format == "safetensors":
             # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
             own_head = FileSource(self.model, model.beside).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")

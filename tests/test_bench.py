@@ -40,7 +40,11 @@ from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.models import describe
-from nanoinfer.models.description import Experts, KVHeads
+from nanoinfer.models.description import Description, Experts, KVHeads, Names
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS
+from nanoinfer.weights.formats.fp8.format import Fp8Format
+from nanoinfer.weights.formats.fp8.reading import fp8_formats
+from nanoinfer.weights.formats.plain.format import PLAIN
 
 
 def run(*command: str) -> str:
@@ -147,6 +151,8 @@ class Shape:
     mixers = attention_windows = (None, None)
     attending = (KVHeads(2, 4),) * 2
     mlp_sizes, layer_inputs = (16, 16), None
+    names, formats = Names(), PLAIN_FORMATS
+    expert_format = classmethod(Description.expert_format)
 
 
 LAYER = 8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
@@ -165,6 +171,10 @@ class Sparse(Shape):
 
 EXPERT, ROUTER = 3 * 6 * 8, 4 * 8
 EVERY = 2 * (LAYER - 3 * 8 * 16) + 3 * 8 * 16 + 3 * 5 * 8  # attention, the MLP, the shared expert
+
+
+def with_fp8(model: type) -> type:
+    return type("InFp8", (model,), {"formats": fp8_formats(Fp8Format())})
 
 
 def floor_of(work: bench.Workload, limits: bench.Limits = AMPLE, model: type = Shape, **sizes: int) -> bench.Floor:
@@ -190,14 +200,14 @@ def test_the_floor_counts_what_must_be_read_and_computed() -> None:
     assert floor.seconds(1e6, math.inf, 4) == pytest.approx(bytes_of(floor) / 1e6 / 4)
     in_layers = 2 * 2 * LAYER * (3 + 2)
     in_fp8 = (operations_of(floor) - in_layers) / 2e6 + in_layers / 3e6
-    assert floor.seconds(math.inf, 2e6, 1, matrix_rate=3e6) == pytest.approx(in_fp8)
+    assert floor.seconds(math.inf, 2e6, 1, {PLAIN: 3e6}) == pytest.approx(in_fp8)
 
 
 def test_the_floor_counts_the_bytes_of_a_smaller_cache_and_of_smaller_matrices() -> None:
     work = bench.Workload([[1, 2, 3]], [3])
     assert bytes_of(floor_of(work, cache_itemsize=1)) == 3 * MATRICES * 2 + (4 + 5) * KV_BYTES / 2
-    assert bytes_of(floor_of(work, matrix_itemsize=1)) == 3 * (2 * LAYER + 2 * HEAD) + (4 + 5) * KV_BYTES
-    sparse = floor_of(work, model=Sparse, matrix_itemsize=1)  # a router is no smaller than the head
+    assert bytes_of(floor_of(work, model=with_fp8(Shape))) == 3 * (2 * LAYER + 2 * HEAD) + (4 + 5) * KV_BYTES
+    sparse = floor_of(work, model=with_fp8(Sparse))  # a router is no smaller than the head
     reads = 4 * EXPERT * ((1 - 0.75**3) + 2 * (1 - 0.75))
     assert bytes_of(sparse) == pytest.approx(3 * (EVERY + 2 * ROUTER + 2 * HEAD) + reads + (4 + 5) * KV_BYTES)
 
@@ -225,10 +235,10 @@ def test_each_steps_own_rows_decide_whether_it_reads_or_multiplies_longer() -> N
 
 def test_matrices_in_fp8_are_read_in_one_byte_and_multiplied_at_their_own_rate() -> None:
     """At 6,000 operations a second, a matrix in one byte takes as long for 3 rows; the head, in two bytes, for 4."""
-    floor = floor_of(bench.Workload([[1]] * 4, [2] * 4), matrix_itemsize=1)
+    floor = floor_of(bench.Workload([[1]] * 4, [2] * 4), model=with_fp8(Shape))
     step = 2 * 2 * LAYER * 4 / 6000 + HEAD * 2 / 1000
     expected = 2 * step + 4 * (2 * KV_BYTES / 1000 + PROMPT_ATTENTION)
-    assert floor.seconds(1000, 4000, 1, matrix_rate=6000) == pytest.approx(expected)
+    assert floor.seconds(1000, 4000, 1, {Fp8Format(): 6000}) == pytest.approx(expected)
 
 
 def test_experts_are_read_by_all_rows_and_multiplied_by_some() -> None:

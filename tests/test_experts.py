@@ -31,7 +31,8 @@ from nanoinfer.kernels.experts.route import (
 from nanoinfer.layers.experts import MixtureOfExperts, Router, RouterTensors
 from nanoinfer.layers.norm import Joint
 from nanoinfer.models import describe
-from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, PlainExperts
+from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
+from nanoinfer.weights.formats.plain.experts import PlainExperts
 from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource
 

@@ -35,7 +35,7 @@ from nanoinfer.kernels.linear.activation import (
 )
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.fp8_in_order import Fp8InOrderWeight, check_order, fp8_in_order
-from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8, find_cut, fp8_linear_triton
+from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, can_multiply_fp8, find_cut, fp8_linear_triton
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton, norm_add_rms_norm_reference, rms_norm_reference
 
@@ -44,13 +44,13 @@ DTYPE, CLOSE = (torch.bfloat16, 0.01) if DEVICE == "cuda" else (torch.float32, 1
 BLOCKS = [(128, 128), (64, 256), (1, None)]  # of the weights; None: a whole row
 
 
-def make_weight(rows: int, columns: int, block: tuple[int, int | None] = (128, 128)) -> tuple[Fp8Weight, Tensor]:
+def make_weight(rows: int, columns: int, block: tuple[int, int | None] = (128, 128)) -> tuple[Fp8LinearWeight, Tensor]:
     """Return a weight, and in float64 the matrix that it stands for."""
     height, width = block[0], block[1] or columns
     numbers = (torch.randn(rows, columns, device=DEVICE) * 100).clamp(-LARGEST, LARGEST).to(FP8)
     scales = torch.rand(rows // height, columns // width, device=DEVICE) * 2e-3 + 1e-4
     spread = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)
-    return Fp8Weight(numbers, scales), numbers.double() * spread.double()
+    return Fp8LinearWeight(numbers, scales), numbers.double() * spread.double()
 
 
 def make_dense(weight: Fp8Weight) -> Tensor:

@@ -25,8 +25,9 @@ from nanoinfer import LLM
 from nanoinfer.kernels.experts.products import expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import ClampedSwiGLU
+from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
+from nanoinfer.weights.formats.plain.experts import PlainExperts
 from nanoinfer.weights.mxfp4 import dequantize
-from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare, PlainExperts
 from nanoinfer.weights.shards import Shard, table_of
 from nanoinfer.weights.sources import FileSource
 

@@ -23,7 +23,7 @@ from nanoinfer.kernels.linear import dispatch
 from nanoinfer.layers import norm
 from nanoinfer.parallel.inbox import Inbox
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights import plain_matrix
+from nanoinfer.weights.formats.plain import matrix as plain_matrix
 
 pytestmark = pytest.mark.skipif(HAS_CUDA, reason="needs interpreted kernels, which a CUDA device rules out")
 RANKS = 2
@@ -68,7 +68,7 @@ def use_file_inboxes() -> None:
     add = norm.all_reduce_add_rms_norm
     norm.all_reduce_add_rms_norm = lambda x, *args: add(x, *args[:5], len(x) >= int(os.environ[ONE_OWNER]), *args[6:])
     if LANES in os.environ:
-        dispatch._is_one_row = lambda x: len(x) == 1  # so that these kernels are interpreted too
+        dispatch.is_one_row = lambda x: len(x) == 1  # so that these kernels are interpreted too
         plain_matrix.can_pack = lambda *_: False
 
 
@@ -100,7 +100,7 @@ def test_tokens_are_those_of_one_rank(
         (TensorParallel, "open_inbox"),
         (TensorParallel, "_close_inbox"),
         (norm, "all_reduce_add_rms_norm"),
-        (dispatch, "_is_one_row"),
+        (dispatch, "is_one_row"),
         (plain_matrix, "can_pack"),
     ]:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # so that pytest restores it

@@ -17,12 +17,15 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from nanoinfer.attention.context import Context, StateContext
 from nanoinfer.kernels.delta.chunks import Chunks, cut
+from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.layers.delta import GatedDelta, GatedDeltaMixer
 from nanoinfer.layers.norm import Joint
 from nanoinfer.layers.short_convolution import ShortConvolution, ShortConvolutionMixer
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.fp8_format import Fp8Format
-from nanoinfer.weights.fp8_matrix import Fp8Matrix
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
+from nanoinfer.weights.formats.fp8.format import Fp8Format
+from nanoinfer.weights.formats.fp8.matrix import Fp8Matrix
+from nanoinfer.weights.formats.fp8.reading import fp8_formats
 from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource
 
@@ -90,15 +93,19 @@ def make_oracle(name: str) -> tuple[nn.Module, GatedDelta | ShortConvolution]:
 
 
 def load(
-    module: nn.Module, sizes: GatedDelta | ShortConvolution, folder: Path, tp: TensorParallel, fp8: Fp8Format | None
+    module: nn.Module,
+    sizes: GatedDelta | ShortConvolution,
+    folder: Path,
+    tp: TensorParallel,
+    formats: Formats = PLAIN_FORMATS,
 ) -> GatedDeltaMixer | ShortConvolutionMixer:
     """Make our layer from a checkpoint of transformers' module."""
     tensors = {f"mixer.{name}": tensor for name, tensor in module.state_dict().items()}
     save_file(tensors, folder / "model.safetensors")
     if isinstance(sizes, GatedDelta):
-        mixer = GatedDeltaMixer("mixer.", 0, sizes, HIDDEN, 1e-6, tp, fp8)
+        mixer = GatedDeltaMixer("mixer.", 0, sizes, HIDDEN, 1e-6, tp, formats)
     else:
-        mixer = ShortConvolutionMixer("mixer.", 0, sizes, tp, fp8)
+        mixer = ShortConvolutionMixer("mixer.", 0, sizes, tp, formats)
     FileSource(str(folder)).fill(table_of(mixer))
     return mixer
 
@@ -142,7 +149,7 @@ def test_a_layer_equals_transformers(name: str, ranks: int, tmp_path: Path) -> N
     """The parts of two ranks add up to the result."""
     module, sizes = make_oracle(name)
     sequences = [torch.randn(length, HIDDEN) for length in LENGTHS]
-    mixers = [load(module, sizes, tmp_path, rank(index, ranks), None) for index in range(ranks)]
+    mixers = [load(module, sizes, tmp_path, rank(index, ranks)) for index in range(ranks)]
     parts = [run(mixer, sizes, ranks, sequences) for mixer in mixers]
     check(module, sequences, [sum(of_ranks) for of_ranks in zip(*parts, strict=True)])
 
@@ -151,8 +158,8 @@ def test_a_layer_equals_transformers(name: str, ranks: int, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
 def test_in_fp8_what_decides_strengths_and_decays_keeps_its_dtype(name: str, tmp_path: Path) -> None:
     module, sizes = make_oracle(name)
-    mixer = load(module, sizes, tmp_path, rank(0, 1), Fp8Format())
-    in_fp8 = {name for name, shards in table_of(mixer).items() if shards[0].scale is not None}
+    mixer = load(module, sizes, tmp_path, rank(0, 1), fp8_formats(Fp8Format()))
+    in_fp8 = {name for name, shards in table_of(mixer).items() if FP8 in shards[0].dtypes}
     wide = ("in_proj_qkvz",) if name == "qwen3-next" else ("in_proj_qkv", "in_proj_z")
     assert in_fp8 == {f"mixer.{part}.weight" for part in (*wide, "out_proj")}
     with torch.no_grad():  # transformers' module gets the numbers that FP8 has

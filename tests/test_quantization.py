@@ -17,9 +17,9 @@ from torch import Tensor
 
 from nanoinfer import BUNDLED_MODEL, LLM
 from nanoinfer.kernels.fp8 import FP8, LARGEST
-from nanoinfer.models.quantization import read_fp8
-from nanoinfer.weights.fp8_format import Fp8Format
-from nanoinfer.weights.fp8_store import Fp8Store
+from nanoinfer.weights.formats.fp8.format import Fp8Format
+from nanoinfer.weights.formats.fp8.store import Fp8Store
+from nanoinfer.weights.formats.table import read_formats
 from nanoinfer.weights.shards import Section
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,13 +83,14 @@ def write_checkpoint(source: Path, target: Path, config: dict[str, Any]) -> Path
     settings = json.loads((source / "config.json").read_text())
     (dense / "config.json").write_text(json.dumps(settings))
     (target / "config.json").write_text(json.dumps({**settings, "quantization_config": config}))
-    format = read_fp8(type("Config", (), {"quantization_config": config})())
+    formats = read_formats(type("Config", (), {"quantization_config": config})())
     stored: Tensors = {}
     plain: Tensors = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
         plain[name] = stored[name] = tensor
-        if name.endswith(MATRICES) and tensor.dim() == 2 and format.stores(module):
+        format = formats.of(module)
+        if name.endswith(MATRICES) and tensor.dim() == 2 and isinstance(format, Fp8Format):
             stored[name], stored[f"{module}.{format.scale}"], plain[name] = quantize(tensor.float(), format)
             if config.get("activation_scheme") == "static":
                 stored[f"{module}.input_scale"] = torch.tensor(0.5)

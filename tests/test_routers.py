@@ -26,7 +26,8 @@ from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.layers.experts import Router, RouterTensors, SharedExpert
 from nanoinfer.layers.norm import Joint
 from nanoinfer.models import describe
-from nanoinfer.weights.fp8_format import Fp8Format
+from nanoinfer.weights.formats.fp8.format import Fp8Format
+from nanoinfer.weights.formats.fp8.reading import fp8_formats
 from nanoinfer.weights.shards import table_of
 
 ROUTINGS = [
@@ -221,12 +222,12 @@ def test_names_of_files_and_of_transformers_modules(name: str, make_llm: Callabl
 
 
 def test_scales_of_a_shared_expert_have_the_names_of_their_matrices() -> None:
-    table = table_of(SharedExpert(("a", "b"), 256, 128, "silu", rank(0, 1), fp8=Fp8Format()))
+    table = table_of(SharedExpert(("a", "b"), 256, 128, "silu", rank(0, 1), formats=fp8_formats(Fp8Format())))
     for name in ("gate_proj", "up_proj", "down_proj"):
         (shard,) = table[f"b.{name}.weight"]
         assert shard.replaces == (f"a.{name}.weight",)
-        assert shard.scale == f"b.{name}.weight_scale_inv"
-        assert shard.scale in table
+        assert shard.needs == (f"b.{name}.weight_scale_inv",)
+        assert table.keys() >= {*shard.needs}
 
 
 FURTHER = {

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -14,6 +16,7 @@ from nanoinfer.benchmark.least_steps import Limits, Steps, decode_steps, prefill
 from nanoinfer.benchmark.workloads import Workload
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models.description import Description
+from nanoinfer.weights.formats.format import Format
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,12 @@ class Load:
     """What a device reads and computes at the same time: some steps' products with one kind of matrix, or attention.
 
     num_bytes: that it reads; operations: that it does
-    in_layers: a layer's matrix, which may have a format of its own with a rate of its own
+    format: the matrix's, which may have a rate of its own; None: the model's dtype
     """
 
     num_bytes: float
     operations: float
-    in_layers: bool = False
+    format: Format | None = None
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,12 @@ class Floor:
         limits: Limits,
         itemsize: int,
         cache_itemsize: int | None = None,
-        matrix_itemsize: int | None = None,
         state_itemsize: int = 4,
     ) -> Floor:
         """Count each step's products, the keys, values and states that decode reads, and the prompts' attention.
 
-        itemsize: bytes of a weight; matrix_itemsize: of one in a layer's matrices, None: as many
-        cache_itemsize: bytes of a number in the KV cache, None: as many as of a weight; state_itemsize: in states
+        itemsize: bytes of a number of the model's dtype; cache_itemsize: in the KV cache, None: as many;
+            state_itemsize: in states
 
         All matrices of one format take as many bytes and operations for a weight, so that their loads add up.
         Each decode step reads and writes each row's states once; prompts only compute with them.
@@ -65,8 +67,8 @@ class Floor:
         router_itemsize = 4 if experts is not None and experts.float32_router else itemsize
         decode, prefill = decode_steps(work, limits, used), prefill_steps(work, limits, used)
         last = Steps(1, len(work.prompts), 0)  # prompts may come to their ends, and need logits, in one step
-        head, in_layers = model.vocab_size * model.hidden_size, matrix_itemsize or itemsize
-        dense, routers, expert = _layer_weights(model), _router_weights(model), _expert_weights(model)
+        head, routers = model.vocab_size * model.hidden_size, _router_weights(model)
+        dense, expert = _layer_weights(model), _expert_weights(model)
         num_steps = sum(steps.count for steps in decode)
         loads = [
             Load(2 * _keys_read(work, model, num_steps) * (cache_itemsize or itemsize), 0),
@@ -74,22 +76,29 @@ class Floor:
             *_state_loads(model, sum(steps.rows for steps in decode), prefill.rows, (itemsize, 2 * state_itemsize)),
         ]
         for steps in (*decode, prefill):
-            loads += [
-                Load(steps.count * dense * in_layers, 2 * steps.rows * dense, in_layers=True),
-                Load(steps.expert_reads * expert * in_layers, 2 * steps.rows * used * expert, in_layers=True),
-                Load(steps.count * routers * router_itemsize, 2 * steps.rows * routers),
-            ]
+            for format, count in dense.items():
+                num_bytes = steps.count * count * format.weight_bytes(itemsize)
+                loads.append(Load(num_bytes, 2 * steps.rows * count, format))
+            for format, count in expert.items():
+                num_bytes = steps.expert_reads * count * format.weight_bytes(itemsize)
+                loads.append(Load(num_bytes, 2 * steps.rows * used * count, format))
+            loads.append(Load(steps.count * routers * router_itemsize, 2 * steps.rows * routers))
         loads += [Load(steps.count * head * itemsize, 2 * steps.rows * head) for steps in (*decode, last)]
         return cls(loads, num_steps)
 
-    def seconds(self, bandwidth: float, rate: float, devices: int, matrix_rate: float | None = None) -> float:
+    def seconds(
+        self, bandwidth: float, rate: float, devices: int, rates: Mapping[Format, float] = MappingProxyType({})
+    ) -> float:
         """Return the least time on `devices` of this bandwidth, in bytes a second, and rate, in operations a second.
 
-        matrix_rate: that of the products with the layers' matrices; None: the same
+        rates: those of the products with matrices of some formats, if they have others
         """
-        rates = {False: rate, True: matrix_rate or rate}
-        times = (max(load.num_bytes / bandwidth, load.operations / rates[load.in_layers]) for load in self.loads)
-        return sum(times) / devices
+
+        def of(load: Load) -> float:
+            own = rate if load.format is None else rates.get(load.format, rate)
+            return max(load.num_bytes / bandwidth, load.operations / own)
+
+        return sum(map(of, self.loads)) / devices
 
 
 def _keys_read(work: Workload, model: Description, num_steps: int) -> int:
@@ -133,16 +142,32 @@ def _state_loads(model: Description, decoded: int, prefilled: int, sizes: tuple[
     return [Load(decoded * num_bytes, decoded * operations), Load(0, prefilled * operations)]
 
 
-def _layer_weights(model: Description) -> int:
-    """Count the numbers in the matrices that every token uses, over all layers, but for routers."""
-    mixers = [mixer.projected for mixer in model.mixers if mixer is not None]
+def _layer_weights(model: Description) -> Counter[Format]:
+    """Count the numbers in the matrices that every token uses, over all layers, but for routers, by their formats.
+
+    All matrices of a branch count as of the last one's format.
+    """
+    names, experts, inputs = model.names, model.experts, model.layer_inputs
     of_queries = (3 if model.output_gate else 2) * model.num_heads
-    attention = sum((of_queries + (len(heads.parts) - 1) * heads.count) * heads.dim for heads in model.attending)
-    dense = 3 * sum(model.mlp_sizes)
-    experts = model.experts
-    shared = 0 if experts is None else 3 * sum(experts.layers) * (experts.shared_size or 0)
-    inputs = 0 if model.layer_inputs is None else 3 * model.num_layers * model.layer_inputs.size
-    return model.hidden_size * (attention + sum(mixers) + dense + shared + inputs)
+    attending = iter(model.attending)
+    counts: Counter[Format] = Counter()
+
+    def add(last: str, widths: int) -> None:
+        counts[model.formats.of(last)] += model.hidden_size * widths
+
+    for layer, (mixer, mlp_size) in enumerate(zip(model.mixers, model.mlp_sizes, strict=True)):
+        prefix = f"model.layers.{layer}."
+        if mixer is None:
+            heads = next(attending)
+            add(prefix + names.o, (of_queries + (len(heads.parts) - 1) * heads.count) * heads.dim)
+        else:
+            add(f"{prefix}{mixer.module}.out_proj", mixer.projected)
+        add(prefix + names.down, 3 * mlp_size)
+        if experts is not None and experts.layers[layer] and experts.shared_size is not None:
+            add(f"{prefix}{names.shared_experts[0]}.down_proj", 3 * experts.shared_size)
+        if inputs is not None:
+            add(prefix + inputs.output, 3 * inputs.size)
+    return +counts
 
 
 def _router_weights(model: Description) -> int:
@@ -150,9 +175,13 @@ def _router_weights(model: Description) -> int:
     return 0 if model.experts is None else sum(model.experts.layers) * model.experts.count * model.hidden_size
 
 
-def _expert_weights(model: Description) -> int:
-    """Count the numbers in the weights of all experts of all layers."""
-    return 0 if model.experts is None else _router_weights(model) * 3 * model.experts.size
+def _expert_weights(model: Description) -> Counter[Format]:
+    """Count the numbers in the weights of all experts of all layers, by their formats."""
+    counts: Counter[Format] = Counter()
+    if (experts := model.experts) is not None:
+        for layer in (number for number, is_sparse in enumerate(experts.layers) if is_sparse):
+            counts[model.expert_format(layer)] += experts.count * 3 * experts.size * model.hidden_size
+    return counts
 
 
 def _seen(first: int, count: int, window: int | None) -> int:

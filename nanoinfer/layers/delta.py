@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from nanoinfer.layers.convolution import CausalConvolution
 from nanoinfer.layers.linear import ColumnParallelLinear, Projection, RowParallelLinear, stacked, unit_by_unit
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.fp8_format import Fp8Format
+from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.shards import Fill, Shard
 
 
@@ -30,6 +31,8 @@ class GatedDelta:
     width: the convolution's; a token sees so many inputs, its own the last
     by_head: two tensors of the checkpoint hold all projections, key head by key head, as in Qwen3-Next
     """
+
+    module: ClassVar[str] = "linear_attn"  # in all checkpoints
 
     key_heads: int
     value_heads: int
@@ -78,24 +81,25 @@ class GatedDeltaMixer(nn.Module):
         hidden_size: int,
         norm_eps: float,
         tp: TensorParallel,
-        fp8: Fp8Format | None,
+        formats: Formats,
     ) -> None:
-        """prefix: the mixer's module in the checkpoint, with a dot; layer: its number; fp8: as for linear layers"""
+        """prefix: the mixer's module in the checkpoint, with a dot; layer: its number; formats: as for linear layers"""
         super().__init__()
         self.prefix, self.layer, self.sizes = prefix, layer, sizes
         heads, values = sizes.value_heads // tp.size, sizes.value_heads * sizes.value_dim
         self.key_heads, self.first_head = sizes.key_heads // tp.size, tp.rank * heads
         self._wide, self._narrow = [sizes.channels // tp.size, values // tp.size], [heads, heads]
         wide, narrow = _projections(prefix, sizes)
-        # Checkpoints in FP8 leave out what decides strengths and decays: there it has a matrix of its own.
-        self.in_proj = ColumnParallelLinear(wide + narrow if fp8 is None else wide, hidden_size, tp, fp8=fp8)
-        self.narrow_proj = None if fp8 is None else ColumnParallelLinear(narrow, hidden_size, tp)
+        # Some formats leave out what decides strengths and decays: there it has a matrix of its own.
+        is_alike = formats.of(wide[0].name) == formats.of(narrow[0].name)
+        self.in_proj = ColumnParallelLinear(wide + narrow if is_alike else wide, hidden_size, tp, formats=formats)
+        self.narrow_proj = None if is_alike else ColumnParallelLinear(narrow, hidden_size, tp, formats=formats)
         self.convolution = CausalConvolution(layer, _channels(f"{prefix}conv1d", sizes), sizes.width, tp)
         self.log_decay, self.dt_bias = (
             nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False) for _ in range(2)
         )
         self.norm = RMSNorm(f"{prefix}norm", sizes.value_dim, norm_eps)
-        self.out_proj = RowParallelLinear(f"{prefix}out_proj", values, hidden_size, tp, fp8=fp8)
+        self.out_proj = RowParallelLinear(f"{prefix}out_proj", values, hidden_size, tp, formats=formats)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""

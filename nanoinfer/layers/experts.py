@@ -16,9 +16,8 @@ from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.fp8_experts import Fp8Experts
-from nanoinfer.weights.fp8_format import Fp8Format
-from nanoinfer.weights.plain_experts import PlainExperts
+from nanoinfer.weights.formats.experts import Experts
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
 from nanoinfer.weights.shards import Fill, Shard, table_of
 
 
@@ -128,15 +127,18 @@ class SharedExpert(nn.Module):
         activation: Activation,
         tp: TensorParallel,
         bias: bool = False,
-        fp8: Fp8Format | None = None,
+        formats: Formats = PLAIN_FORMATS,
     ) -> None:
-        """modules: the expert's module, and others that a checkpoint may name instead; bias, fp8: as linear layers'"""
+        """modules: the expert's module, and others that a checkpoint may name instead
+
+        bias, formats: as for linear layers
+        """
         super().__init__()
         self.module_names = modules
         gate_up = side_by_side((f"{modules[0]}.gate_proj", f"{modules[0]}.up_proj"), (size, size))
-        self.gate_up_proj = ColumnParallelLinear(gate_up, hidden_size, tp, bias, fp8)
+        self.gate_up_proj = ColumnParallelLinear(gate_up, hidden_size, tp, bias, formats)
         self.activation = activation
-        self.down_proj = RowParallelLinear(f"{modules[0]}.down_proj", size, hidden_size, tp, bias, fp8)
+        self.down_proj = RowParallelLinear(f"{modules[0]}.down_proj", size, hidden_size, tp, bias, formats)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's part of the result, or all of it if ranks split outputs: [tokens, hidden_size]."""
@@ -189,7 +191,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(
         self,
         router: Router,
-        experts: PlainExperts | Fp8Experts,
+        experts: Experts,
         shared: SharedExpert | GatedSharedExpert | None,
         activation: Activation,
     ) -> None:

@@ -14,8 +14,7 @@ from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.fp8_format import Fp8Format
-from nanoinfer.weights.matrix import make_matrix
+from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.shards import Section
 
 
@@ -52,15 +51,15 @@ class LayerInputs(nn.Module):
         hidden_size: int,
         eps: float,
         tp: TensorParallel,
-        fp8: Fp8Format | None,
+        formats: Formats,
     ) -> None:
-        """fp8: as for ColumnParallelLinear"""
+        """formats: as for ColumnParallelLinear"""
         super().__init__()
         self.tp, self.size = tp, sizes.size
         total = num_layers * sizes.size
         self.embedding = VocabParallelEmbedding(sizes.embedding, vocab_size, total, tp)
         section = Section(sizes.projection, total, (total, hidden_size), 0)
-        self.projection = make_matrix([section], hidden_size, False, fp8)
+        self.projection = formats.make_matrix([section], hidden_size, False)
         # The model divides what it normalises by sqrt(hidden_size). The norm undoes that, but for a larger eps.
         self.norm = RMSNorm(sizes.norm, sizes.size, eps * hidden_size)
 
@@ -85,15 +84,16 @@ class LayerInputBranch(nn.Module):
         hidden_size: int,
         activation: Activation,
         tp: TensorParallel,
-        fp8: Fp8Format | None,
+        formats: Formats,
     ) -> None:
         """prefix: the layer's, with a dot; layer: its number"""
         super().__init__()
         self.layer, self.activation = layer, activation
         share = sizes.size // tp.size
         self.share = slice(tp.rank * share, (tp.rank + 1) * share)
-        self.gate = ColumnParallelLinear(side_by_side((prefix + sizes.gate,), (sizes.size,)), hidden_size, tp, fp8=fp8)
-        self.output = RowParallelLinear(prefix + sizes.output, sizes.size, hidden_size, tp, fp8=fp8)
+        gate = side_by_side((prefix + sizes.gate,), (sizes.size,))
+        self.gate = ColumnParallelLinear(gate, hidden_size, tp, formats=formats)
+        self.output = RowParallelLinear(prefix + sizes.output, sizes.size, hidden_size, tp, formats=formats)
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""

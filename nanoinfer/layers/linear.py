@@ -12,8 +12,7 @@ from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.ranks.gather import gather_features
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.fp8_format import Fp8Format
-from nanoinfer.weights.matrix import make_matrix
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
 from nanoinfer.weights.shards import Section
 
 
@@ -87,7 +86,7 @@ def unit_by_unit(name: str, units: int, sizes: tuple[int, ...]) -> list[Projecti
 class ColumnParallelLinear(nn.Module):
     """Several projections of one input as one matrix product; each rank holds a share of each projection's outputs.
 
-    fp8: the format of the checkpoint's matrices, which may leave out these; None: all have the model's dtype
+    formats: those of the model's matrices
     """
 
     def __init__(
@@ -96,14 +95,14 @@ class ColumnParallelLinear(nn.Module):
         in_features: int,
         tp: TensorParallel,
         bias: bool = False,
-        fp8: Fp8Format | None = None,
+        formats: Formats = PLAIN_FORMATS,
     ) -> None:
         super().__init__()
         self.tp = tp
         sections = [
             section for projection in projections for section in projection.sections(tp.rank, tp.size, in_features)
         ]
-        self.matrix = make_matrix(sections, in_features, bias, fp8)
+        self.matrix = formats.make_matrix(sections, in_features, bias)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, joint: Joint, activation: Activation | None = None
@@ -142,20 +141,20 @@ class RowParallelLinear(nn.Module):
         out_features: int,
         tp: TensorParallel,
         bias: bool = False,
-        fp8: Fp8Format | None = None,
+        formats: Formats = PLAIN_FORMATS,
     ) -> None:
-        """fp8: as for ColumnParallelLinear"""
+        """formats: as for ColumnParallelLinear"""
         super().__init__()
         self.tp = tp
         shape = out_features, in_features
         if tp.splits_outputs:
             share = out_features // tp.size
             assert share * tp.size == out_features
-            self.matrix = make_matrix([Section(name, share, shape, tp.rank * share)], in_features, bias, fp8)
+            self.matrix = formats.make_matrix([Section(name, share, shape, tp.rank * share)], in_features, bias)
         else:
             share = in_features // tp.size
             assert share * tp.size == in_features
-            self.matrix = make_matrix([Section(name, out_features, shape, tp.rank * share, dim=1)], share, bias, fp8)
+            self.matrix = formats.make_matrix([Section(name, out_features, shape, tp.rank * share, dim=1)], share, bias)
 
     def can_apply_activation(self, tokens: int) -> bool:
         """Return whether a launch that prepares so many tokens for this product can apply an activation, too."""

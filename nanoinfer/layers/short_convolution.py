@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from nanoinfer.layers.convolution import CausalConvolution
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, stacked
 from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.fp8_format import Fp8Format
+from nanoinfer.weights.formats.formats import Formats
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class ShortConvolution:
     channels: of B, of C and of x; width: a token sees so many inputs, its own the last
     bias: the projections and the convolution have biases
     """
+
+    module: ClassVar[str] = "conv"  # in all checkpoints
 
     channels: int
     width: int
@@ -45,16 +48,14 @@ class ShortConvolution:
 class ShortConvolutionMixer(nn.Module):
     """The layer: each rank has a share of the channels of B, C and x."""
 
-    def __init__(
-        self, prefix: str, layer: int, sizes: ShortConvolution, tp: TensorParallel, fp8: Fp8Format | None
-    ) -> None:
-        """prefix: the mixer's module in the checkpoint, with a dot; layer: its number; fp8: as for linear layers"""
+    def __init__(self, prefix: str, layer: int, sizes: ShortConvolution, tp: TensorParallel, formats: Formats) -> None:
+        """prefix: the mixer's module in the checkpoint, with a dot; layer: its number; formats: as for linear layers"""
         super().__init__()
         channels, bias = sizes.channels, sizes.bias
         thirds = stacked(f"{prefix}in_proj", *[(channels, 1)] * 3)
-        self.in_proj = ColumnParallelLinear(thirds, channels, tp, bias, fp8)
+        self.in_proj = ColumnParallelLinear(thirds, channels, tp, bias, formats)
         self.convolution = CausalConvolution(layer, stacked(f"{prefix}conv", (channels, 1)), sizes.width, tp, bias)
-        self.out_proj = RowParallelLinear(f"{prefix}out_proj", channels, channels, tp, bias, fp8)
+        self.out_proj = RowParallelLinear(f"{prefix}out_proj", channels, channels, tp, bias, formats)
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""

@@ -91,7 +91,7 @@ def describe(config: PretrainedConfig) -> Description:
     check_sizes(config.get_text_config())
     file, function = FAMILIES[names[0]].rsplit(".", 1)
     model: Description = getattr(import_module(f"nanoinfer.models.families.{file}"), function)(config)
-    model.check_fp8("model: the FP8 of quantization_config in its config")
+    model.check_formats("model: the {} of quantization_config in its config")
     return model
 
 

@@ -27,22 +27,20 @@ from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.models.mixers import Mixer, make_mixer
 from nanoinfer.models.mlps import AnyMLP, make_mlp
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.fp8_experts import Fp8Experts
-from nanoinfer.weights.fp8_matrix import Fp8Matrix
-from nanoinfer.weights.plain_experts import PlainExperts
-from nanoinfer.weights.plain_matrix import PlainMatrix
+from nanoinfer.weights.formats.experts import Experts
+from nanoinfer.weights.formats.matrix import Matrix
 
 
 def _make_input_branch(model: Description, layer: int, tp: TensorParallel) -> LayerInputBranch | None:
     if model.layer_inputs is None:
         return None
-    how = model.layer_inputs, model.hidden_size, model.activation, tp, model.fp8
+    how = model.layer_inputs, model.hidden_size, model.activation, tp, model.formats
     return LayerInputBranch(f"model.layers.{layer}.", layer, *how)
 
 
 def _make_layer_inputs(model: Description, sizes: LayerInputSizes, tp: TensorParallel) -> LayerInputs:
     shape = model.num_layers, model.vocab_size, model.hidden_size
-    return LayerInputs(sizes, *shape, model.norm_eps, tp, model.fp8)
+    return LayerInputs(sizes, *shape, model.norm_eps, tp, model.formats)
 
 
 class DecoderLayer(nn.Module):
@@ -157,14 +155,14 @@ class Decoder(CausalLM):
         sizes: the rows of decode steps whose bits are compared; tokens: those of a full step, which are compared too
         """
         for module in self.modules():
-            if isinstance(module, (PlainMatrix, Fp8Matrix, MixtureOfExperts, GatedSharedExpert)):
+            if isinstance(module, (Matrix, MixtureOfExperts, GatedSharedExpert)):
                 module.fix_order([*sizes, tokens])
         self.lm_head.fix_order(sizes)
 
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts of the matrices, whose shapes do not depend on the number of ranks."""
         for module in self.modules():
-            if isinstance(module, (PlainMatrix, Fp8Matrix, PlainExperts, Fp8Experts)):
+            if isinstance(module, (Matrix, Experts)):
                 module.fix_parts()
         self.lm_head.fix_parts()
 

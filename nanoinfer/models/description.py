@@ -16,7 +16,8 @@ from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
 from nanoinfer.parallel.group import MAX_RANKS
-from nanoinfer.weights.fp8_format import ROWS_TOGETHER, Fp8Format
+from nanoinfer.weights.formats.format import Format
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
 from nanoinfer.weights.sources import Beside
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
@@ -165,8 +166,7 @@ class Description:
     mixers: for each layer, what it has in place of attention; None: attention
     sinks: each query head has a learned score beside those of its keys, for no value: see attention.context.Scoring
     output_gate: there is a second number for each of a query; sigmoid of it multiplies attention's result
-    fp8: the format of the matrices, but for embeddings, head, routers, and what decides strengths and decays of a delta
-        rule; None: all have the model's dtype
+    formats: those of the matrices, but for embeddings, head and routers
     module: the class that computes the model, by its full name: a CausalLM (models/causal_lm.py)
     is_multimodal: the checkpoint holds other models beside this one; nanoinfer does not read those
     skipped: how the names of other tensors begin that checkpoints may hold and nanoinfer does not read
@@ -207,7 +207,7 @@ class Description:
     module: str = "nanoinfer.models.decoder.Decoder"
     is_multimodal: bool = False
     skipped: tuple[str, ...] = ()
-    fp8: Fp8Format | None = None
+    formats: Formats = PLAIN_FORMATS
 
     @property
     def beside(self) -> Beside:
@@ -263,15 +263,23 @@ class Description:
 
         return [of(layer) for layer in range(self.num_layers)]
 
-    def check_fp8(self, named: str) -> None:
-        """Raise ValueError if matrices are in FP8 that cannot be. named: what asks for it"""
-        if self.fp8 is not None and not self.can_be_fp8:
-            raise ValueError(f"{named}: experts with biases, as this model has them, cannot be in FP8; leave it out")
+    def expert_format(self, layer: int) -> Format:
+        """Return the format of the experts of a layer that has some."""
+        expert = self.names.expert.format(0)
+        return self.formats.of(f"model.layers.{layer}.{expert}.{self.names.expert_gate}")
 
-    @property
-    def can_be_fp8(self) -> bool:
-        """Whether all matrices can: experts with biases cannot."""
-        return self.experts is None or not self.experts.biases
+    def check_formats(self, named: str) -> None:
+        """Raise ValueError if experts have biases, and a format that has none. named: what asks for it; {}: its name"""
+        experts = self.experts
+        if experts is None or not experts.biases:
+            return
+        for layer in (number for number, is_sparse in enumerate(experts.layers) if is_sparse):
+            format = self.expert_format(layer)
+            if not format.takes_expert_biases:
+                raise ValueError(
+                    f"{named.format(format.name)}: experts with biases, as this model has them, cannot be in"
+                    f" {format.name}; leave it out"
+                )
 
     @property
     def widest(self) -> int:
@@ -348,10 +356,11 @@ class Description:
             )
         elif self.hidden_size % ranks:
             fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
-        elif self.fp8 is not None and self.fp8.own_block[0] == ROWS_TOGETHER:
-            # If a tile's rows share a scale, the kernel applies it in another place; the experts' kernel never does.
+        else:  # the products with experts have the same bits for any share
             outputs = [(name, size) for name, size in self._outputs if name != "moe_intermediate_size"]
-            fault = _find_uneven(outputs, ROWS_TOGETHER * ranks, "with weights in FP8")
+            for format in self.formats.quantized:
+                together = format.outputs_together * ranks
+                fault = fault or _find_uneven(outputs, together, f"with weights in {format.name}")
         if fault is not None:
             raise ValueError(
                 f"deterministic=True with tensor_parallel_size={ranks}: {fault}; use another number of ranks,"

@@ -45,8 +45,9 @@ def make_mixer(
     if sizes is None:
         return SelfAttention(model, layer, rotary, scales, backend, tp)
     if isinstance(sizes, GatedDelta):
-        return GatedDeltaMixer(f"{prefix}linear_attn.", layer, sizes, model.hidden_size, model.norm_eps, tp, model.fp8)
-    return ShortConvolutionMixer(f"{prefix}conv.", layer, sizes, tp, model.fp8)
+        how = model.hidden_size, model.norm_eps, tp, model.formats
+        return GatedDeltaMixer(f"{prefix}{sizes.module}.", layer, sizes, *how)
+    return ShortConvolutionMixer(f"{prefix}{sizes.module}.", layer, sizes, tp, model.formats)
 
 
 class SelfAttention(nn.Module):
@@ -70,7 +71,7 @@ class SelfAttention(nn.Module):
         self.unused = [] if heads.source is None else _unused_shards(model, heads, prefix)
         self.gates = share_of_heads(model.num_heads, tp.size) if model.output_gate else 0
         self.qkv_proj = ColumnParallelLinear(
-            _projections(model, heads, prefix), model.hidden_size, tp, model.qkv_bias, model.fp8
+            _projections(model, heads, prefix), model.hidden_size, tp, model.qkv_bias, model.formats
         )
         self.attention = Attention(
             f"model.layers.{source}.self_attn",
@@ -92,7 +93,7 @@ class SelfAttention(nn.Module):
             model.hidden_size,
             tp,
             model.o_bias,
-            model.fp8,
+            model.formats,
         )
 
     def forward(self, x: Tensor, residual: Tensor | None, joint: Joint, context: Context) -> tuple[Tensor, Tensor]:

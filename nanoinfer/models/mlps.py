@@ -13,8 +13,7 @@ from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gat
 from nanoinfer.layers.norm import Joint
 from nanoinfer.models.description import Description, Experts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.matrix import make_experts
-from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare
+from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
 
 AnyMLP: TypeAlias = "MLP | MixtureOfExperts | ExpertsBesideMLP"
 
@@ -27,10 +26,10 @@ class MLP(nn.Module):
         prefix = f"model.layers.{layer}."
         size = model.mlp_sizes[layer]
         gate_up = side_by_side(tuple(prefix + name for name in model.names.gate_up), (size, size))
-        self.gate_up_proj = ColumnParallelLinear(gate_up, model.hidden_size, tp, model.mlp_bias, model.fp8)
+        self.gate_up_proj = ColumnParallelLinear(gate_up, model.hidden_size, tp, model.mlp_bias, model.formats)
         self.activation = model.activation
         down = prefix + model.names.down
-        self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.fp8)
+        self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.formats)
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
@@ -61,7 +60,7 @@ def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
     outputs = _output_share(model, tp) if tp.splits_outputs else None
     made = MixtureOfExperts(
         Router(router, model.hidden_size, experts.count, experts.routing, experts.biases),
-        make_experts(tensors, sizes, model.fp8, outputs, experts.biases),
+        model.formats.make_experts(tensors, sizes, outputs, experts.biases),
         None if experts.shared_size is None else _make_shared(model, prefix, experts, experts.shared_size, tp),
         model.activation,
     )
@@ -74,7 +73,7 @@ def _make_shared(
     model: Description, prefix: str, experts: Experts, size: int, tp: TensorParallel
 ) -> SharedExpert | GatedSharedExpert:
     modules = tuple(prefix + name for name in model.names.shared_experts)
-    shared = SharedExpert(modules, model.hidden_size, size, model.activation, tp, model.mlp_bias, model.fp8)
+    shared = SharedExpert(modules, model.hidden_size, size, model.activation, tp, model.mlp_bias, model.formats)
     return GatedSharedExpert(shared, model.hidden_size) if experts.shared_gate else shared
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.kernels.delta.chunks import CHUNK
 from nanoinfer.models.description import Description, KVHeads, MixerSizes
-from nanoinfer.models.quantization import read_fp8
 from nanoinfer.models.rope import read_max_position, read_rope
 from nanoinfer.models.settings import head_dim_of, kv_count_of, of_layers, positive_or_none, refuse, size_of
+from nanoinfer.weights.formats.table import read_formats
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,7 +48,7 @@ def describe_common(
         "attention_scale": head_dim**-0.5,
         "windows": (None,) * config.num_hidden_layers,
         "mixers": (None,) * config.num_hidden_layers,
-        "fp8": read_fp8(config),
+        "formats": read_formats(config),
     }
     if "kv_heads" not in own:
         fields["kv_heads"] = (KVHeads(kv_count_of(config), head_dim),) * config.num_hidden_layers

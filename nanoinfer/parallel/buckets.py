@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoinfer.parallel.channel import FOLDER, explained, make_segment
 from nanoinfer.parallel.peer_memory import allocate, close_handle, free, handle_of, open_handle
-from nanoinfer.weights.fp8_format import ROWS_TOGETHER
+from nanoinfer.weights.shards import ROWS_TOGETHER
 
 PARTS = 3  # of a segment, each of which holds one bucket at a time
 PART_BYTES = 16 << 20

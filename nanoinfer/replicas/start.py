@@ -93,13 +93,19 @@ def _introduce(config: Config, memory: MemoryPlan, hardware: str, voice: Voice) 
     return line
 
 
+def _numbers(config: Config) -> str:
+    """Say in which formats the weights are."""
+    formats = [format.name.lower() for format in config.description.formats.quantized]
+    return f"{config.dtype} with matrices in {' and '.join(formats)}" if formats else config.dtype
+
+
 def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:
     """Say what has started: model, device, formats, processes, KV cache. hardware: what each rank computes with"""
     replicas, ranks = config.data_parallel_size, config.tensor_parallel_size
     processes = [f"{count} {name}" for count, name in ((replicas, "replicas"), (ranks, "ranks")) if count > 1]
     parts = [
         f"{name_of(config.model)} on {hardware}",
-        config.dtype if config.description.fp8 is None else f"{config.dtype} with matrices in fp8",
+        _numbers(config),
         config.attention_backend,
         " of ".join(processes),
         f"KV cache of {memory.tokens:,} tokens"

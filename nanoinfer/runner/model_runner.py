@@ -211,9 +211,9 @@ class ModelRunner:
             run_side_by_side([prefill, draw, largest, *decode[:1]], decode[1:], self.device)
 
     def _try_decode(self, rows: int, max_len: int, shares: bool) -> None:
-        """Run an empty decode step; with weights in FP8 also as for a graph, which has other kernels for products."""
+        """Run an empty decode step; for some formats also as for a graph, which has other kernels for products."""
         self.steps.decode_rows(rows, max_len, shares)
-        if self.config.description.fp8 is not None:
+        if any(format.has_graph_kernels for format in self.config.description.formats.quantized):
             with recording():
                 self.steps.decode_rows(rows, max_len, shares)
 

@@ -14,7 +14,8 @@ from nanoinfer.parallel.buckets import Bucket, BucketReader, Piece
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.voice import Voice
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
-from nanoinfer.weights.plain_matrix import pack_weights
+from nanoinfer.weights.formats.experts import Experts
+from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.shards import Table, Target, table_of
 from nanoinfer.weights.sources import FileSource, RandomSource, Source
 
@@ -37,7 +38,7 @@ class WeightWriter:
 
     @cached_property
     def table(self) -> Table:
-        """The model's table of shards, once its weights are packed."""
+        """The model's table of shards, once its matrices are finished."""
         return table_of(self._model)
 
     def load(self, config: Config, voice: Voice) -> None:
@@ -50,11 +51,13 @@ class WeightWriter:
         source.fill(table_of(self._model), partial(voice.bar, "Weights", "B"))
         if config.load_format == "dummy_skewed":
             skew_routers(self._model)
-        self.pack()
+        self.finish()
 
-    def pack(self) -> None:
-        """Pack the weights of a model that has just been built, where that makes the products faster."""
-        pack_weights(self._model)
+    def finish(self) -> None:
+        """Let each matrix do what its format does with what has been written."""
+        for module in self._model.modules():
+            if isinstance(module, (Matrix, Experts)):
+                module.finish()
 
     @cached_property
     def _twins(self) -> set[str]:
@@ -139,6 +142,7 @@ class WeightWriter:
         name = find_not_finite(self.table, self._written)
         first = self._tp.min(next(unlike, none) if name is None else names.index(name), self._device)
         if first == none:
+            self.finish()
             return None
         if first < len(names):
             return describe_not_finite(self.table, names[first])

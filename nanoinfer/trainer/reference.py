@@ -109,7 +109,7 @@ def _find_other(model: Description) -> str | None:
         "experts": model.experts is not None,
         "output gates of attention": model.output_gate,
         "sinks of attention": model.sinks,
-        "weights in FP8": model.fp8 is not None,
+        "quantized weights": bool(model.formats.quantized),
         "images": model.is_multimodal,
         "soft caps": model.score_cap is not None or model.logit_cap is not None,
         "norms of all heads at once": model.qk_norm == "full",

@@ -7,10 +7,16 @@ import re
 from collections.abc import Iterable, Set
 from heapq import nsmallest
 
-from nanoinfer.weights.shards import Shard, Table
+import torch
 
-FLOATS = {"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"}  # as files and as torch name them
-FP8 = {"F8_E4M3", "float8_e4m3fn"}
+from nanoinfer.weights.shards import FLOATS, Shard, Table
+
+DTYPES = {  # as files name them
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+}  # fmt: skip
+FILE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 COMPUTED = ("rotary_emb.inv_freq", ".input_scale")  # tensors that some checkpoints store and no model reads
 GUESSING = ("mtp.", "model.mtp_")  # begin the names of what guesses the tokens after the next one: no model runs it
 NUMBER = re.compile(r"\d+")
@@ -29,7 +35,7 @@ class Roll:
         self._table = table
         self._source = source
         self._in_stacks: set[str] = set()  # tensors that need not come any more
-        self._needed: dict[str, None] = {}  # scales of tensors in FP8
+        self._needed: dict[str, None] = {}  # by tensors whose numbers are no floats
         self._unknown: list[str] = []
         self._twice: list[str] = []
 
@@ -48,10 +54,7 @@ class Roll:
         if name in self.come or name in self._in_stacks or (is_stack and self.come.keys() & replaced):
             self._twice.append(name)
             return False
-        if dtype in FP8 and shards[0].scale is not None:
-            self._needed[shards[0].scale] = None
-        elif dtype not in FLOATS:
-            raise ValueError(f"{place}: {name} has numbers of type {dtype}, which are not supported as weights")
+        self._check_dtype(shards[0], dtype, place)
         if not _fits(shards[0], tuple(shape)):
             raise ValueError(
                 f"{place}: {name} has shape {list(shape)}, but the model needs {list(shards[0].stored_shape)}"
@@ -60,6 +63,14 @@ class Roll:
         if is_stack:
             self._in_stacks.update(replaced)
         return True
+
+    def _check_dtype(self, shard: Shard, dtype: str, place: str) -> None:
+        known = DTYPES.get(dtype) or getattr(torch, dtype, None)
+        if known not in shard.dtypes:
+            expected = ", ".join(sorted(FILE_NAMES[one] for one in shard.dtypes))
+            raise ValueError(f"{place}: {shard.name} has numbers of type {dtype}: must be one of {expected}")
+        if known not in FLOATS:
+            self._needed.update(dict.fromkeys(shard.needs))
 
     def check(self, whole: bool = False, with_constants: bool = True) -> None:
         """Raise ValueError if a tensor was unknown, came twice, or has no scales; with `whole`, if one is missing.

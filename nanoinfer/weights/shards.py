@@ -9,6 +9,10 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+ROWS_TOGETHER = 128  # a tensor may be written in parts that begin at multiples of so many rows: no block of a format,
+# whose numbers share a scale, is cut then
+FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
 
 class Written(Protocol):
     """Part of a parameter that is not stored as a plain tensor; it is written as a slice of a tensor is."""
@@ -53,7 +57,8 @@ class Shard:
     replaces: names of the tensors that a checkpoint may store instead
     optional: few checkpoints have the tensor; the target holds what it needs without it
     is_constant: no training changes it, and a trainer's named_parameters() lack it: an update may leave it out
-    scale: the name of the scales that must come too if the tensor is in FP8; None: it cannot be
+    dtypes: the types of numbers that the tensor may have
+    needs: the names of the tensors, such as scales, that must come too if the tensor has none of FLOATS
     takes_all: whether the target takes the whole tensor
     """
 
@@ -69,7 +74,8 @@ class Shard:
     replaces: tuple[str, ...] = ()
     optional: bool = False
     is_constant: bool = False
-    scale: str | None = None
+    dtypes: frozenset[torch.dtype] = FLOATS
+    needs: tuple[str, ...] = ()
     takes_all: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,8 +90,8 @@ class Shard:
 
     def under(self, module: str, other: str) -> Shard:
         """Return the shard of the tensor that a checkpoint may store in another module instead."""
-        name, scale = self.name.replace(module, other, 1), self.scale and self.scale.replace(module, other, 1)
-        return replace(self, name=name, replaces=(self.name,), scale=scale)
+        name, *needs = (one.replace(module, other, 1) for one in (self.name, *self.needs))
+        return replace(self, name=name, replaces=(self.name,), needs=tuple(needs))
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

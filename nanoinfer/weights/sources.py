@@ -22,7 +22,7 @@ from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.mxfp4 import Halves, is_half
 from nanoinfer.weights.pinned import Uploads
-from nanoinfer.weights.roll import Roll
+from nanoinfer.weights.roll import DTYPES, Roll
 from nanoinfer.weights.shards import Table, Target, device_of_table
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -31,7 +31,6 @@ OTHER_MODELS = (  # begin the names of its other tensors
     "vision_tower.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_vision.", "embed_audio.",
     "vision_embedder.",
 )  # fmt: skip
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}  # of numbers, as files name their types
 NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
 
 
@@ -119,7 +118,7 @@ class FileSource:
         for name, tensor, file in self._tensors():
             if roll.tick(name, tensor.get_shape(), tensor.get_dtype(), file.name):
                 numbers = sum(math.prod(shard.target.shape) for shard in table[name])
-                num_bytes += numbers * ITEM_BYTES[tensor.get_dtype()]
+                num_bytes += numbers * DTYPES[tensor.get_dtype()].itemsize
         roll.check(whole=True)
         return num_bytes
 

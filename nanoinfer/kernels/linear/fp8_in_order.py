@@ -17,11 +17,12 @@ from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Tokens, Fp8Weight, quantize
 from nanoinfer.kernels.launch import recording
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8, fp8_linear_triton, has_copies, own_cut
+from nanoinfer.kernels.linear.weight import OwnProduct
 
 A_SIZE_OF_EACH_TILE = (1, 32, 64)  # tokens
 
 
-class Fp8InOrderWeight:
+class Fp8InOrderWeight(OwnProduct):
     """A weight in FP8 whose products add up in one order."""
 
     def __init__(self, weight: Fp8Weight, dtype: torch.dtype, has_bias: bool, sizes: Iterable[int]) -> None:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanoinfer.kernels.fp8 import BLOCK, Fp8Tokens, Fp8Weight
+from nanoinfer.kernels.fp8 import BLOCK, Fp8Tokens, Fp8Weight, quantize
 from nanoinfer.kernels.launch import (
     can_launch_early,
     early_launch,
@@ -28,6 +28,11 @@ from nanoinfer.kernels.launch import (
     shared_memory,
     wait_for_predecessor,
 )
+from nanoinfer.kernels.linear.activation import Activation, fp8_gate_mul_triton, gate_mul
+from nanoinfer.kernels.linear.one_row import is_one_row, one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.linear.weight import add_and_norm
+from nanoinfer.kernels.norm.rms_norm import Norm, fp8_norm_triton
+from nanoinfer.kernels.ranks.send_receive import VectorLane
 
 HAS_FP8 = (8, 9)  # the first GPUs whose tensor cores multiply FP8
 CUBLAS_SCALES_BLOCKS = (9, 0)  # the GPUs for which cuBLAS multiplies numbers whose blocks have scales
@@ -61,6 +66,45 @@ def can_multiply_fp8(x: torch.dtype, weight: Fp8Weight) -> bool:
     in_features, (_, width) = weight.numbers.shape[-1], weight.block
     in_blocks = in_features % BLOCK.value == width % BLOCK.value == 0
     return in_blocks and x.itemsize == 2 and _capability(weight.numbers.device) >= HAS_FP8
+
+
+class Fp8LinearWeight(Fp8Weight):
+    """A weight such as can_multiply_fp8 says, which multiplies itself: see kernels.linear.weight.Weight."""
+
+    __slots__ = ()
+
+    def linear(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None, may_split: bool, before: Activation | None
+    ) -> Tensor:
+        """Compute kernels.linear.dispatch.linear; the launch that rounds several tokens applies `before`, too."""
+        if len(x) == 1 and before is not None:
+            x, before = gate_mul(x, before), None
+        if is_one_row(x):
+            return one_row_linear(x, self, bias, activation)
+        in_fp8 = quantize(x) if before is None else fp8_gate_mul_triton(x, before)
+        out = fp8_linear(in_fp8, self, bias, may_split and activation is None)
+        return gate_mul(out, activation) if activation else out
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: Norm | None,
+        bias: Tensor | None,
+        activation: Activation | None,
+        post: Norm | None,
+        lane: VectorLane | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute kernels.linear.dispatch.norm_linear; the launch that normalises several tokens rounds them, too."""
+        if is_one_row(x):
+            return one_row_norm_linear(x, residual, norm, self, bias, activation, post, lane)
+        assert lane is None
+        if norm is None:
+            _, total = add_and_norm(x, residual, None, post)
+            return self.linear(total, bias, activation, False, None), total
+        in_fp8, total = fp8_norm_triton(x, residual, norm, post)
+        out = fp8_linear(in_fp8, self, bias)
+        return gate_mul(out, activation) if activation else out, total
 
 
 def fp8_linear(x: Fp8Tokens, weight: Fp8Weight, bias: Tensor | None = None, may_split: bool = False) -> Tensor:

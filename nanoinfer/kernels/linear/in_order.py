@@ -19,12 +19,13 @@ from torch import Tensor
 from nanoinfer.kernels.launch import early_launch, fetch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block
 from nanoinfer.kernels.linear.one_wave import add_product
+from nanoinfer.kernels.linear.weight import OwnProduct
 
 FEW_TOKENS = 16  # up to here our kernel, which is launched early, is as fast as cuBLAS (measured on an H200)
 NEIGHBOURS = 8  # tiles of tokens that are computed side by side, with the same rows of the weight
 
 
-class InOrderWeight:
+class InOrderWeight(OwnProduct):
     """A weight whose products add up in the order of the inputs."""
 
     def __init__(self, weight: Tensor, has_bias: bool, sizes: Iterable[int]) -> None:

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
+from nanoinfer.kernels.linear.weight import OwnProduct
 
 PARTS = 8  # of all ranks' outputs
 ALIGNMENT = 16  # numbers of a weight's sides: MKL adds up in another order behind addresses that are not aligned
 AT_ONCE = 32  # numbers that an activation takes at a time; it computes a vector's last few in another way
 
 
-class WeightInParts:
+class WeightInParts(OwnProduct):
     """A weight, [out_features, in_features], cut into parts of its outputs."""
 
     def __init__(self, weight: Tensor, sections: list[tuple[int, int]]) -> None:

@@ -24,6 +24,11 @@ MIN_TILE = 8192  # numbers of the weight per load of a program; at least two of 
 WPER_WORD_PER_SM = 4 * MIN_TILE  # numbers of the weight that are on their way at a time
 
 
+def is_one_row(x: Tensor) -> bool:
+    """Return whether these kernels multiply x, [tokens, in_features]."""
+    return x.is_cuda and len(x) == 1 and x.shape[1] <= MAX_IN_FEATURES
+
+
 def one_row_linear(
     x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:

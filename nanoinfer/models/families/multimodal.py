@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from nanoinfer.models.description import Description
 from nanoinfer.models.families import mistral, qwen2, qwen3, qwen3_5
 from nanoinfer.models.families.gemma import gemma, gemma4
-from nanoinfer.models.quantization import read_fp8
 from nanoinfer.models.reading import refuse_windows
+from nanoinfer.weights.formats.table import read_formats
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,4 +62,4 @@ def describe_qwen3_5_moe(config: PretrainedConfig) -> Description:
 
 def _describe_text(config: PretrainedConfig, describe: Callable[[PretrainedConfig], Description]) -> Description:
     tied = bool(config.tie_word_embeddings)  # the outer one decides
-    return replace(describe(config.get_text_config()), tied=tied, is_multimodal=True, fp8=read_fp8(config))
+    return replace(describe(config.get_text_config()), tied=tied, is_multimodal=True, formats=read_formats(config))

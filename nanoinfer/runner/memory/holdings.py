@@ -127,7 +127,7 @@ class Holdings:
             self.make_cache(self._num_blocks, self._num_slots)
         elif "weights" not in self.__dict__:
             weights = self._build()
-            weights.pack()
+            weights.finish()
             self.weights = weights  # last: an error before leaves them lent
 
     def _any_fault(self, fault: str | None) -> str | None:

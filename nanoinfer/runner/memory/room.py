@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from nanoinfer.attention import choose_backend
 from nanoinfer.config import Config
 from nanoinfer.parallel.group import MAX_RANKS
+from nanoinfer.weights.formats.table import ON_THE_FLY
 
 
 def room_for(config: Config, needed: int) -> str:
@@ -39,11 +42,10 @@ def what_makes_room(config: Config) -> str:
     if raised:
         parts.append(f"raise {' or '.join(raised)}")
     parts.append(f"lower max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}")
-    eight_bits = ["kv_cache_dtype='fp8'"] if _may_cache_fp8(config) else []
-    if config.description.fp8 is None and config.description.can_be_fp8:
-        eight_bits.append("quantization='fp8'")
-    if eight_bits:
-        parts.append(f"set {' or '.join(eight_bits)}")
+    smaller = ["kv_cache_dtype='fp8'"] if _may_cache_fp8(config) else []
+    smaller += [f"quantization={name!r}" for name in _quantizations(config)]
+    if smaller:
+        parts.append(f"set {' or '.join(smaller)}")
     return ", or ".join(parts)
 
 
@@ -60,6 +62,19 @@ def _may_double_ranks(config: Config) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _quantizations(config: Config) -> list[str]:
+    """Return the values of `quantization` that would make the model's matrices smaller."""
+
+    def is_possible(name: str) -> bool:
+        try:
+            replace(config.description, formats=ON_THE_FLY[name]).check_formats(name)
+        except ValueError:
+            return False
+        return True
+
+    return [] if config.description.formats.quantized else [name for name in ON_THE_FLY if is_possible(name)]
 
 
 def _may_cache_fp8(config: Config) -> bool:

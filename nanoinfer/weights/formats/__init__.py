@@ -1,1 +1,1 @@
-"""Formats of weights: how checkpoints store matrices."""
+"""How checkpoints store matrices, and how products use them."""

@@ -7,29 +7,23 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.launch import launch_in_between
-from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.fp8_in_order import Fp8InOrderWeight
-from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
+from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, can_multiply_fp8
 from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
-from nanoinfer.kernels.norm.rms_norm import Norm
-from nanoinfer.kernels.ranks.send_receive import VectorLane
-from nanoinfer.weights.fp8_format import Fp8Format
-from nanoinfer.weights.fp8_store import Fp8Store
+from nanoinfer.weights.formats.fp8.layout import Fp8Layout
+from nanoinfer.weights.formats.fp8.store import Fp8Store
+from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outputs
 
 
-class Fp8Matrix(nn.Module):
-    """A weight in FP8, [out_features, in_features], and if wanted a bias, [out_features]. Used as a PlainMatrix is."""
+class Fp8Matrix(Matrix):
+    """The weight as a store of blocks."""
 
-    bias: Tensor | None
-
-    def __init__(self, sections: list[Section], in_features: int, bias: bool, format: Fp8Format) -> None:
+    def __init__(self, sections: list[Section], in_features: int, bias: bool, layout: Fp8Layout) -> None:
         super().__init__()
-        self.store = Fp8Store(sections, in_features, format)
+        self.store = Fp8Store(sections, in_features, layout)
         rows = len(self.store.weight)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._dtype = torch.get_default_dtype()
@@ -40,30 +34,6 @@ class Fp8Matrix(nn.Module):
         """Return whether the launch that rounds so many tokens to FP8 can apply an activation to them, too."""
         return self._in_order is None and tokens > 1 and can_multiply_fp8(self._dtype, self._in_fp8)
 
-    def product(
-        self,
-        x: Tensor,
-        activation: Activation | None = None,
-        may_split: bool = False,
-        with_bias: bool = True,
-        before: Activation | None = None,
-    ) -> Tensor:
-        """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
-        weight = self._in_order or self._weight()
-        return linear(x, weight, self.bias if with_bias else None, activation, may_split, before)
-
-    def norm_product(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        pre: Norm | None,
-        post: Norm | None,
-        activation: Activation | None,
-        lane: VectorLane | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
-        return norm_linear(x, residual, pre, self._in_order or self._weight(), self.bias, activation, post, lane)
-
     def fix_order(self, sizes: list[int]) -> None:
         """Let a GPU's products add up in one order; raises ValueError, and takes sizes, as Fp8InOrderWeight does."""
         self._in_order = Fp8InOrderWeight(self._in_fp8, self._dtype, self.bias is not None, sizes)
@@ -72,8 +42,10 @@ class Fp8Matrix(nn.Module):
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
         self._is_in_parts = True
 
-    def _weight(self) -> Tensor | PackedWeight | WeightInParts | Fp8Weight:
-        """Return what a product reads: the store, or where it cannot, the model's dtype, which the CPU keeps."""
+    def operand(self) -> Tensor | PackedWeight | WeightInParts | Fp8LinearWeight | Fp8InOrderWeight:
+        """Return the store, or where no product reads it, the model's dtype, which the CPU keeps."""
+        if self._in_order is not None:
+            return self._in_order
         if self.store.weight.is_cuda:
             weight = self._in_fp8
             if can_multiply_fp8(self._dtype, weight):
@@ -84,8 +56,8 @@ class Fp8Matrix(nn.Module):
         return self.store.remember(self._for_cpu)
 
     @property
-    def _in_fp8(self) -> Fp8Weight:
-        return Fp8Weight(self.store.weight, self.store.scales)
+    def _in_fp8(self) -> Fp8LinearWeight:
+        return Fp8LinearWeight(self.store.weight, self.store.scales)
 
     def _for_cpu(self) -> Tensor | PackedWeight | WeightInParts:
         dense = self.store.dense(self._dtype)

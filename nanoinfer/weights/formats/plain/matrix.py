@@ -1,8 +1,4 @@
-"""PlainMatrix: the format of most checkpoints, a matrix of numbers of the model's dtype.
-
-A format is one class. It says which tensors of a checkpoint it stores, how a rank slices them, and how a product uses
-them. The linear layers only tell it which rows and columns of which projections this rank holds.
-"""
+"""PlainMatrix: a matrix of numbers of the model's dtype."""
 
 from __future__ import annotations
 
@@ -11,21 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.linear.activation import Activation
-from nanoinfer.kernels.linear.dispatch import linear, norm_linear
 from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
-from nanoinfer.kernels.norm.rms_norm import Norm
-from nanoinfer.kernels.ranks.send_receive import VectorLane
+from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outputs
 
 
-class PlainMatrix(nn.Module):
-    """A weight, [out_features, in_features], and if wanted a bias, [out_features]. sections: in their rows' order"""
+class PlainMatrix(Matrix):
+    """The weight as a parameter. On the CPU, once filled, mostly as a PackedWeight. sections: in their rows' order"""
 
     weight: Tensor | PackedWeight
-    bias: Tensor | None
 
     def __init__(self, sections: list[Section], in_features: int, bias: bool) -> None:
         super().__init__()
@@ -35,34 +27,11 @@ class PlainMatrix(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._in_order: InOrderWeight | WeightInParts | None = None
 
-    def can_apply_activation(self, tokens: int) -> bool:
-        """Return False: no launch before the product changes its input."""
-        return False
+    def operand(self) -> Tensor | PackedWeight | InOrderWeight | WeightInParts:
+        """Return the weight, or what multiplies by it in a fixed order."""
+        return self._in_order or self.weight
 
-    def product(
-        self,
-        x: Tensor,
-        activation: Activation | None = None,
-        may_split: bool = False,
-        with_bias: bool = True,
-        before: Activation | None = None,
-    ) -> Tensor:
-        """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
-        return linear(x, self._in_order or self.weight, self.bias if with_bias else None, activation, may_split, before)
-
-    def norm_product(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        pre: Norm | None,
-        post: Norm | None,
-        activation: Activation | None,
-        lane: VectorLane | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
-        return norm_linear(x, residual, pre, self._in_order or self.weight, self.bias, activation, post, lane)
-
-    def pack(self) -> None:
+    def finish(self) -> None:
         """Let a filled weight give way to its packed form, where that is faster."""
         weight = self.weight
         if self._in_order is None and isinstance(weight, Tensor) and can_pack(weight):
@@ -88,10 +57,3 @@ class PlainMatrix(nn.Module):
             yield Shard(f"{section.name}.weight", rows, section.shape, section.start, section.dim)
         if self.bias is not None:
             yield from bias_shards(self.bias, self.sections)
-
-
-def pack_weights(model: nn.Module) -> None:
-    """Pack the matrices of a model whose weights are filled; on a GPU none gains by it."""
-    for module in model.modules():
-        if isinstance(module, PlainMatrix):
-            module.pack()

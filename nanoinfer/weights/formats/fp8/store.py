@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.kernels.fp8 import FP8, LARGEST, as_bytes
-from nanoinfer.weights.fp8_format import Fp8Format
-from nanoinfer.weights.shards import Section, Shard
+from nanoinfer.weights.formats.fp8.layout import Fp8Layout
+from nanoinfer.weights.shards import FLOATS, Section, Shard
 
 T = TypeVar("T")
 
@@ -27,11 +27,11 @@ class Fp8Store(nn.Module):
     share of a matrix, or the next section, does not begin with a block.
     """
 
-    def __init__(self, sections: list[Section], in_features: int, format: Fp8Format) -> None:
+    def __init__(self, sections: list[Section], in_features: int, layout: Fp8Layout) -> None:
         """sections: neighbouring rows, in their order"""
         super().__init__()
-        self.sections, self.format = sections, format
-        of_rows, of_columns = format.own_block
+        self.sections, self.layout = sections, layout
+        of_rows, of_columns = layout.own_block
         height, width = 0, 0
         for section in sections:
             row, column = _start(section)
@@ -69,7 +69,7 @@ class Fp8Store(nn.Module):
         for section in self.sections:
             sizes = section.rows, self.weight.shape[1]
             own = tuple(range(at, at + size) for at, size in zip(_start(section), sizes, strict=True))
-            cover = tuple(map(_cover, own, self.format.own_block, section.shape))
+            cover = tuple(map(_cover, own, self.layout.own_block, section.shape))
             parts.append(Fp8Rows(self, first, (own[0], own[1]), (cover[0], cover[1])))
             first += section.rows
         return parts
@@ -77,9 +77,11 @@ class Fp8Store(nn.Module):
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the weights, which may come in any dtype, and of the scales, which come beside FP8."""
         for section, rows in zip(self.sections, self.parts, strict=True):
-            scale = f"{section.name}.{self.format.scale}"
+            scale = f"{section.name}.{self.layout.scale}"
             start = rows.cover[section.dim].start
-            yield Shard(f"{section.name}.weight", rows, section.shape, start, section.dim, scale=scale)
+            yield Shard(
+                f"{section.name}.weight", rows, section.shape, start, section.dim, dtypes=FLOATS | {FP8}, needs=(scale,)
+            )
             yield self._scale_shard(scale, section, rows.first)
 
     def _scale_shard(self, name: str, section: Section, first: int) -> Shard:
@@ -87,9 +89,9 @@ class Fp8Store(nn.Module):
         height = self.block[0]
         scales = self.scales[first // height : (first + section.rows) // height]
         start = _start(section)
-        rows, columns = self.blocks_of(start, tuple(scales.shape), self.format.block)
-        shape = self.format.scale_shape(section.shape)
-        size = self.format.block[section.dim]
+        rows, columns = self.blocks_of(start, tuple(scales.shape), self.layout.block)
+        shape = self.layout.scale_shape(section.shape)
+        size = self.layout.block[section.dim]
         begin = 0 if size is None else start[section.dim] // size
         target = Fp8Scales(self, scales, rows, columns, len(shape))
         return Shard(name, target, shape, begin, min(section.dim, len(shape) - 1), optional=True)
@@ -104,7 +106,7 @@ class Fp8Store(nn.Module):
         """Return in which blocks of the checkpoint's matrix some of the store's blocks lie, in rows and in columns.
 
         start: the row and the column of the checkpoint's matrix where they begin; counts: how many they are
-        block: as in Fp8Format; the numbers of these blocks count from the first of them
+        block: as in Fp8Layout; the numbers of these blocks count from the first of them
         """
         rows, columns = (
             torch.tensor([0 if size is None else (at + i * own) // size - at // size for i in range(count)])
@@ -172,7 +174,7 @@ class Fp8Rows:
         if values.dtype == FP8:
             self._write(values)
             return
-        together = self.store.format.own_block[0]  # rows that share scales
+        together = self.store.layout.own_block[0]  # rows that share scales
         step = max(NUMBERS_AT_ONCE // (together * values.shape[1]), 1) * together
         for first in range(0, len(values), step):
             some = slice(first, first + step)
@@ -182,7 +184,7 @@ class Fp8Rows:
         """Write numbers of float32."""
         store = self.store
         assert self.first % store.block[0] == self.rows.stop % store.block[0] == 0
-        height, width = store.format.own_block[0], store.format.own_block[1] or values.shape[1]
+        height, width = store.layout.own_block[0], store.layout.own_block[1] or values.shape[1]
         padded = F.pad(values, (0, -values.shape[1] % width, 0, -values.shape[0] % height))
         largest = padded.abs().view(len(padded) // height, height, -1, width).amax((1, 3))
         scales = (largest / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -190,7 +192,7 @@ class Fp8Rows:
         self._write((values / divisors).clamp_(-LARGEST, LARGEST).to(FP8))
         blocks = store.scales[self.first // store.block[0] : self.rows.stop // store.block[0]]
         start = self.own[0].start, self.own[1].start
-        rows, columns = store.blocks_of(start, tuple(blocks.shape), store.format.own_block)
+        rows, columns = store.blocks_of(start, tuple(blocks.shape), store.layout.own_block)
         blocks.copy_(scales[rows.to(scales.device)][:, columns.to(scales.device)])
 
     def _write(self, in_fp8: Tensor) -> None:

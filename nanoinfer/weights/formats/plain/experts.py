@@ -3,91 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.experts.in_order import Matrix, check_order
-from nanoinfer.kernels.experts.products import Gather, expert_mlps
+from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import WeightInParts
+from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.shards import Shard
 
 
-@dataclass(frozen=True)
-class ExpertTensors:
-    """The names that a checkpoint may give to the tensors of a layer's experts: three for each, or two stacks of all.
-
-    expert: the module of one expert; "{}" stands for its number
-    gate, up, down: an expert's projections
-    stacks: pairs of stacks, by each pair of names that they may have: gates above ups, and downs
-    paired: there are only stacks, of one pair of names. They hold matrices as [in, out], each gate beside its up
-    """
-
-    expert: str
-    gate: str
-    up: str
-    down: str
-    stacks: tuple[tuple[str, str], ...]
-    paired: bool = False
-
-    def module(self, projection: str, number: int) -> str:
-        """Return the name of one expert's projection."""
-        return f"{self.expert.format(number)}.{projection}"
-
-    def of(self, projection: str, number: int) -> str:
-        """Return the name of the tensor of one expert's projection."""
-        return f"{self.module(projection, number)}.weight"
-
-    def gate_up_stacks(self, count: int) -> dict[str, tuple[str, ...]]:
-        """Return the stack of gates and ups by each of its names, with the other tensors that may hold the same.
-
-        count: experts
-        """
-        halves = (self.of(projection, number) for number in range(count) for projection in (self.gate, self.up))
-        return _with_others([gate_up for gate_up, _ in self.stacks], tuple(halves))
-
-    def down_stacks(self, count: int) -> dict[str, tuple[str, ...]]:
-        """Return the same for the stack of downs."""
-        downs = (self.of(self.down, number) for number in range(count))
-        return _with_others([down for _, down in self.stacks], tuple(downs))
-
-
-def _with_others(stacks: list[str], single: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    return {stack: (*single, *(other for other in stacks if other != stack)) for stack in stacks}
-
-
-@dataclass(frozen=True)
-class OutputShare:
-    """What one rank computes of each expert's result if ranks split outputs, and how it gets the others' shares.
-
-    outputs: this rank's
-    gather: puts all ranks' shares side by side, [rows, share] to [rows, ranks * share]
-    """
-
-    outputs: range
-    gather: Gather
-
-
-@dataclass(frozen=True)
-class ExpertSizes:
-    """The sizes of a layer's experts.
-
-    count: experts
-    size: an expert's intermediate size over all ranks
-    start, share: where this rank's equal share of that size begins, and how long it is
-    """
-
-    count: int
-    hidden_size: int
-    size: int
-    start: int
-    share: int
-
-
-class PlainExperts(nn.Module):
+class PlainExperts(Experts):
     """gate_up, [experts, 2 * share, hidden_size], the gates first; and down, [experts, hidden_size, share].
 
     A rank holds a share of each expert's intermediate size. If ranks split outputs, it holds a share of down's outputs

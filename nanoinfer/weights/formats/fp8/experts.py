@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoinfer.kernels.experts.in_order import Matrix, check_order
 from nanoinfer.kernels.experts.products import expert_mlps
@@ -17,21 +17,21 @@ from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.fp8_in_order import check_multiplies
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
 from nanoinfer.kernels.linear.in_parts import WeightInParts
-from nanoinfer.weights.fp8_format import Fp8Format
-from nanoinfer.weights.fp8_store import Fp8Store
-from nanoinfer.weights.plain_experts import ExpertSizes, ExpertTensors, OutputShare
+from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
+from nanoinfer.weights.formats.fp8.layout import Fp8Layout
+from nanoinfer.weights.formats.fp8.store import Fp8Store
 from nanoinfer.weights.shards import Section, Shard, rows_and_outputs
 
 Weights: TypeAlias = Tensor | Fp8Weight | list[WeightInParts]  # of all experts, for one of the two products
 
 
-class Fp8Experts(nn.Module):
-    """Used as PlainExperts are. Each store has one expert's rows after the other's."""
+class Fp8Experts(Experts):
+    """Each store has one expert's rows after the other's."""
 
     def __init__(
-        self, tensors: ExpertTensors, sizes: ExpertSizes, format: Fp8Format, output_share: OutputShare | None = None
+        self, tensors: ExpertTensors, sizes: ExpertSizes, layout: Fp8Layout, output_share: OutputShare | None = None
     ) -> None:
-        """output_share: as for PlainExperts"""
+        """output_share: as for Format.make_experts"""
         super().__init__()
         self.tensors = tensors
         self.sizes = sizes
@@ -48,8 +48,8 @@ class Fp8Experts(nn.Module):
         else:
             rows, columns, first, dim = len(output_share.outputs), sizes.size, output_share.outputs.start, 0
         downs = [Section(tensors.module(tensors.down, number), rows, outward, first, dim) for number in range(count)]
-        self.gate_up = Fp8Store(halves, hidden_size, format)
-        self.down = Fp8Store(downs, columns, format)
+        self.gate_up = Fp8Store(halves, hidden_size, layout)
+        self.down = Fp8Store(downs, columns, layout)
         self._dtype = torch.get_default_dtype()
         self._in_order = False
         self._is_in_parts = False

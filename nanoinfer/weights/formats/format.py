@@ -1,0 +1,67 @@
+"""Format: how a checkpoint stores matrices, and what the rest of nanoinfer may ask of it.
+
+A format makes matrices and experts, and these do the work: matrix.py and experts.py declare what each must do. No file
+outside this room and the kernels asks which format a matrix has. docs/tour.md has the recipe for a new one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
+from nanoinfer.weights.formats.matrix import Matrix
+from nanoinfer.weights.shards import Section
+
+
+class Format(ABC):
+    """How some matrices of a checkpoint are stored: a frozen dataclass, which is compared, and sent to ranks."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What messages call it, such as "FP8"."""
+
+    @abstractmethod
+    def make_matrix(self, sections: list[Section], in_features: int, bias: bool) -> Matrix:
+        """Make the matrix of neighbouring rows, in their order; in_features: of this rank."""
+
+    @abstractmethod
+    def make_experts(
+        self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None, biases: bool
+    ) -> Experts:
+        """Make a layer's experts.
+
+        output_share: given if ranks split outputs; None: this rank computes its part of all
+        biases: the products have biases; only where takes_expert_biases
+        """
+
+    @property
+    def takes_expert_biases(self) -> bool:
+        """Whether experts may have biases."""
+        return False
+
+    @property
+    def outputs_together(self) -> int:
+        """With deterministic=True, a GPU's share of a matrix's outputs must be a multiple of so many; not of experts'.
+
+        Else a rank's products have other bits than those of one rank alone.
+        """
+        return 1
+
+    @property
+    def has_graph_kernels(self) -> bool:
+        """Whether the products of a step that is captured have other kernels than those of one that is not."""
+        return False
+
+    @abstractmethod
+    def weight_bytes(self, itemsize: int) -> float:
+        """Return the bytes that a product reads for a weight, with its part of the scales.
+
+        itemsize: of the model's dtype
+        """
+
+    def multiplied_in(self, dtype: torch.dtype, device: str) -> torch.dtype:
+        """Return the type in which a device multiplies many tokens. dtype: the model's; device: "cuda" or "cpu" """
+        return dtype

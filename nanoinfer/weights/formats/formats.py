@@ -1,0 +1,69 @@
+"""Formats: which format each of a model's matrices has."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
+from nanoinfer.weights.formats.format import Format
+from nanoinfer.weights.formats.matrix import Matrix
+from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.shards import Section
+
+ALL = "re:"  # the pattern of all names
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of the matrices, but for embeddings, head and routers, which have the model's dtype.
+
+    rules: patterns of modules' names, and the format of those. The first rule that holds decides; without one, a matrix
+        is PLAIN. A pattern is a name, the beginning or the end of one, or with "re:" a regular expression
+    """
+
+    rules: tuple[tuple[tuple[str, ...], Format], ...] = ()
+
+    def of(self, module: str) -> Format:
+        """Return the format of a module's matrix; module: the name in the checkpoint, without ".weight\""""
+        return next((format for patterns, format in self.rules if any(_fits(one, module) for one in patterns)), PLAIN)
+
+    @property
+    def quantized(self) -> tuple[Format, ...]:
+        """The formats other than PLAIN, each once."""
+        return tuple(dict.fromkeys(format for _, format in self.rules if format != PLAIN))
+
+    def make_matrix(self, sections: list[Section], in_features: int, bias: bool) -> Matrix:
+        """Make the matrix of these sections; raises ValueError, naming two of them, if their formats differ."""
+        format = self.of(sections[0].name)
+        for section in sections[1:]:
+            self._check_alike(sections[0].name, section.name)
+        return format.make_matrix(sections, in_features, bias)
+
+    def make_experts(
+        self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None, biases: bool
+    ) -> Experts:
+        """Make a layer's experts, of which all matrices have one format; arguments: as for Format.make_experts"""
+        first = tensors.module(tensors.gate, 0)
+        for projection in (tensors.up, tensors.down):
+            self._check_alike(first, tensors.module(projection, 0))
+        return self.of(first).make_experts(tensors, sizes, output_share, biases)
+
+    def _check_alike(self, module: str, other: str) -> None:
+        """Raise ValueError if two modules that are multiplied as one have different formats."""
+        one, two = sorted((module, other), key=lambda name: self.of(name) == PLAIN)
+        first, second = self.of(one), self.of(two)
+        if first != second:
+            what = "not" if second == PLAIN else f"in {second.name}"
+            raise ValueError(
+                f"model: its config says that {one} is in {first.name} and {two} {what}: must be both or none"
+            )
+
+
+PLAIN_FORMATS = Formats()
+
+
+def _fits(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")

@@ -1,0 +1,1 @@
+"""Matrices in FP8."""

@@ -1,0 +1,43 @@
+"""Reads which matrices of a checkpoint are in FP8, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanoinfer.weights.formats.formats import ALL, Formats
+from nanoinfer.weights.formats.fp8.format import Fp8Format
+from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.shards import ROWS_TOGETHER
+
+NARROW = r"re:.*\bin_proj_(a|b|ba)$"  # decides a delta rule's strengths and decays: checkpoints in FP8 leave it out
+
+
+def fp8_formats(format: Fp8Format, ignored: tuple[str, ...] = ()) -> Formats:
+    """Return the formats of a model whose matrices are in FP8, but for those that are ignored, by their patterns."""
+    return Formats((((NARROW, *ignored), PLAIN), ((ALL,), format)))
+
+
+def read_fp8(config: Mapping[str, Any]) -> Formats:
+    """Read the config of Qwen and DeepSeek, whose blocks have scales, or that of AutoFP8, whose matrices have one.
+
+    Raises ValueError, naming the setting, for one that is not supported.
+    """
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise ValueError(f"model: quantization_config has fmt={config['fmt']!r}: must be 'e4m3'")
+    ignored = tuple(entry for name in ("modules_to_not_convert", "ignored_layers") for entry in config.get(name) or ())
+    block = config.get("weight_block_size")
+    if block is None:
+        return fp8_formats(Fp8Format((None, None), "weight_scale"), ignored)
+    return fp8_formats(Fp8Format(read_block("weight_block_size", block), "weight_scale_inv"), ignored)
+
+
+def read_block(name: str, block: Any) -> tuple[int, int]:
+    """Return a block's height and width; raises ValueError, naming the setting, if it is no such block."""
+    is_pair = isinstance(block, (list, tuple)) and len(block) == 2
+    if not is_pair or not all(isinstance(size, int) and size > 0 for size in block) or ROWS_TOGETHER % block[0]:
+        raise ValueError(
+            f"model: quantization_config has {name}={block!r}: must be two integers above 0, the first a divisor of"
+            f" {ROWS_TOGETHER}"
+        )
+    return block[0], block[1]

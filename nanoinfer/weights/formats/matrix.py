@@ -1,0 +1,80 @@
+"""Matrix: what a linear layer multiplies by, in whatever format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
+from nanoinfer.kernels.norm.rms_norm import Norm
+from nanoinfer.kernels.ranks.send_receive import VectorLane
+from nanoinfer.weights.shards import Shard
+
+
+class Matrix(nn.Module, ABC):
+    """A weight, [out_features, in_features], and if wanted a bias, [out_features]: this rank's rows and columns.
+
+    Its shards, and those of the modules in it, say which tensors of a checkpoint it stores, how a rank slices them, and
+    how they are written, at the start and later.
+    """
+
+    bias: Tensor | None
+
+    @abstractmethod
+    def operand(self) -> AnyWeight:
+        """Return what a product reads: a tensor, or a weight that multiplies itself."""
+
+    @abstractmethod
+    def fix_order(self, sizes: list[int]) -> None:
+        """Let a GPU's products add up in one order, whatever the number of tokens; called once, of a filled matrix.
+
+        sizes: the numbers of tokens whose bits are compared
+        Raises ValueError, naming the format, if they cannot.
+        """
+
+    @abstractmethod
+    def fix_parts(self) -> None:
+        """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks; called before it is filled.
+
+        Raises ValueError, naming the format, if it cannot.
+        """
+
+    @abstractmethod
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards that fill this module's own parameters."""
+
+    def can_apply_activation(self, tokens: int) -> bool:
+        """Return whether a launch that prepares so many tokens for the product can apply an activation to them, too."""
+        return False
+
+    def finish(self) -> None:
+        """Do what is to be done once tensors have been written: at the start, and after each update.
+
+        Afterwards the shards must still write the matrix.
+        """
+
+    def product(
+        self,
+        x: Tensor,
+        activation: Activation | None = None,
+        may_split: bool = False,
+        with_bias: bool = True,
+        before: Activation | None = None,
+    ) -> Tensor:
+        """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
+        return linear(x, self.operand(), self.bias if with_bias else None, activation, may_split, before)
+
+    def norm_product(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        pre: Norm | None,
+        post: Norm | None,
+        activation: Activation | None,
+        lane: VectorLane | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
+        return norm_linear(x, residual, pre, self.operand(), self.bias, activation, post, lane)

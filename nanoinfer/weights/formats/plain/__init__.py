@@ -1,0 +1,1 @@
+"""Matrices of the model's dtype."""
