@@ -17,7 +17,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the 
 class GroupWeight(NamedTuple):
     """A weight, [out_features, in_features]: (number - zero) * scale * factor; experts have a dimension more before.
 
-    words: [out_features, ceil(in_features * bits / 32)] int32, see pack
+    words: [out_features, 4 * ceil(in_features * bits / 128)] int32, see pack
     scales: [out_features, groups] of a floating type, e4m3 among them, or uint8: powers of two, with 127 added (e8m0)
     zeros: [out_features, groups] uint8; None: half of what the bits count to, or for e2m1 nothing
     factors: [out_features] float32; None: 1
@@ -39,26 +39,29 @@ class GroupWeight(NamedTuple):
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """Pack [..., in_features] integers below 2^bits into int32 words, [..., ceil(in_features * bits / 32)].
+    """Pack [..., in_features] integers below 2^bits into int32 words, [..., 4 * ceil(in_features * bits / 128)].
 
-    A word has the numbers of even places in its lower half, from the lowest bits on, and those of odd places in its
-    upper half: so one mask takes two neighbours out, each into a half of its own.
+    Four words have a block of numbers, in which the word c has the neighbours 8 i + 2 c and 8 i + 2 c + 1 for every i:
+    the first of them in its lower half, the second in its upper half, both from bit i * bits on. So one mask takes two
+    out, each into a half of its own. And they are those of the block that one thread of a tensor core's four needs.
     """
-    count = 32 // bits
-    padded = F.pad(numbers.to(torch.int64), (0, -numbers.shape[-1] % count)).unflatten(-1, (-1, count))
-    words = (padded << _shifts(bits, numbers.device)).sum(dim=-1)
+    count = 128 // bits
+    padded = F.pad(numbers.to(torch.int64), (0, -numbers.shape[-1] % count))
+    by_word = padded.unflatten(-1, (-1, count // 8, 4, 2)).transpose(-3, -2)
+    words = (by_word << _shifts(bits, numbers.device)).sum(dim=(-2, -1)).flatten(-2)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 def unpack(words: Tensor, bits: int, in_features: int) -> Tensor:
     """Return the numbers that `pack` packed, [..., in_features] int32."""
-    numbers = words.unsqueeze(-1) >> _shifts(bits, words.device).int() & (1 << bits) - 1
-    return numbers.flatten(-2)[..., :in_features]
+    by_word = words[..., None, None] >> _shifts(bits, words.device).int() & (1 << bits) - 1
+    return by_word.unflatten(-3, (-1, 4)).transpose(-3, -2).flatten(-4)[..., :in_features]
 
 
 def _shifts(bits: int, device: torch.device) -> Tensor:
-    places = torch.arange(32 // bits, device=device)
-    return places % 2 * 16 + places // 2 * bits
+    """Return by how many bits a word's numbers are shifted, [pairs, 2]."""
+    pairs = torch.arange(16 // bits, device=device)
+    return pairs[:, None] * bits + torch.tensor([0, 16], device=device)
 
 
 def scales_of(weight: GroupWeight) -> Tensor:

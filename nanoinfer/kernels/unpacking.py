@@ -1,0 +1,205 @@
+"""How kernels turn the words of a GroupWeight into numbers, in registers.
+
+A GPU converts integers to floating point at a fraction of the rate of its other operations. So nothing here converts:
+the bits of a small integer, below the exponent of a power of two, are already the sum of both, and one subtraction
+leaves the integer. The bits of an e2m1 are those of a tiny floating-point number, and one product makes it as large.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def unpack_tile(words, zeros, scales, NUMBERS: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
+    """Return a tile's numbers in their order, [rows, words] int32 to [rows, inputs] of DTYPE, each exact.
+
+    words: whole blocks of groups.pack
+    zeros: what integers have too much, int32, broadcasts with `words`; None: half of what their bits count to
+    scales: None, or factors of the numbers, of DTYPE, that broadcast with `words`, of the first halves of the blocks
+        and of their second ones; the products are rounded to DTYPE
+    NATIVE: by instructions of a GPU for float16 or bfloat16; no layout is converted on the way to a tensor core
+    """
+    BITS: tl.constexpr = 8 if NUMBERS == "int8" else 4
+    if NATIVE:
+        pairs = _in_order(_pairs(words, zeros, scales, NUMBERS, DTYPE), words.shape[0], words.shape[1], BITS)
+        first = (pairs & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+        second = (pairs >> 16 & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+    else:
+        first = _in_order(_halves(words, zeros, scales, 0, NUMBERS, DTYPE), words.shape[0], words.shape[1], BITS)
+        second = _in_order(_halves(words, zeros, scales, 1, NUMBERS, DTYPE), words.shape[0], words.shape[1], BITS)
+    return tl.reshape(tl.join(first, second), [words.shape[0], words.shape[1] * (32 // BITS)])
+
+
+@triton.jit
+def dot_words(words, xs, zeros, NUMBERS: tl.constexpr):
+    """Return each word's products with a vector, added up: [rows, words] int32 to [rows, words] float32.
+
+    xs: from split_places, [words] each; zeros: float32, otherwise as for unpack_tile
+    """
+    dots = number_at(words, zeros, 0, NUMBERS) * xs[0][None, :]
+    for place in tl.static_range(1, 4 if NUMBERS == "int8" else 8):
+        dots += number_at(words, zeros, place, NUMBERS) * xs[place][None, :]
+    return dots
+
+
+@triton.jit
+def split_places(x, SIZE: tl.constexpr, NUMBERS: tl.constexpr):
+    """Return the numbers of a vector that dot_words multiplies by those at each place of the words, [words] each.
+
+    x: [SIZE], whole blocks of groups.pack
+    """
+    PAIRS: tl.constexpr = 2 if NUMBERS == "int8" else 4  # of a word
+    BLOCK: tl.constexpr = 8 * PAIRS
+    by_word = tl.permute(tl.reshape(x, [SIZE // BLOCK, PAIRS, 4, 2]), (0, 2, 1, 3))
+    first, second = tl.split(tl.reshape(by_word, [SIZE // BLOCK * 4, PAIRS, 2]))
+    if NUMBERS == "int8":
+        first_0, first_1 = tl.split(first)
+        second_0, second_1 = tl.split(second)
+        return first_0, second_0, first_1, second_1
+    else:
+        first_0, first_1, first_2, first_3 = _split_four(first)
+        second_0, second_1, second_2, second_3 = _split_four(second)
+        return first_0, second_0, first_1, second_1, first_2, second_2, first_3, second_3
+
+
+@triton.jit
+def number_at(words, zeros, PLACE: tl.constexpr, NUMBERS: tl.constexpr):
+    """Return the number at a place of each word, float32: the first of its pair PLACE // 2, or the second.
+
+    zeros: float32, otherwise as for unpack_tile
+    """
+    BITS: tl.constexpr = 8 if NUMBERS == "int8" else 4
+    BIT: tl.constexpr = PLACE % 2 * 16 + PLACE // 2 * BITS
+    if NUMBERS == "e2m1":
+        magnitude = (words << 22 - BIT if BIT < 22 else words >> BIT - 22) & 0x01C00000
+        sign = (words << 28 - BIT) & -0x80000000
+        return (magnitude | sign).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    else:
+        IS_HIGH: tl.constexpr = BIT + BITS > 23  # too high for the 23 bits below an exponent
+        SHIFTED: tl.constexpr = BIT - 16 if IS_HIGH else BIT
+        bits = words >> 16 if IS_HIGH else words
+        sums = bits & ((1 << BITS) - 1 << SHIFTED) | (150 - SHIFTED << 23)
+        POWER: tl.constexpr = 2.0 ** (23 - SHIFTED)
+        return sums.to(tl.float32, bitcast=True) - (POWER + (2.0 ** (BITS - 1) if zeros is None else zeros))
+
+
+@triton.jit
+def _halves(words, zeros, scales, HALF: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the first or second numbers of the words' pairs, [rows, words, 2] or [rows, words, 2, 2]."""
+    wide = zeros if zeros is None else zeros.to(tl.float32)
+    a = _scaled(number_at(words, wide, HALF, NUMBERS), scales, 0, DTYPE)
+    b = _scaled(number_at(words, wide, 2 + HALF, NUMBERS), scales, NUMBERS == "int8", DTYPE)
+    if NUMBERS == "int8":
+        return tl.join(a, b)
+    else:
+        c = _scaled(number_at(words, wide, 4 + HALF, NUMBERS), scales, 1, DTYPE)
+        d = _scaled(number_at(words, wide, 6 + HALF, NUMBERS), scales, 1, DTYPE)
+        return _join_four(a, b, c, d)
+
+
+@triton.jit
+def _scaled(numbers, scales, HALF: tl.constexpr, DTYPE: tl.constexpr):
+    return numbers.to(DTYPE) if scales is None else numbers.to(DTYPE) * scales[HALF]
+
+
+@triton.jit
+def _pairs(words, zeros, scales, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the words' pairs as two halves of DTYPE in an int32 each, [rows, words, 2] or [rows, words, 2, 2]."""
+    a = _pair(words, zeros, scales, 0, NUMBERS, DTYPE)
+    b = _pair(words, zeros, scales, 1, NUMBERS, DTYPE)
+    if NUMBERS == "int8":
+        return tl.join(a, b)
+    else:
+        c = _pair(words, zeros, scales, 2, NUMBERS, DTYPE)
+        d = _pair(words, zeros, scales, 3, NUMBERS, DTYPE)
+        return _join_four(a, b, c, d)
+
+
+@triton.jit
+def _pair(words, zeros, scales, PAIR: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
+    IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
+    if NUMBERS == "e2m1":
+        # The lowest bit of a magnitude goes to the highest one below the exponent, and the sign to the highest of all.
+        LEFT: tl.constexpr = (6 if IS_BF16 else 9) - 4 * PAIR
+        magnitudes = (words << LEFT if LEFT >= 0 else words >> -LEFT) & (0x01C001C0 if IS_BF16 else 0x0E000E00)
+        signs = (words << 12 - 4 * PAIR) & -0x7FFF8000
+        pair = _multiply(magnitudes | signs, 0x7E807E80 if IS_BF16 else 0x74007400, IS_BF16)  # 2^126 or 2^14
+    elif NUMBERS == "int8" and IS_BF16:  # has no room for eight bits below an exponent
+        first, second = number_at(words, zeros, 2 * PAIR, NUMBERS), number_at(words, zeros, 2 * PAIR + 1, NUMBERS)
+        pair = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [second, first], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        BITS: tl.constexpr = 8 if NUMBERS == "int8" else 4
+        POWER: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400  # 2^7 or 2^10, whose last bit is a one
+        sums = words >> PAIR * BITS & ((1 << BITS) - 1) * 0x00010001 | POWER
+        excess = POWER + (1 << BITS - 1 if zeros is None else zeros) * 0x00010001
+        pair = _subtract(sums, excess, IS_BF16)
+    HALF: tl.constexpr = PAIR // (1 if NUMBERS == "int8" else 2)
+    return pair if scales is None else _multiply(pair, _twice(scales[HALF]), IS_BF16)
+
+
+@triton.jit
+def _multiply(a, b, IS_BF16: tl.constexpr):
+    """Return the products of two pairs of halves in int32s."""
+    if IS_BF16:  # the instruction for a product alone came with sm_90
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+            "=r,r,r",
+            [a, b],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _subtract(a, b, IS_BF16: tl.constexpr):
+    """Return the differences of two pairs of halves in int32s."""
+    if IS_BF16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 minus; mov.b32 minus, 0xBF80BF80; fma.rn.bf16x2 $0, $2, minus, $1; }",
+            "=r,r,r",
+            [a, b],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _twice(scales):
+    """Return 16-bit numbers as pairs of the same, int32."""
+    return scales.to(tl.uint16, bitcast=True).to(tl.int32) * 0x00010001
+
+
+@triton.jit
+def _in_order(by_word, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr):
+    """Bring what the words of each row have, [rows, words, ...], into the order of the inputs, [rows, inputs / 2]."""
+    PAIRS: tl.constexpr = 16 // BITS
+    by_block = tl.reshape(by_word, [ROWS, WORDS // 4, 4, PAIRS])
+    return tl.reshape(tl.permute(by_block, (0, 1, 3, 2)), [ROWS, WORDS * PAIRS])
+
+
+@triton.jit
+def _join_four(a, b, c, d):
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _split_four(x):
+    """Split [size, 4] into four of [size]."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth

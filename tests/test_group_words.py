@@ -1,0 +1,116 @@
+"""Words of four or eight bits: packed and unpacked in torch, and unpacked in kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from conftest import DEVICE
+from torch import Tensor
+
+from nanoinfer.kernels.groups import BITS, E2M1, Numbers, pack, unpack
+from nanoinfer.kernels.unpacking import dot_words, split_places, unpack_tile
+
+ROWS, INPUTS = 16, 64
+ALL: tuple[Numbers, ...] = ("int4", "int8", "e2m1")
+IN_TRITON = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]  # the interpreter has plain numbers
+
+
+@pytest.mark.parametrize("numbers", ALL)
+@pytest.mark.parametrize("in_features", [1, 31, 32, 33, 64])
+def test_what_is_packed_is_unpacked(numbers: Numbers, in_features: int) -> None:
+    bits = BITS[numbers]
+    drawn = torch.randint(1 << bits, (3, 2, in_features))
+    words = pack(drawn, bits)
+    assert words.dtype == torch.int32
+    assert words.shape == (3, 2, 4 * -(-in_features * bits // 128))
+    assert torch.equal(unpack(words, bits, in_features), drawn.int())
+
+
+def test_a_word_has_neighbours_in_its_halves() -> None:
+    """The second of a block's four words has the numbers 2, 3, 10, 11, 18, 19, 26 and 27."""
+    assert pack(torch.arange(32) % 16, 4)[1] & 0xFFFFFFFF == 0xB3B3A2A2
+
+
+def values(drawn: Tensor, numbers: Numbers, zeros: Tensor | None) -> Tensor:
+    if numbers == "e2m1":
+        return torch.tensor(E2M1, device=DEVICE)[drawn & 7] * (1 - drawn // 8 * 2)
+    return (drawn - (1 << BITS[numbers] - 1 if zeros is None else zeros[:, None])).float()
+
+
+@triton.jit
+def _unpack_kernel(
+    words_ptr,
+    zeros_ptr,
+    scales_ptr,
+    out_ptr,
+    NUMBERS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    row, word, k = tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, INPUTS)
+    words = tl.load(words_ptr + row[:, None] * WORDS + word[None, :])
+    zeros, scales = None, None
+    if zeros_ptr is not None:
+        zeros = tl.load(zeros_ptr + row)[:, None].to(tl.int32)
+    if scales_ptr is not None:
+        scales = tl.load(scales_ptr + row)[:, None], tl.load(scales_ptr + ROWS + row)[:, None]
+    tile = unpack_tile(words, zeros, scales, NUMBERS, DTYPE, NATIVE)
+    tl.store(out_ptr + row[:, None] * INPUTS + k[None, :], tile)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_scales", [False, True])
+@pytest.mark.parametrize(("numbers", "with_zeros"), [*((n, False) for n in ALL), ("int4", True), ("int8", True)])
+def test_a_kernel_unpacks_a_tile(numbers: Numbers, with_zeros: bool, with_scales: bool, dtype: torch.dtype) -> None:
+    bits = BITS[numbers]
+    drawn = torch.arange(ROWS * INPUTS, device=DEVICE).view(ROWS, INPUTS) * 7 % (1 << bits)
+    zeros = torch.randint(1 << bits, (ROWS,), device=DEVICE) if with_zeros else None
+    scales = torch.rand(2, ROWS, device=DEVICE).to(dtype) if with_scales else None  # of the blocks' halves
+    words, out = pack(drawn, bits), torch.empty(ROWS, INPUTS, device=DEVICE, dtype=dtype)
+    in_bytes = None if zeros is None else zeros.to(torch.uint8)
+    _unpack_kernel[(1,)](
+        words, in_bytes, scales, out, numbers, IN_TRITON[dtype], DEVICE == "cuda", ROWS, INPUTS, words.shape[1]
+    )
+    expected = values(drawn, numbers, zeros).to(dtype)
+    if scales is not None:
+        block = 128 // bits
+        expected *= scales.T.repeat_interleave(block // 2, dim=1).repeat(1, INPUTS // block)
+    assert torch.equal(out, expected)
+
+
+@triton.jit
+def _dot_kernel(
+    words_ptr,
+    zeros_ptr,
+    x_ptr,
+    out_ptr,
+    NUMBERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    row, word = tl.arange(0, ROWS), tl.arange(0, WORDS)
+    words = tl.load(words_ptr + row[:, None] * WORDS + word[None, :])
+    zeros = None
+    if zeros_ptr is not None:
+        zeros = tl.load(zeros_ptr + row)[:, None].to(tl.float32)
+    xs = split_places(tl.load(x_ptr + tl.arange(0, INPUTS)), INPUTS, NUMBERS)
+    tl.store(out_ptr + row, tl.sum(dot_words(words, xs, zeros, NUMBERS), axis=1))
+
+
+@pytest.mark.parametrize(("numbers", "with_zeros"), [*((n, False) for n in ALL), ("int4", True), ("int8", True)])
+def test_a_kernel_multiplies_words_by_a_vector(numbers: Numbers, with_zeros: bool) -> None:
+    bits = BITS[numbers]
+    drawn = torch.randint(1 << bits, (ROWS, INPUTS), device=DEVICE)
+    zeros = torch.randint(1 << bits, (ROWS,), device=DEVICE) if with_zeros else None
+    x = torch.randint(-9, 9, (INPUTS,), device=DEVICE).float()  # whose products and sums float32 has
+    words, out = pack(drawn, bits), torch.empty(ROWS, device=DEVICE)
+    in_bytes = None if zeros is None else zeros.to(torch.uint8)
+    _dot_kernel[(1,)](words, in_bytes, x, out, numbers, ROWS, INPUTS, words.shape[1])
+    assert torch.equal(out, values(drawn, numbers, zeros) @ x)
