@@ -150,11 +150,11 @@ class TestCheckpoints:
         assert torch.equal(torch.cat([gate for gate, _ in halves], dim=1), gate_up[:, ::2])
         assert torch.equal(torch.cat([up for _, up in halves], dim=1), gate_up[:, 1::2])
         assert torch.equal(torch.cat([experts.down for experts in ranks], dim=2), down)
-        of_halves = [experts.gate_up_bias.chunk(2, dim=1) for experts in ranks]
+        of_halves = [experts.biases.gate_up.chunk(2, dim=1) for experts in ranks]
         bias = biases["experts.gate_up_proj_bias"]
         assert torch.equal(torch.cat([gate for gate, _ in of_halves], dim=1), bias[:, ::2])
         assert torch.equal(torch.cat([up for _, up in of_halves], dim=1), bias[:, 1::2])
-        assert all(torch.equal(experts.down_bias, biases["experts.down_proj_bias"]) for experts in ranks)
+        assert all(torch.equal(experts.biases.down, biases["experts.down_proj_bias"]) for experts in ranks)
 
     def test_ranks_that_split_outputs(self, tmp_path: Path) -> None:
         """Each has some rows of down, and their biases; deterministic ranks on GPUs do so."""
@@ -166,7 +166,7 @@ class TestCheckpoints:
             experts = PlainExperts(NAMES, sizes, OutputShare(outputs, lambda x: x), biases=True)
             FileSource(str(tmp_path)).fill(table_of(experts))
             assert torch.equal(experts.down, down.mT[:, outputs.start : outputs.stop])
-            assert torch.equal(experts.down_bias, bias[:, outputs.start : outputs.stop])
+            assert torch.equal(experts.biases.down, bias[:, outputs.start : outputs.stop])
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -39,7 +39,8 @@ class GroupStore(nn.Module):
             groups = -(-inputs // self.own_group)
             self.order = InputOrder(len(sections), in_features, groups if in_features == inputs else None)
         rows = sum(section.rows for section in sections)
-        self.words = _parameter(rows, -(-in_features * self.bits // 32), dtype=torch.int32)
+        words = pack(torch.empty(0, in_features, dtype=torch.uint8), self.bits).shape[1]
+        self.words = _parameter(rows, words, dtype=torch.int32)
         self.scales = _parameter(rows, groups, dtype=layout.scales or torch.get_default_dtype())
         self.zeros = _parameter(rows, groups, dtype=torch.uint8) if "zeros" in fills else None
         self.factors = _parameter(rows, dtype=torch.float32) if "factors" in fills else None
@@ -91,9 +92,9 @@ class GroupStore(nn.Module):
 
     def write_numbers(self, rows: slice, inputs: range, numbers: Tensor) -> None:
         """Write numbers, [rows, inputs] as `pack` takes them; inputs: of those that this rank has."""
-        count, words = 32 // self.bits, self.words[rows]
-        if self.order is None and inputs.start % count == 0 and inputs.stop in range(0, self.in_features, count):
-            words[:, inputs.start // count : inputs.stop // count] = pack(numbers, self.bits)
+        words, block = self.words[rows], 4 * 32 // self.bits  # numbers that `pack` puts into four words
+        if self.order is None and inputs.start % block == 0 and inputs.stop in range(0, self.in_features, block):
+            words[:, inputs.start // block * 4 : inputs.stop // block * 4] = pack(numbers, self.bits)
         elif self.order is None and len(inputs) == self.in_features:
             words.copy_(pack(numbers, self.bits))
         else:
