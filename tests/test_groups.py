@@ -15,9 +15,9 @@ from torch import Tensor
 from nanoinfer.kernels.groups import E2M1
 from nanoinfer.weights.formats.groups import layouts
 from nanoinfer.weights.formats.groups.layout import Layout
-from nanoinfer.weights.formats.groups.parts import shards_of
 from nanoinfer.weights.formats.groups.rounding import nearest, round_to_groups, values_of
 from nanoinfer.weights.formats.groups.store import GroupStore
+from nanoinfer.weights.formats.groups.tensors import shards_of
 from nanoinfer.weights.shards import Section, Shard
 
 OUTPUTS, INPUTS = 48, 96
@@ -34,7 +34,7 @@ LAYOUTS = {
     "gptq act order with zeros": layouts.gptq(4, 32, False, True, True),
     "gptq v2": layouts.gptq(4, 32, False, False, False),
     "gptq of 8 bits, channels": layouts.gptq(8, 0, False, False, True),
-    "awq": layouts.awq(32),
+    "awq": layouts.awq(32, False),
     "nvfp4": layouts.NVFP4,
     "modelopt": layouts.MODELOPT,
     "mxfp4": layouts.MXFP4,
@@ -81,7 +81,7 @@ def named(module: str, tensors: Tensors) -> Tensors:
 class TestLayouts:
     def test_a_matrix(self, name: str, write: Callable[[Shard, Tensor], None]) -> None:
         tensors, dense = PUBLISHED[name].write(weight_of())
-        store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS[name])
+        store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS[name], "a format")
         fill(store, named("a", tensors), write)
         torch.testing.assert_close(store.dense(torch.float32), dense, rtol=1e-6, atol=0)
         assert store.weight is not None
@@ -94,7 +94,7 @@ class TestLayouts:
             Section("b", 12, (24, INPUTS), 12),
             Section("a", 8, (48, INPUTS), 40),
         ]
-        store = GroupStore(sections, INPUTS, LAYOUTS[name])
+        store = GroupStore(sections, INPUTS, LAYOUTS[name], "a format")
         fill(store, {**named("a", first), **named("b", second)}, write)
         expected = torch.cat([dense[6:24], other[12:], dense[40:]])
         torch.testing.assert_close(store.dense(torch.float32), expected, rtol=1e-6, atol=0)
@@ -104,7 +104,7 @@ class TestLayouts:
         """A rank's inputs begin within groups, and within integers."""
         tensors, dense = PUBLISHED[name].write(weight_of())
         section = Section("a", OUTPUTS, (OUTPUTS, INPUTS), INPUTS - share, dim=1)
-        store = GroupStore([section], share, LAYOUTS[name])
+        store = GroupStore([section], share, LAYOUTS[name], "a format")
         fill(store, named("a", tensors), write)
         torch.testing.assert_close(store.dense(torch.float32), dense[:, INPUTS - share :], rtol=1e-6, atol=0)
         assert (store.weight is None) == ("act order" in name)
@@ -113,7 +113,7 @@ class TestLayouts:
 def test_act_order_of_a_rank_with_all_inputs_is_that_of_the_store() -> None:
     """So a product reads groups of neighbours, and gathers its input."""
     tensors, dense = PUBLISHED["gptq act order"].write(weight_of())
-    store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS["gptq act order"])
+    store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS["gptq act order"], "a format")
     for _ in range(2):
         fill(store, named("a", tensors))
         order = tensors["g_idx"].argsort(stable=True)
@@ -128,7 +128,7 @@ def test_act_orders_that_differ() -> None:
     second["g_idx"] = second["g_idx"][shuffled].contiguous()
     second["qweight"] = written.integers_of(unpacked_rows(second["qweight"])[shuffled], 4, 0)
     sections = [Section(name, OUTPUTS, (OUTPUTS, INPUTS), 0) for name in "ab"]
-    store = GroupStore(sections, INPUTS, LAYOUTS["gptq act order"])
+    store = GroupStore(sections, INPUTS, LAYOUTS["gptq act order"], "a format")
     fill(store, {**named("a", first), **named("b", second)})
     assert store.weight is None
     expected = torch.cat([dense, other[:, shuffled]])
@@ -190,12 +190,12 @@ class TestRounding:
     def test_ranks_round_alike(self, numbers: str, inputs: int, group: int) -> None:
         layout, weight = Layout(numbers), weight_of(16, inputs)
         assert layout.group_of(inputs) == group
-        whole = GroupStore([Section("a", 16, (16, inputs), 0)], inputs, layout)
+        whole = GroupStore([Section("a", 16, (16, inputs), 0)], inputs, layout, "a format")
         fill(whole, {"a.weight": weight}, write_rows)
         for rank in range(2):
             share = inputs // 2
-            column = GroupStore([Section("a", 8, (16, inputs), 8 * rank)], inputs, layout)
-            row = GroupStore([Section("a", 16, (16, inputs), rank * share, dim=1)], share, layout)
+            column = GroupStore([Section("a", 8, (16, inputs), 8 * rank)], inputs, layout, "a format")
+            row = GroupStore([Section("a", 16, (16, inputs), rank * share, dim=1)], share, layout, "a format")
             for store in (column, row):
                 fill(store, {"a.weight": weight})
             dense = whole.dense(torch.float32)
@@ -214,6 +214,6 @@ class TestBadInput:
     def test_constants(self, field: str, number: int, message: str) -> None:
         tensors, _ = PUBLISHED["gptq"].write(weight_of())
         tensors[field].fill_(number)
-        store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS["gptq"])
+        store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS["gptq"], "a format")
         with pytest.raises(ValueError, match=message):
             fill(store, named("a", tensors))

@@ -17,7 +17,11 @@ DTYPES = {  # as files name them
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
 FILE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-COMPUTED = ("rotary_emb.inv_freq", ".input_scale")  # tensors that some checkpoints store and no model reads
+COMPUTED = (
+    "rotary_emb.inv_freq",
+    ".input_scale",
+    ".input_global_scale",
+)  # tensors that some checkpoints store and no model reads
 GUESSING = ("mtp.", "model.mtp_")  # begin the names of what guesses the tokens after the next one: no model runs it
 NUMBER = re.compile(r"\d+")
 MOST_NAMES = 5  # in an error message
@@ -54,6 +58,8 @@ class Roll:
         if name in self.come or name in self._in_stacks or (is_stack and self.come.keys() & replaced):
             self._twice.append(name)
             return False
+        if shards[0].refusal:
+            raise ValueError(f"{place}: {name}: {shards[0].refusal}")
         self._check_dtype(shards[0], dtype, place)
         if not _fits(shards[0], tuple(shape)):
             raise ValueError(

@@ -59,6 +59,7 @@ class Shard:
     is_constant: no training changes it, and a trainer's named_parameters() lack it: an update may leave it out
     dtypes: the types of numbers that the tensor may have
     needs: the names of the tensors, such as scales, that must come too if the tensor has none of FLOATS
+    refusal: why no such tensor can be taken; "": it can
     takes_all: whether the target takes the whole tensor
     """
 
@@ -76,6 +77,7 @@ class Shard:
     is_constant: bool = False
     dtypes: frozenset[torch.dtype] = FLOATS
     needs: tuple[str, ...] = ()
+    refusal: str = ""
     takes_all: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +85,8 @@ class Shard:
 
     def is_turned(self, shape: Iterable[int]) -> bool:
         """Whether a stack has this shape because its matrices are stored as [in, out], as Qwen3-VL-MoE's are."""
-        if self.entry is None or (tuple(shape) == self.shape and not self.always_turned):
+        may_be = self.entry is not None and self.dtypes <= FLOATS  # only stacks of plain matrices
+        if not may_be or (tuple(shape) == self.shape and not self.always_turned):
             return False
         count, rows, columns = self.shape
         return tuple(shape) == (count, columns, rows)
@@ -116,7 +119,9 @@ class Shard:
         """
         target, start, step = self.target, self.start, self.step
         if self.dim == 1:
-            return target[first : first + len(rows)], rows[:, self.index[-1]]
+            columns = self.index[1:] if self.entry is None else self.index[2:]
+            index = slice(None), *columns
+            return target[first : first + len(rows)], rows[index]
         begin, end = (max(-(-(row - start) // step), 0) for row in (first, first + len(rows)))
         end = min(end, target.shape[0])
         if begin >= end:

@@ -40,15 +40,23 @@ def expert_sections(
 
 
 def stack_shards(
-    tensors: ExpertTensors, sizes: ExpertSizes, halves: Sequence[Rows], downs: Sequence[Rows], dim: int
+    tensors: ExpertTensors,
+    sizes: ExpertSizes,
+    halves: Sequence[Rows],
+    downs: Sequence[Rows],
+    dim: int,
+    stored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
 ) -> Iterator[Shard]:
     """Yield the shards of the stacks of plain matrices that a checkpoint may have.
 
     halves, downs: the rows of the sections; dim: that in which ranks split downs
+    stored: the names of tensors in the format itself, of gates and ups, and of downs
     """
     count, hidden_size, size = sizes.count, sizes.hidden_size, sizes.size
     gate_up_stacks, down_stacks = tensors.gate_up_stacks(count), tensors.down_stacks(count)
     gate_up_shape, down_shape = (count, 2 * size, hidden_size), (count, hidden_size, size)
+    gate_up_stacks = {stack: (*others, *stored[0]) for stack, others in gate_up_stacks.items()}
+    down_stacks = {stack: (*others, *stored[1]) for stack, others in down_stacks.items()}
     for number, down in enumerate(downs):
         gate, up = halves[2 * number : 2 * number + 2]
         for stack, others in gate_up_stacks.items():

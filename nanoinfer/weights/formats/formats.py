@@ -12,6 +12,8 @@ from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.shards import Section
 
 ALL = "re:"  # the pattern of all names
+NARROW = r"re:.*\bin_proj_(a|b|ba)$"  # decides a delta rule's strengths and decays: too small a matrix to gain
+MULTIMODAL = "model.language_model.", "language_model.model."  # begin names where ours begin with "model."
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,19 @@ class Formats:
     """The formats of the matrices, but for embeddings, head and routers, which have the model's dtype.
 
     rules: patterns of modules' names, and the format of those. The first rule that holds decides; without one, a matrix
-        is PLAIN. A pattern is a name, the beginning or the end of one, or with "re:" a regular expression
+        is PLAIN. A pattern is a name, the beginning or the end of one, or with "re:" a regular expression. It may also
+        name the module as the checkpoint of a multimodal model does
     """
 
     rules: tuple[tuple[tuple[str, ...], Format], ...] = ()
 
     def of(self, module: str) -> Format:
         """Return the format of a module's matrix; module: the name in the checkpoint, without ".weight\""""
-        return next((format for patterns, format in self.rules if any(_fits(one, module) for one in patterns)), PLAIN)
+        names = module, *(other + module.removeprefix("model.") for other in MULTIMODAL)
+        for patterns, format in self.rules:
+            if any(_fits(pattern, name) for pattern in patterns for name in names):
+                return format
+        return PLAIN
 
     @property
     def quantized(self) -> tuple[Format, ...]:
@@ -61,6 +68,11 @@ class Formats:
 
 
 PLAIN_FORMATS = Formats()
+
+
+def all_in(format: Format, ignored: tuple[str, ...] = ()) -> Formats:
+    """Return the formats of a model whose matrices have one, but for those that are ignored, by their patterns."""
+    return Formats((((NARROW, *ignored), PLAIN), ((ALL,), format)))
 
 
 def _fits(pattern: str, name: str) -> bool:

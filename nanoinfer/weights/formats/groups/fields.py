@@ -8,8 +8,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nanoinfer.weights.shards import FLOATS
+
 Fills = Literal["numbers", "scales", "zeros", "factors", "g_idx", "shape"]
-INT32 = 32
+INT32 = 32  # bits
+DTYPES: dict[Fills, frozenset[torch.dtype]] = {  # of tensors that hold one number in each place
+    "numbers": frozenset({torch.int8}),
+    "scales": FLOATS | {torch.float8_e4m3fn, torch.uint8},
+    "zeros": frozenset({torch.int8}),
+    "factors": FLOATS,
+    "g_idx": frozenset({torch.int32, torch.int64}),
+    "shape": frozenset({torch.int32, torch.int64}),
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,14 @@ class Field:
     divides: bool = False
     constant: bool = False
     block: int | None = None
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The types of numbers that the tensor may have."""
+        packing = self.along_inputs or self.along_outputs
+        if packing is not None:
+            return frozenset({torch.int32 if packing.bits * packing.count == INT32 else torch.uint8})
+        return DTYPES[self.fills]
 
     def steps(self, group: int) -> tuple[int, int]:
         """Return how many of a matrix's outputs and inputs an index of the tensor covers, in each dimension."""

@@ -20,12 +20,14 @@ class Layout:
     fields: the tensors; none: the checkpoint has plain matrices, which are rounded as they load
     group: how many inputs share a scale; 0: all; None: LARGE_GROUP, or GROUP where that does not divide the inputs
     scales: their dtype; None: the model's
+    stacked: only experts are stored so: each tensor has all of a layer, and its name is a stack's with a field's behind
     """
 
     numbers: Numbers
     fields: tuple[Field, ...] = ()
     group: int | None = None
     scales: torch.dtype | None = None
+    stacked: bool = False
 
     @property
     def fills(self) -> frozenset[str]:
@@ -35,7 +37,7 @@ class Layout:
     @property
     def rounds(self) -> bool:
         """Whether plain matrices can be rounded to such weights: to symmetric groups of neighbours, of one scale."""
-        return self.fills <= {"numbers", "scales"}
+        return self.fills <= {"numbers", "scales"} and all(field.name != "weight" for field in self.fields)
 
     def group_of(self, inputs: int) -> int:
         """Return how many of a matrix's inputs share a scale; the last of its groups may have fewer."""

@@ -46,14 +46,19 @@ def gptq(bits: int, group: int, symmetric: bool, ordered: bool, less_one: bool) 
     return Layout(integers(bits), fields, group, torch.float16)
 
 
-def awq(group: int) -> Layout:
-    """Return that of AWQ's version "gemm"; group: as in Layout"""
+def awq(group: int, symmetric: bool) -> Layout:
+    """Return that of AWQ's version "gemm"; arguments: as for pack_quantized"""
     fields = (
         Field("qweight", "numbers", turned=True, along_outputs=AWQ_PLACES),
         Field("scales", "scales", turned=True),
-        Field("qzeros", "zeros", turned=True, along_outputs=AWQ_PLACES),
+        Field("qzeros", "zeros", turned=True, along_outputs=AWQ_PLACES, constant=symmetric),
     )
     return Layout("int4", fields, group, torch.float16)
+
+
+def int_quantized(group: int) -> Layout:
+    """Return that of compressed-tensors' integers of eight bits, one by one; group: as in Layout"""
+    return Layout("int8", (Field("weight", "numbers", added=128), Field("weight_scale", "scales")), group)
 
 
 NVFP4 = Layout(
@@ -82,3 +87,13 @@ MXFP4 = Layout(
     MXFP4_GROUP,
     torch.uint8,
 )  # compressed-tensors'
+GPT_OSS = Layout(
+    "e2m1",
+    (
+        Field("_blocks", "numbers", along_inputs=PAIRS, block=MXFP4_GROUP // PAIRS.count),
+        Field("_scales", "scales"),
+    ),
+    MXFP4_GROUP,
+    torch.uint8,
+    stacked=True,
+)

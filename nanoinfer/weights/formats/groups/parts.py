@@ -1,9 +1,8 @@
-"""Parts of a GroupStore, which tensors of a checkpoint fill; and what these tensors are."""
+"""Parts of a GroupStore, which tensors of a checkpoint fill."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,56 +12,11 @@ from torch import Tensor
 from nanoinfer.kernels.groups import Numbers
 from nanoinfer.weights.formats.groups.fields import Field
 from nanoinfer.weights.formats.groups.rounding import round_to_groups
-from nanoinfer.weights.formats.groups.store import NUMBERS_AT_ONCE, GroupStore, rows_and_inputs
-from nanoinfer.weights.shards import Section, Shard
+from nanoinfer.weights.formats.groups.store import NUMBERS_AT_ONCE, GroupStore
+from nanoinfer.weights.shards import Section
 
 SPREAD = 0.02  # of random weights
 SPREADS: dict[Numbers, float] = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93}  # of random numbers
-
-
-def shards_of(store: GroupStore) -> Iterator[Shard]:
-    """Yield the shards of a store: of its layout's fields, and of plain weights, which are rounded, if they can be."""
-    layout = store.layout
-    for number, part in enumerate(rounded_parts(store)):
-        section = store.sections[number]
-        for field in layout.fields:
-            yield _shard_of(store, field, section, part.first, number)
-        if layout.rounds:
-            stored = tuple(f"{section.name}.{field.name}" for field in layout.fields)
-            name, start = f"{section.name}.weight", part.start(section.dim)
-            yield Shard(name, part, section.shape, start, section.dim, replaces=stored)
-
-
-def rounded_parts(store: GroupStore) -> list[Rounded]:
-    """Return the rows of each section, which round what is written there."""
-    parts, group = [], store.own_group
-    for section, rows in zip(store.sections, store.rows_of_sections(), strict=True):
-        own = rows_and_inputs(section, store.in_features)
-        end = min(-(-own[1].stop // group) * group, section.shape[1])
-        parts.append(Rounded(store, rows.start, own, range(own[1].start // group * group, end)))
-    return parts
-
-
-def _shard_of(store: GroupStore, field: Field, section: Section, first: int, number: int) -> Shard:
-    """first: the section's first row in the store; number: the section's"""
-    name, (outputs, inputs) = f"{section.name}.{field.name}", section.shape
-    steps = field.steps(store.own_group)
-    shape = field.shape_of(-(-outputs // steps[0]), -(-inputs // steps[1]))
-    if field.constant:
-        return Shard(name, Expected.of(store, name, field, section, shape), shape, optional=True)
-    own = rows_and_inputs(section, store.in_features)
-    if store.order is not None and field.fills in ("scales", "zeros"):
-        own = own[0], range(inputs)
-    cover = tuple(range(some.start // step, -(-some.stop // step)) for some, step in zip(own, steps, strict=True))
-    part = Part(store, field, number, first, own, (cover[0], cover[1]))
-    dim, start = section.dim, cover[section.dim].start
-    if field.fills == "factors" or (field.fills == "g_idx" and section.dim == 0):
-        dim, start = 0, 0
-    elif field.fills == "g_idx":
-        dim = 0
-    elif field.turned:
-        dim = 1 - dim
-    return Shard(name, part, shape, start, dim)
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ class GroupStore(nn.Module):
     zeros: Tensor | None
     factors: Tensor | None
 
-    def __init__(self, sections: list[Section], in_features: int, layout: Layout) -> None:
-        """sections: neighbouring rows, in their order"""
+    def __init__(self, sections: list[Section], in_features: int, layout: Layout, label: str) -> None:
+        """sections: neighbouring rows, in their order; label: what messages call the format"""
         super().__init__()
+        self.label = label
         self.sections, self.layout, self.in_features = sections, layout, in_features
         inputs, self.start = sections[0].shape[1], rows_and_inputs(sections[0], in_features)[1].start
         self.own_group = layout.group_of(inputs)  # the checkpoint's
