@@ -209,6 +209,7 @@ class Config:
         self.generation_defaults = checkpoint.generation_defaults
         with fresh_torch_state():
             self.description = self._describe(checkpoint.hf_config)
+        self.description.check_head(self.lm_head_dtype)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
         self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
@@ -290,10 +291,10 @@ class Config:
 
     def _describe(self, hf_config: PretrainedConfig) -> Description:
         model = describe(hf_config)
-        model.check_ranks(self.tensor_parallel_size)
         if self.quantization is not None:
             model = replace(model, formats=quantized_as_loaded(model.formats, self.quantization))
             model.check_formats(f"quantization={self.quantization!r}")
+        model.check_ranks(self.tensor_parallel_size)
         if model.tied and self.load_format == "safetensors":
             # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
             own_head = FileSource(self.model, model.beside).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")

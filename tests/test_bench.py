@@ -40,7 +40,8 @@ from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.layers.delta import GatedDelta
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.models import describe
-from nanoinfer.models.description import Description, Experts, KVHeads, Names
+from nanoinfer.models.description import Description, Experts, Names
+from nanoinfer.models.heads import KVHeads
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.plain.format import PLAIN
@@ -150,7 +151,7 @@ class Shape:
     mixers = attention_windows = (None, None)
     attending = (KVHeads(2, 4),) * 2
     mlp_sizes, layer_inputs = (16, 16), None
-    names, formats = Names(), PLAIN_FORMATS
+    names, formats, head_format = Names(), PLAIN_FORMATS, PLAIN
     expert_format = classmethod(Description.expert_format)
 
 
@@ -199,7 +200,8 @@ def test_the_floor_counts_what_must_be_read_and_computed() -> None:
     assert floor.seconds(1e6, math.inf, 4) == pytest.approx(bytes_of(floor) / 1e6 / 4)
     in_layers = 2 * 2 * LAYER * (3 + 2)
     in_fp8 = (operations_of(floor) - in_layers) / 2e6 + in_layers / 3e6
-    assert floor.seconds(math.inf, 2e6, 1, {PLAIN: 3e6}) == pytest.approx(in_fp8)
+    floor = floor_of(bench.Workload([[1, 2, 3]], [3]), model=with_fp8(Shape))
+    assert floor.seconds(math.inf, 2e6, 1, {Fp8Format(): 3e6}) == pytest.approx(in_fp8)
 
 
 def test_the_floor_counts_the_bytes_of_a_smaller_cache_and_of_smaller_matrices() -> None:

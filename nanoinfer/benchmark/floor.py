@@ -83,7 +83,9 @@ class Floor:
                 num_bytes = steps.expert_reads * count * format.weight_bytes(itemsize)
                 loads.append(Load(num_bytes, 2 * steps.rows * used * count, format))
             loads.append(Load(steps.count * routers * router_itemsize, 2 * steps.rows * routers))
-        loads += [Load(steps.count * head * itemsize, 2 * steps.rows * head) for steps in (*decode, last)]
+        in_head = model.head_format.weight_bytes(itemsize)
+        for steps in (*decode, last):
+            loads.append(Load(steps.count * head * in_head, 2 * steps.rows * head, model.head_format))
         return cls(loads, num_steps)
 
     def seconds(

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.shards import Shard
+from nanoinfer.weights.formats.formats import Formats
+from nanoinfer.weights.shards import Section, Shard
+
+
+def _share_of_ids(vocab_size: int, tp: TensorParallel) -> tuple[int, int]:
+    """Return the first of a rank's token ids, and how many it has."""
+    share = -(-vocab_size // tp.size)
+    first = min(tp.rank * share, vocab_size)
+    return first, min(first + share, vocab_size) - first
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -37,10 +45,8 @@ class VocabParallelEmbedding(nn.Module):
         self.name, self.other_name = name, other_name
         self.tp = tp
         self.vocab_size = vocab_size
-        share = -(-vocab_size // tp.size)
-        self.first_id = min(tp.rank * share, vocab_size)
-        rows = min(self.first_id + share, vocab_size) - self.first_id
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype), requires_grad=False)
+        self.first_id, self.num_ids = _share_of_ids(vocab_size, tp)
+        self.weight = nn.Parameter(torch.empty(self.num_ids, hidden_size, dtype=dtype), requires_grad=False)
         self._in_order: InOrderWeight | WeightInParts | None = None
 
     def fix_order(self, sizes: list[int]) -> None:
@@ -78,3 +84,19 @@ class VocabParallelEmbedding(nn.Module):
             yield Shard(
                 f"{self.other_name}.weight", self.weight, shape, self.first_id, replaces=(f"{self.name}.weight",)
             )
+
+
+class QuantizedHead(nn.Module):
+    """An output projection whose matrix has a format of its own; each rank holds the ids that it would embed."""
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, tp: TensorParallel, formats: Formats) -> None:
+        """name: the tensor's name without ".weight\""""
+        super().__init__()
+        self.first_id, self.num_ids = _share_of_ids(vocab_size, tp)
+        section = Section(name, self.num_ids, (vocab_size, hidden_size), self.first_id)
+        self.matrix = formats.make_matrix([section], hidden_size, bias=False)
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Project as VocabParallelEmbedding.logits does, in hidden's dtype."""
+        logits = self.matrix.product(hidden)
+        return logits if out is None else out.copy_(logits)

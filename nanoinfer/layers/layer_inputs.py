@@ -13,6 +13,7 @@ from nanoinfer.kernels.norm.rms_norm import rms_norm
 from nanoinfer.layers.embedding import VocabParallelEmbedding
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, side_by_side
 from nanoinfer.layers.norm import Joint, RMSNorm
+from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.shards import Section
@@ -89,8 +90,8 @@ class LayerInputBranch(nn.Module):
         """prefix: the layer's, with a dot; layer: its number"""
         super().__init__()
         self.layer, self.activation = layer, activation
-        share = sizes.size // tp.size
-        self.share = slice(tp.rank * share, (tp.rank + 1) * share)
+        share = share_of(sizes.size, tp.rank, tp.size)
+        self.share = slice(share.start, share.stop)
         gate = side_by_side((prefix + sizes.gate,), (sizes.size,))
         self.gate = ColumnParallelLinear(gate, hidden_size, tp, formats=formats)
         self.output = RowParallelLinear(prefix + sizes.output, sizes.size, hidden_size, tp, formats=formats)

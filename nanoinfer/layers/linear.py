@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.ranks.gather import gather_features
 from nanoinfer.layers.norm import Joint
+from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
 from nanoinfer.weights.shards import Section
@@ -23,12 +24,6 @@ def gather(x: Tensor, tp: TensorParallel) -> Tensor:
     if inbox is None or not inbox.can_gather(x):
         return tp.gather_features(x)
     return gather_features(x, inbox.layer_lane(), inbox.rank, inbox.stop)
-
-
-def share_of_heads(heads: int, ranks: int) -> int:
-    """Return how many of the heads, or other units, a rank holds: an equal share, or one that several ranks hold."""
-    assert heads % ranks == 0 or ranks % heads == 0
-    return max(heads // ranks, 1)
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,12 @@ class Projection:
     tensor_rows: int
 
     def sections(self, rank: int, ranks: int, in_features: int) -> Iterator[Section]:
-        """Yield the rows that a rank holds: an equal share of the units, or one that several ranks hold."""
-        count, first = share_of_heads(self.units, ranks), rank * self.units // ranks
-        together = count if self.stride == self.size else 1  # neighbours are one section
+        """Yield the rows of a rank's share of the units."""
         shape, outputs = (self.tensor_rows, in_features), self.units * self.size
-        for unit in range(first, first + count, together):
-            yield Section(self.name, together * self.size, shape, self.start + unit * self.stride, fused=outputs)
+        share = share_of(outputs, rank, ranks, self.size)
+        together = len(share) if self.stride == self.size else self.size  # neighbours are one section
+        for row in share[::together]:
+            yield Section(self.name, together, shape, self.start + row // self.size * self.stride, fused=outputs)
 
 
 def stacked(name: str, *parts: tuple[int, int]) -> list[Projection]:
@@ -113,7 +108,7 @@ class ColumnParallelLinear(nn.Module):
         Returns this rank's share of each projection, side by side in [tokens, share], and the residual stream. With an
         activation, the share is that of act(gate) * up alone.
         """
-        lane = joint.lane(x)
+        lane = joint.lane(x) if self.matrix.takes_lanes else None
         if self.tp.size == 1 or lane is not None:
             x = joint.scaled(x)
             return self.matrix.norm_product(x, residual, joint.pre_norm, joint.post_norm, activation, lane)
@@ -142,19 +137,19 @@ class RowParallelLinear(nn.Module):
         tp: TensorParallel,
         bias: bool = False,
         formats: Formats = PLAIN_FORMATS,
+        unit: int = 1,
     ) -> None:
-        """formats: as for ColumnParallelLinear"""
+        """formats: as for ColumnParallelLinear; unit: so many neighbouring inputs stay on one rank"""
         super().__init__()
         self.tp = tp
         shape = out_features, in_features
         if tp.splits_outputs:
-            share = out_features // tp.size
-            assert share * tp.size == out_features
-            self.matrix = formats.make_matrix([Section(name, share, shape, tp.rank * share)], in_features, bias)
+            share = share_of(out_features, tp.rank, tp.size)
+            self.matrix = formats.make_matrix([Section(name, len(share), shape, share.start)], in_features, bias)
         else:
-            share = in_features // tp.size
-            assert share * tp.size == in_features
-            self.matrix = formats.make_matrix([Section(name, out_features, shape, tp.rank * share, dim=1)], share, bias)
+            share = share_of(in_features, tp.rank, tp.size, unit)
+            section = Section(name, out_features, shape, share.start, dim=1)
+            self.matrix = formats.make_matrix([section], len(share), bias)
 
     def can_apply_activation(self, tokens: int) -> bool:
         """Return whether a launch that prepares so many tokens for this product can apply an activation, too."""

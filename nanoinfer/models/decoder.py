@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
-from nanoinfer.layers.embedding import VocabParallelEmbedding
+from nanoinfer.layers.embedding import QuantizedHead, VocabParallelEmbedding
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts
 from nanoinfer.layers.layer_inputs import LayerInputBranch, LayerInputs, LayerInputSizes
 from nanoinfer.layers.norm import Joint, RMSNorm
@@ -29,6 +29,7 @@ from nanoinfer.models.mlps import AnyMLP, make_mlp
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.experts import Experts
 from nanoinfer.weights.formats.matrix import Matrix
+from nanoinfer.weights.formats.plain.format import PLAIN
 
 
 def _make_input_branch(model: Description, layer: int, tp: TensorParallel) -> LayerInputBranch | None:
@@ -110,11 +111,18 @@ class Decoder(CausalLM):
             of_branches = next(joints), mixer, next(joints), mlp
             self.layers.append(DecoderLayer(*of_branches, None if branch is None else (next(joints), branch)))
         self.joint = next(joints)
-        self.lm_head = self.embedding
-        if not model.tied or head_dtype != self.embedding.weight.dtype:
-            name, other_name = (EMBEDDING, HEAD) if model.tied else (HEAD, None)
-            self.lm_head = VocabParallelEmbedding(name, model.vocab_size, model.hidden_size, tp, other_name, head_dtype)
+        self.lm_head = self._make_head(model, head_dtype)
         self.logit_scale, self.logit_cap = model.logit_scale, model.logit_cap
+
+    def _make_head(self, model: Description, dtype: torch.dtype) -> VocabParallelEmbedding | QuantizedHead:
+        sizes = model.vocab_size, model.hidden_size, self.tp
+        if model.head_format != PLAIN:
+            return QuantizedHead(HEAD, *sizes, model.formats)
+        if not model.tied:
+            return VocabParallelEmbedding(HEAD, *sizes, dtype=dtype)
+        if dtype != self.embedding.weight.dtype:
+            return VocabParallelEmbedding(EMBEDDING, *sizes, HEAD, dtype)
+        return self.embedding
 
     @property
     def first_id(self) -> int:
@@ -124,7 +132,7 @@ class Decoder(CausalLM):
     @property
     def num_ids(self) -> int:
         """How many token ids this rank holds."""
-        return len(self.lm_head.weight)
+        return self.lm_head.num_ids
 
     def forward(self, token_ids: Tensor, context: Context) -> Tensor:
         """Compute hidden states, [tokens, hidden_size], from token ids, [tokens] int32."""
@@ -157,14 +165,16 @@ class Decoder(CausalLM):
         for module in self.modules():
             if isinstance(module, (Matrix, MixtureOfExperts, GatedSharedExpert)):
                 module.fix_order([*sizes, tokens])
-        self.lm_head.fix_order(sizes)
+        if isinstance(self.lm_head, VocabParallelEmbedding):  # else it has a Matrix
+            self.lm_head.fix_order(sizes)
 
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts of the matrices, whose shapes do not depend on the number of ranks."""
         for module in self.modules():
             if isinstance(module, (Matrix, Experts)):
                 module.fix_parts()
-        self.lm_head.fix_parts()
+        if isinstance(self.lm_head, VocabParallelEmbedding):
+            self.lm_head.fix_parts()
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute logits, [rows, this rank's token ids], from [rows, hidden_size], into `out` if given."""

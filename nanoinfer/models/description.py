@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from nanoinfer.attention.cache_layout import Memory, Pages
-from nanoinfer.kernels.attention.qkv import Parts
 from nanoinfer.kernels.experts.route import Routing
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import ALIGNMENT, AT_ONCE, PARTS
@@ -15,46 +14,17 @@ from nanoinfer.layers.experts_beside_mlp import BesideMLP
 from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.layers.short_convolution import ShortConvolution
+from nanoinfer.models.heads import KVHeads, QueryScaling
 from nanoinfer.parallel.group import MAX_RANKS
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
+from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.sources import Beside
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # the two tensors' names in all checkpoints
 
 MixerSizes: TypeAlias = GatedDelta | ShortConvolution  # the sizes of what a layer may have in place of attention
 Width = Literal["head", "full"]  # the norm of queries and keys goes over each head by itself, or over all heads at once
-
-
-@dataclass(frozen=True)
-class QueryScaling:
-    """The factor of a rotated query at position p: 1 + beta * log(1 + floor(p / length)), as in Ministral 3."""
-
-    beta: float
-    length: int
-
-
-@dataclass(frozen=True)
-class KVHeads:
-    """The heads of keys and values in a layer of attention.
-
-    count: of the keys, and of the values
-    dim: the numbers in a head; queries have as many
-    values_are_keys: values are the keys before norm and rotation, as in Gemma 4; else they have their own projection
-    source: the layer whose keys and values this layer reads; None: it has its own
-    """
-
-    count: int
-    dim: int
-    values_are_keys: bool = False
-    source: int | None = None
-
-    @property
-    def parts(self) -> Parts:
-        """What the layer projects, see kernels.attention.qkv."""
-        if self.source is not None:
-            return "q"
-        return "qk" if self.values_are_keys else "qkv"
 
 
 @dataclass(frozen=True)
@@ -166,7 +136,7 @@ class Description:
     mixers: for each layer, what it has in place of attention; None: attention
     sinks: each query head has a learned score beside those of its keys, for no value: see attention.context.Scoring
     output_gate: there is a second number for each of a query; sigmoid of it multiplies attention's result
-    formats: those of the matrices, but for embeddings, head and routers
+    formats: those of the matrices, but for embeddings and routers
     module: the class that computes the model, by its full name: a CausalLM (models/causal_lm.py)
     is_multimodal: the checkpoint holds other models beside this one; nanoinfer does not read those
     skipped: how the names of other tensors begin that checkpoints may hold and nanoinfer does not read
@@ -268,14 +238,21 @@ class Description:
         expert = self.names.expert.format(0)
         return self.formats.of(f"model.layers.{layer}.{expert}.{self.names.expert_gate}")
 
+    @property
+    def head_format(self) -> Format:
+        """The format of the output projection; the embedding that it may be has none."""
+        return PLAIN if self.tied else self.formats.of(HEAD)
+
+    def check_head(self, dtype: str) -> None:
+        """Raise ValueError if the output projection cannot be computed in this dtype, the option lm_head_dtype."""
+        if dtype != "auto" and self.head_format != PLAIN:
+            raise ValueError(f"lm_head_dtype={dtype!r}: must be 'auto': the checkpoint's is in {self.head_format.name}")
+
     def check_formats(self, named: str) -> None:
         """Raise ValueError if experts have biases, and a format that has none. named: what asks for it; {}: its name"""
-        experts = self.experts
-        if experts is None or not experts.biases:
-            return
-        for layer in (number for number, is_sparse in enumerate(experts.layers) if is_sparse):
-            format = self.expert_format(layer)
-            if not format.takes_expert_biases:
+        sparse = self.experts.layers if self.experts is not None and self.experts.biases else ()
+        for layer, is_sparse in enumerate(sparse):
+            if is_sparse and not (format := self.expert_format(layer)).takes_expert_biases:
                 raise ValueError(
                     f"{named.format(format.name)}: experts with biases, as this model has them, cannot be in"
                     f" {format.name}; leave it out"
@@ -316,9 +293,14 @@ class Description:
             sizes["shared_expert_intermediate_size"] = experts.shared_size or 0
         return sizes
 
+    def unit_of(self, size: int, ranks: int) -> int:
+        """Return how many neighbours of an intermediate size stay on one rank: with more than 1, shares may differ."""
+        return max((format.inputs_together(size, ranks) for format in self.formats.quantized), default=1)
+
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if the model cannot be split over this many ranks."""
-        sizes = {"num_attention_heads": self.num_heads, **self._intermediate_sizes}
+        inner = {name: size for name, size in self._intermediate_sizes.items() if self.unit_of(size, ranks) == 1}
+        sizes = {"num_attention_heads": self.num_heads, **inner}
         if self.layer_inputs is not None:
             sizes["hidden_size_per_layer_input"] = self.layer_inputs.size
         for mixer in self.mixers:
@@ -340,9 +322,11 @@ class Description:
 
     def check_ranks_in_order(self, ranks: int, on_cpu: bool) -> None:
         """Raise ValueError if this many ranks cannot give the bits that one rank gives."""
-        fault, uneven = None, next((count for count in self._kv_counts if count % ranks), None)
+        heads = [("num_key_value_heads", count) for count in self._kv_counts]
+        gathered = [*heads, ("hidden_size", self.hidden_size), *self._intermediate_sizes.items()]
+        fault, uneven = None, next((f"{name}={size}" for name, size in gathered if size % ranks), None)
         if uneven is not None:
-            fault = f"num_key_value_heads={uneven} is not divisible by the number of ranks"
+            fault = f"{uneven} is not divisible by the number of ranks"
         elif on_cpu and PARTS % ranks:
             fault = f"on the CPU the number of ranks must divide {PARTS}"
         elif on_cpu and (self.score_cap is not None or self.logit_cap is not None):
@@ -354,8 +338,6 @@ class Description:
             fault = _find_uneven(inputs, AT_ONCE * ranks, "on the CPU") or _find_uneven(
                 [*self._outputs, ("vocab_size", self.vocab_size)], ALIGNMENT, "on the CPU"
             )
-        elif self.hidden_size % ranks:
-            fault = f"hidden_size={self.hidden_size} is not divisible by the number of ranks"
         else:  # the products with experts have the same bits for any share
             outputs = [(name, size) for name, size in self._outputs if name != "moe_intermediate_size"]
             for format in self.formats.quantized:

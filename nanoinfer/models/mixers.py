@@ -18,14 +18,15 @@ from nanoinfer.layers.linear import (
     ColumnParallelLinear,
     Projection,
     RowParallelLinear,
-    share_of_heads,
     side_by_side,
     unit_by_unit,
 )
 from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.layers.rotary import RotaryEmbedding
 from nanoinfer.layers.short_convolution import ShortConvolutionMixer
-from nanoinfer.models.description import Description, KVHeads
+from nanoinfer.models.description import Description
+from nanoinfer.models.heads import KVHeads
+from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.shards import Shard
 
@@ -69,7 +70,7 @@ class SelfAttention(nn.Module):
         assert isinstance(pages, Pages)
         self.head_dim = heads.dim
         self.unused = [] if heads.source is None else _unused_shards(model, heads, prefix)
-        self.gates = share_of_heads(model.num_heads, tp.size) if model.output_gate else 0
+        self.gates = len(share_of(model.num_heads, tp.rank, tp.size)) if model.output_gate else 0
         self.qkv_proj = ColumnParallelLinear(
             _projections(model, heads, prefix), model.hidden_size, tp, model.qkv_bias, model.formats
         )
@@ -111,7 +112,7 @@ class SelfAttention(nn.Module):
 
 
 def _scoring(model: Description, layer: int, tp: TensorParallel) -> Scoring:
-    heads = share_of_heads(model.num_heads, tp.size)
+    heads = len(share_of(model.num_heads, tp.rank, tp.size))
     return Scoring(
         model.attention_scale,
         model.windows[layer],
@@ -155,9 +156,8 @@ def _query_and_key_norms(
         path, dim = prefix + name, heads.dim
         if model.qk_norm == "head":
             return RMSNorm(path, dim, model.norm_eps, model.norm_plus_one)
-        share = share_of_heads(count, tp.size) * dim
-        start = tp.rank * count // tp.size * dim
-        return RMSNorm(path, count * dim, model.norm_eps, model.norm_plus_one, start, share)
+        share = share_of(count * dim, tp.rank, tp.size, unit=dim)
+        return RMSNorm(path, count * dim, model.norm_eps, model.norm_plus_one, share.start, len(share))
 
     k_norm = None if heads.parts == "q" else norm(model.names.k_norm, heads.count)
     return norm(model.names.q_norm, model.num_heads), k_norm

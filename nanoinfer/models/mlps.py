@@ -12,6 +12,7 @@ from nanoinfer.layers.experts_beside_mlp import ExpertsBesideMLP
 from nanoinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, gather, side_by_side
 from nanoinfer.layers.norm import Joint
 from nanoinfer.models.description import Description, Experts
+from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
 
@@ -25,11 +26,13 @@ class MLP(nn.Module):
         super().__init__()
         prefix = f"model.layers.{layer}."
         size = model.mlp_sizes[layer]
-        gate_up = side_by_side(tuple(prefix + name for name in model.names.gate_up), (size, size))
+        unit = _unit_of(size, model, tp)
+        names = tuple(prefix + name for name in model.names.gate_up)
+        gate_up = side_by_side(names, (size // unit, size // unit), unit)
         self.gate_up_proj = ColumnParallelLinear(gate_up, model.hidden_size, tp, model.mlp_bias, model.formats)
         self.activation = model.activation
         down = prefix + model.names.down
-        self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.formats)
+        self.down_proj = RowParallelLinear(down, size, model.hidden_size, tp, model.mlp_bias, model.formats, unit)
 
     def forward(self, x: Tensor, residual: Tensor, joint: Joint) -> tuple[Tensor, Tensor]:
         """Return the branch's result, and the residual stream; the next joint adds the two."""
@@ -44,8 +47,8 @@ def make_mlp(model: Description, layer: int, tp: TensorParallel) -> AnyMLP:
     if experts is None or not experts.layers[layer]:
         return MLP(model, layer, tp)
     names, prefix = model.names, f"model.layers.{layer}."
-    share = experts.size // tp.size
-    sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, tp.rank * share, share)
+    share = share_of(experts.size, tp.rank, tp.size, _unit_of(experts.size, model, tp))
+    sizes = ExpertSizes(experts.count, model.hidden_size, experts.size, share.start, len(share))
     stacks = tuple((prefix + gate_up, prefix + down) for gate_up, down in names.expert_stacks)
     tensors = ExpertTensors(
         prefix + names.expert, names.expert_gate, names.expert_up, names.expert_down, stacks, names.paired_experts
@@ -73,10 +76,15 @@ def _make_shared(
     model: Description, prefix: str, experts: Experts, size: int, tp: TensorParallel
 ) -> SharedExpert | GatedSharedExpert:
     modules = tuple(prefix + name for name in model.names.shared_experts)
-    shared = SharedExpert(modules, model.hidden_size, size, model.activation, tp, model.mlp_bias, model.formats)
+    unit = _unit_of(size, model, tp)
+    shared = SharedExpert(modules, model.hidden_size, size, model.activation, tp, model.mlp_bias, model.formats, unit)
     return GatedSharedExpert(shared, model.hidden_size) if experts.shared_gate else shared
 
 
 def _output_share(model: Description, tp: TensorParallel) -> OutputShare:
-    share = model.hidden_size // tp.size
-    return OutputShare(range(tp.rank * share, (tp.rank + 1) * share), partial(gather, tp=tp))
+    return OutputShare(share_of(model.hidden_size, tp.rank, tp.size), partial(gather, tp=tp))
+
+
+def _unit_of(size: int, model: Description, tp: TensorParallel) -> int:
+    """Return how many neighbours of an intermediate size stay on one rank. Ranks that gather have equal shares."""
+    return 1 if tp.splits_outputs else model.unit_of(size, tp.size)

@@ -31,7 +31,7 @@ class Weight(Protocol):
         post: Norm | None,
         lane: VectorLane | None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute kernels.linear.dispatch.norm_linear. lane: given only if the weight's norm_linear takes one"""
+        """Compute kernels.linear.dispatch.norm_linear; lane: None, unless its Matrix takes lanes"""
         ...
 
 

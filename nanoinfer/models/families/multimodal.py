@@ -62,4 +62,5 @@ def describe_qwen3_5_moe(config: PretrainedConfig) -> Description:
 
 def _describe_text(config: PretrainedConfig, describe: Callable[[PretrainedConfig], Description]) -> Description:
     tied = bool(config.tie_word_embeddings)  # the outer one decides
-    return replace(describe(config.get_text_config()), tied=tied, is_multimodal=True, formats=read_formats(config))
+    formats = read_formats(config).of_language_model()
+    return replace(describe(config.get_text_config()), tied=tied, is_multimodal=True, formats=formats)

@@ -75,7 +75,7 @@ class ExpertSizes:
 
     count: experts
     size: an expert's intermediate size over all ranks
-    start, share: where this rank's equal share of that size begins, and how long it is
+    start, share: where this rank's share of that size begins, and how long it is
     """
 
     count: int

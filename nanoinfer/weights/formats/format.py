@@ -50,6 +50,13 @@ class Format(ABC):
         """
         return 1
 
+    def inputs_together(self, size: int, ranks: int) -> int:
+        """Return how many neighbouring inputs of a product stay on one of the ranks that share so many inputs.
+
+        Ranks have equal shares if that is 1, and else shares of whole units, some one unit more than others.
+        """
+        return 1
+
     @property
     def has_graph_kernels(self) -> bool:
         """Whether the products of a step that is captured have other kernels than those of one that is not."""

@@ -10,30 +10,34 @@ from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.shards import Section
+from nanoinfer.weights.sources import LANGUAGE_MODEL
 
 ALL = "re:"  # the pattern of all names
-NARROW = r"re:.*\bin_proj_(a|b|ba)$"  # decides a delta rule's strengths and decays: too small a matrix to gain
-MULTIMODAL = "model.language_model.", "language_model.model."  # begin names where ours begin with "model."
+KEPT = "lm_head", r"re:.*\bin_proj_(a|b|ba)$"  # and what decides a delta rule's strengths and decays
 
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of the matrices, but for embeddings, head and routers, which have the model's dtype.
+    """The formats of the matrices, but for embeddings and routers, which have the model's dtype.
 
     rules: patterns of modules' names, and the format of those. The first rule that holds decides; without one, a matrix
-        is PLAIN. A pattern is a name, the beginning or the end of one, or with "re:" a regular expression. It may also
-        name the module as the checkpoint of a multimodal model does
+        is PLAIN. A pattern is a name, the beginning or the end of one, or with "re:" a regular expression
     """
 
     rules: tuple[tuple[tuple[str, ...], Format], ...] = ()
 
     def of(self, module: str) -> Format:
         """Return the format of a module's matrix; module: the name in the checkpoint, without ".weight\""""
-        names = module, *(other + module.removeprefix("model.") for other in MULTIMODAL)
-        for patterns, format in self.rules:
-            if any(_fits(pattern, name) for pattern in patterns for name in names):
-                return format
-        return PLAIN
+        return next((format for patterns, format in self.rules if any(_fits(one, module) for one in patterns)), PLAIN)
+
+    def of_language_model(self) -> Formats:
+        """Return those of a multimodal checkpoint's language model, whose names lose a part: see sources.Beside."""
+        part = re.escape(LANGUAGE_MODEL.removesuffix("."))
+
+        def known(pattern: str) -> str:
+            return re.sub(rf"{part}\\?\.", "", pattern, count=1)  # an expression has a backslash before the dot
+
+        return Formats(tuple((tuple(map(known, patterns)), format) for patterns, format in self.rules))
 
     @property
     def quantized(self) -> tuple[Format, ...]:
@@ -71,8 +75,8 @@ PLAIN_FORMATS = Formats()
 
 
 def all_in(format: Format, ignored: tuple[str, ...] = ()) -> Formats:
-    """Return the formats of a model whose matrices have one, but for those that are ignored, by their patterns."""
-    return Formats((((NARROW, *ignored), PLAIN), ((ALL,), format)))
+    """Return the formats of a model whose matrices have one, but for KEPT and those that are ignored, by patterns."""
+    return Formats((((*KEPT, *ignored), PLAIN), ((ALL,), format)))
 
 
 def _fits(pattern: str, name: str) -> bool:

@@ -12,6 +12,7 @@ from nanoinfer.weights.formats.groups.layouts import awq, gptq
 from nanoinfer.weights.formats.groups.reading import containing, pattern_of, read_bits, read_choice, read_group
 from nanoinfer.weights.formats.plain.format import PLAIN
 
+HEAD = "lm_head"
 PLAIN_BITS = 16  # of matrices that AutoRound leaves as they are, or more
 PACKINGS = {  # AutoRound's: None: AWQ's; else: whether a zero is stored less one
     "auto_round:auto_awq": None,
@@ -32,7 +33,8 @@ def read_gptq(config: Mapping[str, Any]) -> Formats:
     for entry, own in (config.get("dynamic") or {}).items():
         pattern = (f"re:{entry.removeprefix('+:').removeprefix('-:')}",)
         rules.append((pattern, PLAIN if entry.startswith("-:") else _gptq({**config, **own})))
-    return Formats((*rules, ((ALL,), _gptq(config))))
+    head = () if config.get("lm_head") else (((HEAD,), PLAIN),)
+    return Formats((*rules, *head, ((ALL,), _gptq(config))))
 
 
 def _gptq(config: Mapping[str, Any]) -> Format:
@@ -46,7 +48,7 @@ def read_awq(config: Mapping[str, Any]) -> Formats:
     """Read the config of AutoAWQ; raises ValueError, naming the setting, for what is not supported."""
     read_bits(config, "bits", (4,))
     read_choice(config, "version", "gemm", ("gemm", "GEMM"))
-    ignored = tuple(map(containing, config.get("modules_to_not_convert") or ()))
+    ignored = HEAD, *map(containing, config.get("modules_to_not_convert") or ())
     layout = awq(read_group(config), symmetric=not config.get("zero_point", True))
     return Formats(((ignored, PLAIN), ((ALL,), GroupFormat("AWQ", layout))))
 
@@ -58,7 +60,7 @@ def read_auto_round(config: Mapping[str, Any]) -> Formats:
     """
     extra = (config.get("extra_config") or {}).items()
     rules = [((pattern_of(entry),), _auto_round({**config, **own})) for entry, own in extra]
-    return Formats((*rules, ((ALL,), _auto_round(config))))
+    return Formats((*rules, ((HEAD,), PLAIN), ((ALL,), _auto_round(config))))
 
 
 def _auto_round(config: Mapping[str, Any]) -> Format:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ class Matrix(nn.Module, ABC):
     """
 
     bias: Tensor | None
+    takes_lanes: ClassVar[bool] = False  # norm_product of one row adds up the ranks' parts of x by itself
 
     @abstractmethod
     def operand(self) -> AnyWeight:
@@ -53,7 +55,7 @@ class Matrix(nn.Module, ABC):
     def finish(self) -> None:
         """Do what is to be done once tensors have been written: at the start, and after each update.
 
-        Afterwards the shards must still write the matrix.
+        After sleep, the numbers may be any, until an update brings them. The shards must still write the matrix.
         """
 
     def product(
@@ -76,5 +78,5 @@ class Matrix(nn.Module, ABC):
         activation: Activation | None,
         lane: VectorLane | None,
     ) -> tuple[Tensor, Tensor]:
-        """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does."""
+        """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does. lane: None unless takes_lanes"""
         return norm_linear(x, residual, pre, self.operand(), self.bias, activation, post, lane)

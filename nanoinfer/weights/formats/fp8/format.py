@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanoinfer.kernels.fp8 import FP8
+from nanoinfer.kernels.fp8 import BLOCK, FP8
 from nanoinfer.kernels.linear.fp8_linear import HAS_FP8
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.format import Format
@@ -40,6 +40,12 @@ class Fp8Format(Fp8Layout, Format):
     def outputs_together(self) -> int:
         """A block's: if a tile's rows share a scale, the kernel applies it in another place; that of experts never."""
         return ROWS_TOGETHER if self.own_block[0] == ROWS_TOGETHER else 1
+
+    def inputs_together(self, size: int, ranks: int) -> int:
+        """Return what kernels multiply with one scale, if the checkpoint's blocks have it, and there is one a rank."""
+        unit = BLOCK.value
+        takes_blocks = size % unit == (self.block[1] or unit) % unit == 0
+        return unit if takes_blocks and size >= ranks * unit else 1
 
     @property
     def has_graph_kernels(self) -> bool:

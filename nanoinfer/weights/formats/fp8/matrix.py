@@ -21,6 +21,8 @@ from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outpu
 class Fp8Matrix(Matrix):
     """The weight as a store of blocks."""
 
+    takes_lanes = True
+
     def __init__(self, sections: list[Section], in_features: int, bias: bool, layout: Fp8Layout) -> None:
         super().__init__()
         self.store = Fp8Store(sections, in_features, layout)

@@ -18,6 +18,7 @@ class PlainMatrix(Matrix):
     """The weight as a parameter. On the CPU, once filled, mostly as a PackedWeight. sections: in their rows' order"""
 
     weight: Tensor | PackedWeight
+    takes_lanes = True
 
     def __init__(self, sections: list[Section], in_features: int, bias: bool) -> None:
         super().__init__()
