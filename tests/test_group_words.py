@@ -94,6 +94,7 @@ def _dot_kernel(
     ROWS: tl.constexpr,
     INPUTS: tl.constexpr,
     WORDS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     row, word = tl.arange(0, ROWS), tl.arange(0, WORDS)
     words = tl.load(words_ptr + row[:, None] * WORDS + word[None, :])
@@ -101,7 +102,10 @@ def _dot_kernel(
     if zeros_ptr is not None:
         zeros = tl.load(zeros_ptr + row)[:, None].to(tl.float32)
     xs = split_places(tl.load(x_ptr + tl.arange(0, INPUTS)), INPUTS, NUMBERS)
-    tl.store(out_ptr + row, tl.sum(dot_words(words, xs, zeros, NUMBERS), axis=1))
+    MOST: tl.constexpr = INPUTS // WORDS  # numbers of a word
+    first = dot_words(words, xs, zeros, NUMBERS, 0, MOST // 2, NATIVE)
+    second = dot_words(words, xs, zeros, NUMBERS, MOST // 2, MOST, NATIVE)
+    tl.store(out_ptr + row, tl.sum(first + second, axis=1))
 
 
 @pytest.mark.parametrize(("numbers", "with_zeros"), [*((n, False) for n in ALL), ("int4", True), ("int8", True)])
@@ -112,5 +116,5 @@ def test_a_kernel_multiplies_words_by_a_vector(numbers: Numbers, with_zeros: boo
     x = torch.randint(-9, 9, (INPUTS,), device=DEVICE).float()  # whose products and sums float32 has
     words, out = pack(drawn, bits), torch.empty(ROWS, device=DEVICE)
     in_bytes = None if zeros is None else zeros.to(torch.uint8)
-    _dot_kernel[(1,)](words, in_bytes, x, out, numbers, ROWS, INPUTS, words.shape[1])
+    _dot_kernel[(1,)](words, in_bytes, x, out, numbers, ROWS, INPUTS, words.shape[1], DEVICE == "cuda")
     assert torch.equal(out, values(drawn, numbers, zeros) @ x)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+TO_X = tl.constexpr(2.0**63)  # twice this exponent makes an e2m1 of its bits in a float32
+
 
 @triton.jit
 def unpack_tile(words, zeros, scales, NUMBERS: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
@@ -33,23 +35,27 @@ def unpack_tile(words, zeros, scales, NUMBERS: tl.constexpr, DTYPE: tl.constexpr
 
 
 @triton.jit
-def dot_words(words, xs, zeros, NUMBERS: tl.constexpr):
+def dot_words(words, xs, zeros, NUMBERS: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, NATIVE: tl.constexpr):
     """Return each word's products with a vector, added up: [rows, words] int32 to [rows, words] float32.
 
     xs: from split_places, [words] each; zeros: float32, otherwise as for unpack_tile
+    FIRST, END: of the places in the words; the first half of a block's inputs are at the first half of the places
+    NATIVE: by instructions of a GPU
     """
-    dots = number_at(words, zeros, 0, NUMBERS) * xs[0][None, :]
-    for place in tl.static_range(1, 4 if NUMBERS == "int8" else 8):
-        dots += number_at(words, zeros, place, NUMBERS) * xs[place][None, :]
-    return dots
+    dots = number_at(words, zeros, FIRST, NUMBERS, NATIVE) * xs[FIRST][None, :]
+    for place in tl.static_range(FIRST + 1, END):
+        dots += number_at(words, zeros, place, NUMBERS, NATIVE) * xs[place][None, :]
+    return dots * TO_X if NUMBERS == "e2m1" else dots
 
 
 @triton.jit
 def split_places(x, SIZE: tl.constexpr, NUMBERS: tl.constexpr):
     """Return the numbers of a vector that dot_words multiplies by those at each place of the words, [words] each.
 
-    x: [SIZE], whole blocks of groups.pack
+    x: [SIZE] float32, whole blocks of groups.pack
     """
+    if NUMBERS == "e2m1":
+        x *= TO_X  # and the sums again: the numbers are tiny, and their product with a small x would lose bits
     PAIRS: tl.constexpr = 2 if NUMBERS == "int8" else 4  # of a word
     BLOCK: tl.constexpr = 8 * PAIRS
     by_word = tl.permute(tl.reshape(x, [SIZE // BLOCK, PAIRS, 4, 2]), (0, 2, 1, 3))
@@ -65,43 +71,62 @@ def split_places(x, SIZE: tl.constexpr, NUMBERS: tl.constexpr):
 
 
 @triton.jit
-def number_at(words, zeros, PLACE: tl.constexpr, NUMBERS: tl.constexpr):
+def number_at(words, zeros, PLACE: tl.constexpr, NUMBERS: tl.constexpr, NATIVE: tl.constexpr):
     """Return the number at a place of each word, float32: the first of its pair PLACE // 2, or the second.
 
-    zeros: float32, otherwise as for unpack_tile
+    An e2m1 is returned times 2^-126. zeros: float32, otherwise as for unpack_tile; NATIVE: as for dot_words
     """
     BITS: tl.constexpr = 8 if NUMBERS == "int8" else 4
     BIT: tl.constexpr = PLACE % 2 * 16 + PLACE // 2 * BITS
     if NUMBERS == "e2m1":
         magnitude = (words << 22 - BIT if BIT < 22 else words >> BIT - 22) & 0x01C00000
         sign = (words << 28 - BIT) & -0x80000000
-        return (magnitude | sign).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+        return (magnitude | sign).to(tl.float32, bitcast=True)
     else:
         IS_HIGH: tl.constexpr = BIT + BITS > 23  # too high for the 23 bits below an exponent
         SHIFTED: tl.constexpr = BIT - 16 if IS_HIGH else BIT
         bits = words >> 16 if IS_HIGH else words
-        sums = bits & ((1 << BITS) - 1 << SHIFTED) | (150 - SHIFTED << 23)
-        POWER: tl.constexpr = 2.0 ** (23 - SHIFTED)
-        return sums.to(tl.float32, bitcast=True) - (POWER + (2.0 ** (BITS - 1) if zeros is None else zeros))
+        sums = _take(bits, (1 << BITS) - 1 << SHIFTED, 150 - SHIFTED << 23, NATIVE)
+        POWER: tl.constexpr = 1 << 23 - SHIFTED
+        return sums.to(tl.float32, bitcast=True) - (POWER + ((1 << BITS - 1) if zeros is None else zeros))
+
+
+@triton.jit
+def _take(words, MASK: tl.constexpr, EXPONENT: tl.constexpr, NATIVE: tl.constexpr):
+    """Return words & MASK | EXPONENT, in one instruction, which a compiler does not find for two constants."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;",
+            "=r,r,r,r",
+            [words, MASK, EXPONENT],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return words & MASK | EXPONENT
 
 
 @triton.jit
 def _halves(words, zeros, scales, HALF: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
     """Return the first or second numbers of the words' pairs, [rows, words, 2] or [rows, words, 2, 2]."""
     wide = zeros if zeros is None else zeros.to(tl.float32)
-    a = _scaled(number_at(words, wide, HALF, NUMBERS), scales, 0, DTYPE)
-    b = _scaled(number_at(words, wide, 2 + HALF, NUMBERS), scales, NUMBERS == "int8", DTYPE)
+    a = _plain(words, wide, scales, HALF, 0, NUMBERS, DTYPE)
+    b = _plain(words, wide, scales, 2 + HALF, NUMBERS == "int8", NUMBERS, DTYPE)
     if NUMBERS == "int8":
         return tl.join(a, b)
     else:
-        c = _scaled(number_at(words, wide, 4 + HALF, NUMBERS), scales, 1, DTYPE)
-        d = _scaled(number_at(words, wide, 6 + HALF, NUMBERS), scales, 1, DTYPE)
+        c = _plain(words, wide, scales, 4 + HALF, 1, NUMBERS, DTYPE)
+        d = _plain(words, wide, scales, 6 + HALF, 1, NUMBERS, DTYPE)
         return _join_four(a, b, c, d)
 
 
 @triton.jit
-def _scaled(numbers, scales, HALF: tl.constexpr, DTYPE: tl.constexpr):
-    return numbers.to(DTYPE) if scales is None else numbers.to(DTYPE) * scales[HALF]
+def _plain(words, zeros, scales, PLACE: tl.constexpr, HALF: tl.constexpr, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
+    number = number_at(words, zeros, PLACE, NUMBERS, False)
+    if NUMBERS == "e2m1":
+        number = number * TO_X * TO_X
+    return number.to(DTYPE) if scales is None else number.to(DTYPE) * scales[HALF]
 
 
 @triton.jit
@@ -127,14 +152,15 @@ def _pair(words, zeros, scales, PAIR: tl.constexpr, NUMBERS: tl.constexpr, DTYPE
         signs = (words << 12 - 4 * PAIR) & -0x7FFF8000
         pair = _multiply(magnitudes | signs, 0x7E807E80 if IS_BF16 else 0x74007400, IS_BF16)  # 2^126 or 2^14
     elif NUMBERS == "int8" and IS_BF16:  # has no room for eight bits below an exponent
-        first, second = number_at(words, zeros, 2 * PAIR, NUMBERS), number_at(words, zeros, 2 * PAIR + 1, NUMBERS)
+        first = number_at(words, zeros, 2 * PAIR, NUMBERS, True)
+        second = number_at(words, zeros, 2 * PAIR + 1, NUMBERS, True)
         pair = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [second, first], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
         BITS: tl.constexpr = 8 if NUMBERS == "int8" else 4
         POWER: tl.constexpr = 0x43004300 if IS_BF16 else 0x64006400  # 2^7 or 2^10, whose last bit is a one
-        sums = words >> PAIR * BITS & ((1 << BITS) - 1) * 0x00010001 | POWER
+        sums = _take(words >> PAIR * BITS, ((1 << BITS) - 1) * 0x00010001, POWER, True)
         excess = POWER + (1 << BITS - 1 if zeros is None else zeros) * 0x00010001
         pair = _subtract(sums, excess, IS_BF16)
     HALF: tl.constexpr = PAIR // (1 if NUMBERS == "int8" else 2)

@@ -7,18 +7,23 @@ up the ranks' parts of the input for itself.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.fp8 import Fp8Weight, parts_of
+from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
+from nanoinfer.kernels.linear.groups.row import choose_group_programs, load_of_groups, multiply_words, prepare_places
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block
 from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 
+OneRowWeight: TypeAlias = Tensor | Fp8Weight | GroupWeight
 MAX_IN_FEATURES = 16384  # the longest input that one program's registers hold beside two tiles of the weight
 MIN_TILE = 8192  # numbers of the weight per load of a program; at least two of its rows, or reductions cost more
 WPER_WORD_PER_SM = 4 * MIN_TILE  # numbers of the weight that are on their way at a time
@@ -30,7 +35,7 @@ def is_one_row(x: Tensor) -> bool:
 
 
 def one_row_linear(
-    x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None, activation: Activation | None = None
+    x: Tensor, weight: OneRowWeight, bias: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:
     """Compute kernels.linear.dispatch.linear for x of [1, in_features], in one launch."""
     return _launch(x, weight, bias, activation)
@@ -40,7 +45,7 @@ def one_row_norm_linear(
     x: Tensor,
     residual: Tensor | None,
     norm: Norm | None,
-    weight: Tensor | Fp8Weight,
+    weight: OneRowWeight,
     bias: Tensor | None = None,
     activation: Activation | None = None,
     post: Norm | None = None,
@@ -57,7 +62,7 @@ def one_row_norm_linear(
 
 def _launch(
     x: Tensor,
-    weight: Tensor | Fp8Weight,
+    weight: OneRowWeight,
     bias: Tensor | None,
     activation: Activation | None,
     residual: Tensor | None = None,
@@ -68,14 +73,20 @@ def _launch(
     normed: Tensor | None = None,
 ) -> Tensor:
     ranks = len(lane.inboxes) if lane else 1
-    numbers, scales, (height, width) = parts_of(weight)
-    weight_rows, in_features = numbers.shape
+    of_groups = weight if isinstance(weight, GroupWeight) else None
+    if isinstance(weight, GroupWeight):
+        numbers, scales, (height, width) = weight.words, weight.scales, (None, None)
+    else:
+        numbers, scales, (height, width) = parts_of(weight)
+    weight_rows, in_features = len(numbers), x.shape[1]
     assert x.is_contiguous()
     assert numbers.is_contiguous()
     dtype = torch.float32 if numbers.dtype == torch.float32 else x.dtype
     out = torch.empty((1, weight_rows // 2 if activation else weight_rows), dtype=dtype, device=x.device)
     block_k = triton.next_power_of_2(in_features)
-    block_n, per_multiprocessor, warps = choose_programs(block_k, scales is not None)
+    block_n, per_multiprocessor, warps = (
+        choose_group_programs(block_k, of_groups) if of_groups else choose_programs(block_k, scales is not None)
+    )
     programs = per_multiprocessor * num_multiprocessors(x.device)
     _one_row_kernel[(min(triton.cdiv(weight_rows, block_n), programs),)](
         x,
@@ -85,6 +96,8 @@ def _launch(
         norm.stream_scale if norm else None,
         numbers,
         scales,
+        of_groups.zeros if of_groups else None,
+        of_groups.factors if of_groups else None,
         bias,
         out,
         total,
@@ -96,6 +109,7 @@ def _launch(
         weight_rows,
         post.eps if post else None,
         norm.eps if norm else None,
+        *_strides(of_groups),
         STALE=lane is not None and lane.stale is not None,
         RANK=lane.rank if lane else 0,
         RANKS=ranks,
@@ -111,13 +125,23 @@ def _launch(
         ACTIVATION=activation,
         HEIGHT=height,
         WIDTH=width,
-        IN_WORDS=scales is not None and x.is_cuda,
+        IN_WORDS=height is not None and x.is_cuda,
+        NUMBERS=of_groups.numbers if of_groups else None,
+        GROUP=of_groups.group if of_groups else None,
+        NATIVE=x.is_cuda,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=warps,
         **early_launch(x),
     )
     return out
+
+
+def _strides(weight: GroupWeight | None) -> tuple[int | None, ...]:
+    """Return the strides of the scales and of the zeros, of rows and of groups."""
+    if weight is None:
+        return (None,) * 4
+    return (*weight.scales.stride(), *((None, None) if weight.zeros is None else weight.zeros.stride()))
 
 
 def choose_programs(block_k: int, in_fp8: bool) -> tuple[int, int, int]:
@@ -138,6 +162,8 @@ def _one_row_kernel(
     stream_scale_ptr,
     weight_ptr,
     scales_ptr,
+    zeros_ptr,
+    factors_ptr,
     bias_ptr,
     out_ptr,
     total_ptr,
@@ -149,6 +175,10 @@ def _one_row_kernel(
     weight_rows,
     post_eps,
     eps,
+    scales_row,
+    scales_group,
+    zeros_row,
+    zeros_group,
     STALE: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
@@ -165,24 +195,43 @@ def _one_row_kernel(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     IN_WORDS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION is not None
     IN_FP8: tl.constexpr = HEIGHT is not None
-    PER_WORD: tl.constexpr = 8 if IN_WORDS else 1  # numbers that a thread loads and multiplies at once
+    IN_GROUPS: tl.constexpr = NUMBERS is not None
+    ZEROS: tl.constexpr = zeros_ptr is not None
+    # Numbers that a thread loads and multiplies at once
+    PER_WORD: tl.constexpr = 4 if NUMBERS == "int8" else 8 if IN_WORDS or IN_GROUPS else 1
     if IN_WORDS:
         weight_ptr = weight_ptr.to(tl.pointer_type(tl.int64))
     program, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK_K)
     inside = k < in_features
     # The predecessor writes no weights, so the first loads of them need not wait for it.
-    word = tl.arange(0, BLOCK_K // PER_WORD)
-    tile = load_tile(weight_ptr, program, word, in_features // PER_WORD, weight_rows, BLOCK_N, GATED)
+    word, row_words = tl.arange(0, BLOCK_K // PER_WORD), in_features // PER_WORD
+    if IN_GROUPS:
+        row_words = tl.multiple_of(row_words, 4)
+    tile = load_tile(weight_ptr, program, word, row_words, weight_rows, BLOCK_N, GATED)
     scales = None
     if IN_FP8:
         scales = load_scales(scales_ptr, program, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED)
+    if IN_GROUPS:
+        GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
+        groups = in_features // GROUP
+        scales = load_of_groups(
+            scales_ptr, scales_row, scales_group, program, groups, weight_rows, BLOCK_N, GROUPS, GATED
+        )
+        zeros = None
+        if ZEROS:
+            zeros = load_of_groups(
+                zeros_ptr, zeros_row, zeros_group, program, groups, weight_rows, BLOCK_N, GROUPS, GATED
+            )
     if BIAS:
         bias = load_bias(bias_ptr, program, weight_rows, BLOCK_N, GATED)
     if POST:
@@ -208,12 +257,27 @@ def _one_row_kernel(
         x = norm_block(x, norm_weight, in_features, eps, PLUS_ONE)
     if KEEP:
         tl.store(normed_ptr + k, x, mask=k < tl.where(program == 0, in_features, 0))
-    x, factor = prepare_row(x, BLOCK_K, IN_WORDS)
+    if IN_GROUPS:
+        places, sums = prepare_places(x, BLOCK_K, GROUPS, NUMBERS, ZEROS)
+    else:
+        x, factor = prepare_row(x, BLOCK_K, IN_WORDS)
 
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
-        following = load_tile(weight_ptr, next_tile, word, in_features // PER_WORD, weight_rows, BLOCK_N, GATED)
-        dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_WORDS)
+        following = load_tile(weight_ptr, next_tile, word, row_words, weight_rows, BLOCK_N, GATED)
+        if IN_GROUPS:
+            dots = multiply_words(tile, places, sums, scales, zeros, NUMBERS, BLOCK_N, GROUPS, GROUP == 16, NATIVE)
+            scales = load_of_groups(
+                scales_ptr, scales_row, scales_group, next_tile, groups, weight_rows, BLOCK_N, GROUPS, GATED
+            )
+            if ZEROS:
+                zeros = load_of_groups(
+                    zeros_ptr, zeros_row, zeros_group, next_tile, groups, weight_rows, BLOCK_N, GROUPS, GATED
+                )
+            if factors_ptr is not None:
+                dots *= load_bias(factors_ptr, start // BLOCK_N, weight_rows, BLOCK_N, GATED)
+        else:
+            dots = multiply_tile(tile, x, factor, scales, BLOCK_N, BLOCK_K, IN_FP8, IN_WORDS)
         if IN_FP8:
             scales = load_scales(
                 scales_ptr, next_tile, in_features, weight_rows, HEIGHT, WIDTH, BLOCK_N, BLOCK_K, GATED

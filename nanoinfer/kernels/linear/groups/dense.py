@@ -1,0 +1,135 @@
+"""Products of many tokens with a GroupWeight, by way of a copy in the tokens' dtype.
+
+The copy has some rows of the weight at a time: on a GPU so many that its L2 cache still has them when cuBLAS reads
+them, and on the CPU so few that they cost no memory. torch's allocator gives each the memory of the one before.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference
+from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.linear.groups.scales import widen
+from nanoinfer.kernels.unpacking import unpack_tile
+
+COPY = {"cuda": 32 << 20, "cpu": 1 << 20}  # bytes
+ROWS, STEPS = 16, (256, 128, 64, 32)  # of a program's tile: rows, and inputs of which a group has all or some of all
+
+
+def dense_linear(x: Tensor, weight: GroupWeight, bias: Tensor | None = None) -> Tensor:
+    """Compute kernels.linear.dispatch.linear, in x's dtype."""
+    parts = split_rows(weight, COPY[x.device.type] // (weight.in_features * x.itemsize))
+    if len(parts) == 1:
+        return F.linear(x, dequantize(weight, x.dtype), bias)
+    out = x.new_empty(len(x), len(weight.words))
+    first = 0
+    for part in parts:
+        columns = slice(first, first := first + len(part.words))
+        dense = dequantize(part, x.dtype).t()
+        if bias is None:
+            torch.mm(x, dense, out=out[:, columns])
+        else:
+            torch.addmm(bias[columns], x, dense, out=out[:, columns])
+    return out
+
+
+def split_rows(weight: GroupWeight, most: int) -> list[GroupWeight]:
+    """Return views of at most so many of the weight's rows each, and of one at least."""
+    most = max(most, 1)
+    return [
+        weight._replace(
+            words=weight.words[first : first + most],
+            scales=weight.scales[first : first + most],
+            zeros=None if weight.zeros is None else weight.zeros[first : first + most],
+            factors=None if weight.factors is None else weight.factors[first : first + most],
+        )
+        for first in range(0, len(weight.words), most)
+    ]
+
+
+def dequantize(weight: GroupWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weight in a floating type, [out_features, in_features], each number rounded once."""
+    step = _step_of(weight)
+    if weight.words.is_cuda and step is not None:
+        return dequantize_triton(weight, dtype, step)
+    return dequantize_reference(weight, dtype)
+
+
+def _step_of(weight: GroupWeight) -> int | None:
+    """Return how many inputs a tile has; None: groups do not divide it, nor it them."""
+    group, is_one = weight.group, weight.scales.shape[1] == 1
+    return next((step for step in STEPS if is_one or group % step == 0 or step % group == 0), None)
+
+
+def dequantize_triton(weight: GroupWeight, dtype: torch.dtype, step: int) -> Tensor:
+    """dequantize as one launch. step: the inputs of a tile"""
+    rows, groups = weight.scales.shape
+    out = torch.empty((rows, weight.in_features), dtype=dtype, device=weight.words.device)
+    zeros = weight.zeros
+    _dequantize_kernel[(triton.cdiv(weight.in_features, step), triton.cdiv(rows, ROWS))](
+        weight.words,
+        weight.scales,
+        zeros,
+        weight.factors,
+        out,
+        rows,
+        weight.in_features,
+        weight.words.shape[1],
+        groups,
+        *weight.scales.stride(),
+        *((None, None) if zeros is None else zeros.stride()),
+        NUMBERS=weight.numbers,
+        PER_WORD=32 // BITS[weight.numbers],
+        GROUP=step if groups == 1 else weight.group,
+        ROWS=ROWS,
+        STEP=step,
+        **early_launch(out),
+    )
+    return out
+
+
+@triton.jit
+def _dequantize_kernel(
+    words_ptr,
+    scales_ptr,
+    zeros_ptr,
+    factors_ptr,
+    out_ptr,
+    rows,
+    in_features,
+    row_words,
+    groups,
+    scales_row,
+    scales_group,
+    zeros_row,
+    zeros_group,
+    NUMBERS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    GROUPS: tl.constexpr = max(STEP // GROUP, 1)
+    place = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    n = tl.minimum(place, rows - 1).to(tl.int64)[:, None]
+    word = tl.program_id(0) * (STEP // PER_WORD) + tl.arange(0, STEP // PER_WORD)
+    words = tl.load(words_ptr + n * row_words + word[None, :], mask=(word < row_words)[None, :], other=0)
+    group = tl.minimum(tl.program_id(0) * STEP // GROUP + tl.arange(0, GROUPS), groups - 1)[None, :]
+    factors = widen(tl.load(scales_ptr + n * scales_row + group * scales_group))
+    if factors_ptr is not None:
+        factors *= tl.load(factors_ptr + n)
+    numbers = tl.reshape(unpack_tile(words, None, None, NUMBERS, tl.float32, False), [ROWS, GROUPS, STEP // GROUPS])
+    if zeros_ptr is not None:
+        zeros = tl.load(zeros_ptr + n * zeros_row + group * zeros_group).to(tl.float32)
+        numbers -= (zeros - (128.0 if NUMBERS == "int8" else 8.0))[:, :, None]
+    out = tl.reshape(numbers * factors[:, :, None], [ROWS, STEP])
+    k = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    mask = (place < rows)[:, None] & (k < in_features)[None, :]
+    wait_for_predecessor(EARLY)  # which may still read the memory of this copy
+    tl.store(out_ptr + n * in_features + k[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
