@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import CASES, build
-from cases.layouts import PUBLISHED, Published, Writer
+from cases.layouts import MIXED, PUBLISHED, Published, Writer
 from conftest import Oracle, greedy, whole_only
 from safetensors.torch import load_file, save_file
-from test_fp8 import of_tokens, recited  # noqa: F401 - a fixture
 
 from nanoinfer import LLM
 
@@ -33,7 +34,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 def writer_of(published: Published, name: str) -> Writer | None:
     """Return what writes a tensor in the format; None: it stays as it is."""
     module = name.removesuffix(".weight")
-    if not name.endswith("_proj.weight"):
+    if not name.endswith("_proj.weight") and not (name == "lm_head.weight" and published.has_head):
         return None
     return next((write for part, write in published.others.items() if part in module), published.write)
 
@@ -86,7 +87,7 @@ def test_a_checkpoint_gives_the_tokens_of_what_it_stands_for(
     assert tokens_of(llm) == [oracle.greedy(prompt, 8, ignore_eos=True) for prompt in PROMPTS]
 
 
-EXPERTS = {"moe_intermediate_size": 48}
+EXPERTS = {"moe_intermediate_size": 96}
 
 
 @pytest.mark.parametrize("ranks", [1, *whole_only([2])])
@@ -97,3 +98,139 @@ def test_experts(name: str, ranks: int, write: Write, make_llm: MakeLLM) -> None
     folder, dense = write("qwen3moe", PUBLISHED[name], **EXPERTS)
     llm = make_llm(folder, **OPTIONS, tensor_parallel_size=ranks)
     assert tokens_of(llm) == tokens_of(make_llm(dense, **OPTIONS))
+
+
+@pytest.mark.parametrize("ranks", [1, *whole_only([2])])
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_formats(name: str, ranks: int, write: Write, make_llm: MakeLLM) -> None:
+    """Some matrices have other bits, some none, and the output projection may be quantized, too."""
+    folder, dense = write("qwen3", MIXED[name])
+    oracle = Oracle(dense)
+    llm = make_llm(folder, **OPTIONS, tensor_parallel_size=ranks)
+    assert tokens_of(llm) == [oracle.greedy(prompt, 8, ignore_eos=True) for prompt in PROMPTS]
+
+
+def test_modelopt_with_a_file_of_its_own(write: Write, make_llm: MakeLLM) -> None:
+    """And with scales of a KV cache in FP8, which other caches ignore."""
+    folder, dense = write("qwen3", MIXED["modelopt"])
+    settings = json.loads((Path(folder) / "config.json").read_text())
+    config = settings.pop("quantization_config")
+    del config["quant_method"]
+    (Path(folder) / "config.json").write_text(json.dumps(settings))
+    (Path(folder) / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": config}))
+    tensors = load_file(f"{folder}/model.safetensors")
+    for kind in "kv":
+        tensors[f"model.layers.1.self_attn.{kind}_proj.{kind}_scale"] = torch.tensor(0.5)
+    save_file(tensors, f"{folder}/model.safetensors", {"format": "pt"})
+    assert tokens_of(make_llm(folder, **OPTIONS)) == tokens_of(make_llm(dense, **OPTIONS))
+    scoring = make_llm(folder, **OPTIONS).engine.ranks.runner.steps.model.layers[1].mixer.attention.scoring
+    assert scoring.kv_scales.tolist() == [0.5, 0.5]
+
+
+def test_multimodal_checkpoints(write: Write, make_llm: MakeLLM) -> None:
+    """Their configs name the modules of the language model as their files do."""
+    config = {**PUBLISHED["awq"].config, "modules_to_not_convert": ["visual", "model.language_model.layers.0."]}
+    folder, dense = write("qwen3-vl", Published(config, PUBLISHED["awq"].write, {"layers.0.": None, "visual": None}))
+    assert tokens_of(make_llm(folder, **OPTIONS)) == tokens_of(make_llm(dense, **OPTIONS))
+
+
+ON_THE_FLY = ["int4", "int8", "mxfp4"]
+
+
+class TestOnTheFly:
+    """A checkpoint of other numbers is rounded as it loads, tensor by tensor."""
+
+    @pytest.mark.parametrize("family", ["qwen3moe", *whole_only(["qwen3", "phi3", "gptoss", "qwen3.5", "gemma3"])])
+    @pytest.mark.parametrize("quantization", ["int4", *whole_only(["int8", "mxfp4"])])
+    def test_ranks_round_alike(self, quantization: str, family: str, write: Write, make_llm: MakeLLM) -> None:
+        folder, _ = write(family, PUBLISHED["int4 groups"], **EXPERTS)
+        options = {**OPTIONS, **CASES[family].small, "quantization": quantization}
+        one, two = (make_llm(f"{folder}/source", **options, tensor_parallel_size=ranks) for ranks in (1, 2))
+        assert tokens_of(one) == tokens_of(two)
+
+    @pytest.mark.parametrize("quantization", ON_THE_FLY)
+    def test_random_weights(self, quantization: str, make_llm: MakeLLM) -> None:
+        llm = make_llm(load_format="dummy", quantization=quantization, **OPTIONS)
+        store = llm.engine.ranks.runner.steps.model.layers[0].mlp.gate_up_proj.matrix.store
+        assert store.dense(torch.float32).std() == pytest.approx(0.02, rel=0.02)
+        assert tokens_of(llm)
+
+
+@pytest.mark.parametrize("name", [*FIRST, *whole_only([name for name in PUBLISHED if name not in FIRST])])
+def test_random_weights_of_a_checkpoint(name: str, write: Write, make_llm: MakeLLM) -> None:
+    """They are drawn as words and scales."""
+    folder, _ = write("qwen3", PUBLISHED[name])
+    first, second = (make_llm(folder, load_format="dummy", **OPTIONS) for _ in range(2))
+    store = first.engine.ranks.runner.steps.model.layers[0].mlp.gate_up_proj.matrix.store
+    assert store.dense(torch.float32).std() == pytest.approx(0.02, rel=0.2)
+    assert tokens_of(first) == tokens_of(second)
+
+
+class TestChanges:
+    """Updates of weights that are in four or eight bits here."""
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("quantization", ["int4", *whole_only(["int8", "mxfp4"])])
+    @pytest.mark.parametrize("family", ["qwen3moe", *whole_only(["qwen3", "phi3", "gptoss"])])
+    def test_updates_equal_a_fresh_start(
+        self, family: str, quantization: str, ranks: int, write: Write, make_llm: MakeLLM
+    ) -> None:
+        folder, _ = write(family, PUBLISHED["int4 groups"], **EXPERTS)
+        source = load_file(f"{folder}/source/model.safetensors")
+        options = {**OPTIONS, "quantization": quantization, "tensor_parallel_size": ranks}
+        llm = make_llm(f"{folder}/source", **options)
+        before = tokens_of(llm)
+        other = {name: tensor * (1 + 0.2 * torch.randn(tensor.shape)) for name, tensor in source.items()}
+        llm.update_weights(other)
+        changed = tokens_of(llm)
+        assert changed != before
+        save_file(other, f"{folder}/source/model.safetensors", {"format": "pt"})
+        assert tokens_of(make_llm(f"{folder}/source", **options)) == changed
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.update_weights(iter(source.items()))
+        assert tokens_of(llm) == before
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert tokens_of(llm) == before
+
+    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("name", CASES_OF_ALL)
+    def test_checkpoints_come_again(self, name: str, ranks: int, write: Write, make_llm: MakeLLM) -> None:
+        folder, _ = write("qwen3", PUBLISHED[name])
+        llm = make_llm(folder, **OPTIONS, tensor_parallel_size=ranks)
+        expected = tokens_of(llm)
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.load_weights(folder)
+        assert tokens_of(llm) == expected
+        llm.update_weights(dict(reversed(load_file(f"{folder}/model.safetensors").items())))
+        assert tokens_of(llm) == expected
+
+    @pytest.mark.parametrize("name", ["int4 groups", "mxfp4", *whole_only(["gptq", "int8 groups"])])
+    @pytest.mark.parametrize("family", ["qwen3", *whole_only(["qwen3moe"])])
+    def test_plain_weights_are_rounded(self, family: str, name: str, write: Write, make_llm: MakeLLM) -> None:
+        """Into the groups of the checkpoint, of which they may also replace some."""
+        folder, dense = write(family, PUBLISHED[name], **EXPERTS)
+        llm = make_llm(folder, **OPTIONS)
+        expected = tokens_of(llm)
+        source = load_file(f"{folder}/source/model.safetensors")
+        llm.update_weights({name: -tensor for name, tensor in source.items()})
+        assert tokens_of(llm) != expected
+        llm.load_weights(dense)
+        assert tokens_of(llm) == expected  # numbers that are in the format already stay what they are
+        matrix = "model.layers.1.self_attn.o_proj.weight"
+        llm.update_weights({matrix: source[matrix]}, partial=True)
+        assert tokens_of(llm)
+
+    @pytest.mark.parametrize("name", ["int4 with zeros", "gptq act order", "awq", "nvfp4"])
+    def test_plain_weights_are_refused(self, name: str, write: Write, make_llm: MakeLLM) -> None:
+        folder, dense = write("qwen3", PUBLISHED[name])
+        llm = make_llm(folder, **OPTIONS)
+        expected = tokens_of(llm)
+        matrix = "model.layers.1.self_attn.o_proj.weight"
+        message = rf"{matrix}: weights in (int4|GPTQ|AWQ|NVFP4) cannot be rounded from others: they must come as"
+        with pytest.raises(ValueError, match=message):
+            llm.update_weights({matrix: load_file(f"{dense}/model.safetensors")[matrix]}, partial=True)
+        llm.load_weights(folder)
+        assert tokens_of(llm) == expected

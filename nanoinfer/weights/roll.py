@@ -85,7 +85,13 @@ class Roll:
         """
         scales = self._needed.keys() - self.come.keys()
         others = needed(self._table) - (frozenset() if with_constants else constants(self._table))
-        missing = sorted(scales | (others - met_by(self._table, self.come)) if whole else scales)
+        self._raise_if(sorted(scales | (others - met_by(self._table, self.come)) if whole else scales))
+
+    def check_names(self) -> None:
+        """Raise ValueError if a tensor was unknown, or came twice."""
+        self._raise_if([])
+
+    def _raise_if(self, missing: list[str]) -> None:
         if missing or self._unknown or self._twice:
             raise ValueError(
                 f"{self._source}:{_list('missing', missing)}{_list('unknown', self._unknown)}"

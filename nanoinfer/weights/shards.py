@@ -12,6 +12,7 @@ from torch import Tensor, nn
 ROWS_TOGETHER = 128  # a tensor may be written in parts that begin at multiples of so many rows: no block of a format,
 # whose numbers share a scale, is cut then
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+SPREAD = 0.02  # the standard deviation of random weights
 
 
 class Written(Protocol):
@@ -35,6 +36,15 @@ class Written(Protocol):
 
     def unpacked(self) -> Tensor:
         """Return its numbers as a plain tensor."""
+        ...
+
+
+@runtime_checkable
+class Drawn(Written, Protocol):
+    """Such a part that no floats fill, so that random ones cannot, either."""
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Fill it with random numbers, so that the weights spread as those that floats fill do."""
         ...
 
 

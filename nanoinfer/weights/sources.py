@@ -23,7 +23,7 @@ from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.mxfp4 import Halves, is_half
 from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import DTYPES, Roll
-from nanoinfer.weights.shards import Table, Target, device_of_table
+from nanoinfer.weights.shards import SPREAD, Drawn, Fill, Table, Target, device_of_table
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
@@ -80,15 +80,24 @@ class RandomSource:
         with bar(sum(_drawn_bytes(shard.target) for shard in shards)) as advance:
             for shard in shards:
                 target = shard.target
-                numbers = target if isinstance(target, Tensor) else torch.empty(target.shape, device=self.device)
-                generator = generator or torch.Generator(numbers.device).manual_seed(self.seed)
-                if shard.random == "noise":
-                    numbers.normal_(0, 0.02, generator=generator)
+                device = target.device if isinstance(target, Tensor) else self.device
+                generator = generator or torch.Generator(device).manual_seed(self.seed)
+                if isinstance(target, Drawn):
+                    target.draw(generator)
                 else:
-                    numbers.fill_(float(shard.random == "ones"))
-                if not isinstance(target, Tensor):
-                    target.copy_(numbers)
-                advance(numbers.nbytes)
+                    _draw(target, shard.random, generator, device)
+                advance(_drawn_bytes(target))
+
+
+def _draw(target: Target, fill: Fill, generator: torch.Generator, device: torch.device) -> None:
+    """Draw what fills a target."""
+    numbers = target if isinstance(target, Tensor) else torch.empty(target.shape, device=device)
+    if fill == "noise":
+        numbers.normal_(0, SPREAD, generator=generator)
+    else:
+        numbers.fill_(float(fill == "ones"))
+    if not isinstance(target, Tensor):
+        target.copy_(numbers)
 
 
 class FileSource:
@@ -234,7 +243,7 @@ class TensorSource:
             if roll.tick(name, tensor.shape, _dtype_name(tensor.dtype), self.what):
                 yield name, tensor.mT if table[name][0].is_turned(tensor.shape) else tensor
             else:
-                roll.check()
+                roll.check_names()
             del tensor  # so that it can go before the next one comes
         roll.check(whole=not self.is_partial, with_constants=False)
 

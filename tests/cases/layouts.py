@@ -160,7 +160,12 @@ class Published:
 
     config: dict[str, Any]
     write: Writer
-    others: dict[str, Writer] = field(default_factory=dict)  # of modules whose names contain this
+    others: dict[str, Writer | None] = field(default_factory=dict)  # of modules whose names contain this; None: plain
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the output projection is in it."""
+        return bool(self.config.get("lm_head") or self.others.get("lm_head"))
 
 
 def compressed(format: str, ignore: tuple[str, ...] = ("lm_head",), **weights: Any) -> dict[str, Any]:
@@ -190,6 +195,45 @@ NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size
 MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
 
+MIXED_GROUPS = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "config_groups": {
+        "group_0": {
+            "targets": [r"re:.*self_attn\.(q|k|v|o)_proj$"],
+            "format": "pack-quantized",
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+        },
+        "group_1": {
+            "targets": ["Linear"],
+            "format": "pack-quantized",
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False},
+        },
+    },
+    "ignore": ["re:.*layers.0.*", "lm_head"],
+}
+MIXED_ROUND = {
+    **AUTO_ROUND,
+    "sym": True,
+    "packing_format": "auto_round:auto_gptq",
+    "extra_config": {
+        "model.layers.0.mlp.down_proj": {"bits": 16},
+        r".*self_attn\.(q|k|v)_proj": {"bits": 8, "group_size": -1},
+        "lm_head": {"bits": 4, "group_size": 16},
+    },
+}
+MIXED_GPTQ = {
+    **_gptq(4, 32, True, True),
+    "dynamic": {r"-:.*layers\.0\..*": {}, r"+:.*self_attn\..*": {"bits": 8, "desc_act": False}},
+    "lm_head": True,
+}
+MIXED_MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "exclude_modules": ["lm_head", "model.layers.0.*", "*.self_attn.o_proj"],
+    "kv_cache_quant_algo": "FP8",
+}
+
 PUBLISHED = {
     "int4 groups": Published(_integers(4, 32), pack_quantized(4, 32, True)),
     "int4 with zeros": Published(_integers(4, 32, False), pack_quantized(4, 32, False)),
@@ -216,4 +260,23 @@ PUBLISHED = {
     "nvfp4": Published(compressed("nvfp4-pack-quantized", **NVFP4), nvfp4(modelopt=False)),
     "modelopt": Published(MODELOPT, nvfp4(modelopt=True)),
     "mxfp4": Published(compressed("mxfp4-pack-quantized", **MXFP4), mxfp4),
+}
+MIXED = {
+    "groups": Published(
+        MIXED_GROUPS,
+        pack_quantized(4, 32, False),
+        {"layers.0.": None, "self_attn": pack_quantized(8, None, True)},
+    ),
+    "auto-round": Published(
+        MIXED_ROUND,
+        gptq(4, 32, True, False, g_idx=False),
+        {
+            "layers.0.mlp.down_proj": None,
+            "o_proj": gptq(4, 32, True, False, g_idx=False),
+            "self_attn": gptq(8, -1, True, False, g_idx=False),
+            "lm_head": gptq(4, 16, True, False, g_idx=False),
+        },
+    ),
+    "gptq": Published(MIXED_GPTQ, gptq(4, 32, True, True), {"layers.0.": None, "self_attn": gptq(8, 32, True, False)}),
+    "modelopt": Published(MIXED_MODELOPT, nvfp4(modelopt=True), {"layers.0.": None, "o_proj": None, "lm_head": None}),
 }

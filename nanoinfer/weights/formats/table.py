@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanoinfer.checks import short
+from nanoinfer.hub import CONVERT
 from nanoinfer.weights.formats.compressed_tensors import read_compressed
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
@@ -36,9 +37,6 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Formats]] = {
     "modelopt_fp4": read_modelopt,
     "mxfp4": lambda config: Formats((((GPT_OSS_EXPERTS,), GroupFormat("MXFP4", GPT_OSS)),)),
 }
-CONVERT = (
-    "convert it with llm-compressor, GPTQModel or AutoRound, or take the checkpoint of 16 bits with quantization='int4'"
-)
 
 # By the option's value: the formats of a model whose matrices are quantized as they load.
 ON_THE_FLY: dict[str, Formats] = {

@@ -19,10 +19,10 @@ def widen(scales):
 @triton.jit
 def narrow(scales, DTYPE: tl.constexpr):
     """Return scales of eight bits as numbers of DTYPE, exactly, without a conversion on the way if it has 16 bits."""
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         return widen(scales)
     elif scales.dtype == tl.uint8:
-        tl.static_assert(DTYPE == tl.bfloat16)
+        tl.static_assert(tl.bfloat16 == DTYPE)
         bits = tl.where(scales == 0, 1 << 6, scales.to(tl.int16) << 7)
         return bits.to(tl.int16).to(DTYPE, bitcast=True)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -45,9 +46,15 @@ class Packing:
 
     def unpack(self, integers: Tensor) -> Tensor:
         """Return the numbers, [..., count * integers] int32, of [..., integers]."""
-        shifts = torch.tensor([self.places.index(number) * self.bits for number in range(self.count)])
-        numbers = integers.int().unsqueeze(-1) >> shifts.int().to(integers.device)
+        numbers = integers.int().unsqueeze(-1) >> _shifts(self, integers.device)
         return (numbers & (1 << self.bits) - 1).flatten(-2)
+
+
+@cache
+def _shifts(packing: Packing, device: torch.device) -> Tensor:
+    """Return by how many bits each number is shifted."""
+    shifts = [packing.places.index(number) * packing.bits for number in range(packing.count)]
+    return torch.tensor(shifts, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)

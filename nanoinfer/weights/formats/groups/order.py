@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 
 
+UNKNOWN = -1  # a group that has not come yet
+
+
 class InputOrder(nn.Module):
     """Which group each input has, for each section; and in which order the inputs lie in a store.
 
@@ -17,7 +20,7 @@ class InputOrder(nn.Module):
         """inputs: this rank's; groups: of all inputs, if this rank has all; None: it has not"""
         super().__init__()
         self.inputs, self._groups = inputs, groups
-        self.g_idx = torch.zeros(sections, inputs, dtype=torch.int64, device="cpu")  # stays through sleep
+        self.g_idx = torch.full((sections, inputs), UNKNOWN, device="cpu")  # stays through sleep
         self.order = torch.arange(inputs, device="cpu")  # of the store's columns, as numbers of inputs
         self.is_one: bool | None = None  # whether a group's inputs are side by side; None: nobody knows yet
         self.columns = nn.Parameter(torch.empty(inputs, dtype=torch.int32), requires_grad=False)  # `order`
@@ -28,10 +31,12 @@ class InputOrder(nn.Module):
         return self.order.argsort()[inputs.start : inputs.stop]
 
     def settle(self) -> Tensor | None:
-        """Decide on the order once g_idx has come; returns where the store's columns come from; None: they stay.
+        """Decide on the order, once g_idx has come; returns where the store's columns come from; None: they stay.
 
         Raises RuntimeError if products have been decided on otherwise.
         """
+        if (self.g_idx == UNKNOWN).any():
+            return None
         is_one = self._can_be_one()
         if self.is_one not in (None, is_one):
             raise RuntimeError(

@@ -13,9 +13,8 @@ from nanoinfer.kernels.groups import Numbers
 from nanoinfer.weights.formats.groups.fields import Field
 from nanoinfer.weights.formats.groups.rounding import round_to_groups
 from nanoinfer.weights.formats.groups.store import NUMBERS_AT_ONCE, GroupStore
-from nanoinfer.weights.shards import Section
+from nanoinfer.weights.shards import SPREAD, Section
 
-SPREAD = 0.02  # of random weights
 SPREADS: dict[Numbers, float] = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93}  # of random numbers
 
 

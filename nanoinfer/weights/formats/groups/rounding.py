@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, E2M1, Numbers
 
-GRID = tuple(step / 32 for step in range(24, 34, 2))  # candidates, as shares of the scale that reaches the largest
+GRID = tuple(step / 32 for step in range(24, 34, 2))  # candidates: shares of the scale that reaches the largest value
 
 
 def round_to_groups(values: Tensor, group: int, numbers: Numbers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ def _fitted(grouped: Tensor, numbers: Numbers, dtype: torch.dtype) -> Iterator[t
     half = 1 << BITS[numbers] - 1
     at = grouped.abs().argmax(-1, keepdim=True)
     reach = grouped.gather(-1, at) / -half
-    for share in GRID:
+    for share in (*GRID, half / (half - 1)):  # the last: of numbers that were rounded to a range of equal ends
         scales = _not_zero(reach * share)
         found = values_of(nearest(grouped / scales, numbers), numbers)
         fitted = (grouped * found).sum(-1, keepdim=True) / found.square().sum(-1, keepdim=True).clamp_(min=1)

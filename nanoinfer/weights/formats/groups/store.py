@@ -113,9 +113,11 @@ class GroupStore(nn.Module):
         assert target is not None
         start, size = (self.start, self.group) if self.order is None else (0, self.own_group)
         begin, end = -(-(inputs.start - start) // size), -(-(inputs.stop - start) // size)
-        groups = torch.arange(max(begin, 0), min(end, target.shape[1]), device=target.device)
-        from_first = (groups * size + start) // self.own_group - inputs.start // self.own_group
-        target[rows, groups[0] : groups[-1] + 1] = stored.index_select(1, from_first).to(target.dtype)
+        begin, end = max(begin, 0), min(end, target.shape[1])
+        places = (torch.arange(begin, end) * size + start) // self.own_group - inputs.start // self.own_group
+        if size != self.own_group:  # then groups have become several
+            stored = stored.index_select(1, places.to(target.device))
+        target[rows, begin:end] = stored[:, : end - begin].to(target.dtype)
 
     def unpacked(self) -> Tensor:
         """Return the scales as float32: only they can be infinite."""
