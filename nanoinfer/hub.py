@@ -14,7 +14,10 @@ GGUF = ".gguf"
 BUNDLED = "bundled"  # the name of BUNDLED_MODEL
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled" / "shakespeare-qwen3")
 """The folder of a small Qwen3 that ships with the package."""
-CONVERT = "convert it with llm-compressor, GPTQModel or AutoRound, or take the checkpoint of 16 bits with quantization='int4'"  # a checkpoint in a format that nobody here reads
+# Of a checkpoint in a format that nobody here reads.
+CONVERT = (
+    "convert it with llm-compressor, GPTQModel or AutoRound, or take the checkpoint of 16 bits with quantization='int4'"
+)
 REVISIONS = {"model": "revision", "tokenizer": "tokenizer_revision"}
 
 

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, build
-from cases.layouts import MIXED, PUBLISHED, Published, Writer
+from cases.layouts import MIXED, PUBLISHED, Published, Writer, compressed
 from conftest import Oracle, greedy, whole_only
 from safetensors.torch import load_file, save_file
+from test_fp8 import of_tokens
+from torch import Tensor
 
-from nanoinfer import LLM
+from nanoinfer import LLM, RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -234,3 +236,131 @@ class TestChanges:
             llm.update_weights({matrix: load_file(f"{dense}/model.safetensors")[matrix]}, partial=True)
         llm.load_weights(folder)
         assert tokens_of(llm) == expected
+
+
+class TestQuality:
+    """The bundled model knows its text by heart in few parameters: it bears little noise.
+
+    Any four bits a number leave normal weights a noise of a sixteenth at least, and groups of 64 leave one of a tenth.
+    """
+
+    @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.003), *whole_only([("int4", 1.3)])])
+    def test_perplexity(self, quantization: str, most: float, recited: list[RequestOutput]) -> None:
+        plain, rounded = of_tokens(recited), of_tokens(recited, quantization=quantization)
+        assert -0.01 < math.expm1((sum(plain) - sum(rounded)) / len(plain)) < most
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("name", "change", "message"),
+        [
+            ("gptq", {"bits": 3}, "bits=3: must be 4 or 8"),
+            ("gptq", {"group_size": 0}, "group_size=0: must be an integer above 0, or -1"),
+            ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin': must be one of gptq, gptq_v2"),
+            (
+                "gptq",
+                {"quant_method": "bitsandbytes"},
+                "is not supported; .*; convert it with llm-compressor, GPTQModel",
+            ),
+            ("awq", {"bits": 8}, "bits=8: must be 4"),
+            ("awq", {"version": "gemv"}, "version='gemv': must be one of gemm, GEMM"),
+            ("auto-round", {"packing_format": "auto_round:x"}, "packing_format='auto_round:x': must be one of"),
+            ("auto-round", {"data_type": "mx_fp"}, "data_type='mx_fp': must be one of int"),
+            ("modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ': must be one of NVFP4, FP8, MIXED_PREC"),
+            ("modelopt", {"group_size": 32}, "group_size=32: must be 16 for NVFP4"),
+        ],
+    )
+    def test_configs(self, name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+        self._check({**PUBLISHED[name].config, **change}, message, tmp_path)
+
+    @pytest.mark.parametrize(
+        ("format", "weights", "message"),
+        [
+            (
+                "pack-quantized",
+                {"type": "int", "num_bits": 4, "strategy": "block"},
+                "strategy='block': must be 'group'",
+            ),
+            (
+                "pack-quantized",
+                {"type": "int", "num_bits": 4, "strategy": "group"},
+                "group_size=None: must be an integer",
+            ),
+            (
+                "pack-quantized",
+                {"type": "int", "num_bits": 3},
+                "weights=.*'num_bits': 3.*: must be 8-bit floats, 4-bit",
+            ),
+            (
+                "pack-quantized",
+                {"type": "int", "num_bits": 4, "actorder": "x"},
+                "actorder='x': must be 'group', 'static'",
+            ),
+            ("marlin-24", {"type": "int", "num_bits": 4}, "format='marlin-24' .*: must be 8-bit floats, 4-bit floats"),
+            (
+                "nvfp4-pack-quantized",
+                {"type": "float", "num_bits": 4, "group_size": 8},
+                "'group_size': 8.*: must be 8-bit",
+            ),
+        ],
+    )
+    def test_groups_of_compressed_tensors(
+        self, format: str, weights: dict[str, Any], message: str, tmp_path: Path
+    ) -> None:
+        self._check(compressed(format, **weights), message, tmp_path)
+
+    def _check(self, config: dict[str, Any], message: str, folder: Path) -> None:
+        build(CASES["qwen3"], folder)
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": config}))
+        with pytest.raises(ValueError, match=message):
+            LLM(str(folder), **OPTIONS)
+
+    @pytest.mark.parametrize(
+        ("name", "end", "change", "message"),
+        [
+            ("gptq with zeros", "scales", lambda one: None, "missing: {}"),
+            (
+                "gptq with zeros",
+                "scales",
+                lambda one: one[:1],
+                r"{} has shape \[1, 64\], but the model needs \[3, 64\]",
+            ),
+            (
+                "gptq with zeros",
+                "qzeros",
+                lambda one: one[:, :1],
+                r"{} has shape \[3, 1\], but the model needs \[3, 8\]",
+            ),
+            ("gptq with zeros", "qweight", lambda one: one.float(), "{} has numbers of type F32: must be one of I32"),
+            ("gptq with zeros", "scales", lambda one: one * math.nan, "{} has numbers that are NaN or infinite"),
+            ("gptq", "qzeros", lambda one: one + 1, "{}: its number 0 is 9: must be 8"),
+            ("gptq", "g_idx", lambda one: one.flip(0), "{}: its number 0 is 2: must be 0"),
+            ("int4 groups", "weight_shape", lambda one: one + 1, "{}: its number 0 is 65: must be 64"),
+            ("nvfp4", "weight_global_scale", lambda one: one * 0, "{} has numbers that are NaN or infinite"),
+        ],
+    )
+    def test_tensors(
+        self, name: str, end: str, change: Callable[[Tensor], Tensor | None], message: str, write: Write
+    ) -> None:
+        folder, _ = write("qwen3", PUBLISHED[name])
+        file = Path(folder) / "model.safetensors"
+        tensors, changed = load_file(file), f"model.layers.1.mlp.down_proj.{end}"
+        tensor = change(tensors.pop(changed))
+        if tensor is not None:
+            tensors[changed] = tensor.contiguous()
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(ValueError, match=message.format(changed)):
+            LLM(folder, **OPTIONS)
+
+    def test_a_format_that_the_checkpoint_has_not(self, write: Write) -> None:
+        folder, _ = write("qwen3", PUBLISHED["gptq"])
+        with pytest.raises(ValueError, match="quantization='int4': the checkpoint's matrices are in GPTQ already"):
+            LLM(folder, quantization="int4", **OPTIONS)
+
+    def test_gguf(self, tmp_path: Path) -> None:
+        file = tmp_path / "model.gguf"
+        file.write_bytes(b"GGUF")
+        for model in (file, tmp_path):
+            with pytest.raises(ValueError, match="nanoinfer reads no GGUF; convert it with llm-compressor"):
+                LLM(str(model), **OPTIONS)

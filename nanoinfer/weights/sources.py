@@ -7,7 +7,6 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,6 @@ from torch import Tensor
 from nanoinfer.checks import short
 from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
-from nanoinfer.weights.mxfp4 import Halves, is_half
 from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import DTYPES, Roll
 from nanoinfer.weights.shards import SPREAD, Drawn, Fill, Table, Target, device_of_table
@@ -153,23 +151,9 @@ class FileSource:
         return len(found) == 2 and not torch.equal(found[head][:], found[embedding][:])
 
     def _tensors(self) -> Iterator[tuple[str, Any, Path]]:
-        """Yield each tensor's name in the language model, a slice object that reads it lazily, and its file.
-
-        A pair of tensors that holds a stack in MXFP4 comes as one.
-        """
-        halves = Halves(self.what)
-        for name, tensor, file in self._stored():
-            if not is_half(name, tensor.get_dtype()):
-                yield name, tensor, file
-            elif (pair := halves.add(name, tensor)) is not None:
-                yield *pair, file
-        halves.check()
-
-    def _stored(self) -> Iterator[tuple[str, Any, Path]]:
-        """Yield what the files hold. All stay open until the end, for the tensors of a pair may be in two of them."""
-        with ExitStack() as readers:
-            for file in self.files:
-                reader = readers.enter_context(_open(file))
+        """Yield each tensor's name in the language model, a slice object that reads it lazily, and its file."""
+        for file in self.files:
+            with _open(file) as reader:
                 for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
                     known = self.beside.known_name(name)
                     if known is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-
 UNKNOWN = -1  # a group that has not come yet
 
 
