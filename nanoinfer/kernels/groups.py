@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal, NamedTuple
 
 import torch
@@ -36,6 +37,12 @@ class GroupWeight(NamedTuple):
     def group(self) -> int:
         """The inputs that share a scale."""
         return self.in_features // self.scales.shape[-1]
+
+    def split(self, rows: int | list[int]) -> list[GroupWeight]:
+        """Return views of neighbouring rows, as Tensor.split does."""
+        parts = (part if part is None else part.split(rows) for part in self[:4])
+        of_each = zip(*(itertools.repeat(None) if part is None else part for part in parts), strict=False)
+        return [self._replace(words=w, scales=s, zeros=z, factors=f) for w, s, z, f in of_each]
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:

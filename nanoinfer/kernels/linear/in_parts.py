@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
+from nanoinfer.kernels.linear.groups.cpu import cpu_linear
 from nanoinfer.kernels.linear.weight import OwnProduct
 
 PARTS = 8  # of all ranks' outputs
@@ -21,7 +23,7 @@ AT_ONCE = 32  # numbers that an activation takes at a time; it computes a vector
 class WeightInParts(OwnProduct):
     """A weight, [out_features, in_features], cut into parts of its outputs."""
 
-    def __init__(self, weight: Tensor, sections: list[tuple[int, int]]) -> None:
+    def __init__(self, weight: Tensor | GroupWeight, sections: list[tuple[int, int]]) -> None:
         """sections: of the weight's rows, in their order: how many rows, and how many of its kind all ranks hold."""
         self._sizes: list[int] = []
         for rows, total in sections:
@@ -34,9 +36,13 @@ class WeightInParts(OwnProduct):
     ) -> Tensor:
         """Compute kernels.linear.dispatch.linear, into `out` if given."""
         biases = [None] * len(self._parts) if bias is None else bias.split(self._sizes)
-        products = [F.linear(x, *part) for part in zip(self._parts, biases, strict=True)]
+        products = [_multiply(x, *part) for part in zip(self._parts, biases, strict=True)]
         if activation is not None:
             half = len(products) // 2
             gates_and_ups = zip(products[:half], products[half:], strict=True)
             products = [gate_mul(torch.cat(both, dim=1), activation) for both in gates_and_ups]
         return torch.cat(products, dim=1, out=out)
+
+
+def _multiply(x: Tensor, part: Tensor | GroupWeight, bias: Tensor | None) -> Tensor:
+    return cpu_linear(x, part, bias) if isinstance(part, GroupWeight) else F.linear(x, part, bias)

@@ -74,10 +74,9 @@ def _launch(
 ) -> Tensor:
     ranks = len(lane.inboxes) if lane else 1
     of_groups = weight if isinstance(weight, GroupWeight) else None
-    if isinstance(weight, GroupWeight):
-        numbers, scales, (height, width) = weight.words, weight.scales, (None, None)
-    else:
-        numbers, scales, (height, width) = parts_of(weight)
+    numbers, scales, (height, width) = (
+        (weight.words, weight.scales, (None, None)) if isinstance(weight, GroupWeight) else parts_of(weight)
+    )
     weight_rows, in_features = len(numbers), x.shape[1]
     assert x.is_contiguous()
     assert numbers.is_contiguous()
@@ -266,7 +265,9 @@ def _one_row_kernel(
         next_tile = start // BLOCK_N + programs
         following = load_tile(weight_ptr, next_tile, word, row_words, weight_rows, BLOCK_N, GATED)
         if IN_GROUPS:
-            dots = multiply_words(tile, places, sums, scales, zeros, NUMBERS, BLOCK_N, GROUPS, GROUP == 16, NATIVE)
+            dots = multiply_words(
+                tile, places, sums, scales, zeros, NUMBERS, BLOCK_N, GROUPS, GROUP == 2 * PER_WORD, NATIVE
+            )
             scales = load_of_groups(
                 scales_ptr, scales_row, scales_group, next_tile, groups, weight_rows, BLOCK_N, GROUPS, GATED
             )

@@ -1,7 +1,7 @@
-"""Products of many tokens with a GroupWeight, by way of a copy in the tokens' dtype.
+"""Products of many tokens with a GroupWeight on a GPU, by way of a copy in the tokens' dtype.
 
-The copy has some rows of the weight at a time: on a GPU so many that its L2 cache still has them when cuBLAS reads
-them, and on the CPU so few that they cost no memory. torch's allocator gives each the memory of the one before.
+The copy has so many rows of the weight at a time that the L2 cache still has them when cuBLAS reads them. torch's
+allocator gives each the memory of the one before.
 """
 
 from __future__ import annotations
@@ -17,39 +17,24 @@ from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 from nanoinfer.kernels.linear.groups.scales import widen
 from nanoinfer.kernels.unpacking import unpack_tile
 
-COPY = {"cuda": 32 << 20, "cpu": 1 << 20}  # bytes
+COPY = 32 << 20  # bytes
+ALIGNED = 256  # rows; cuBLAS is slow where a tile's begin is not
 ROWS, STEPS = 16, (256, 128, 64, 32)  # of a program's tile: rows, and inputs of which a group has all or some of all
 
 
 def dense_linear(x: Tensor, weight: GroupWeight, bias: Tensor | None = None) -> Tensor:
-    """Compute kernels.linear.dispatch.linear, in x's dtype."""
-    parts = split_rows(weight, COPY[x.device.type] // (weight.in_features * x.itemsize))
-    if len(parts) == 1:
+    """Compute kernels.linear.dispatch.linear on a GPU, in x's dtype."""
+    rows = max(COPY // (weight.in_features * x.itemsize) // ALIGNED, 1) * ALIGNED
+    if len(weight.words) <= rows:
         return F.linear(x, dequantize(weight, x.dtype), bias)
     out = x.new_empty(len(x), len(weight.words))
-    first = 0
-    for part in parts:
-        columns = slice(first, first := first + len(part.words))
-        dense = dequantize(part, x.dtype).t()
+    for first, part in zip(range(0, len(weight.words), rows), weight.split(rows), strict=True):
+        columns, dense = slice(first, first + rows), dequantize(part, x.dtype).t()
         if bias is None:
             torch.mm(x, dense, out=out[:, columns])
         else:
             torch.addmm(bias[columns], x, dense, out=out[:, columns])
     return out
-
-
-def split_rows(weight: GroupWeight, most: int) -> list[GroupWeight]:
-    """Return views of at most so many of the weight's rows each, and of one at least."""
-    most = max(most, 1)
-    return [
-        weight._replace(
-            words=weight.words[first : first + most],
-            scales=weight.scales[first : first + most],
-            zeros=None if weight.zeros is None else weight.zeros[first : first + most],
-            factors=None if weight.factors is None else weight.factors[first : first + most],
-        )
-        for first in range(0, len(weight.words), most)
-    ]
 
 
 def dequantize(weight: GroupWeight, dtype: torch.dtype) -> Tensor:

@@ -23,9 +23,9 @@ from nanoinfer.kernels.unpacking import unpack_tile
 
 BLOCK = 32  # inputs; a whole number of groups.pack's blocks
 MOST_GROUPS = 2  # of one step, if sums are scaled: each takes columns of its own in the product
-MAX_PIECES = 4
-LEAST_STEPS = 8  # of a piece
-PROGRAMS_PER_SM = 2
+MANY = 64  # tokens; of more, several tiles read the same rows of the weight
+MAX_PIECES = {16: 6, 32: 4, 64: 4}  # by the tokens of a tile: the next kernel has to add them
+LEAST_INPUTS = 1024  # of a piece
 LINE = tl.constexpr(32)  # words that the L2 cache fetches at once
 IN_TRITON = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -45,13 +45,18 @@ class Cut:
     lines: int = 0
 
 
+def can_multiply(x: torch.dtype, weight: GroupWeight) -> bool:
+    """Return whether the kernel multiplies tokens by the weight. x: the dtype of the tokens' vectors"""
+    return x.itemsize == 2 and step_of(weight, x) is not None
+
+
 def step_of(weight: GroupWeight, dtype: torch.dtype) -> int | None:
     """Return how many inputs the kernel multiplies at a time; None: it cannot multiply these.
 
     dtype: of the tokens' vectors
     """
     group, is_first = weight.group, scales_first(weight, dtype)
-    if dtype == torch.float32 or weight.in_features % BLOCK or (group % BLOCK and not (is_first and group == 16)):
+    if weight.in_features % BLOCK or (group % BLOCK and not (is_first and group == 16)):
         return None
     for step in (128, 64, 32):
         if group % step == 0 or (step % group == 0 and (is_first or step // group <= MOST_GROUPS)):
@@ -66,18 +71,35 @@ def scales_first(weight: GroupWeight, dtype: torch.dtype) -> bool:
     return weight.scales.dtype == FP8 or (weight.scales.dtype == torch.uint8 and dtype != torch.float16)
 
 
-def find_cut(x: Tensor, weight: GroupWeight, step: int, may_split: bool) -> Cut:
-    """Return the cut for these; step: from step_of."""
-    tokens, weight_rows = len(x), len(weight.words)
+def find_cut(x: Tensor, weight: GroupWeight, may_split: bool) -> Cut:
+    """Return the cut for what can_multiply says (measured on an H100, with groups of 128)."""
+    step = step_of(weight, x.dtype)
+    assert step is not None
+    tokens, weight_rows, multiprocessors = len(x), len(weight.words), num_multiprocessors(x.device)
+
+    def programs(block_m: int, block_n: int) -> int:
+        return triton.cdiv(tokens, block_m) * triton.cdiv(weight_rows, block_n)
+
+    if tokens > MANY:
+        if may_split:
+            pieces = _pieces(weight, step, 2 * multiprocessors // programs(64, 128))
+            return Cut(64, 128, pieces, stages=3)
+        is_small = tokens <= 2 * MANY or programs(64, 64) <= 3 * multiprocessors
+        return Cut(64, 64, stages=3) if is_small else Cut(128, 128, warps=8, stages=5)
     block_m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    block_n, warps = (64, 4) if block_m < 64 else (128, 8)
-    pieces = 1
-    if may_split:
-        tiles = triton.cdiv(tokens, block_m) * triton.cdiv(weight_rows, block_n)
-        steps = triton.cdiv(weight.in_features, step)
-        most = min(MAX_PIECES, PROGRAMS_PER_SM * num_multiprocessors(x.device) // tiles, steps // LEAST_STEPS)
-        pieces = max((p for p in range(1, most + 1) if steps % p == 0), default=1)
-    return Cut(block_m, block_n, pieces, warps)
+    tiles = programs(block_m, 64)
+    if block_m < 64 and tiles > 2 * multiprocessors:
+        return Cut(block_m, 128, warps=8, stages=5, lines=2)
+    pieces = _pieces(weight, step, min(3 * multiprocessors // tiles, MAX_PIECES[block_m])) if may_split else 1
+    together = triton.cdiv(tiles * pieces, multiprocessors)  # on a multiprocessor
+    return Cut(block_m, 64, pieces, stages=max(6 - together, 3), lines=2 if pieces == 1 else 0)
+
+
+def _pieces(weight: GroupWeight, step: int, most: int) -> int:
+    """Return the largest number of equal pieces, up to `most`, of which none is too short."""
+    steps = triton.cdiv(weight.in_features, step)
+    most = min(most, steps * step // LEAST_INPUTS)
+    return max((pieces for pieces in range(1, most + 1) if steps % pieces == 0), default=1)
 
 
 def one_wave_triton(
@@ -86,18 +108,19 @@ def one_wave_triton(
     cut: Cut,
     bias: Tensor | None = None,
     activation: Activation | None = None,
-    step: int | None = None,
+    in_order: bool = False,
 ) -> Tensor:
     """Compute kernels.linear.dispatch.linear in one launch, cut as `cut` says.
 
     Several pieces are [pieces, tokens, out_features] float32; the first has the bias.
+    in_order: all tiles add up alike, one rounded product after the other
     """
     gated = activation is not None
     assert cut.pieces == 1 or not gated  # the activation needs the whole sum
     assert x.is_contiguous()
     assert weight.words.is_contiguous()
     (tokens, in_features), weight_rows = x.shape, len(weight.words)
-    step = step or step_of(weight, x.dtype)
+    step = step_of(weight, x.dtype)
     assert step is not None
     out_features = weight_rows // 2 if gated else weight_rows
     out_dtype = x.dtype if cut.pieces == 1 else torch.float32
@@ -135,6 +158,7 @@ def one_wave_triton(
         LINES=cut.lines,
         num_warps=cut.warps,
         num_stages=cut.stages,
+        enable_fp_fusion=not in_order,
         **early_launch(x),
     )
     return out if cut.pieces > 1 else out[0]

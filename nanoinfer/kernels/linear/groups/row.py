@@ -14,20 +14,29 @@ from nanoinfer.kernels.linear.activation import gated_row
 from nanoinfer.kernels.linear.groups.scales import widen
 from nanoinfer.kernels.unpacking import dot_words, split_places
 
+BLOCK = 32  # inputs; a whole number of groups.pack's blocks
 TILE = 1 << 14  # bytes of a program's load, but for what fills no tile of two rows
 BYTES_PER_SM = 1 << 16  # that are on their way at a time
+LONG = 8192  # inputs; of more, the vector takes many registers
+
+
+def has_row_kernel(weight: GroupWeight) -> bool:
+    """Return whether the kernel can multiply a single token by the weight."""
+    group, is_one = weight.group, weight.scales.shape[1] == 1
+    in_groups = is_one or (group & group - 1 == 0 and group >= 16)
+    return in_groups and weight.in_features % BLOCK == 0
 
 
 def choose_group_programs(block_k: int, weight: GroupWeight) -> tuple[int, int, int]:
     """Return the rows of a tile, the programs for each multiprocessor, and the warps of a program."""
     row = block_k * BITS[weight.numbers] // 8  # bytes
     rows = max(TILE // row, 2)
-    return rows, max(BYTES_PER_SM // (rows * row), 1), 4 if rows * row <= TILE and block_k <= 8192 else 8
+    return (rows, BYTES_PER_SM // TILE, 4) if rows * row <= TILE and block_k <= LONG else (rows, 2, 8)
 
 
 @triton.jit
 def prepare_places(x, SIZE: tl.constexpr, GROUPS: tl.constexpr, NUMBERS: tl.constexpr, ZEROS: tl.constexpr):
-    """Return the token's vector x, [SIZE], as multiply_words wants it, and the sums of its groups if there are zeros."""
+    """Return the token's vector x, [SIZE], as multiply_words wants it, and its groups' sums if there are zeros."""
     wide = x.to(tl.float32)
     sums = tl.sum(tl.reshape(wide, [GROUPS, SIZE // GROUPS]), axis=1) if ZEROS else 0.0
     return split_places(wide, SIZE, NUMBERS), sums
