@@ -49,7 +49,10 @@ class Matrix(nn.Module, ABC):
         """Yield the shards that fill this module's own parameters."""
 
     def can_apply_activation(self, tokens: int) -> bool:
-        """Return whether a launch that prepares so many tokens for the product can apply an activation to them, too."""
+        """Return whether a launch that prepares so many tokens for the product can apply an activation to them, too.
+
+        Never once the order is fixed.
+        """
         return False
 
     def finish(self) -> None:
