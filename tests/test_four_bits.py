@@ -238,6 +238,26 @@ class TestChanges:
         assert tokens_of(llm) == expected
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3", "gptq act order"),
+        *whole_only([("qwen3", "int4 with zeros"), ("qwen3moe", "int4 groups"), ("phi3", "modelopt")]),
+    ],
+)
+def test_ranks_have_the_bits_of_one(family: str, name: str, write: Write, make_llm: MakeLLM) -> None:
+    """With deterministic=True, on the CPU."""
+    folder, dense = write(family, PUBLISHED[name], **EXPERTS)
+    params = greedy(6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    results = []
+    for ranks in (1, 2):
+        llm = make_llm(folder, **OPTIONS, deterministic=True, tensor_parallel_size=ranks)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        results.append([(output.token_ids, output.logprobs, output.prompt_logprobs) for output in outputs])
+    assert results[0] == results[1]
+    assert [tokens[:2] for tokens, *_ in results[0]] == [tokens[:2] for tokens in tokens_of(make_llm(dense, **OPTIONS))]
+
+
 class TestQuality:
     """The bundled model knows its text by heart in few parameters: it bears little noise.
 
