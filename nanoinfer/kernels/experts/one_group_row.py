@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.experts.group_row import multiply_words, prepare_places
-from nanoinfer.kernels.experts.operand import Operand
+from nanoinfer.kernels.experts.operand import GroupOperand, shape_of
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
@@ -20,7 +20,6 @@ from nanoinfer.kernels.linear.groups.scales import widen
 from nanoinfer.kernels.linear.one_row import store_dots
 
 TILE = 1 << 14  # bytes of the weight per load of a program; at least two of its rows
-BYTES_PER_SM = 1 << 16  # of the weight that are on their way at a time
 
 
 def one_group_row_expert_mlps(
@@ -33,7 +32,7 @@ def one_group_row_expert_mlps(
     down_bias: Tensor | None = None,
 ) -> Tensor:
     """Compute products.expert_mlps for x of [1, hidden_size]; it rounds no single expert's result."""
-    (_, hidden_size, size), used = Operand.of(down, x.dtype).shape, routes.experts.shape[1]
+    (_, hidden_size, size), used = shape_of(down), routes.experts.shape[1]
     gated, out = x.new_empty(used, size), x.new_empty(1, hidden_size)
     _launch(x, routes, gate_up, gate_up_bias, gated, activation)
     _launch(gated, routes, down, down_bias, out, None)
@@ -47,8 +46,7 @@ def _launch(
 
     x, out: [1, inputs] and [used, outputs], or the other way around
     """
-    operand = Operand.of(weight, x.dtype)
-    assert operand.quads is not None
+    operand = GroupOperand.of(weight, x.dtype)
     assert x.is_contiguous()
     count = len(out) if activation is not None else 1  # of products
     used = routes.experts.shape[1] // count  # experts side by side
@@ -59,10 +57,7 @@ def _launch(
     _group_row_kernel[(min(triton.cdiv(weight_rows, block_n), programs), count)](
         x,
         *routes,
-        operand.data,
-        operand.scales,
-        operand.zeros,
-        operand.factors,
+        *weight[:4],
         bias,
         out,
         size,
@@ -71,8 +66,8 @@ def _launch(
         USED=used,
         BLOCK_USED=triton.next_power_of_2(used),
         ACTIVATION=activation,
-        NUMBERS=operand.numbers,
-        GROUP=operand.group,
+        NUMBERS=weight.numbers,
+        GROUP=weight.group,
         NATIVE=x.is_cuda and x.itemsize == 2,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -83,8 +78,7 @@ def _launch(
 
 def choose_programs(row: int) -> tuple[int, int, int]:
     """Return the rows of a tile, the programs for each multiprocessor, and the warps of a program; row: its bytes"""
-    tile = max(TILE, 2 * row)
-    return tile // row, max(BYTES_PER_SM // tile, 1), 4 if row <= TILE // 4 else 8
+    return max(TILE // row, 2), *((4, 4) if row <= TILE // 4 else (2, 8))
 
 
 @triton.jit

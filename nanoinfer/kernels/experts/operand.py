@@ -1,4 +1,4 @@
-"""What the kernels know of a weight of experts, in whichever form it is."""
+"""What the kernels know of experts' GroupWeights."""
 
 from __future__ import annotations
 
@@ -8,71 +8,70 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.fp8 import FP8, Fp8Weight
-from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers
+from nanoinfer.kernels.fp8 import FP8, Fp8Weight, parts_of
+from nanoinfer.kernels.groups import BITS, GroupWeight
+from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
 
 ExpertWeights: TypeAlias = Tensor | Fp8Weight | GroupWeight  # one of these for each of the two products
 
 
 @dataclass(frozen=True)
-class Operand:
-    """A weight's tensors, and what is fixed when a kernel is compiled; None: the form has no such thing.
+class GroupOperand:
+    """A weight of experts, [experts, rows, inputs], as the kernels take it.
 
-    shape: experts, outputs and inputs
-    data: the numbers, or words of them; scales, zeros, factors: as the weight's own
     bits: of a number
-    block: the height and the width of FP8's blocks
-    numbers, group: a GroupWeight's
-    quads: those of four words in a row of a GroupWeight
+    quads: those of four words in a row
     scales_are_exact: each number times its scale is one that the tokens' dtype has
     """
 
+    weight: GroupWeight
     shape: tuple[int, int, int]
-    data: Tensor
     bits: int
-    scales: Tensor | None = None
-    zeros: Tensor | None = None
-    factors: Tensor | None = None
-    block: tuple[int | None, int | None] = (None, None)
-    numbers: Numbers | None = None
-    group: int | None = None
-    quads: int | None = None
-    scales_are_exact: bool = False
+    quads: int
+    scales_are_exact: bool
 
     @classmethod
-    def of(cls, weight: ExpertWeights, dtype: torch.dtype) -> Operand:
-        """Take a weight apart, whose tensors are contiguous; dtype: that of the tokens"""
-        if isinstance(weight, GroupWeight):
-            words = weight.words
-            assert all(part is None or part.is_contiguous() for part in weight[:4])
-            return cls(
-                (len(words), words.shape[1], weight.in_features),
-                words,
-                BITS[weight.numbers],
-                weight.scales,
-                weight.zeros,
-                weight.factors,
-                numbers=weight.numbers,
-                group=weight.group,
-                quads=words.shape[2] // 4,
-                scales_are_exact=_scales_are_exact(weight, dtype),
-            )
-        data, scales, block = (*weight, weight.block) if isinstance(weight, Fp8Weight) else (weight, None, (None, None))
-        count, rows, columns = data.shape
-        assert data.is_contiguous()
-        return cls((count, rows, columns), data, 8 * data.itemsize, scales, block=block)
+    def of(cls, weight: GroupWeight, dtype: torch.dtype) -> GroupOperand:
+        """Take a weight, whose tensors are contiguous. dtype: that of the tokens"""
+        bits = BITS[weight.numbers]
+        assert all(part is None or part.is_contiguous() for part in weight[:4])
+        assert can_multiply_groups(weight)
+        return cls(weight, shape_of(weight), bits, weight.words.shape[2] // 4, _scales_are_exact(weight, dtype))
 
     @property
     def scales_are_paired(self) -> bool:
         """Return whether two scales of a row are one load; where they are exact, each has a byte."""
-        return self.scales_are_exact and self.group is not None and self.shape[2] // self.group % 2 == 0
+        return self.scales_are_exact and self.weight.scales.shape[2] % 2 == 0
 
     def inputs_at_once(self, most: int) -> int:
-        """Return how many inputs of a GroupWeight, at most, a program multiplies before it applies their scales."""
-        assert self.group is not None
-        if self.scales_are_exact or self.group == self.shape[2]:
+        """Return how many inputs, at most, a program multiplies before it applies their scales."""
+        if self.scales_are_exact or self.weight.group == self.weight.in_features:
             return most
-        return min(most, max(self.group & -self.group, 128 // self.bits))
+        return min(most, max(self.weight.group, 128 // self.bits))
+
+
+def can_multiply_groups(weight: GroupWeight) -> bool:
+    """Return whether the kernels can multiply by a weight: a group is a whole row, or a power of two from 16 on."""
+    group = weight.group
+    return group == weight.in_features or (group >= 16 and group & (group - 1) == 0)
+
+
+def shape_of(weight: ExpertWeights) -> tuple[int, int, int]:
+    """Return the experts, the rows and the inputs of a weight."""
+    count, rows, columns = (weight.words if isinstance(weight, GroupWeight) else parts_of(weight)[0]).shape
+    return count, rows, weight.in_features if isinstance(weight, GroupWeight) else columns
+
+
+def group_linear(weights: GroupWeight, expert: int) -> GroupLinearWeight:
+    """Return the weight of one expert, [rows, inputs], which multiplies itself."""
+    return GroupLinearWeight(
+        weights.words[expert],
+        weights.scales[expert],
+        None if weights.zeros is None else weights.zeros[expert],
+        None if weights.factors is None else weights.factors[expert],
+        weights.numbers,
+        weights.in_features,
+    )
 
 
 def _scales_are_exact(weight: GroupWeight, dtype: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.kernels.groups import BITS, GroupWeight
-from nanoinfer.kernels.launch import early_launch, fetch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, fetch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.groups.scales import narrow, widen
 from nanoinfer.kernels.unpacking import unpack_tile
@@ -92,7 +92,8 @@ def find_cut(x: Tensor, weight: GroupWeight, may_split: bool) -> Cut:
         return Cut(block_m, 128, warps=8, stages=5, lines=2)
     pieces = _pieces(weight, step, min(3 * multiprocessors // tiles, MAX_PIECES[block_m])) if may_split else 1
     together = triton.cdiv(tiles * pieces, multiprocessors)  # on a multiprocessor
-    return Cut(block_m, 64, pieces, stages=max(6 - together, 3), lines=2 if pieces == 1 else 0)
+    stages = 8 if together == 1 else 4 if together == 2 else 3
+    return Cut(block_m, 64, pieces, stages=stages, lines=2 if pieces == 1 else 0)
 
 
 def _pieces(weight: GroupWeight, step: int, most: int) -> int:
@@ -127,7 +128,9 @@ def one_wave_triton(
     out = torch.empty((cut.pieces, tokens, out_features), dtype=out_dtype, device=x.device)
     steps = triton.cdiv(in_features, step)
     grid = (triton.cdiv(tokens, cut.block_m) * triton.cdiv(weight_rows, cut.block_n), cut.pieces)
-    zeros, scales = weight.zeros, weight.scales
+    zeros, scales, is_first = weight.zeros, weight.scales, scales_first(weight, x.dtype)
+    groups, bits = max(step // weight.group, 1), BITS[weight.numbers]
+    stage = step * (cut.block_m * (1 if is_first else groups) * x.itemsize + cut.block_n * bits // 8)
     _one_wave_kernel[grid](
         x,
         weight.words,
@@ -144,10 +147,10 @@ def one_wave_triton(
         *scales.stride(),
         *((None, None) if zeros is None else zeros.stride()),
         NUMBERS=weight.numbers,
-        PER_WORD=32 // BITS[weight.numbers],
+        PER_WORD=32 // bits,
         GROUP=weight.group,
-        GROUPS=max(step // weight.group, 1),
-        SCALES_FIRST=scales_first(weight, x.dtype),
+        GROUPS=groups,
+        SCALES_FIRST=is_first,
         DTYPE=IN_TRITON[x.dtype],
         NATIVE=x.is_cuda,
         WHOLE=in_features % step == 0,
@@ -157,7 +160,7 @@ def one_wave_triton(
         BLOCK_K=step,
         LINES=cut.lines,
         num_warps=cut.warps,
-        num_stages=cut.stages,
+        num_stages=max(min(cut.stages, shared_memory(x.device) // stage), 1),
         enable_fp_fusion=not in_order,
         **early_launch(x),
     )
