@@ -8,8 +8,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.experts.in_order import Matrix, check_order
+from nanoinfer.kernels.experts.operand import can_multiply_groups
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
+from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.weights.formats.expert_shards import ExpertBiases, expert_sections, stack_shards
@@ -19,7 +22,8 @@ from nanoinfer.weights.formats.groups.store import GroupStore
 from nanoinfer.weights.formats.groups.tensors import paired_shards, rounded_parts, shards_of, stored_names
 from nanoinfer.weights.shards import Shard, rows_and_outputs
 
-Weights: TypeAlias = Tensor | list[WeightInParts]  # of all experts, for one of the two products
+# Of all experts, for one of the two products.
+Weights: TypeAlias = Tensor | GroupWeight | list[WeightInParts]
 
 
 class GroupExperts(Experts):
@@ -42,25 +46,63 @@ class GroupExperts(Experts):
         self.down = GroupStore(downs, columns, layout, label)
         self.biases = ExpertBiases(tensors, sizes, output_share, biases)
         self._dtype = torch.get_default_dtype()
+        self._in_order = False
         self._is_in_parts = False
 
     def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
         gather = None if self.output_share is None else self.output_share.gather
-        weights = self._weights(self.gate_up), self._weights(self.down)
-        return expert_mlps(x, routes, *weights, activation, may_split, False, gather, *self.biases.added)
+        gate_up, down = self._weights()
+        how = may_split, self._in_order, gather
+        return expert_mlps(x, routes, gate_up, down, activation, *how, *self.biases.added)
 
-    def _weights(self, store: GroupStore) -> Weights:
-        """Return what a product reads: the weights in the model's dtype."""
-        dense = store.dense(self._dtype).unflatten(0, (self.sizes.count, -1))
-        if not self._is_in_parts:
-            return dense
-        first = store.sections[: len(store.sections) // len(dense)]  # the other experts are cut alike
-        return [WeightInParts(weight, rows_and_outputs(first)) for weight in dense]
+    def _weights(self) -> list[Weights]:
+        """Return what the products read: the stores, or where no kernel reads both, the model's dtype."""
+        stores = self.gate_up, self.down
+        if self._is_in_parts:
+            return [self._in_parts(store) for store in stores]
+        weights = self._that_kernels_read()
+        return list(weights) if weights else [self._dense(store) for store in stores]
+
+    def _that_kernels_read(self) -> list[GroupWeight]:
+        """Return the stores' weights, expert by expert; none, if the products cannot read both."""
+        found = []
+        for store in (self.gate_up, self.down):
+            weight = None if store.order is not None else store.weight
+            if weight is None or (weight.words.is_cuda and not can_multiply_groups(weight)):
+                return []
+            found.append(self._of_experts(weight))
+        return found
+
+    def _dense(self, store: GroupStore) -> Tensor:
+        return store.dense(self._dtype).unflatten(0, (self.sizes.count, -1))
+
+    def _in_parts(self, store: GroupStore) -> list[WeightInParts]:
+        weight = None if store.order is not None else store.weight
+        each = self._dense(store) if weight is None else weight.split(len(weight.words) // self.sizes.count)
+        cut = rows_and_outputs(store.sections[: len(store.sections) // self.sizes.count])  # all experts are cut alike
+        return [WeightInParts(one, cut) for one in each]
+
+    def _of_experts(self, weight: GroupWeight) -> GroupWeight:
+        """Return a weight expert by expert, whose tensors have a dimension more."""
+        of_each = {
+            name: part.unflatten(0, (self.sizes.count, -1))
+            for name, part in zip(weight._fields, weight, strict=True)
+            if isinstance(part, Tensor)
+        }
+        return weight._replace(**of_each)
 
     def fix_order(self, used: int, activation: Activation) -> None:
-        """Let a GPU's products add up in one order: raises ValueError, for they cannot."""
-        raise ValueError(f"deterministic=True: must be False with experts in {self.label}: no product has one order")
+        """Let a GPU's products add up in one order; raises ValueError as check_order does, and for groups in no order.
+
+        used: experts that a token takes
+        """
+        weights = self._that_kernels_read()
+        if not weights:
+            raise ValueError(f"deterministic=True: must be False with experts in {self.label} of these groups")
+        gate_up, down = map(Matrix.like, weights)
+        check_order(gate_up, down, used, activation, self._dtype, self.gate_up.words.device)
+        self._in_order = True
 
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
