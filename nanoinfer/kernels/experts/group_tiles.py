@@ -15,7 +15,7 @@ from torch import Tensor
 from nanoinfer.kernels.experts.operand import GroupOperand
 from nanoinfer.kernels.experts.route import Groups, Routes
 from nanoinfer.kernels.groups import GroupWeight
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.groups.scales import narrow, widen
 from nanoinfer.kernels.linear.one_wave import add_product
@@ -58,6 +58,7 @@ def multiply_group_tiles(
     (tokens, used), (_, rows, in_features) = routes.experts.shape, operand.shape
     assert x.is_contiguous()
     tiling = GroupTiling.of(block_m, operand)
+    stage = tiling.block_k * (tiling.block_m * x.itemsize + tiling.block_n * operand.bits // 8)
     items = triton.cdiv(rows, tiling.block_n) * len(groups.tiles)
     programs = min(items, num_multiprocessors(out.device)) if tiling.persistent else items
     _group_tiles_kernel[(programs,)](
@@ -84,7 +85,7 @@ def multiply_group_tiles(
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        num_stages=max(1, min(tiling.stages, shared_memory(out.device) // stage)),
         enable_fp_fusion=not in_order,
         **early_launch(out),
     )
