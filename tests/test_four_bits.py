@@ -19,12 +19,14 @@ from test_fp8 import of_tokens
 from torch import Tensor
 
 from nanoinfer import LLM, RequestOutput
+from nanoinfer.weights.formats.groups.format import GroupFormat
+from nanoinfer.weights.formats.groups.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "max_model_len": 160}
 PROMPTS = [[7], list(range(20, 60)), [5, 6] * 30]
-SIZES = {"hidden_size": 64, "intermediate_size": 96}  # of which two ranks have 48 inputs: they cut groups of 32
+SIZES = {"hidden_size": 64, "intermediate_size": 96}  # of which two ranks have 64 and 32 inputs: whole groups
 Write = Callable[..., tuple[str, str]]
 MakeLLM = Callable[..., LLM]
 
@@ -87,6 +89,13 @@ def test_a_checkpoint_gives_the_tokens_of_what_it_stands_for(
     oracle = Oracle(dense)
     llm = make_llm(folder, **OPTIONS, tensor_parallel_size=ranks)
     assert tokens_of(llm) == [oracle.greedy(prompt, 8, ignore_eos=True) for prompt in PROMPTS]
+
+
+def test_shares_that_no_group_cuts() -> None:
+    """Two ranks cut groups of 128 into ones of 64, which kernels read, and groups of 32 not at all."""
+    wide, narrow = (GroupFormat("int4", Layout("int4", group=group)) for group in (128, 32))
+    assert [wide.inputs_together(size, 2) for size in (256, 384, 128)] == [1, 1, 1]
+    assert [narrow.inputs_together(size, 2) for size in (64, 96, 80, 32)] == [1, 32, 1, 1]
 
 
 EXPERTS = {"moe_intermediate_size": 96}
@@ -256,6 +265,39 @@ def test_ranks_have_the_bits_of_one(family: str, name: str, write: Write, make_l
         results.append([(output.token_ids, output.logprobs, output.prompt_logprobs) for output in outputs])
     assert results[0] == results[1]
     assert [tokens[:2] for tokens, *_ in results[0]] == [tokens[:2] for tokens in tokens_of(make_llm(dense, **OPTIONS))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.multi_gpu)])
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "order" in name or name in FIRST])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3moe"])
+def test_gpus_give_the_tokens_of_the_cpu(
+    family: str, name: str, eager: bool, ranks: int, write: Write, make_llm: MakeLLM
+) -> None:
+    folder, dense = write(family, PUBLISHED[name], **EXPERTS)
+    options = {"kvcache_block_size": 16, "max_model_len": 160, "max_num_seqs": 4, "enforce_eager": eager}
+    llm = make_llm(folder, **options, dtype="float32", tensor_parallel_size=ranks)
+    assert tokens_of(llm) == tokens_of(make_llm(dense, **OPTIONS))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*PUBLISHED, *ON_THE_FLY])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3moe"])
+def test_log_probabilities_on_a_gpu(family: str, name: str, write: Write, make_llm: MakeLLM) -> None:
+    """In bfloat16 they are those of the CPU, but for its errors, of one token and of several."""
+    folder, _ = write(family, PUBLISHED.get(name, PUBLISHED["int4 groups"]), **EXPERTS)
+    model, how = (f"{folder}/source", {"quantization": name}) if name in ON_THE_FLY else (folder, {})
+    options = {"kvcache_block_size": 16, "max_model_len": 160, "max_num_seqs": 4, **how}
+    params = greedy(2, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+    ours, theirs = (
+        make_llm(model, **options, device=device).generate(PROMPTS, params, use_tqdm=False)
+        for device in ("cuda", "cpu")
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        for entry, expected in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            for token, logprob in expected.items():
+                assert entry[token].logprob == pytest.approx(logprob.logprob, abs=0.15)
 
 
 class TestQuality:

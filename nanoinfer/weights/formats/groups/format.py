@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from nanoinfer.kernels.groups import BITS
+from nanoinfer.kernels.linear.groups.one_wave import BLOCK
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.groups.experts import GroupExperts
@@ -45,6 +47,13 @@ class GroupFormat(Format):
     def takes_expert_biases(self) -> bool:
         """Whether its checkpoints have stacks, as those with biases do, or matrices are rounded as they load."""
         return self.layout.stacked or not self.layout.fields
+
+    def inputs_together(self, size: int, ranks: int) -> int:
+        """Return a group, if equal shares would cut it into smaller ones than kernels read, and each rank has one."""
+        group = self.layout.group_of(size)
+        piece = math.gcd(group, size // ranks) if size % ranks == 0 else 1
+        is_read = piece == group or piece % BLOCK == 0 or "g_idx" in self.layout.fills  # act order is read by none
+        return 1 if is_read or size % group or size < ranks * group else group
 
     def weight_bytes(self, itemsize: int) -> float:
         """Return the bytes of a number, and its part of a scale and a zero."""
