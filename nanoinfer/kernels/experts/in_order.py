@@ -6,15 +6,18 @@ does. No GPU promises that. So we compare bits at the start.
 
 from __future__ import annotations
 
+import math
 from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.experts.operand import ExpertWeights
 from nanoinfer.kernels.experts.products import expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import FP8, Fp8Weight, parts_of
+from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers
 from nanoinfer.kernels.linear.activation import Activation
 
 # An output of ordinary numbers shows another order only once in some thousand times, so many are compared.
@@ -22,23 +25,65 @@ TOKENS = 288
 AT_ONCE = (8, 24, 96)  # of them, if each takes all experts: they fill tiles of every size but the largest
 
 
+SIZES: dict[Numbers, float] = {"int4": 5, "int8": 75, "e2m1": 3}  # of random numbers
+
+
+class Grouping(NamedTuple):
+    """The form of a GroupWeight, whatever its shape."""
+
+    numbers: Numbers
+    size: int
+    scales: torch.dtype
+    has_zeros: bool
+    has_factors: bool
+
+    def draw(self, count: int, rows: int, columns: int, generator: torch.Generator) -> GroupWeight:
+        """Return random weights, [count, rows, columns], whose products are about as large as what they multiply."""
+        device, bits = generator.device, BITS[self.numbers]
+
+        def integers(low: int, high: int, dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.randint(low, high, (count, rows, *shape), generator=generator, device=device, dtype=dtype)
+
+        groups, size = columns // self.size, SIZES[self.numbers] * columns**0.5
+        if self.scales == torch.uint8:
+            scales = integers(126, 129, torch.uint8, groups) - round(math.log2(size))
+        else:
+            scales = torch.rand(count, rows, groups, generator=generator, device=device)
+            scales = (scales if self.has_factors else scales / size).to(self.scales)
+        return GroupWeight(
+            integers(-(1 << 31), 1 << 31, torch.int32, 4 * -(-columns * bits // 128)),
+            scales,
+            integers(0, 1 << bits, torch.uint8, groups) if self.has_zeros else None,
+            torch.full((count, rows), 1 / size, device=device) if self.has_factors else None,
+            self.numbers,
+            columns,
+        )
+
+
 class Matrix(NamedTuple):
-    """The shape of an expert's matrix, and that of its blocks if it is in FP8."""
+    """The shape of an expert's matrix, that of its blocks if it is in FP8, and the form of a GroupWeight."""
 
     rows: int
     columns: int
     height: int | None
     width: int | None
+    grouping: Grouping | None = None
 
     @classmethod
-    def like(cls, weight: Tensor | Fp8Weight) -> Matrix:
+    def like(cls, weight: ExpertWeights) -> Matrix:
         """Return the shape of each of several experts' matrices, [experts, rows, columns]."""
+        if isinstance(weight, GroupWeight):
+            forms = weight.scales.dtype, weight.zeros is not None, weight.factors is not None
+            grouping = Grouping(weight.numbers, weight.group, *forms)
+            return cls(weight.words.shape[1], weight.in_features, None, None, grouping)
         numbers, _, block = parts_of(weight)
         _, rows, columns = numbers.shape
         return cls(rows, columns, *block)
 
-    def draw(self, count: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor | Fp8Weight:
+    def draw(self, count: int, dtype: torch.dtype, generator: torch.Generator) -> ExpertWeights:
         """Return random matrices of this shape, whose products are about as large as what they multiply."""
+        if self.grouping is not None:
+            return self.grouping.draw(count, self.rows, self.columns, generator)
         device = generator.device
         weight = torch.randn(count, self.rows, self.columns, generator=generator, device=device, dtype=dtype)
         if self.height is None or self.width is None:

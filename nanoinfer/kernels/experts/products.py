@@ -15,10 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.experts.group_tiles import multiply_group_tiles
+from nanoinfer.kernels.experts.one_group_row import one_group_row_expert_mlps
 from nanoinfer.kernels.experts.one_row import is_one_row, one_row_expert_mlps
+from nanoinfer.kernels.experts.operand import ExpertWeights, group_linear, shape_of
 from nanoinfer.kernels.experts.route import Groups, Routes, group_triton
 from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
 from nanoinfer.kernels.fp8 import Fp8Tokens, Fp8Weight, parts_of, quantize
+from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block
 from nanoinfer.kernels.linear.dispatch import linear
@@ -35,8 +39,8 @@ Gather = Callable[[Tensor], Tensor]
 def expert_mlps(
     x: Tensor,
     routes: Routes,
-    gate_up: Tensor | Fp8Weight | Sequence[WeightInParts],
-    down: Tensor | Fp8Weight | Sequence[WeightInParts],
+    gate_up: ExpertWeights | Sequence[WeightInParts],
+    down: ExpertWeights | Sequence[WeightInParts],
     activation: Activation,
     may_split: bool = False,
     in_order: bool = False,
@@ -58,11 +62,12 @@ def expert_mlps(
         products have no bias, or another rank adds it
     An expert computes down @ (act(gate @ x) * (up @ x)), and adds its biases. Returns [tokens, hidden_size].
     Weights in FP8 are such that kernels.linear.fp8_linear.can_multiply_fp8. With them, the kernels round several tokens
-    to FP8 too, and their results of the activation; if in_order, also a single token's.
+    to FP8 too, and their results of the activation; if in_order, also a single token's. The groups of a GroupWeight are
+    such that operand.can_multiply_groups; its tensors are contiguous.
     """
     if x.is_cuda:
-        assert isinstance(gate_up, (Tensor, Fp8Weight))
-        assert isinstance(down, (Tensor, Fp8Weight))
+        assert isinstance(gate_up, (Tensor, Fp8Weight, GroupWeight))
+        assert isinstance(down, (Tensor, Fp8Weight, GroupWeight))
         how = may_split, in_order, gather
         return expert_mlps_triton(x, routes, gate_up, down, activation, *how, gate_up_bias, down_bias)
     assert not isinstance(gate_up, Fp8Weight)
@@ -73,8 +78,8 @@ def expert_mlps(
 def expert_mlps_reference(
     x: Tensor,
     routes: Routes,
-    gate_up: Tensor | Sequence[WeightInParts],
-    down: Tensor | Sequence[WeightInParts],
+    gate_up: Tensor | GroupWeight | Sequence[WeightInParts],
+    down: Tensor | GroupWeight | Sequence[WeightInParts],
     activation: Activation,
     gather: Gather | None = None,
     gate_up_bias: Tensor | None = None,
@@ -86,12 +91,14 @@ def expert_mlps_reference(
     order, counts = flat.argsort(stable=True), flat.bincount().tolist()
     groups = [(expert, choices) for expert, choices in enumerate(order.split(counts)) if len(choices)]
 
-    gate_up_biases, down_biases = (
-        [None] * len(gate_up) if biases is None else list(biases) for biases in (gate_up_bias, down_bias)
-    )
-    gated = torch.cat([linear(x[choices // used], gate_up[i], gate_up_biases[i], activation) for i, choices in groups])
+    def multiply(rows: Tensor, i: int, first: bool) -> Tensor:
+        weights, biases = (gate_up, gate_up_bias) if first else (down, down_bias)
+        weight = group_linear(weights, i) if isinstance(weights, GroupWeight) else weights[i]
+        return linear(rows, weight, None if biases is None else biases[i], activation if first else None)
+
+    gated = torch.cat([multiply(x[choices // used], i, True) for i, choices in groups])
     inputs = (gated if gather is None else gather(gated)).split([len(choices) for _, choices in groups])
-    products = torch.cat([linear(rows, down[i], down_biases[i]) for rows, (i, _) in zip(inputs, groups, strict=True)])
+    products = torch.cat([multiply(rows, i, False) for rows, (i, _) in zip(inputs, groups, strict=True)])
     del gated, inputs  # of a long prompt they are large
     products = products if gather is None else gather(products)
     results = torch.empty_like(products)
@@ -103,8 +110,8 @@ def expert_mlps_reference(
 def expert_mlps_triton(
     x: Tensor,
     routes: Routes,
-    gate_up: Tensor | Fp8Weight,
-    down: Tensor | Fp8Weight,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     activation: Activation,
     may_split: bool = False,
     in_order: bool = False,
@@ -117,15 +124,18 @@ def expert_mlps_triton(
     With weights in FP8, each product of several tokens, or `in_order`, has a launch more, which rounds its input.
     `gather` comes behind the first product, and at the end.
     """
-    downs, scales, _ = parts_of(down)
-    in_fp8 = scales is not None
-    count, outputs, size = downs.shape
+    count, outputs, size = shape_of(down)
+    in_fp8 = isinstance(down, Fp8Weight)
     if not in_order and is_one_row(x, routes, size):
+        if isinstance(gate_up, GroupWeight) and isinstance(down, GroupWeight):
+            return one_group_row_expert_mlps(x, routes, gate_up, down, activation, gate_up_bias, down_bias)
+        assert not isinstance(gate_up, GroupWeight)
+        assert not isinstance(down, GroupWeight)
         return one_row_expert_mlps(x, routes, gate_up, down, activation, gate_up_bias, down_bias)
     tokens, used = routes.experts.shape
     block_m = choices_in_a_tile(tokens * used, count)
     groups = group_triton(routes.experts, count, block_m)
-    gated = x.new_empty(tokens * used, parts_of(gate_up)[0].shape[1] // 2)
+    gated = x.new_empty(tokens * used, shape_of(gate_up)[1] // 2)
     vectors = quantize(x) if in_fp8 else x
     _multiply(vectors, gate_up, gate_up_bias, gated, groups, block_m, routes, activation, in_order)
     if gather is not None:
@@ -183,7 +193,7 @@ class Tiling:
 
 def _multiply(
     x: Tensor | Fp8Tokens,
-    weight: Tensor | Fp8Weight,
+    weight: ExpertWeights,
     bias: Tensor | None,
     out: Tensor,
     groups: Groups,
@@ -199,6 +209,10 @@ def _multiply(
         None for the second, which reads that, applies the choices' weights, and writes what expert_mlps' pieces are
     in_order: a product and a sum are never rounded once together, which tiles of one size alone might do
     """
+    if isinstance(weight, GroupWeight):
+        assert isinstance(x, Tensor)
+        multiply_group_tiles(x, weight, bias, out, groups, block_m, routes, activation, in_order)
+        return
     numbers, scales, (height, width) = parts_of(weight)
     vectors, x_scales = (x.numbers, x.scales) if isinstance(x, Fp8Tokens) else (x, None)
     (tokens, used), in_features, out_features = routes.experts.shape, numbers.shape[2], out.shape[1]
