@@ -10,12 +10,19 @@ import pytest
 import torch
 from cases import layouts as written
 from cases.layouts import PUBLISHED, Tensors
+from conftest import DEVICE
 from torch import Tensor
 
 from nanoinfer.kernels.groups import E2M1
+from nanoinfer.kernels.rounding import (
+    nearest,
+    round_to_groups,
+    round_to_groups_reference,
+    round_to_groups_triton,
+    values_of,
+)
 from nanoinfer.weights.formats.groups import layouts
 from nanoinfer.weights.formats.groups.layout import Layout
-from nanoinfer.weights.formats.groups.rounding import nearest, round_to_groups, values_of
 from nanoinfer.weights.formats.groups.store import GroupStore
 from nanoinfer.weights.formats.groups.tensors import shards_of
 from nanoinfer.weights.shards import Section, Shard
@@ -184,6 +191,20 @@ class TestRounding:
         middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)])
         assert nearest(middles, "e2m1").tolist() == [0, 2, 2, 4, 4, 6, 6]
         assert nearest(-middles, "e2m1").tolist() == [8, 10, 10, 12, 12, 14, 14]
+
+    @pytest.mark.parametrize("numbers", ["int4", "int8"])
+    @pytest.mark.parametrize(("inputs", "group"), [(256, 128), (192, 64), (80, 40)])
+    def test_the_kernel(self, inputs: int, group: int, numbers: str) -> None:
+        """Sums have other last bits than torch's, and so do float32 scales. The numbers are the same, but for ties."""
+        weight = torch.randn(70, inputs, device=DEVICE)
+        weight[0] = 0
+        weight[1, 3], weight[2, 3] = math.nan, math.inf
+        found, scales = round_to_groups_triton(weight, group, numbers, torch.float32)
+        expected, expected_scales = round_to_groups_reference(weight, group, numbers, torch.float32)
+        assert (found[3:] != expected[3:]).float().mean() < 1e-3
+        assert not found[0].sub(expected[0]).any()
+        torch.testing.assert_close(scales[3:], expected_scales[3:], rtol=1e-5, atol=0)
+        assert torch.equal(scales[:3].isfinite(), expected_scales[:3].isfinite())
 
     @pytest.mark.parametrize("numbers", ["int4", "int8"])
     @pytest.mark.parametrize(("inputs", "group"), [(256, 128), (192, 64), (80, 64), (48, 48)])

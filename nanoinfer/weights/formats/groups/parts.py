@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels.groups import Numbers
+from nanoinfer.kernels.rounding import round_to_groups
 from nanoinfer.weights.formats.groups.fields import Field
-from nanoinfer.weights.formats.groups.rounding import round_to_groups
 from nanoinfer.weights.formats.groups.store import NUMBERS_AT_ONCE, GroupStore
 from nanoinfer.weights.shards import SPREAD, Section
 

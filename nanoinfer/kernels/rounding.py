@@ -1,4 +1,4 @@
-"""Rounds a matrix to numbers of few bits, whose groups of neighbouring inputs share a scale. It needs no data."""
+"""Rounds a matrix to numbers of few bits, whose groups of neighbouring inputs share a scale; needs no other data."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.groups import BITS, E2M1, Numbers
 
-GRID = tuple(step / 32 for step in range(24, 34, 2))  # candidates: shares of the scale that reaches the largest value
+CANDIDATES = tl.constexpr(5)  # from 24/32 to 32/32 of the scale that reaches the largest value; one more is above it
+NUMBERS_PER_PROGRAM = 4096
 
 
 def round_to_groups(values: Tensor, group: int, numbers: Numbers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute round_to_groups_reference, by a kernel where there is one."""
+    if values.is_cuda and numbers != "e2m1":
+        return round_to_groups_triton(values, group, numbers, dtype)
+    return round_to_groups_reference(values, group, numbers, dtype)
+
+
+def round_to_groups_reference(
+    values: Tensor, group: int, numbers: Numbers, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return the numbers, [rows, inputs] uint8 as `pack` takes them, and the scales, [rows, inputs / group].
 
     Of each group's candidates, that scale is taken whose products with its numbers have the least squared error.
@@ -65,7 +77,8 @@ def _fitted(grouped: Tensor, numbers: Numbers, dtype: torch.dtype) -> Iterator[t
     half = 1 << BITS[numbers] - 1
     at = grouped.abs().argmax(-1, keepdim=True)
     reach = grouped.gather(-1, at) / -half
-    for share in (*GRID, half / (half - 1)):  # the last: of numbers that were rounded to a range of equal ends
+    grid = ((24 + 2 * step) / 32 for step in range(CANDIDATES.value))
+    for share in (*grid, half / (half - 1)):  # the last: of numbers that were rounded to a range of equal ends
         scales = _not_zero(reach * share)
         found = values_of(nearest(grouped / scales, numbers), numbers)
         fitted = (grouped * found).sum(-1, keepdim=True) / found.square().sum(-1, keepdim=True).clamp_(min=1)
@@ -88,3 +101,61 @@ def _powers(grouped: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _not_zero(scales: Tensor) -> Tensor:
     return torch.where(scales == 0, 1.0, scales)
+
+
+def round_to_groups_triton(values: Tensor, group: int, numbers: Numbers, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """round_to_groups_reference as one launch, of integers."""
+    assert values.is_contiguous()
+    rows, inputs = values.shape
+    groups = inputs // group
+    found = torch.empty((rows, inputs), dtype=torch.uint8, device=values.device)
+    scales = torch.empty((rows, groups), dtype=dtype, device=values.device)
+    block_k = triton.next_power_of_2(group)
+    block_g = max(NUMBERS_PER_PROGRAM // block_k, 1)
+    grid = (triton.cdiv(rows * groups, block_g),)
+    half = 1 << BITS[numbers] - 1
+    _round_kernel[grid](values, found, scales, rows * groups, group, HALF=half, BLOCK_G=block_g, BLOCK_K=block_k)
+    return found, scales
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _round_kernel(
+    values_ptr, numbers_ptr, scales_ptr, groups, group, HALF: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    g, k = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_K)
+    mask = (g < groups)[:, None] & (k < group)[None, :]
+    places = g[:, None] * group + k[None, :]
+    values = tl.load(values_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    low, high = tl.min(values, axis=1), tl.max(values, axis=1)
+    reach = tl.where(high >= -low, high, low) * (-1.0 / HALF)
+    best, least = tl.zeros([BLOCK_G, BLOCK_K], tl.float32), tl.zeros([BLOCK_G], tl.float32)
+    taken = tl.zeros([BLOCK_G], scales_ptr.dtype.element_ty)
+    for step in tl.static_range(CANDIDATES + 1):
+        candidate = reach * ((24 + 2 * step) / 32 if step < CANDIDATES else HALF / (HALF - 1))
+        found = _nearest_block(values, _not_zero_block(candidate), HALF)
+        squares = tl.maximum(tl.sum(found * found, axis=1), 1.0)
+        stored = _not_zero_block(tl.div_rn(tl.sum(values * found, axis=1), squares)).to(taken.dtype)
+        scales = _not_zero_block(stored.to(tl.float32))
+        found = _nearest_block(values, scales, HALF)
+        errors = found * scales[:, None] - values
+        error = tl.sum(errors * errors, axis=1)
+        if step == 0:
+            best, least, taken = found, error, stored
+        else:
+            is_better = error < least
+            best, least = tl.where(is_better[:, None], found, best), tl.where(is_better, error, least)
+            taken = tl.where(is_better, stored, taken)
+    tl.store(numbers_ptr + places, (best + HALF).to(tl.uint8), mask=mask)
+    tl.store(scales_ptr + g, taken, mask=g < groups)
+
+
+@triton.jit
+def _nearest_block(values, scales, HALF: tl.constexpr):
+    """Return the integers from -HALF on, in float32, that are nearest to values / scales; ties go to even ones."""
+    ratios = tl.clamp(tl.div_rn(values, tl.broadcast_to(scales[:, None], values.shape)), -HALF, HALF - 1.0)
+    return (ratios + 12582912.0) - 12582912.0  # 1.5 * 2^23: a sum with it has no room for fractions
+
+
+@triton.jit
+def _not_zero_block(scales):
+    return tl.where(scales == 0, 1.0, scales)
