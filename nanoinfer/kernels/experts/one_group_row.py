@@ -11,13 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.experts.group_row import multiply_words, prepare_places, size_of_places
+from nanoinfer.kernels.experts.one_row import load_down_bias
 from nanoinfer.kernels.experts.operand import GroupOperand, shape_of
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
 from nanoinfer.kernels.linear.groups.scales import widen
-from nanoinfer.kernels.linear.one_row import store_dots
+from nanoinfer.kernels.linear.one_row import load_bias, store_dots
 
 TILE = 1 << 14  # bytes of the weight per load of a program; at least two of its rows
 
@@ -179,13 +180,16 @@ def _group_row_kernel(
                 )
             rest = following
         dots *= size_of_places(largest, NUMBERS, NATIVE)
-        if bias_ptr is not None:
-            i = tl.arange(0, BLOCK_USED)
-            bias_ptrs = bias_ptr + load_complete(experts_ptr + i, i < USED, 0) * weight_rows
-            bias = _load_rows(bias_ptrs, this_tile, i < USED, 1, weight_rows, BLOCK_N, GATED).to(tl.float32)
-            if not GATED:
-                bias *= load_complete(choice_weights_ptr + i, i < USED, 0.0)[None, :]
-            dots += tl.sum(bias, axis=1)
+        if GATED:
+            own = load_complete(experts_ptr) * weight_rows
+            if factors_ptr is not None:
+                dots *= load_bias(factors_ptr + own, this_tile, weight_rows, BLOCK_N, True)
+            if bias_ptr is not None:
+                dots += load_bias(bias_ptr + own, this_tile, weight_rows, BLOCK_N, True)
+        elif bias_ptr is not None:
+            dots += load_down_bias(
+                bias_ptr, this_tile, experts_ptr, choice_weights_ptr, weight_rows, USED, BLOCK_USED, BLOCK_N
+            )
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
 
 
@@ -246,8 +250,8 @@ def _load_x(
 def _with_factors(
     scales, factors_ptr, first_row, tile, inside, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr
 ):
-    """Return scales as float32, with their rows' factors."""
-    if factors_ptr is None:
+    """Return scales as float32; if not GATED, with the factors, which differ from expert to expert."""
+    if factors_ptr is None or GATED:
         return widen(scales)
     else:
         return widen(scales) * _load_rows(factors_ptr + first_row, tile, inside, 1, weight_rows, BLOCK_N, GATED)
