@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int
 from nanoinfer.hints import ELSEWHERE
-from nanoinfer.hub import reason_of
+from nanoinfer.hub import CONVERT, GGUF, reason_of
 from nanoinfer.models import check_architectures
 from nanoinfer.process.collector import no_collection
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+MODELOPT_FILE = "hf_quant_config.json"
 GENERATION_SETTINGS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings",
 )  # fmt: skip
@@ -45,6 +46,8 @@ class Checkpoint:
 def _read_config(folder: str) -> PretrainedConfig:
     file = Path(folder) / "config.json"
     if not file.is_file():
+        if any(Path(folder).glob(f"*{GGUF}")):
+            raise ValueError(f"model={folder!r}: the folder has no config.json; nanoinfer reads no GGUF; {CONVERT}")
         raise ValueError(f"model={folder!r}: the folder has no config.json, so it is no Hugging Face model")
     try:
         architectures = json.loads(file.read_text("utf-8")).get("architectures") or []
@@ -55,9 +58,23 @@ def _read_config(folder: str) -> PretrainedConfig:
         from transformers import AutoConfig  # here, for ranks need not import it
 
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot read its config.json: {reason_of(error)}") from error
+    if getattr(config, "quantization_config", None) is None and (own := _read_modelopt_config(folder)) is not None:
+        config.quantization_config = own
+    return config
+
+
+def _read_modelopt_config(folder: str) -> dict[str, Any] | None:
+    """Return what older checkpoints of ModelOpt have in a file of their own; None: there is no such file."""
+    file = Path(folder) / MODELOPT_FILE
+    if not file.is_file():
+        return None
+    try:
+        return {"quant_method": "modelopt", **json.loads(file.read_text("utf-8"))["quantization"]}
+    except Exception as error:
+        raise ValueError(f"model={folder!r}: cannot read its {MODELOPT_FILE}: {error!r}") from error
 
 
 def _read_generation_config(folder: str) -> dict[str, Any]:

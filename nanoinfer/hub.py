@@ -10,9 +10,14 @@ from nanoinfer.checks import short
 CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 CHECKPOINT_FILES = [*CONFIG_FILES, "*.safetensors"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+GGUF = ".gguf"
 BUNDLED = "bundled"  # the name of BUNDLED_MODEL
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled" / "shakespeare-qwen3")
 """The folder of a small Qwen3 that ships with the package."""
+# Of a checkpoint in a format that nobody here reads.
+CONVERT = (
+    "convert it with llm-compressor, GPTQModel or AutoRound, or take the checkpoint of 16 bits with quantization='int4'"
+)
 REVISIONS = {"model": "revision", "tokenizer": "tokenizer_revision"}
 
 
@@ -41,6 +46,8 @@ def find_folder(option: str, source: str | Path, revision: str | None, files: li
                 " Hugging Face Hub id has revisions"
             )
         return str(folder)
+    if is_file and folder.suffix == GGUF:
+        raise ValueError(f"{option}={str(source)!r}: nanoinfer reads no GGUF; {CONVERT}")
     if is_file:
         raise ValueError(f"{option}={str(source)!r}: is a file; give the folder that holds the {option}'s files")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):

@@ -317,6 +317,27 @@ def different_settings(count: int) -> list[SamplingParams]:
     ]
 
 
+SPEAKERS = (
+    "ROMEO",
+    "JULIET",
+    "GLOUCESTER",
+    "MENENIUS",
+    "LEONTES",
+    "PAULINA",
+    "PETRUCHIO",
+    "PROSPERO",
+    "ISABELLA",
+    "CAPULET",
+)
+
+
+@pytest.fixture(scope="session")
+def recited() -> list[RequestOutput]:
+    """Speeches that the bundled model knows by heart, each from the role's name to its end, in float32."""
+    with LLM(BUNDLED_MODEL, device="cpu", kvcache_block_size=16, max_model_len=400) as llm:
+        return llm.generate([f"{speaker}:\n" for speaker in SPEAKERS], greedy(230), use_tqdm=False)
+
+
 def assert_equal(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
     """Check that outputs are equal; log-probabilities may differ by rounding."""
     for output, wanted in zip(outputs, expected, strict=True):

@@ -42,9 +42,8 @@ from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.models import describe
 from nanoinfer.models.description import Description, Experts, Names
 from nanoinfer.models.heads import KVHeads
-from nanoinfer.weights.formats.formats import PLAIN_FORMATS
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
-from nanoinfer.weights.formats.fp8.reading import fp8_formats
 from nanoinfer.weights.formats.plain.format import PLAIN
 
 
@@ -175,7 +174,7 @@ EVERY = 2 * (LAYER - 3 * 8 * 16) + 3 * 8 * 16 + 3 * 5 * 8  # attention, the MLP,
 
 
 def with_fp8(model: type) -> type:
-    return type("InFp8", (model,), {"formats": fp8_formats(Fp8Format())})
+    return type("InFp8", (model,), {"formats": all_in(Fp8Format())})
 
 
 def floor_of(work: bench.Workload, limits: bench.Limits = AMPLE, model: type = Shape, **sizes: int) -> bench.Floor:

@@ -31,9 +31,8 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.logits.processors import LogitsProcessors
 from nanoinfer.runner.message import LogitsMessage
 from nanoinfer.runner.steps.one_by_one import OneByOne
-from nanoinfer.weights.formats.formats import PLAIN_FORMATS
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
-from nanoinfer.weights.formats.fp8.reading import fp8_formats
 
 SECONDS = 4.0
 OPTIONS = {"device": "cpu", "max_model_len": 96, "deterministic": True}
@@ -438,12 +437,12 @@ class TestWhatCannotBe:
 
     def test_several_ranks_of_weights_in_fp8_on_gpus(self) -> None:
         """Where a rank's share cuts a block, the kernel applies scales in another place."""
-        model = replace(describe(Checkpoint.open(BUNDLED_MODEL).hf_config), formats=fp8_formats(Fp8Format()))
+        model = replace(describe(Checkpoint.open(BUNDLED_MODEL).hf_config), formats=all_in(Fp8Format()))
         with pytest.raises(ValueError, match="with weights in FP8, hidden_size=192 must be a multiple of 256; use"):
             model.check_ranks_in_order(2, on_cpu=False)
         experts = Experts((False, True), count=8, size=192, routing=Routing(used=2))
         replace(model, hidden_size=256, experts=experts).check_ranks_in_order(2, on_cpu=False)
-        for formats in (PLAIN_FORMATS, *map(fp8_formats, (Fp8Format((64, 128)), Fp8Format((None, None))))):
+        for formats in (PLAIN_FORMATS, *map(all_in, (Fp8Format((64, 128)), Fp8Format((None, None))))):
             replace(model, formats=formats).check_ranks_in_order(2, on_cpu=False)
 
     @pytest.mark.gpu

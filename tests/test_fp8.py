@@ -220,27 +220,6 @@ def test_the_tokens_are_the_same_however_they_are_computed(
         assert [output.token_ids for output in second.generate(prompts, params, use_tqdm=False)] == expected
 
 
-SPEAKERS = (
-    "ROMEO",
-    "JULIET",
-    "GLOUCESTER",
-    "MENENIUS",
-    "LEONTES",
-    "PAULINA",
-    "PETRUCHIO",
-    "PROSPERO",
-    "ISABELLA",
-    "CAPULET",
-)
-
-
-@pytest.fixture(scope="module")
-def recited() -> list[RequestOutput]:
-    """Speeches that the bundled model knows by heart, each from the role's name to its end, in float32."""
-    with LLM(BUNDLED_MODEL, **{**OPTIONS, "kv_cache_dtype": "auto"}) as llm:
-        return llm.generate([f"{speaker}:\n" for speaker in SPEAKERS], greedy(230), use_tqdm=False)
-
-
 def of_tokens(recited: list[RequestOutput], **options: Any) -> list[LogProb]:
     """Return what a model says of each token of the speeches behind the same tokens before it."""
     prompts = [output.prompt_token_ids + output.token_ids for output in recited]

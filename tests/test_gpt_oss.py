@@ -24,10 +24,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from nanoinfer import LLM
 from nanoinfer.kernels.experts.products import expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
+from nanoinfer.kernels.groups import GroupWeight, dequantize_reference, pack
 from nanoinfer.kernels.linear.activation import ClampedSwiGLU
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
+from nanoinfer.weights.formats.groups.experts import GroupExperts
+from nanoinfer.weights.formats.groups.layouts import GPT_OSS
 from nanoinfer.weights.formats.plain.experts import PlainExperts
-from nanoinfer.weights.mxfp4 import dequantize
 from nanoinfer.weights.shards import Shard, table_of
 from nanoinfer.weights.sources import FileSource
 
@@ -45,6 +47,13 @@ def packed(count: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return blocks, scales
 
 
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return what blocks and scales stand for, [..., groups * 32] bfloat16, as it is computed here."""
+    words = pack(GPT_OSS.fields[0].read(blocks), 4)
+    weight = GroupWeight(words, scales, None, None, "e2m1", blocks.shape[-2] * 32)
+    return dequantize_reference(weight, torch.bfloat16)
+
+
 class TestDequantization:
     def test_it_is_that_of_transformers(self) -> None:
         """For each byte, under each scale that is a number, all bits are the same."""
@@ -55,12 +64,12 @@ class TestDequantization:
         assert torch.equal(ours.contiguous().view(torch.int16), theirs.view(torch.int16))
 
     def test_the_lower_bits_come_first(self) -> None:
-        blocks = torch.tensor([[0x21, 0xF7] + [0] * 14], dtype=torch.uint8)
-        numbers = dequantize(blocks, torch.tensor([128], dtype=torch.uint8))
+        blocks = torch.tensor([[[0x21, 0xF7] + [0] * 14]], dtype=torch.uint8)
+        numbers = dequantize(blocks, torch.tensor([[128]], dtype=torch.uint8))[0]
         assert numbers[:5].tolist() == [1, 2, 12, -12, 0]
 
     def test_a_scale_that_is_no_number_leaves_none(self) -> None:
-        numbers = dequantize(torch.arange(16, dtype=torch.uint8)[None], torch.tensor([255], dtype=torch.uint8))
+        numbers = dequantize(torch.arange(16, dtype=torch.uint8)[None, None], torch.tensor([[255]], dtype=torch.uint8))
         assert not numbers.isfinite().any()
 
 
@@ -140,21 +149,23 @@ class TestCheckpoints:
             seconds = {"experts.gate_up_proj_scales": scales, "experts.down_proj_blocks": down_blocks}
             write(tmp_path, *([firsts, seconds] if form == "mxfp4 in two files" else [{**firsts, **seconds}]))
 
-        def load(index: int) -> PlainExperts:
-            experts = PlainExperts(NAMES, ExpertSizes(3, 64, 96, index * 96 // size, 96 // size), biases=True)
+        def load(index: int) -> PlainExperts | GroupExperts:
+            sizes = ExpertSizes(3, 64, 96, index * 96 // size, 96 // size)
+            experts = PlainExperts(NAMES, sizes, biases=True) if form == "16 bits" else in_mxfp4(sizes)
             FileSource(str(tmp_path)).fill(table_of(experts))
             return experts
 
         ranks = [load(index) for index in range(size)]
-        halves = [experts.gate_up.chunk(2, dim=1) for experts in ranks]
+        weights = [numbers_of(experts) for experts in ranks]
+        halves = [gates_and_ups.chunk(2, dim=1) for gates_and_ups, _ in weights]
         assert torch.equal(torch.cat([gate for gate, _ in halves], dim=1), gate_up[:, ::2])
         assert torch.equal(torch.cat([up for _, up in halves], dim=1), gate_up[:, 1::2])
-        assert torch.equal(torch.cat([experts.down for experts in ranks], dim=2), down)
-        of_halves = [experts.gate_up_bias.chunk(2, dim=1) for experts in ranks]
+        assert torch.equal(torch.cat([downs for _, downs in weights], dim=2), down)
+        of_halves = [experts.biases.gate_up.chunk(2, dim=1) for experts in ranks]
         bias = biases["experts.gate_up_proj_bias"]
         assert torch.equal(torch.cat([gate for gate, _ in of_halves], dim=1), bias[:, ::2])
         assert torch.equal(torch.cat([up for _, up in of_halves], dim=1), bias[:, 1::2])
-        assert all(torch.equal(experts.down_bias, biases["experts.down_proj_bias"]) for experts in ranks)
+        assert all(torch.equal(experts.biases.down, biases["experts.down_proj_bias"]) for experts in ranks)
 
     def test_ranks_that_split_outputs(self, tmp_path: Path) -> None:
         """Each has some rows of down, and their biases; deterministic ranks on GPUs do so."""
@@ -166,18 +177,25 @@ class TestCheckpoints:
             experts = PlainExperts(NAMES, sizes, OutputShare(outputs, lambda x: x), biases=True)
             FileSource(str(tmp_path)).fill(table_of(experts))
             assert torch.equal(experts.down, down.mT[:, outputs.start : outputs.stop])
-            assert torch.equal(experts.down_bias, bias[:, outputs.start : outputs.stop])
+            assert torch.equal(experts.biases.down, bias[:, outputs.start : outputs.stop])
 
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"experts.down_proj_scales": None}, "has experts.down_proj_blocks, but no experts.down_proj_scales"),
-            ({"experts.gate_up_proj_blocks": None}, "has experts.gate_up_proj_scales, but no experts.gate_up_proj_blo"),
+            ({"experts.down_proj_scales": None}, "missing: experts.down_proj_scales"),
+            ({"experts.gate_up_proj_blocks": None}, "missing: experts.gate_up_proj_blocks"),
             (
                 {"experts.down_proj_scales": torch.zeros(3, 64, 2, dtype=torch.uint8)},
-                r"down_proj_blocks has shape \[3, 64, 3, 16\], and .*_scales \[3, 64, 2\]: must be \[count, out",
+                r"down_proj_scales has shape \[3, 64, 2\], but the model needs \[3, 64, 3\]",
             ),
-            ({"experts.down_proj_blocks": None, "experts.down_proj_scales": None}, "missing: experts.down_proj"),
+            (
+                {"experts.down_proj_blocks": torch.zeros(3, 3, 64, 16, dtype=torch.uint8)},
+                r"down_proj_blocks has shape \[3, 3, 64, 16\], but the model needs \[3, 64, 3, 16\]",
+            ),
+            (
+                {"experts.down_proj_blocks": None, "experts.down_proj_scales": None},
+                "missing: experts.down_proj_blocks, experts.down_proj_scales",
+            ),
             ({"experts.down_proj": torch.zeros(3, 96, 64)}, "stored twice: experts.down_proj"),
             (
                 {"experts.down_proj_bias": torch.zeros(3, 96)},
@@ -198,7 +216,7 @@ class TestCheckpoints:
         }
         write(tmp_path, {name: tensor for name, tensor in weights.items() if tensor is not None})
         with pytest.raises(ValueError, match=message):
-            FileSource(str(tmp_path)).fill(table_of(PlainExperts(NAMES, ExpertSizes(3, 64, 96, 0, 96), biases=True)))
+            FileSource(str(tmp_path)).fill(table_of(in_mxfp4(ExpertSizes(3, 64, 96, 0, 96))))
 
     def test_square_matrices_are_not_mistaken_for_turned_ones(self, tmp_path: Path) -> None:
         """Those of gpt-oss's experts are: 2,880 by 2,880."""
@@ -208,6 +226,18 @@ class TestCheckpoints:
         experts = PlainExperts(NAMES, ExpertSizes(2, 8, 8, 0, 8), biases=True)
         FileSource(str(tmp_path)).fill(table_of(experts))
         assert torch.equal(experts.down, down.mT)
+
+
+def in_mxfp4(sizes: ExpertSizes) -> GroupExperts:
+    return GroupExperts(NAMES, sizes, GPT_OSS, "MXFP4", biases=True)
+
+
+def numbers_of(experts: PlainExperts | GroupExperts) -> list[Tensor]:
+    """Return the gates and ups, and the downs, of all experts."""
+    weights = experts.gate_up, experts.down
+    if isinstance(experts, PlainExperts):
+        return list(weights)
+    return [store.dense(torch.float32).unflatten(0, (experts.sizes.count, -1)) for store in weights]
 
 
 def write(folder: Path, *files: Weights) -> None:

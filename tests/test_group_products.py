@@ -13,11 +13,12 @@ from nanoinfer.kernels.groups import BITS, E2M1, GroupWeight, Numbers, dequantiz
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
 from nanoinfer.kernels.linear.dispatch import linear, norm_linear
-from nanoinfer.kernels.linear.groups import cpu, dense, in_order
+from nanoinfer.kernels.linear.groups import cpu, dense, in_order, one_row
 from nanoinfer.kernels.linear.groups.cpu import cpu_linear
 from nanoinfer.kernels.linear.groups.dense import dense_linear, dequantize, dequantize_triton
 from nanoinfer.kernels.linear.groups.in_order import GroupInOrderWeight, Shape, check_order, group_in_order
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
+from nanoinfer.kernels.linear.groups.one_row import can_multiply_row, group_row_linear
 from nanoinfer.kernels.linear.groups.one_wave import Cut, can_multiply, find_cut, one_wave_triton
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
 from nanoinfer.kernels.linear.in_parts import WeightInParts
@@ -110,10 +111,14 @@ class TestReference:
 @of_kinds
 class TestProducts:
     @pytest.mark.parametrize("columns", [256, *whole_only([384])])
-    def test_one_token(self, kind: Kind, activation: Activation | None, columns: int) -> None:
-        """With and without the norm before; 200 rows fill no tile, and 384 inputs leave a part of it empty."""
-        weight, bias, x = make(kind, 200, columns), draw(200), draw(1, columns)
+    def test_one_token(
+        self, kind: Kind, activation: Activation | None, columns: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With and without the norm before; 204 rows fill no tile, and 384 inputs leave a part of it empty."""
+        monkeypatch.setattr(one_row, "INPUTS", 256)
+        weight, bias, x = make(kind, 204, columns), draw(204), draw(1, columns)
         assert_near(one_row_linear(x, weight, bias, activation), expected(x, weight, bias, activation))
+        assert_near(group_row_linear(x, weight, bias, activation), expected(x, weight, bias, activation))
         norm = Norm(torch.rand(columns, device=DEVICE).to(DTYPE), 1e-6)
         out, total = one_row_norm_linear(x, 300 * x, norm, weight, None, activation)
         assert_near(out, expected(rms_norm_reference(total, norm), weight, None, activation), 2 * CLOSE)
@@ -147,6 +152,7 @@ def test_pieces_add_up_to_the_product(kind: Kind) -> None:
 def test_groups_that_are_no_power_of_two(kind: Kind, columns: int) -> None:
     weight, x = make(kind, 64, columns), draw(3, columns)
     assert_near(one_wave_triton(x, weight, Cut(16, 64)), expected(x, weight, None))
+    assert_near(group_row_linear(x[:1], weight), expected(x[:1], weight, None))
 
 
 class TestChoices:
@@ -154,10 +160,12 @@ class TestChoices:
         for kind in KINDS:
             assert can_multiply(torch.bfloat16, make(kind, 16, 256))
             assert has_row_kernel(make(kind, 16, 256))
+            assert can_multiply_row(make(kind, 16, 256))
         for kind in SMALL_GROUPS:
             assert not can_multiply(torch.bfloat16, make(kind, 16, 256))
         assert not can_multiply(torch.float32, make(KINDS[0], 16, 256))
         assert not can_multiply(torch.float16, make(("int4", 0, torch.float16, False, False), 16, 72))
+        assert not can_multiply_row(make(SMALL_GROUPS[1], 16, 256))
         assert not has_row_kernel(make(("int4", 96, torch.float16, False, False), 16, 288))
 
     @pytest.mark.parametrize("tokens", [1, 16, 17, 64, 65, 300])

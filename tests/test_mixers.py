@@ -22,10 +22,9 @@ from nanoinfer.layers.delta import GatedDelta, GatedDeltaMixer
 from nanoinfer.layers.norm import Joint
 from nanoinfer.layers.short_convolution import ShortConvolution, ShortConvolutionMixer
 from nanoinfer.parallel.tensor_parallel import TensorParallel
-from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.fp8.matrix import Fp8Matrix
-from nanoinfer.weights.formats.fp8.reading import fp8_formats
 from nanoinfer.weights.shards import table_of
 from nanoinfer.weights.sources import FileSource
 
@@ -158,7 +157,7 @@ def test_a_layer_equals_transformers(name: str, ranks: int, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
 def test_in_fp8_what_decides_strengths_and_decays_keeps_its_dtype(name: str, tmp_path: Path) -> None:
     module, sizes = make_oracle(name)
-    mixer = load(module, sizes, tmp_path, rank(0, 1), fp8_formats(Fp8Format()))
+    mixer = load(module, sizes, tmp_path, rank(0, 1), all_in(Fp8Format()))
     in_fp8 = {name for name, shards in table_of(mixer).items() if FP8 in shards[0].dtypes}
     wide = ("in_proj_qkvz",) if name == "qwen3-next" else ("in_proj_qkv", "in_proj_z")
     assert in_fp8 == {f"mixer.{part}.weight" for part in (*wide, "out_proj")}

@@ -264,7 +264,10 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("config", "message"),
         [
-            ({"quant_method": "awq", "bits": 4}, "quantization_config=.*'awq'.* is not supported; supported are 'fp8'"),
+            (
+                {"quant_method": "bitsandbytes", "load_in_4bit": True},
+                "quantization_config=.*'bitsandbytes'.* is not supported; supported are 'fp8'.*; convert it with",
+            ),
             ({**FP8_CONFIG, "weight_block_size": [0, 128]}, r"weight_block_size=\[0, 128\]: must be two integers"),
             ({**FP8_CONFIG, "weight_block_size": 128}, "weight_block_size=128: must be two integers"),
             ({**FP8_CONFIG, "fmt": "e5m2"}, "fmt='e5m2': must be 'e4m3'"),
@@ -299,8 +302,8 @@ class TestBadInput:
                 LLM(folder, **OPTIONS)
 
     def test_options(self) -> None:
-        with pytest.raises(ValueError, match="quantization='int4': must be one of 'fp8'"):
-            LLM(BUNDLED_MODEL, quantization="int4")
+        with pytest.raises(ValueError, match="quantization='int3': must be one of 'fp8', 'int4', 'int8', 'mxfp4'"):
+            LLM(BUNDLED_MODEL, quantization="int3")
 
 
 def test_a_number_is_off_by_no_more_than_the_format_allows() -> None:

@@ -26,8 +26,8 @@ from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.layers.experts import Router, RouterTensors, SharedExpert
 from nanoinfer.layers.norm import Joint
 from nanoinfer.models import describe
+from nanoinfer.weights.formats.formats import all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
-from nanoinfer.weights.formats.fp8.reading import fp8_formats
 from nanoinfer.weights.shards import table_of
 
 ROUTINGS = [
@@ -222,7 +222,7 @@ def test_names_of_files_and_of_transformers_modules(name: str, make_llm: Callabl
 
 
 def test_scales_of_a_shared_expert_have_the_names_of_their_matrices() -> None:
-    table = table_of(SharedExpert(("a", "b"), 256, 128, "silu", rank(0, 1), formats=fp8_formats(Fp8Format())))
+    table = table_of(SharedExpert(("a", "b"), 256, 128, "silu", rank(0, 1), formats=all_in(Fp8Format())))
     for name in ("gate_proj", "up_proj", "down_proj"):
         (shard,) = table[f"b.{name}.weight"]
         assert shard.replaces == (f"a.{name}.weight",)

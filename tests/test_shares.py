@@ -23,9 +23,8 @@ from nanoinfer.models import describe
 from nanoinfer.models.description import Description
 from nanoinfer.models.mlps import make_mlp
 from nanoinfer.parallel.shares import share_of
-from nanoinfer.weights.formats.formats import PLAIN_FORMATS
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
-from nanoinfer.weights.formats.fp8.reading import fp8_formats
 from nanoinfer.weights.formats.fp8.store import Fp8Store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,7 +81,7 @@ class TestUnits:
 @pytest.fixture
 def glm(tmp_path: Path) -> Description:
     build(case_of("glm4moe"), tmp_path)
-    return replace(describe(Checkpoint.open(str(tmp_path)).hf_config), formats=fp8_formats(Fp8Format()))
+    return replace(describe(Checkpoint.open(str(tmp_path)).hf_config), formats=all_in(Fp8Format()))
 
 
 class TestLayers:
@@ -127,7 +126,7 @@ class TestNumbersOfRanks:
     @pytest.mark.parametrize("on_cpu", [False, True])
     def test_ranks_that_gather_need_equal_shares(self, on_cpu: bool, glm: Description) -> None:
         with pytest.raises(ValueError, match="intermediate_size=640 is not divisible by the number of ranks"):
-            replace(glm, formats=fp8_formats(Fp8Format((None, None)))).check_ranks_in_order(3, on_cpu)
+            replace(glm, formats=all_in(Fp8Format((None, None)))).check_ranks_in_order(3, on_cpu)
 
 
 @pytest.mark.parametrize("ranks", [3, *whole_only([2])])

@@ -87,6 +87,10 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
         {**OLMOE, "num_experts": 64, "num_experts_per_tok": 8},
     ),
     "gpt-oss-20b": ((2880, 2880, 24, 64, 8, 64, False, 201088), {**GPT_OSS, "num_local_experts": 32}),
+    "gpt-oss-20b-mxfp4": (
+        (2880, 2880, 24, 64, 8, 64, False, 201088),
+        {**GPT_OSS, "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}},
+    ),
     "gpt-oss-120b": ((2880, 2880, 36, 64, 8, 64, False, 201088), {**GPT_OSS, "num_local_experts": 128}),
     "qwen3.5-0.8b": ((1024, 3584, 24, 8, 2, 256, True, 248320), {**QWEN3_5, "linear_num_value_heads": 16}),
     "qwen3.5-4b": ((2560, 9216, 32, 16, 4, 256, True, 248320), {**QWEN3_5, "linear_num_value_heads": 32}),

@@ -53,22 +53,21 @@ def pack(numbers: Tensor, bits: int) -> Tensor:
     out, each into a half of its own. And they are those of the block that one thread of a tensor core's four needs.
     """
     count = 128 // bits
-    padded = F.pad(numbers.to(torch.int64), (0, -numbers.shape[-1] % count))
+    padded = F.pad(numbers.to(torch.int32), (0, -numbers.shape[-1] % count))
     by_word = padded.unflatten(-1, (-1, count // 8, 4, 2)).transpose(-3, -2)
-    words = (by_word << _shifts(bits, numbers.device)).sum(dim=(-2, -1)).flatten(-2)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return (by_word << _shifts(bits, numbers.device)).sum(dim=(-2, -1), dtype=torch.int32).flatten(-2)
 
 
 def unpack(words: Tensor, bits: int, in_features: int) -> Tensor:
     """Return the numbers that `pack` packed, [..., in_features] int32."""
-    by_word = words[..., None, None] >> _shifts(bits, words.device).int() & (1 << bits) - 1
+    by_word = words[..., None, None] >> _shifts(bits, words.device) & (1 << bits) - 1
     return by_word.unflatten(-3, (-1, 4)).transpose(-3, -2).flatten(-4)[..., :in_features]
 
 
 def _shifts(bits: int, device: torch.device) -> Tensor:
     """Return by how many bits a word's numbers are shifted, [pairs, 2]."""
-    pairs = torch.arange(16 // bits, device=device)
-    return pairs[:, None] * bits + torch.tensor([0, 16], device=device)
+    pairs = torch.arange(16 // bits, dtype=torch.int32, device=device)
+    return pairs[:, None] * bits + torch.arange(2, dtype=torch.int32, device=device) * 16
 
 
 def scales_of(weight: GroupWeight) -> Tensor:

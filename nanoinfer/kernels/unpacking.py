@@ -71,6 +71,38 @@ def split_places(x, SIZE: tl.constexpr, NUMBERS: tl.constexpr):
 
 
 @triton.jit
+def load_places(x_ptr, start, row_words, WORDS: tl.constexpr, NUMBERS: tl.constexpr, NATIVE: tl.constexpr):
+    """Load what split_places returns of a vector in memory: for WORDS words, from `start` on, of a row's."""
+    PAIRS: tl.constexpr = 2 if NUMBERS == "int8" else 4  # of a word
+    word = start + tl.arange(0, WORDS)
+    pair = word // 4 * (4 * PAIRS) + word % 4
+    mask = word < row_words
+    first_0, second_0 = _load_pair(x_ptr, pair, mask, NUMBERS, NATIVE)
+    first_1, second_1 = _load_pair(x_ptr, pair + 4, mask, NUMBERS, NATIVE)
+    if NUMBERS == "int8":
+        return first_0, second_0, first_1, second_1
+    else:
+        first_2, second_2 = _load_pair(x_ptr, pair + 8, mask, NUMBERS, NATIVE)
+        first_3, second_3 = _load_pair(x_ptr, pair + 12, mask, NUMBERS, NATIVE)
+        return first_0, second_0, first_1, second_1, first_2, second_2, first_3, second_3
+
+
+@triton.jit
+def _load_pair(x_ptr, pair, mask, NUMBERS: tl.constexpr, NATIVE: tl.constexpr):
+    """Load neighbours of a vector as float32. NATIVE: two numbers of 16 bits are one word"""
+    if NATIVE:
+        both = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + pair, mask=mask, other=0)
+        first = (both & 0xFFFF).to(tl.uint16).to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+        second = (both >> 16 & 0xFFFF).to(tl.uint16).to(x_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+    else:
+        first = tl.load(x_ptr + 2 * pair, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(x_ptr + 2 * pair + 1, mask=mask, other=0.0).to(tl.float32)
+    if NUMBERS == "e2m1":
+        first, second = first * TO_X, second * TO_X
+    return first, second
+
+
+@triton.jit
 def number_at(words, zeros, PLACE: tl.constexpr, NUMBERS: tl.constexpr, NATIVE: tl.constexpr):
     """Return the number at a place of each word, float32: the first of its pair PLACE // 2, or the second.
 

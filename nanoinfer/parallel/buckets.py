@@ -141,6 +141,7 @@ class Buckets(ABC):
 
     def put(self, name: str, tensor: Tensor, is_stack: bool) -> None:
         """Gather a tensor, or the entries of a stack. A full part is sent."""
+        tensor = tensor if tensor.ndim else tensor.unsqueeze(0)
         for entry, rows in enumerate(tensor) if is_stack else [(None, tensor)]:
             count = self._part_bytes // rows[0].nbytes
             assert count > 0

@@ -17,7 +17,11 @@ DTYPES = {  # as files name them
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
 FILE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-COMPUTED = ("rotary_emb.inv_freq", ".input_scale")  # tensors that some checkpoints store and no model reads
+COMPUTED = (
+    "rotary_emb.inv_freq",
+    ".input_scale",
+    ".input_global_scale",
+)  # tensors that some checkpoints store and no model reads
 GUESSING = ("mtp.", "model.mtp_")  # begin the names of what guesses the tokens after the next one: no model runs it
 NUMBER = re.compile(r"\d+")
 MOST_NAMES = 5  # in an error message
@@ -54,6 +58,8 @@ class Roll:
         if name in self.come or name in self._in_stacks or (is_stack and self.come.keys() & replaced):
             self._twice.append(name)
             return False
+        if shards[0].refusal:
+            raise ValueError(f"{place}: {name}: {shards[0].refusal}")
         self._check_dtype(shards[0], dtype, place)
         if not _fits(shards[0], tuple(shape)):
             raise ValueError(
@@ -79,7 +85,13 @@ class Roll:
         """
         scales = self._needed.keys() - self.come.keys()
         others = needed(self._table) - (frozenset() if with_constants else constants(self._table))
-        missing = sorted(scales | (others - met_by(self._table, self.come)) if whole else scales)
+        self._raise_if(sorted(scales | (others - met_by(self._table, self.come)) if whole else scales))
+
+    def check_names(self) -> None:
+        """Raise ValueError if a tensor was unknown, or came twice."""
+        self._raise_if([])
+
+    def _raise_if(self, missing: list[str]) -> None:
         if missing or self._unknown or self._twice:
             raise ValueError(
                 f"{self._source}:{_list('missing', missing)}{_list('unknown', self._unknown)}"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 ROWS_TOGETHER = 128  # a tensor may be written in parts that begin at multiples of so many rows: no block of a format,
 # whose numbers share a scale, is cut then
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+SPREAD = 0.02  # the standard deviation of random weights
 
 
 class Written(Protocol):
@@ -38,6 +39,15 @@ class Written(Protocol):
         ...
 
 
+@runtime_checkable
+class Drawn(Written, Protocol):
+    """Such a part that no floats fill, so that random ones cannot, either."""
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Fill it with random numbers, so that the weights spread as those that floats fill do."""
+        ...
+
+
 Target = Tensor | Written
 Fill = Literal["noise", "ones", "zeros"]
 
@@ -59,6 +69,7 @@ class Shard:
     is_constant: no training changes it, and a trainer's named_parameters() lack it: an update may leave it out
     dtypes: the types of numbers that the tensor may have
     needs: the names of the tensors, such as scales, that must come too if the tensor has none of FLOATS
+    refusal: why no such tensor can be taken; "": it can
     takes_all: whether the target takes the whole tensor
     """
 
@@ -76,6 +87,7 @@ class Shard:
     is_constant: bool = False
     dtypes: frozenset[torch.dtype] = FLOATS
     needs: tuple[str, ...] = ()
+    refusal: str = ""
     takes_all: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +95,8 @@ class Shard:
 
     def is_turned(self, shape: Iterable[int]) -> bool:
         """Whether a stack has this shape because its matrices are stored as [in, out], as Qwen3-VL-MoE's are."""
-        if self.entry is None or (tuple(shape) == self.shape and not self.always_turned):
+        may_be = self.entry is not None and self.dtypes <= FLOATS  # only stacks of plain matrices
+        if not may_be or (tuple(shape) == self.shape and not self.always_turned):
             return False
         count, rows, columns = self.shape
         return tuple(shape) == (count, columns, rows)
@@ -116,7 +129,9 @@ class Shard:
         """
         target, start, step = self.target, self.start, self.step
         if self.dim == 1:
-            return target[first : first + len(rows)], rows[:, self.index[-1]]
+            columns = self.index[1:] if self.entry is None else self.index[2:]
+            index = slice(None), *columns
+            return target[first : first + len(rows)], rows[index]
         begin, end = (max(-(-(row - start) // step), 0) for row in (first, first + len(rows)))
         end = min(end, target.shape[0])
         if begin >= end:

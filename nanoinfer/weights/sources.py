@@ -7,7 +7,6 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,10 +19,9 @@ from torch import Tensor
 from nanoinfer.checks import short
 from nanoinfer.process.bar import Advance, MakeBar, ignore, no_bar
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
-from nanoinfer.weights.mxfp4 import Halves, is_half
 from nanoinfer.weights.pinned import Uploads
 from nanoinfer.weights.roll import DTYPES, Roll
-from nanoinfer.weights.shards import Table, Target, device_of_table
+from nanoinfer.weights.shards import SPREAD, Drawn, Fill, Table, Target, device_of_table
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
@@ -80,15 +78,24 @@ class RandomSource:
         with bar(sum(_drawn_bytes(shard.target) for shard in shards)) as advance:
             for shard in shards:
                 target = shard.target
-                numbers = target if isinstance(target, Tensor) else torch.empty(target.shape, device=self.device)
-                generator = generator or torch.Generator(numbers.device).manual_seed(self.seed)
-                if shard.random == "noise":
-                    numbers.normal_(0, 0.02, generator=generator)
+                device = target.device if isinstance(target, Tensor) else self.device
+                generator = generator or torch.Generator(device).manual_seed(self.seed)
+                if isinstance(target, Drawn):
+                    target.draw(generator)
                 else:
-                    numbers.fill_(float(shard.random == "ones"))
-                if not isinstance(target, Tensor):
-                    target.copy_(numbers)
-                advance(numbers.nbytes)
+                    _draw(target, shard.random, generator, device)
+                advance(_drawn_bytes(target))
+
+
+def _draw(target: Target, fill: Fill, generator: torch.Generator, device: torch.device) -> None:
+    """Draw what fills a target."""
+    numbers = target if isinstance(target, Tensor) else torch.empty(target.shape, device=device)
+    if fill == "noise":
+        numbers.normal_(0, SPREAD, generator=generator)
+    else:
+        numbers.fill_(float(fill == "ones"))
+    if not isinstance(target, Tensor):
+        target.copy_(numbers)
 
 
 class FileSource:
@@ -144,23 +151,9 @@ class FileSource:
         return len(found) == 2 and not torch.equal(found[head][:], found[embedding][:])
 
     def _tensors(self) -> Iterator[tuple[str, Any, Path]]:
-        """Yield each tensor's name in the language model, a slice object that reads it lazily, and its file.
-
-        A pair of tensors that holds a stack in MXFP4 comes as one.
-        """
-        halves = Halves(self.what)
-        for name, tensor, file in self._stored():
-            if not is_half(name, tensor.get_dtype()):
-                yield name, tensor, file
-            elif (pair := halves.add(name, tensor)) is not None:
-                yield *pair, file
-        halves.check()
-
-    def _stored(self) -> Iterator[tuple[str, Any, Path]]:
-        """Yield what the files hold. All stay open until the end, for the tensors of a pair may be in two of them."""
-        with ExitStack() as readers:
-            for file in self.files:
-                reader = readers.enter_context(_open(file))
+        """Yield each tensor's name in the language model, a slice object that reads it lazily, and its file."""
+        for file in self.files:
+            with _open(file) as reader:
                 for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
                     known = self.beside.known_name(name)
                     if known is not None:
@@ -234,7 +227,7 @@ class TensorSource:
             if roll.tick(name, tensor.shape, _dtype_name(tensor.dtype), self.what):
                 yield name, tensor.mT if table[name][0].is_turned(tensor.shape) else tensor
             else:
-                roll.check()
+                roll.check_names()
             del tensor  # so that it can go before the next one comes
         roll.check(whole=not self.is_partial, with_constants=False)
 

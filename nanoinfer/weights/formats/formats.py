@@ -13,6 +13,7 @@ from nanoinfer.weights.shards import Section
 from nanoinfer.weights.sources import LANGUAGE_MODEL
 
 ALL = "re:"  # the pattern of all names
+KEPT = "lm_head", r"re:.*\bin_proj_(a|b|ba)$"  # and what decides a delta rule's strengths and decays
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class Formats:
 
 
 PLAIN_FORMATS = Formats()
+
+
+def all_in(format: Format, ignored: tuple[str, ...] = ()) -> Formats:
+    """Return the formats of a model whose matrices have one, but for KEPT and those that are ignored, by patterns."""
+    return Formats((((*KEPT, *ignored), PLAIN), ((ALL,), format)))
 
 
 def _fits(pattern: str, name: str) -> bool:

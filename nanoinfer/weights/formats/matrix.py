@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ class Matrix(nn.Module, ABC):
     """
 
     bias: Tensor | None
-    takes_lanes: ClassVar[bool] = False  # norm_product of one row adds up the ranks' parts of x by itself
+    takes_lanes: bool = False  # norm_product of one row adds up the ranks' parts of x by itself
 
     @abstractmethod
     def operand(self) -> AnyWeight:

@@ -1,33 +1,50 @@
-"""The table of formats: what a checkpoint's config may say, and what the option `quantization` may ask for.
-
-Experts in MXFP4 are read in 16 bits (weights/mxfp4.py), so that the model has no format of its own for them.
-"""
+"""The table of formats: what a checkpoint's config may say, and what the option `quantization` may ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nanoinfer.checks import short
+from nanoinfer.hub import CONVERT
 from nanoinfer.weights.formats.compressed_tensors import read_compressed
-from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
+from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
-from nanoinfer.weights.formats.fp8.reading import fp8_formats, read_fp8
+from nanoinfer.weights.formats.fp8.reading import read_fp8
+from nanoinfer.weights.formats.gptq import read_auto_round, read_awq, read_gptq
+from nanoinfer.weights.formats.groups.format import GroupFormat
+from nanoinfer.weights.formats.groups.layout import Layout
+from nanoinfer.weights.formats.groups.layouts import GPT_OSS, MXFP4_GROUP
+from nanoinfer.weights.formats.modelopt import read_modelopt
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+GPT_OSS_EXPERTS = r"re:.*\.experts\b"
 
 # By the quant_method of a quantization_config: what reads it, and raises ValueError, naming the setting, for what is
 # not supported.
 READERS: dict[str, Callable[[Mapping[str, Any]], Formats]] = {
     "fp8": read_fp8,
-    "mxfp4": lambda config: PLAIN_FORMATS,
     "compressed-tensors": read_compressed,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "auto-round": read_auto_round,
+    "intel/auto-round": read_auto_round,
+    "modelopt": read_modelopt,
+    "modelopt_fp4": read_modelopt,
+    "mxfp4": lambda config: Formats((((GPT_OSS_EXPERTS,), GroupFormat("MXFP4", GPT_OSS)),)),
 }
-SUPPORTED = "supported are 'fp8', 'mxfp4', and 'compressed-tensors' of 8-bit floats ('float-quantized')"
 
 # By the option's value: the formats of a model whose matrices are quantized as they load.
-ON_THE_FLY: dict[str, Formats] = {"fp8": fp8_formats(Fp8Format())}
+ON_THE_FLY: dict[str, Formats] = {
+    "fp8": all_in(Fp8Format()),
+    "int4": all_in(GroupFormat("int4", Layout("int4"))),
+    "int8": all_in(GroupFormat("int8", Layout("int8"))),
+    "mxfp4": all_in(GroupFormat("MXFP4", Layout("e2m1", group=MXFP4_GROUP, scales=torch.uint8))),
+}
 
 
 def read_formats(config: PretrainedConfig) -> Formats:
@@ -38,7 +55,10 @@ def read_formats(config: PretrainedConfig) -> Formats:
     own = own if isinstance(own, dict) else own.to_dict()
     method = own.get("quant_method")
     if not isinstance(method, str) or method not in READERS:
-        raise ValueError(f"model: quantization_config={short(own)} in its config is not supported; {SUPPORTED}")
+        raise ValueError(
+            f"model: quantization_config={short(own)} in its config is not supported; supported are"
+            f" {', '.join(map(repr, READERS))}; {CONVERT}"
+        )
     return READERS[method](own)
 
 

@@ -9,6 +9,7 @@ from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.groups.cpu import cpu_linear
 from nanoinfer.kernels.linear.groups.dense import dense_linear, dequantize
+from nanoinfer.kernels.linear.groups.one_row import can_multiply_row, group_row_linear
 from nanoinfer.kernels.linear.groups.one_wave import can_multiply, find_cut, one_wave_triton
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
 from nanoinfer.kernels.linear.one_row import is_one_row, one_row_linear, one_row_norm_linear
@@ -30,6 +31,8 @@ class GroupLinearWeight(GroupWeight):
         """Compute kernels.linear.dispatch.linear."""
         if before is not None:
             x = gate_mul(x, before)
+        if x.is_cuda and len(x) == 1 and x.itemsize == 2 and can_multiply_row(self):
+            return group_row_linear(x, self, bias, activation)
         if is_one_row(x):
             return one_row_linear(x, self._for_row(x), bias, activation)
         if x.is_cuda and len(x) <= MOST_TOKENS and can_multiply(x.dtype, self):

@@ -17,10 +17,11 @@ from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.fp8_in_order import check_multiplies
 from nanoinfer.kernels.linear.fp8_linear import can_multiply_fp8
 from nanoinfer.kernels.linear.in_parts import WeightInParts
+from nanoinfer.weights.formats.expert_shards import expert_sections, stack_shards
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.fp8.layout import Fp8Layout
 from nanoinfer.weights.formats.fp8.store import Fp8Store
-from nanoinfer.weights.shards import Section, Shard, rows_and_outputs
+from nanoinfer.weights.shards import Shard, rows_and_outputs
 
 Weights: TypeAlias = Tensor | Fp8Weight | list[WeightInParts]  # of all experts, for one of the two products
 
@@ -36,19 +37,8 @@ class Fp8Experts(Experts):
         self.tensors = tensors
         self.sizes = sizes
         self.output_share = output_share
-        count, hidden_size, share, start = sizes.count, sizes.hidden_size, sizes.share, sizes.start
-        inward, outward = (sizes.size, hidden_size), (hidden_size, sizes.size)
-        halves = [
-            Section(tensors.module(projection, number), share, inward, start)
-            for number in range(count)
-            for projection in (tensors.gate, tensors.up)
-        ]
-        if output_share is None:
-            rows, columns, first, dim = hidden_size, share, start, 1
-        else:
-            rows, columns, first, dim = len(output_share.outputs), sizes.size, output_share.outputs.start, 0
-        downs = [Section(tensors.module(tensors.down, number), rows, outward, first, dim) for number in range(count)]
-        self.gate_up = Fp8Store(halves, hidden_size, layout)
+        halves, downs, columns = expert_sections(tensors, sizes, output_share)
+        self.gate_up = Fp8Store(halves, sizes.hidden_size, layout)
         self.down = Fp8Store(downs, columns, layout)
         self._dtype = torch.get_default_dtype()
         self._in_order = False
@@ -106,17 +96,5 @@ class Fp8Experts(Experts):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the stacked tensors that a checkpoint may have; the stores yield the others."""
-        names, count = self.tensors, self.sizes.count
-        hidden_size, size = self.sizes.hidden_size, self.sizes.size
-        halves, downs, dim = self.gate_up.parts, self.down.parts, 1 if self.output_share is None else 0
-        gate_up_stacks, down_stacks = names.gate_up_stacks(count), names.down_stacks(count)
-        gate_up_shape, down_shape = (count, 2 * size, hidden_size), (count, hidden_size, size)
-        for number in range(count):
-            gate, up = halves[2 * number : 2 * number + 2]
-            down = downs[number]
-            up_start = size + up.cover[0].start
-            for stack, others in gate_up_stacks.items():
-                yield Shard(stack, gate, gate_up_shape, gate.cover[0].start, entry=number, replaces=others)
-                yield Shard(stack, up, gate_up_shape, up_start, entry=number, replaces=others)
-            for stack, others in down_stacks.items():
-                yield Shard(stack, down, down_shape, down.cover[dim].start, dim, entry=number, replaces=others)
+        dim = 1 if self.output_share is None else 0
+        yield from stack_shards(self.tensors, self.sizes, self.gate_up.parts, self.down.parts, dim)

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanoinfer.weights.formats.formats import ALL, Formats
+from nanoinfer.weights.formats.formats import Formats, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
-from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.shards import ROWS_TOGETHER
-
-KEPT = "lm_head", r"re:.*\bin_proj_(a|b|ba)$"  # and what decides a delta rule's strengths and decays: never in FP8
-
-
-def fp8_formats(format: Fp8Format, ignored: tuple[str, ...] = ()) -> Formats:
-    """Return the formats of a model whose matrices are in FP8, but for those that are ignored, by their patterns."""
-    return Formats((((*KEPT, *ignored), PLAIN), ((ALL,), format)))
 
 
 def read_fp8(config: Mapping[str, Any]) -> Formats:
@@ -28,8 +20,8 @@ def read_fp8(config: Mapping[str, Any]) -> Formats:
     ignored = tuple(entry for name in ("modules_to_not_convert", "ignored_layers") for entry in config.get(name) or ())
     block = config.get("weight_block_size")
     if block is None:
-        return fp8_formats(Fp8Format((None, None), "weight_scale"), ignored)
-    return fp8_formats(Fp8Format(read_block("weight_block_size", block), "weight_scale_inv"), ignored)
+        return all_in(Fp8Format((None, None), "weight_scale"), ignored)
+    return all_in(Fp8Format(read_block("weight_block_size", block), "weight_scale_inv"), ignored)
 
 
 def read_block(name: str, block: Any) -> tuple[int, int]:

@@ -78,7 +78,7 @@ class Fp8Store(nn.Module):
         """Yield the shards of the weights, which may come in any dtype, and of the scales, which come beside FP8."""
         for section, rows in zip(self.sections, self.parts, strict=True):
             scale = f"{section.name}.{self.layout.scale}"
-            start = rows.cover[section.dim].start
+            start = rows.start(section.dim)
             yield Shard(
                 f"{section.name}.weight", rows, section.shape, start, section.dim, dtypes=FLOATS | {FP8}, needs=(scale,)
             )
@@ -162,6 +162,10 @@ class Fp8Rows:
     def rows(self) -> slice:
         """The rows of the store."""
         return slice(self.first, self.first + len(self.own[0]))
+
+    def start(self, dim: int) -> int:
+        """Return where what fills it begins in the checkpoint's matrix, along a dimension."""
+        return self.cover[dim].start
 
     def __getitem__(self, rows: slice) -> Fp8Rows:
         cover, own = self.cover[0][rows], self.own[0]

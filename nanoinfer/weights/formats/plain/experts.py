@@ -12,6 +12,7 @@ from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.in_parts import WeightInParts
+from nanoinfer.weights.formats.expert_shards import ExpertBiases
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.shards import Shard
 
@@ -22,9 +23,6 @@ class PlainExperts(Experts):
     A rank holds a share of each expert's intermediate size. If ranks split outputs, it holds a share of down's outputs
     instead: [experts, hidden_size / ranks, size].
     """
-
-    gate_up_bias: Tensor | None  # [experts, 2 * share], the gates' first
-    down_bias: Tensor | None  # [experts, outputs of this rank]
 
     def __init__(
         self,
@@ -45,11 +43,7 @@ class PlainExperts(Experts):
         down = (sizes.hidden_size, sizes.share) if output_share is None else (len(output_share.outputs), sizes.size)
         self.gate_up = nn.Parameter(torch.empty(sizes.count, *gate_up), requires_grad=False)
         self.down = nn.Parameter(torch.empty(sizes.count, *down), requires_grad=False)
-        assert tensors.paired or not biases
-        self.gate_up_bias, self.down_bias = (
-            nn.Parameter(torch.empty(weight.shape[:2]), requires_grad=False) if biases else None
-            for weight in (self.gate_up, self.down)
-        )
+        self.biases = ExpertBiases(tensors, sizes, output_share, biases)
         self._in_order = False
         self._parts: tuple[list[WeightInParts], list[WeightInParts]] | None = None
 
@@ -57,19 +51,8 @@ class PlainExperts(Experts):
         """Multiply, as kernels.experts.products.expert_mlps does."""
         gate_up, down = self._parts or (self.gate_up, self.down)
         gather = None if self.output_share is None else self.output_share.gather
-        adds_down_bias = self.output_share is not None or self.sizes.start == 0  # else another rank does
-        return expert_mlps(
-            x,
-            routes,
-            gate_up,
-            down,
-            activation,
-            may_split,
-            self._in_order,
-            gather,
-            self.gate_up_bias,
-            self.down_bias if adds_down_bias else None,
-        )
+        how = may_split, self._in_order, gather
+        return expert_mlps(x, routes, gate_up, down, activation, *how, *self.biases.added)
 
     def fix_order(self, used: int, activation: Activation) -> None:
         """Let a GPU's products add up in the order of the inputs; raises ValueError as check_order does.
@@ -115,7 +98,7 @@ class PlainExperts(Experts):
         return (self.sizes.start, 1) if self.output_share is None else (self.output_share.outputs.start, 0)
 
     def _paired_shards(self) -> Iterator[Shard]:
-        """Yield the shards of paired tensors, and of their biases."""
+        """Yield the shards of paired tensors."""
         ((gate_up_name, down_name),) = self.tensors.stacks
         count, hidden_size, size, share = self.sizes.count, self.sizes.hidden_size, self.sizes.size, self.sizes.share
         begin, (first, dim) = 2 * self.sizes.start, self._down_part
@@ -125,9 +108,3 @@ class PlainExperts(Experts):
                 yield Shard(gate_up_name, rows, shape, at, step=2, entry=number, always_turned=True)
             shape = count, hidden_size, size
             yield Shard(down_name, self.down[number], shape, first, dim, entry=number, always_turned=True)
-        if self.gate_up_bias is not None and self.down_bias is not None:
-            for place, bias in enumerate(self.gate_up_bias.split(share, dim=1)):
-                name, at = f"{gate_up_name}_bias", begin + place
-                yield Shard(name, bias, (count, 2 * size), at, dim=1, step=2, random="zeros")
-            outputs = 0 if self.output_share is None else first
-            yield Shard(f"{down_name}_bias", self.down_bias, (count, hidden_size), outputs, dim=1, random="zeros")

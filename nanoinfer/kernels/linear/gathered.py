@@ -1,0 +1,19 @@
+"""GatheredWeight: a weight whose inputs are in another order than the tokens' features."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nanoinfer.kernels.linear.activation import Activation
+from nanoinfer.kernels.linear.weight import OwnProduct, Weight
+
+
+class GatheredWeight(OwnProduct):
+    """The weight, and which feature each of its inputs is, [in_features] int32."""
+
+    def __init__(self, weight: Weight, features: Tensor) -> None:
+        self._weight, self._features = weight, features
+
+    def product(self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None) -> Tensor:
+        """Compute kernels.linear.dispatch.linear."""
+        return self._weight.linear(x.index_select(1, self._features), bias, activation, False, None)

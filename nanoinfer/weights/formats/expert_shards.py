@@ -1,0 +1,107 @@
+"""What formats of experts have in common: the sections of stores, plain stacks, and biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
+from nanoinfer.weights.shards import Section, Shard, Written
+
+
+class Rows(Written, Protocol):
+    """Rows of a store, which plain numbers fill."""
+
+    def start(self, dim: int) -> int:
+        """Return where what fills it begins in the checkpoint's matrix, along a dimension."""
+        ...
+
+
+def expert_sections(
+    tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None
+) -> tuple[list[Section], list[Section], int]:
+    """Return the sections of gates and ups, expert by expert, and those of downs, and how many inputs a down has."""
+    count, hidden_size, share, start = sizes.count, sizes.hidden_size, sizes.share, sizes.start
+    inward, outward = (sizes.size, hidden_size), (hidden_size, sizes.size)
+    halves = [
+        Section(tensors.module(projection, number), share, inward, start)
+        for number in range(count)
+        for projection in (tensors.gate, tensors.up)
+    ]
+    if output_share is None:
+        rows, columns, first, dim = hidden_size, share, start, 1
+    else:
+        rows, columns, first, dim = len(output_share.outputs), sizes.size, output_share.outputs.start, 0
+    downs = [Section(tensors.module(tensors.down, number), rows, outward, first, dim) for number in range(count)]
+    return halves, downs, columns
+
+
+def stack_shards(
+    tensors: ExpertTensors,
+    sizes: ExpertSizes,
+    halves: Sequence[Rows],
+    downs: Sequence[Rows],
+    dim: int,
+    stored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
+) -> Iterator[Shard]:
+    """Yield the shards of the stacks of plain matrices that a checkpoint may have.
+
+    halves, downs: the rows of the sections; dim: that in which ranks split downs
+    stored: the names of tensors in the format itself, of gates and ups, and of downs
+    """
+    count, hidden_size, size = sizes.count, sizes.hidden_size, sizes.size
+    gate_up_stacks, down_stacks = tensors.gate_up_stacks(count), tensors.down_stacks(count)
+    gate_up_shape, down_shape = (count, 2 * size, hidden_size), (count, hidden_size, size)
+    gate_up_stacks = {stack: (*others, *stored[0]) for stack, others in gate_up_stacks.items()}
+    down_stacks = {stack: (*others, *stored[1]) for stack, others in down_stacks.items()}
+    for number, down in enumerate(downs):
+        gate, up = halves[2 * number : 2 * number + 2]
+        for stack, others in gate_up_stacks.items():
+            yield Shard(stack, gate, gate_up_shape, gate.start(0), entry=number, replaces=others)
+            yield Shard(stack, up, gate_up_shape, size + up.start(0), entry=number, replaces=others)
+        for stack, others in down_stacks.items():
+            yield Shard(stack, down, down_shape, down.start(dim), dim, entry=number, replaces=others)
+
+
+class ExpertBiases(nn.Module):
+    """The biases of experts, which only checkpoints of paired tensors hold; or none.
+
+    gate_up: [experts, 2 * share], the gates' first; down: [experts, outputs of this rank]
+    """
+
+    gate_up: Tensor | None
+    down: Tensor | None
+
+    def __init__(
+        self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None, are_there: bool
+    ) -> None:
+        super().__init__()
+        assert tensors.paired or not are_there
+        self._tensors, self._sizes, self._output_share = tensors, sizes, output_share
+        outputs = sizes.hidden_size if output_share is None else len(output_share.outputs)
+        self.gate_up, self.down = (
+            nn.Parameter(torch.empty(sizes.count, size), requires_grad=False) if are_there else None
+            for size in (2 * sizes.share, outputs)
+        )
+
+    @property
+    def added(self) -> tuple[Tensor | None, Tensor | None]:
+        """Those that this rank adds: of several ranks whose results are summed, one adds down's."""
+        is_ours = self._output_share is not None or self._sizes.start == 0
+        return self.gate_up, self.down if is_ours else None
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards of the biases."""
+        if self.gate_up is None or self.down is None:
+            return
+        ((gate_up_name, down_name),) = self._tensors.stacks
+        sizes = self._sizes
+        for place, bias in enumerate(self.gate_up.split(sizes.share, dim=1)):
+            name, at = f"{gate_up_name}_bias", 2 * sizes.start + place
+            yield Shard(name, bias, (sizes.count, 2 * sizes.size), at, dim=1, step=2, random="zeros")
+        outputs = 0 if self._output_share is None else self._output_share.outputs.start
+        shape = sizes.count, sizes.hidden_size
+        yield Shard(f"{down_name}_bias", self.down, shape, outputs, dim=1, random="zeros")

@@ -1,0 +1,132 @@
+"""Fields: the tensors that a checkpoint has for a matrix in groups, and how numbers lie in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nanoinfer.weights.shards import FLOATS
+
+Fills = Literal["numbers", "scales", "zeros", "factors", "g_idx", "shape"]
+INT32 = 32  # bits
+DTYPES: dict[Fills, frozenset[torch.dtype]] = {  # of tensors that hold one number in each place
+    "numbers": frozenset({torch.int8}),
+    "scales": FLOATS | {torch.float8_e4m3fn, torch.uint8},
+    "zeros": frozenset({torch.int8}),
+    "factors": FLOATS,
+    "g_idx": frozenset({torch.int32, torch.int64}),
+    "shape": frozenset({torch.int32, torch.int64}),
+}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Several numbers in one integer.
+
+    bits: a number's
+    places: which of the integer's numbers has the lowest bits, which the next ones, and so on
+    """
+
+    bits: int
+    places: tuple[int, ...]
+
+    @classmethod
+    def in_turn(cls, bits: int, integer: int) -> Packing:
+        """Return that of neighbours, the first in the lowest bits; integer: the bits of one"""
+        return cls(bits, tuple(range(integer // bits)))
+
+    @property
+    def count(self) -> int:
+        """The numbers in one integer."""
+        return len(self.places)
+
+    def unpack(self, integers: Tensor) -> Tensor:
+        """Return the numbers, [..., count * integers] int32, of [..., integers]."""
+        numbers = integers.int().unsqueeze(-1) >> _shifts(self, integers.device)
+        return (numbers & (1 << self.bits) - 1).flatten(-2)
+
+
+@cache
+def _shifts(packing: Packing, device: torch.device) -> Tensor:
+    """Return by how many bits each number is shifted."""
+    shifts = [packing.places.index(number) * packing.bits for number in range(packing.count)]
+    return torch.tensor(shifts, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class Field:
+    """A tensor that a checkpoint has for each matrix, [outputs, inputs], or [outputs, groups].
+
+    name: how its name ends, which the matrix's weight has instead of "weight"
+    fills: what of a GroupWeight it fills; factors: a single number; g_idx, [inputs]: the group of each input; shape:
+        the matrix's
+    constant: it says nothing new: zeros are the middle, g_idx the groups of neighbours. Few checkpoints may lack it
+    turned: it is stored as [inputs, outputs]
+    along_outputs, along_inputs: how numbers are packed along a dimension; None: one by one
+    added: to each integer before it is unpacked
+    divides: factors are one over what is stored
+    block: if there is a further dimension, which takes the place of so many integers along the inputs
+    """
+
+    name: str
+    fills: Fills
+    turned: bool = False
+    along_outputs: Packing | None = None
+    along_inputs: Packing | None = None
+    added: int = 0
+    divides: bool = False
+    constant: bool = False
+    block: int | None = None
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The types of numbers that the tensor may have."""
+        packing = self.along_inputs or self.along_outputs
+        if packing is not None:
+            return frozenset({torch.int32 if packing.bits * packing.count == INT32 else torch.uint8})
+        return DTYPES[self.fills]
+
+    def steps(self, group: int) -> tuple[int, int]:
+        """Return how many of a matrix's outputs and inputs an index of the tensor covers, in each dimension."""
+        outputs = 1 if self.along_outputs is None else self.along_outputs.count
+        inputs = 1 if self.along_inputs is None else self.along_inputs.count
+        if self.fills in ("scales", "zeros"):
+            return outputs, inputs * group
+        return outputs, inputs * (self.block or 1)
+
+    def shape_of(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """Return the tensor's shape, of so many indices that cover outputs and inputs."""
+        if self.fills == "factors":
+            return (1,)
+        if self.fills == "g_idx":
+            return (inputs,)
+        if self.fills == "shape":
+            return (2,)
+        shape = (inputs, outputs) if self.turned else (outputs, inputs)
+        return shape if self.block is None else (*shape, self.block)
+
+    def read(self, stored: Tensor) -> Tensor:
+        """Return what is in a tensor, or in some indices of it, as [outputs, inputs], or groups; factors: [1, 1]."""
+        if self.fills == "factors":
+            factors = stored.float().reshape(1, 1)
+            return 1 / factors if self.divides else factors
+        if self.fills in ("g_idx", "shape"):
+            return stored
+        if self.added:
+            stored = _wrapped(stored.long() + self.added)
+        if self.block is not None:
+            stored = stored.flatten(-2)
+        upright = stored.mT if self.turned else stored
+        if self.along_outputs is not None:
+            return self.along_outputs.unpack(upright.mT).mT
+        return upright if self.along_inputs is None else self.along_inputs.unpack(upright)
+
+
+def _wrapped(integers: Tensor) -> Tensor:
+    """Return integers of 64 bits as int32, in which a sum may overflow."""
+    integers = integers & (1 << INT32) - 1
+    return torch.where(integers >= 1 << INT32 - 1, integers - (1 << INT32), integers).int()

@@ -1,0 +1,63 @@
+"""GroupFormat: matrices of four or eight bits, whose groups of neighbouring inputs share a scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer.kernels.groups import BITS
+from nanoinfer.kernels.linear.groups.one_wave import BLOCK
+from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors, OutputShare
+from nanoinfer.weights.formats.format import Format
+from nanoinfer.weights.formats.groups.experts import GroupExperts
+from nanoinfer.weights.formats.groups.layout import LARGE_GROUP, Layout
+from nanoinfer.weights.formats.groups.matrix import GroupMatrix
+from nanoinfer.weights.shards import Section
+
+
+@dataclass(frozen=True)
+class GroupFormat(Format):
+    """The format of many tools' checkpoints, and of others that are quantized as they load.
+
+    label: what messages call it
+    layout: which tensors a checkpoint has for a matrix
+    """
+
+    label: str
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.label
+
+    def make_matrix(self, sections: list[Section], in_features: int, bias: bool) -> GroupMatrix:
+        """Make the matrix."""
+        return GroupMatrix(sections, in_features, bias, self.layout, self.label)
+
+    def make_experts(
+        self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None, biases: bool
+    ) -> GroupExperts:
+        """Make a layer's experts."""
+        return GroupExperts(tensors, sizes, self.layout, self.label, output_share, biases)
+
+    @property
+    def takes_expert_biases(self) -> bool:
+        """Whether its checkpoints have stacks, as those with biases do, or matrices are rounded as they load."""
+        return self.layout.stacked or not self.layout.fields
+
+    def inputs_together(self, size: int, ranks: int) -> int:
+        """Return a group, if equal shares would cut it into smaller ones than kernels read, and each rank has one."""
+        group = self.layout.group_of(size)
+        piece = math.gcd(group, size // ranks) if size % ranks == 0 else 1
+        is_read = piece == group or piece % BLOCK == 0 or "g_idx" in self.layout.fills  # act order is read by none
+        return 1 if is_read or size % group or size < ranks * group else group
+
+    def weight_bytes(self, itemsize: int) -> float:
+        """Return the bytes of a number, and its part of a scale and a zero."""
+        layout = self.layout
+        shared = itemsize if layout.scales is None else layout.scales.itemsize
+        shared += torch.uint8.itemsize if "zeros" in layout.fills else 0
+        return BITS[layout.numbers] / 8 + (0 if layout.group == 0 else shared / (layout.group or LARGE_GROUP))

@@ -1,0 +1,78 @@
+"""GroupMatrix: a matrix of few bits, whose groups of neighbouring inputs share a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.kernels.launch import launch_in_between
+from nanoinfer.kernels.linear.gathered import GatheredWeight
+from nanoinfer.kernels.linear.groups.in_order import GroupInOrderWeight
+from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
+from nanoinfer.kernels.linear.in_parts import WeightInParts
+from nanoinfer.kernels.linear.weight import Weight
+from nanoinfer.weights.formats.groups.layout import Layout
+from nanoinfer.weights.formats.groups.store import GroupStore
+from nanoinfer.weights.formats.groups.tensors import shards_of
+from nanoinfer.weights.formats.matrix import Matrix
+from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outputs
+
+W = TypeVar("W", bound=Weight)
+
+
+class GroupMatrix(Matrix):
+    """The weight as a store of groups."""
+
+    def __init__(self, sections: list[Section], in_features: int, bias: bool, layout: Layout, label: str) -> None:
+        """label: what messages call the format"""
+        super().__init__()
+        self.store, self.label = GroupStore(sections, in_features, layout, label), label
+        rows = len(self.store.words)
+        self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
+        self._dtype = torch.get_default_dtype()
+        self.takes_lanes = self.store.order is None
+        self._in_order: GatheredWeight | GroupInOrderWeight | None = None
+        self._is_in_parts = False
+
+    def operand(self) -> Tensor | Weight:
+        """Return the store, or where no kernel reads it, the matrix in the model's dtype."""
+        if self._in_order is not None:
+            return self._in_order
+        weight = self.store.weight
+        if self._is_in_parts:
+            parts = WeightInParts(self._dense() if weight is None else weight, rows_and_outputs(self.store.sections))
+            return parts if weight is None else self._gathering(parts)
+        return self._dense() if weight is None else self._gathering(GroupLinearWeight(*weight))
+
+    def _dense(self) -> Tensor:
+        dense = self.store.dense(self._dtype)
+        launch_in_between(dense.device)
+        return dense
+
+    def _gathering(self, weight: W) -> W | GatheredWeight:
+        """Return a weight that puts its input into the order of the store, if that has one."""
+        return weight if self.store.order is None else GatheredWeight(weight, self.store.order.columns)
+
+    def fix_order(self, sizes: list[int]) -> None:
+        """Let a GPU's products add up in one order; raises ValueError, and takes sizes, as GroupInOrderWeight does."""
+        weight = self.store.weight
+        if weight is None:
+            raise ValueError(f"deterministic=True: must be False with {self.label} whose groups are no neighbours here")
+        self._in_order = self._gathering(GroupInOrderWeight(weight, self._dtype, self.bias is not None, sizes))
+
+    def fix_parts(self) -> None:
+        """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
+        self._is_in_parts = True
+
+    def finish(self) -> None:
+        """Bring the inputs into their order, if groups have one."""
+        self.store.finish()
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards of the store, and of the bias, if there is one."""
+        yield from shards_of(self.store)
+        if self.bias is not None:
+            yield from bias_shards(self.bias, self.store.sections)

@@ -1,0 +1,245 @@
+"""Parts of a GroupStore, which tensors of a checkpoint fill."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.kernels.groups import Numbers
+from nanoinfer.kernels.rounding import round_to_groups
+from nanoinfer.weights.formats.groups.fields import Field
+from nanoinfer.weights.formats.groups.store import NUMBERS_AT_ONCE, GroupStore
+from nanoinfer.weights.shards import SPREAD, Section
+
+SPREADS: dict[Numbers, float] = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93}  # of random numbers
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one tensor, or a slice of it, fills of a store. It may hold more than this rank needs, in whole integers.
+
+    number: the section's; first: its first row in the store
+    own: this rank's rows and columns of the checkpoint's matrix
+    cover: the indices of the tensor in which they lie, along outputs and inputs
+    """
+
+    store: GroupStore
+    field: Field
+    number: int
+    first: int
+    own: tuple[range, range]
+    cover: tuple[range, range]
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the indices that fill it."""
+        return torch.Size(self.field.shape_of(len(self.cover[0]), len(self.cover[1])))
+
+    @property
+    def whole(self) -> GroupStore:
+        """The store."""
+        return self.store
+
+    def __getitem__(self, rows: slice) -> Part:
+        outputs, inputs = self.cover
+        if self.field.fills == "factors":
+            return self
+        is_inputs = self.field.turned or self.field.fills == "g_idx"
+        return replace(self, cover=(outputs, inputs[rows]) if is_inputs else (outputs[rows], inputs))
+
+    def copy_(self, stored: Tensor) -> None:
+        """Write all of it, from any device."""
+        steps = self.field.steps(self.store.own_group)
+        begins = [some.start * step for some, step in zip(self.cover, steps, strict=True)]
+        ends = [some.stop * step for some, step in zip(self.cover, steps, strict=True)]
+        rows, inputs = (
+            range(max(own.start, begin), min(own.stop, end))
+            for own, begin, end in zip(self.own, begins, ends, strict=True)
+        )
+        if self.field.fills == "g_idx":
+            self._write_g_idx(inputs, stored)
+        elif self.field.fills == "factors":
+            self._write_factors(stored)
+        elif rows and inputs:
+            self._write_tiles(stored, rows, inputs, begins)
+
+    def _write_tiles(self, stored: Tensor, rows: range, inputs: range, begins: list[int]) -> None:
+        """rows, inputs: those to write; begins: those where the tensor does"""
+        step = self.field.steps(1)[0]
+        many = max(NUMBERS_AT_ONCE // (max(len(inputs), 1) * step), 1)
+        axis = int(self.field.turned)
+        for first in range(0, len(self.cover[0]), many):
+            tile = stored.narrow(axis, first, min(many, len(self.cover[0]) - first)).to(self.store.words.device)
+            begin = begins[0] + first * step
+            some = range(max(rows.start, begin), min(rows.stop, begin + tile.shape[axis] * step))
+            if some:
+                read = self.field.read(tile)[some.start - begin : some.stop - begin]
+                self._write(some, inputs, read, begins[1])
+
+    def _write(self, rows: range, inputs: range, read: Tensor, begin: int) -> None:
+        """begin: the input at which the columns that were read begin"""
+        first = self.first - self.own[0].start
+        target = slice(rows.start + first, rows.stop + first)
+        if self.field.fills == "numbers":
+            own = range(inputs.start - self.own[1].start, inputs.stop - self.own[1].start)
+            self.store.write_numbers(target, own, read[:, inputs.start - begin : inputs.stop - begin])
+        else:
+            self.store.write_scales(target, inputs, read, zeros=self.field.fills == "zeros")
+
+    def _write_factors(self, stored: Tensor) -> None:
+        assert self.store.factors is not None
+        rows = slice(self.first, self.first + len(self.own[0]))
+        self.store.factors[rows] = self.field.read(stored).flatten().to(self.store.factors.device)
+
+    def _write_g_idx(self, inputs: range, stored: Tensor) -> None:
+        assert self.store.order is not None
+        own = slice(inputs.start - self.own[1].start, inputs.stop - self.own[1].start)
+        self.store.order.g_idx[self.number, own] = stored.cpu().long()
+
+    def unpacked(self) -> Tensor:
+        """Return what may be infinite: scales and factors."""
+        rows, fills = slice(self.first, self.first + len(self.own[0])), self.field.fills
+        if fills == "factors":
+            assert self.store.factors is not None
+            return self.store.factors[rows]
+        return (
+            self.store.unpacked()[rows] if fills == "scales" else self.store.scales.new_zeros((), dtype=torch.float32)
+        )
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Fill it with random numbers, so that the weights spread as those of PlainMatrix do."""
+        store, rows = self.store, slice(self.first, self.first + len(self.own[0]))
+        scale = SPREAD / SPREADS[store.layout.numbers]
+        if self.field.fills == "numbers":
+            words = store.words[rows]
+            words.copy_(torch.randint(-(1 << 31), 1 << 31, words.shape, generator=generator, device=words.device))
+        elif self.field.fills == "zeros":
+            assert store.zeros is not None
+            store.zeros[rows] = 1 << store.bits - 1
+        elif self.field.fills == "factors":
+            assert store.factors is not None
+            store.factors[rows] = scale
+        elif self.field.fills == "scales" and store.scales.dtype == torch.uint8:
+            store.scales[rows] = 127 + round(math.log2(scale))
+        elif self.field.fills == "scales":
+            store.scales[rows] = torch.tensor(1.0 if store.factors is not None else scale).to(store.scales.dtype)
+        else:
+            assert store.order is not None
+            inputs = torch.arange(self.own[1].start, self.own[1].stop)
+            store.order.g_idx[self.number] = inputs // store.own_group
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Rows of a store, which are written as a slice of a plain matrix is: in whole groups of the checkpoint's matrix.
+
+    So each number is rounded alike, however many ranks share the matrix. What is not this rank's is left out.
+
+    first: the first of the rows
+    own: this rank's rows and columns of the checkpoint's matrix
+    cover: the columns of the groups in which they lie
+    """
+
+    store: GroupStore
+    first: int
+    own: tuple[range, range]
+    cover: range
+
+    @property
+    def shape(self) -> torch.Size:
+        """The number of rows and columns that fill it."""
+        return torch.Size([len(self.own[0]), len(self.cover)])
+
+    @property
+    def whole(self) -> GroupStore:
+        """The store."""
+        return self.store
+
+    def start(self, dim: int) -> int:
+        """Return where it begins in the checkpoint's matrix, along a dimension."""
+        return self.own[0].start if dim == 0 else self.cover.start
+
+    def __getitem__(self, rows: slice) -> Rounded:
+        some = self.own[0][rows]
+        return replace(self, first=self.first + some.start - self.own[0].start, own=(some, self.own[1]))
+
+    def copy_(self, values: Tensor) -> None:
+        """Write all of it, from any device and floating type."""
+        many = max(NUMBERS_AT_ONCE // values.shape[1], 1)
+        for first in range(0, len(values), many):
+            some = values[first : first + many].to(self.store.words.device, torch.float32)
+            self._round(slice(self.first + first, self.first + first + len(some)), some)
+
+    def _round(self, rows: slice, values: Tensor) -> None:
+        store, own = self.store, self.own[1]
+        padded = F.pad(values, (0, -values.shape[1] % store.own_group))
+        numbers, scales = round_to_groups(padded, store.own_group, store.layout.numbers, store.scales.dtype)
+        first = own.start - self.cover.start
+        store.write_numbers(rows, range(len(own)), numbers[:, first : first + len(own)])
+        store.write_scales(rows, own, scales)
+
+    def unpacked(self) -> Tensor:
+        """Return the scales of these rows: only they can be infinite."""
+        return self.store.unpacked()[self.first : self.first + len(self.own[0])]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A tensor that says nothing new. Whoever writes it is told if it does.
+
+    name: the tensor's
+    values: what must be read in it; None: in each place the middle of the numbers
+    """
+
+    store: GroupStore
+    name: str
+    field: Field
+    shape: torch.Size
+    values: Tensor | None
+
+    @classmethod
+    def of(cls, store: GroupStore, name: str, field: Field, section: Section, shape: tuple[int, ...]) -> Expected:
+        """Return that of a section's tensor."""
+        values = None
+        if field.fills == "g_idx":
+            values = torch.arange(section.shape[1]) // store.own_group
+        elif field.fills == "shape":
+            values = torch.tensor(section.shape)
+        return cls(store, name, field, torch.Size(shape), values)
+
+    @property
+    def whole(self) -> GroupStore:
+        """The store."""
+        return self.store
+
+    def __getitem__(self, rows: slice) -> Expected:
+        shape = torch.Size([len(range(self.shape[0])[rows]), *self.shape[1:]])
+        return replace(self, shape=shape, values=None if self.values is None else self.values[rows])
+
+    def copy_(self, stored: Tensor) -> None:
+        """Raise ValueError if the tensor holds something else than expected."""
+        read = self.field.read(stored)
+        wanted = torch.tensor(1 << self.store.bits - 1) if self.values is None else self.values
+        unlike = (read != wanted.to(read.device)).flatten()
+        if unlike.any():
+            place = int(unlike.int().argmax())
+            what = f"its number {place} is {read.flatten()[place].item()}"
+            needed = wanted.expand(read.shape).flatten()[place].item()
+            raise ValueError(
+                f"{self.name}: {what}: must be {needed}, by what quantization_config says of the checkpoint"
+            )
+
+    def unpacked(self) -> Tensor:
+        """Return a number that is finite."""
+        return _zero_of(self.store)
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Nothing is to be filled."""
+
+
+def _zero_of(store: GroupStore) -> Tensor:
+    return torch.zeros((), device=store.words.device)

@@ -1,0 +1,135 @@
+"""GroupStore: a matrix of few bits, whose groups of neighbouring inputs share a scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference, pack, scales_of, unpack
+from nanoinfer.weights.formats.groups.layout import Layout
+from nanoinfer.weights.formats.groups.order import InputOrder
+from nanoinfer.weights.shards import Section
+
+NUMBERS_AT_ONCE = 1 << 24  # that are converted, so that a large tensor needs little memory beside its own
+
+
+class GroupStore(nn.Module):
+    """The tensors of a GroupWeight, [rows, in_features], for rows of several tensors of a checkpoint.
+
+    Groups are the checkpoint's, or smaller ones if a rank's share of the inputs does not begin and end with a group. If
+    a checkpoint's groups are no neighbours, `order` says what the store makes of them.
+    """
+
+    zeros: Tensor | None
+    factors: Tensor | None
+
+    def __init__(self, sections: list[Section], in_features: int, layout: Layout, label: str) -> None:
+        """sections: neighbouring rows, in their order; label: what messages call the format"""
+        super().__init__()
+        self.label = label
+        self.sections, self.layout, self.in_features = sections, layout, in_features
+        inputs, self.start = sections[0].shape[1], rows_and_inputs(sections[0], in_features)[1].start
+        self.own_group = layout.group_of(inputs)  # the checkpoint's
+        self.group = math.gcd(self.own_group, self.start, in_features)
+        groups, fills = in_features // self.group, layout.fills
+        self.order = None
+        if "g_idx" in fills:
+            groups = -(-inputs // self.own_group)
+            self.order = InputOrder(len(sections), in_features, groups if in_features == inputs else None)
+        rows = sum(section.rows for section in sections)
+        words = pack(torch.empty(0, in_features, dtype=torch.uint8), self.bits).shape[1]
+        self.words = _parameter(rows, words, dtype=torch.int32)
+        self.scales = _parameter(rows, groups, dtype=layout.scales or torch.get_default_dtype())
+        self.zeros = _parameter(rows, groups, dtype=torch.uint8) if "zeros" in fills else None
+        self.factors = _parameter(rows, dtype=torch.float32) if "factors" in fills else None
+
+    @property
+    def bits(self) -> int:
+        """A number's."""
+        return BITS[self.layout.numbers]
+
+    @property
+    def weight(self) -> GroupWeight | None:
+        """What a product reads, whose inputs are as `order` says; None: no product can."""
+        return self._weight(slice(None)) if self.order is None or self.order.is_one else None
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrix in a floating type, with the inputs in the checkpoint's order."""
+        if self.order is None:
+            return dequantize_reference(self._weight(slice(None)), dtype)
+        if self.order.is_one:
+            dense = dequantize_reference(self._weight(slice(None)), dtype)
+            return torch.empty_like(dense).index_copy_(1, self.order.columns.long(), dense)
+        of_sections = zip(self.rows_of_sections(), self.order.groups, strict=True)
+        return torch.cat([dequantize_reference(self._one_by_one(rows, groups), dtype) for rows, groups in of_sections])
+
+    def _weight(self, rows: slice) -> GroupWeight:
+        zeros, factors = (part if part is None else part[rows] for part in (self.zeros, self.factors))
+        return GroupWeight(self.words[rows], self.scales[rows], zeros, factors, self.layout.numbers, self.in_features)
+
+    def _one_by_one(self, rows: slice, groups: Tensor) -> GroupWeight:
+        """Return some rows, each input with a scale of its own. groups: of the inputs"""
+        weight = self._weight(rows)
+        zeros = None if weight.zeros is None else weight.zeros.index_select(1, groups)
+        return weight._replace(scales=weight.scales.index_select(1, groups), zeros=zeros)
+
+    def rows_of_sections(self) -> Iterator[slice]:
+        """Yield the rows of each section."""
+        first = 0
+        for section in self.sections:
+            yield slice(first, first + section.rows)
+            first += section.rows
+
+    def finish(self) -> None:
+        """Bring the inputs into their order, once tensors have been written."""
+        moved = None if self.order is None else self.order.settle()
+        if moved is not None:
+            moved = moved.to(self.words.device)
+            for words in self.words.split(max(NUMBERS_AT_ONCE // self.in_features, 1)):
+                words.copy_(pack(unpack(words, self.bits, self.in_features)[:, moved], self.bits))
+
+    def write_numbers(self, rows: slice, inputs: range, numbers: Tensor) -> None:
+        """Write numbers, [rows, inputs] as `pack` takes them; inputs: of those that this rank has."""
+        words, block = self.words[rows], 4 * 32 // self.bits  # numbers that `pack` puts into four words
+        if self.order is None and inputs.start % block == 0 and inputs.stop in range(0, self.in_features, block):
+            words[:, inputs.start // block * 4 : inputs.stop // block * 4] = pack(numbers, self.bits)
+        elif self.order is None and len(inputs) == self.in_features:
+            words.copy_(pack(numbers, self.bits))
+        else:
+            places = torch.arange(inputs.start, inputs.stop) if self.order is None else self.order.places(inputs)
+            all_numbers = unpack(words, self.bits, self.in_features)
+            all_numbers[:, places.to(words.device)] = numbers.to(all_numbers.dtype)
+            words.copy_(pack(all_numbers, self.bits))
+
+    def write_scales(self, rows: slice, inputs: range, stored: Tensor, zeros: bool = False) -> None:
+        """Write the scales, or zeros, of those of this rank's groups that begin among some inputs.
+
+        stored: [rows, groups] of the checkpoint, from that of the first of the inputs on
+        """
+        target = self.zeros if zeros else self.scales
+        assert target is not None
+        start, size = (self.start, self.group) if self.order is None else (0, self.own_group)
+        begin, end = -(-(inputs.start - start) // size), -(-(inputs.stop - start) // size)
+        begin, end = max(begin, 0), min(end, target.shape[1])
+        places = (torch.arange(begin, end) * size + start) // self.own_group - inputs.start // self.own_group
+        if size != self.own_group:  # then groups have become several
+            stored = stored.index_select(1, places.to(target.device))
+        target[rows, begin:end] = stored[:, : end - begin].to(target.dtype)
+
+    def unpacked(self) -> Tensor:
+        """Return the scales as float32: only they can be infinite."""
+        return scales_of(self._weight(slice(None)))
+
+
+def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def rows_and_inputs(section: Section, in_features: int) -> tuple[range, range]:
+    """Return which rows and columns of the checkpoint's matrix a section has. in_features: of this rank"""
+    if section.dim == 0:
+        return range(section.start, section.start + section.rows), range(in_features)
+    return range(section.rows), range(section.start, section.start + in_features)

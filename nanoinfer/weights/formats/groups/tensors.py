@@ -1,0 +1,110 @@
+"""Which tensors of a checkpoint fill a GroupStore, and how a rank slices them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
+from nanoinfer.weights.formats.groups.fields import Field
+from nanoinfer.weights.formats.groups.layout import Layout
+from nanoinfer.weights.formats.groups.parts import Expected, Part, Rounded
+from nanoinfer.weights.formats.groups.store import GroupStore, rows_and_inputs
+from nanoinfer.weights.shards import Section, Shard
+
+REFUSAL = "weights in {} cannot be rounded from others: they must come as checkpoints in that format have them"
+
+
+def shards_of(store: GroupStore) -> Iterator[Shard]:
+    """Yield the shards of a store: of its layout's fields, and of plain weights, which are rounded, or refused."""
+    layout = store.layout
+    for number, part in enumerate(rounded_parts(store)):
+        section = store.sections[number]
+        names = stored_names(layout, f"{section.name}.")
+        for field in layout.fields:
+            yield _shard_of(store, field, f"{section.name}.", section, part.first, number)
+        if f"{section.name}.weight" not in names:
+            name, start = f"{section.name}.weight", part.start(section.dim)
+            refusal = "" if layout.rounds else REFUSAL.format(store.label)
+            yield Shard(name, part, section.shape, start, section.dim, replaces=names, refusal=refusal)
+
+
+def paired_shards(
+    gate_up: GroupStore, down: GroupStore, tensors: ExpertTensors, sizes: ExpertSizes, dim: int
+) -> Iterator[Shard]:
+    """Yield the shards of paired stacks, in few bits if they are stored so, and of plain ones, which are rounded.
+
+    dim: that in which ranks split downs
+    """
+    ((gate_up_name, down_name),) = tensors.stacks
+    gates_and_ups = Stack(gate_up_name, (sizes.count, 2 * sizes.size, sizes.hidden_size), step=2)
+    for number, part in enumerate(rounded_parts(gate_up)):
+        yield from _stack_shards(gates_and_ups, part, number, number // 2, 2 * sizes.start + number % 2)
+    downs = Stack(down_name, (sizes.count, sizes.hidden_size, sizes.size), dim)
+    for number, part in enumerate(rounded_parts(down)):
+        yield from _stack_shards(downs, part, number, number)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of experts' matrices: its name, its shape if it is plain and upright, and how a rank slices it."""
+
+    name: str
+    shape: tuple[int, int, int]
+    dim: int = 0
+    step: int = 1
+
+
+def _stack_shards(stack: Stack, part: Rounded, number: int, entry: int, start: int | None = None) -> Iterator[Shard]:
+    """Yield the shards of a section, which is of one entry.
+
+    start: where it begins; None: where the section does in its matrix
+    """
+    store, (count, *shape) = part.store, stack.shape
+    section = replace(store.sections[number], shape=(shape[0], shape[1]))
+    for field in store.layout.fields:
+        shard = _shard_of(store, field, stack.name, section, part.first, number)
+        begin = shard.start if start is None else start
+        yield replace(shard, shape=(count, *shard.shape), start=begin, step=stack.step, entry=entry)
+    begin, names = part.start(stack.dim) if start is None else start, stored_names(store.layout, stack.name)
+    how = begin, stack.dim, stack.step
+    yield Shard(stack.name, part, stack.shape, *how, entry=entry, always_turned=True, replaces=names)
+
+
+def stored_names(layout: Layout, prefix: str) -> tuple[str, ...]:
+    """Return the names of the tensors that hold a matrix, of which each begins alike."""
+    return tuple(f"{prefix}{field.name}" for field in layout.fields)
+
+
+def rounded_parts(store: GroupStore) -> list[Rounded]:
+    """Return the rows of each section, which round what is written there."""
+    parts, group = [], store.own_group
+    for section, rows in zip(store.sections, store.rows_of_sections(), strict=True):
+        own = rows_and_inputs(section, store.in_features)
+        end = min(-(-own[1].stop // group) * group, section.shape[1])
+        parts.append(Rounded(store, rows.start, own, range(own[1].start // group * group, end)))
+    return parts
+
+
+def _shard_of(store: GroupStore, field: Field, prefix: str, section: Section, first: int, number: int) -> Shard:
+    """prefix: of the names; first: the section's first row in the store; number: the section's"""
+    name, (outputs, inputs) = f"{prefix}{field.name}", section.shape
+    steps = field.steps(store.own_group)
+    shape = field.shape_of(-(-outputs // steps[0]), -(-inputs // steps[1]))
+    if field.constant:
+        expected = Expected.of(store, name, field, section, shape)
+        return Shard(name, expected, shape, optional=True, dtypes=field.dtypes)
+    own = rows_and_inputs(section, store.in_features)
+    if store.order is not None and field.fills in ("scales", "zeros"):
+        own = own[0], range(inputs)
+    cover = tuple(range(some.start // step, -(-some.stop // step)) for some, step in zip(own, steps, strict=True))
+    part = Part(store, field, number, first, own, (cover[0], cover[1]))
+    dim, start = section.dim, cover[section.dim].start
+    if field.fills == "factors" or (field.fills == "g_idx" and section.dim == 0):
+        dim, start = 0, 0
+    elif field.fills == "g_idx":
+        dim = 0
+    elif field.turned:
+        dim = 1 - dim
+    needs = tuple(f"{prefix}{other.name}" for other in store.layout.fields if not (other.constant or other == field))
+    return Shard(name, part, shape, start, dim, dtypes=field.dtypes, needs=needs if field.fills == "numbers" else ())

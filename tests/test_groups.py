@@ -1,0 +1,240 @@
+"""Weights in groups: how tensors of each published layout fill a store, and how plain ones are rounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from cases import layouts as written
+from cases.layouts import PUBLISHED, Tensors
+from conftest import DEVICE
+from torch import Tensor
+
+from nanoinfer.kernels.groups import E2M1
+from nanoinfer.kernels.rounding import (
+    nearest,
+    round_to_groups,
+    round_to_groups_reference,
+    round_to_groups_triton,
+    values_of,
+)
+from nanoinfer.weights.formats.groups import layouts
+from nanoinfer.weights.formats.groups.layout import Layout
+from nanoinfer.weights.formats.groups.store import GroupStore
+from nanoinfer.weights.formats.groups.tensors import shards_of
+from nanoinfer.weights.shards import Section, Shard
+
+OUTPUTS, INPUTS = 48, 96
+LAYOUTS = {
+    "int4 groups": layouts.pack_quantized(4, 32, True, False),
+    "int4 with zeros": layouts.pack_quantized(4, 32, False, False),
+    "int4 channels": layouts.pack_quantized(4, 0, True, False),
+    "int4 act order": layouts.pack_quantized(4, 32, True, True),
+    "int8 groups": layouts.pack_quantized(8, 32, True, False),
+    "int8 with zeros, channels": layouts.pack_quantized(8, 0, False, False),
+    "gptq": layouts.gptq(4, 32, True, False, True),
+    "gptq with zeros": layouts.gptq(4, 32, False, False, True),
+    "gptq act order": layouts.gptq(4, 32, True, True, True),
+    "gptq act order with zeros": layouts.gptq(4, 32, False, True, True),
+    "gptq v2": layouts.gptq(4, 32, False, False, False),
+    "gptq of 8 bits, channels": layouts.gptq(8, 0, False, False, True),
+    "awq": layouts.awq(32, False),
+    "nvfp4": layouts.NVFP4,
+    "modelopt": layouts.MODELOPT,
+    "mxfp4": layouts.MXFP4,
+}
+
+
+def weight_of(outputs: int = OUTPUTS, inputs: int = INPUTS) -> Tensor:
+    return torch.randn(outputs, inputs) * torch.exp2(torch.randint(-3, 3, (outputs, 1)))
+
+
+def write_whole(shard: Shard, stored: Tensor) -> None:
+    """As a file's tensors are written."""
+    shard.target.copy_(stored if shard.takes_all else stored[shard.index])
+
+
+def write_rows(shard: Shard, stored: Tensor) -> None:
+    """As rows of a trainer's tensors are written that come in several parts."""
+    if stored.dim() == 0:
+        return write_whole(shard, stored)
+    for first in range(0, len(stored), 5):
+        if (meeting := shard.meet(stored[first : first + 5], first)) is not None:
+            meeting[0].copy_(meeting[1])
+    return None
+
+
+def fill(store: GroupStore, tensors: dict[str, Tensor], write: Callable[[Shard, Tensor], None] = write_whole) -> None:
+    """Write the tensors of modules, backwards."""
+    shards = {shard.name: [] for shard in shards_of(store)}
+    for shard in shards_of(store):
+        shards[shard.name].append(shard)
+    for name, stored in reversed(tensors.items()):
+        for shard in shards.get(name, []):
+            assert stored.shape in (shard.shape, ()), name
+            write(shard, stored)
+    store.finish()
+
+
+def named(module: str, tensors: Tensors) -> Tensors:
+    return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("write", [write_whole, write_rows], ids=["whole", "rows"])
+@pytest.mark.parametrize("name", LAYOUTS)
+class TestLayouts:
+    def test_a_matrix(self, name: str, write: Callable[[Shard, Tensor], None]) -> None:
+        tensors, dense = PUBLISHED[name].write(weight_of())
+        store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS[name], "a format")
+        fill(store, named("a", tensors), write)
+        torch.testing.assert_close(store.dense(torch.float32), dense, rtol=1e-6, atol=0)
+        assert store.weight is not None
+
+    def test_rows_of_two_matrices(self, name: str, write: Callable[[Shard, Tensor], None]) -> None:
+        """Sections begin within integers of the checkpoint."""
+        (first, dense), (second, other) = (PUBLISHED[name].write(weight_of(outputs)) for outputs in (48, 24))
+        sections = [
+            Section("a", 18, (48, INPUTS), 6),
+            Section("b", 12, (24, INPUTS), 12),
+            Section("a", 8, (48, INPUTS), 40),
+        ]
+        store = GroupStore(sections, INPUTS, LAYOUTS[name], "a format")
+        fill(store, {**named("a", first), **named("b", second)}, write)
+        expected = torch.cat([dense[6:24], other[12:], dense[40:]])
+        torch.testing.assert_close(store.dense(torch.float32), expected, rtol=1e-6, atol=0)
+
+    @pytest.mark.parametrize("share", [48, 36, 24, 18])
+    def test_columns(self, share: int, name: str, write: Callable[[Shard, Tensor], None]) -> None:
+        """A rank's inputs begin within groups, and within integers."""
+        tensors, dense = PUBLISHED[name].write(weight_of())
+        section = Section("a", OUTPUTS, (OUTPUTS, INPUTS), INPUTS - share, dim=1)
+        store = GroupStore([section], share, LAYOUTS[name], "a format")
+        fill(store, named("a", tensors), write)
+        torch.testing.assert_close(store.dense(torch.float32), dense[:, INPUTS - share :], rtol=1e-6, atol=0)
+        assert (store.weight is None) == ("act order" in name)
+
+
+def test_act_order_of_a_rank_with_all_inputs_is_that_of_the_store() -> None:
+    """So a product reads groups of neighbours, and gathers its input."""
+    tensors, dense = PUBLISHED["gptq act order"].write(weight_of())
+    store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS["gptq act order"], "a format")
+    for _ in range(2):
+        fill(store, named("a", tensors))
+        order = tensors["g_idx"].argsort(stable=True)
+        assert torch.equal(store.order.columns, order.int())
+        assert store.weight.group == 32
+        torch.testing.assert_close(store.dense(torch.float32)[:, order], dense[:, order], rtol=1e-6, atol=0)
+
+
+def test_act_orders_that_differ() -> None:
+    (first, dense), (second, other) = (PUBLISHED["gptq act order"].write(weight_of()) for _ in range(2))
+    shuffled = torch.randperm(INPUTS)
+    second["g_idx"] = second["g_idx"][shuffled].contiguous()
+    second["qweight"] = written.integers_of(unpacked_rows(second["qweight"])[shuffled], 4, 0)
+    sections = [Section(name, OUTPUTS, (OUTPUTS, INPUTS), 0) for name in "ab"]
+    store = GroupStore(sections, INPUTS, LAYOUTS["gptq act order"], "a format")
+    fill(store, {**named("a", first), **named("b", second)})
+    assert store.weight is None
+    expected = torch.cat([dense, other[:, shuffled]])
+    torch.testing.assert_close(store.dense(torch.float32), expected, rtol=1e-6, atol=0)
+
+
+def unpacked_rows(words: Tensor) -> Tensor:
+    return torch.stack([words >> 4 * place & 15 for place in range(8)], dim=1).flatten(0, 1)
+
+
+class TestRounding:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(("numbers", "more"), [("int4", 0.01), ("int8", 0.1)])
+    def test_a_scale_is_about_as_good_as_the_best_of_600(self, numbers: str, more: float, dtype: torch.dtype) -> None:
+        weight = torch.randn(64, 512)
+        grouped = weight.unflatten(1, (-1, 64))
+        end = grouped.abs().amax(-1, keepdim=True) / (8 if numbers == "int4" else 128)
+        best = torch.full(grouped.shape[:2], torch.inf)
+        for share in torch.linspace(0.6, 1.2, 300):
+            for scale in (share * end, -share * end):
+                dense = values_of(nearest(grouped / scale, numbers), numbers) * scale
+                best = best.minimum((dense - grouped).square().sum(-1))
+        found, scales = round_to_groups(weight, 64, numbers, dtype)
+        assert scales.dtype == dtype
+        dense = values_of(found, numbers) * scales.float().repeat_interleave(64, 1)
+        assert (dense - weight).norm() < (1 + more) * best.sum().sqrt()
+
+    def test_powers_of_two(self) -> None:
+        """The largest numbers may be cut, if the others gain by it."""
+        weight = torch.tensor([[7.9, 1.0, 2.0, 3.0, 4.0], [6.9, 1.0, 2.0, 3.0, 1.5]]) / 8
+        found, scales = round_to_groups(weight, 5, "e2m1", torch.uint8)
+        assert scales.flatten().tolist() == [125, 124]
+        assert values_of(found, "e2m1").tolist() == [[4.0, 0.5, 1.0, 1.5, 2.0], [6.0, 1.0, 2.0, 3.0, 1.5]]
+
+    @pytest.mark.parametrize("numbers", ["int4", "int8", "e2m1"])
+    def test_what_is_in_the_format_stays(self, numbers: str) -> None:
+        codes = torch.randint(0, 256 if numbers == "int8" else 16, (8, 128))
+        codes[:, ::32] = 0 if numbers != "e2m1" else 7
+        weight = values_of(codes, numbers) * 2.0 ** torch.arange(-4, 4).unsqueeze(1)
+        found, scales = round_to_groups(weight, 32, numbers, torch.uint8 if numbers == "e2m1" else torch.float32)
+        wide = scales.float() if numbers != "e2m1" else torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+        assert torch.equal(values_of(found, numbers) * wide.repeat_interleave(32, 1), weight)
+
+    def test_zeros_and_what_is_not_finite(self) -> None:
+        for numbers, dtype in (("int4", torch.float32), ("e2m1", torch.uint8)):
+            found, scales = round_to_groups(torch.zeros(2, 32), 32, numbers, dtype)
+            assert not values_of(found, numbers).any()
+            for bad in (math.nan, math.inf):
+                _, scales = round_to_groups(torch.full((1, 32), bad), 32, numbers, dtype)
+                assert (scales == 255).all() if dtype == torch.uint8 else not scales.isfinite().any()
+
+    def test_ties_go_to_even(self) -> None:
+        middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)])
+        assert nearest(middles, "e2m1").tolist() == [0, 2, 2, 4, 4, 6, 6]
+        assert nearest(-middles, "e2m1").tolist() == [8, 10, 10, 12, 12, 14, 14]
+
+    @pytest.mark.parametrize("numbers", ["int4", "int8"])
+    @pytest.mark.parametrize(("inputs", "group"), [(256, 128), (192, 64), (80, 40)])
+    def test_the_kernel(self, inputs: int, group: int, numbers: str) -> None:
+        """Sums have other last bits than torch's, and so do float32 scales. The numbers are the same, but for ties."""
+        weight = torch.randn(70, inputs, device=DEVICE)
+        weight[0] = 0
+        weight[1, 3], weight[2, 3] = math.nan, math.inf
+        found, scales = round_to_groups_triton(weight, group, numbers, torch.float32)
+        expected, expected_scales = round_to_groups_reference(weight, group, numbers, torch.float32)
+        assert (found[3:] != expected[3:]).float().mean() < 1e-3
+        assert not found[0].sub(expected[0]).any()
+        torch.testing.assert_close(scales[3:], expected_scales[3:], rtol=1e-5, atol=0)
+        assert torch.equal(scales[:3].isfinite(), expected_scales[:3].isfinite())
+
+    @pytest.mark.parametrize("numbers", ["int4", "int8"])
+    @pytest.mark.parametrize(("inputs", "group"), [(256, 128), (192, 64), (80, 64), (48, 48)])
+    def test_ranks_round_alike(self, numbers: str, inputs: int, group: int) -> None:
+        layout, weight = Layout(numbers), weight_of(16, inputs)
+        assert layout.group_of(inputs) == group
+        whole = GroupStore([Section("a", 16, (16, inputs), 0)], inputs, layout, "a format")
+        fill(whole, {"a.weight": weight}, write_rows)
+        for rank in range(2):
+            share = inputs // 2
+            column = GroupStore([Section("a", 8, (16, inputs), 8 * rank)], inputs, layout, "a format")
+            row = GroupStore([Section("a", 16, (16, inputs), rank * share, dim=1)], share, layout, "a format")
+            for store in (column, row):
+                fill(store, {"a.weight": weight})
+            dense = whole.dense(torch.float32)
+            assert torch.equal(column.dense(torch.float32), dense[8 * rank : 8 * rank + 8])
+            assert torch.equal(row.dense(torch.float32), dense[:, rank * share : (rank + 1) * share])
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("field", "number", "message"),
+        [
+            ("qzeros", 0, "a.qzeros: its number 0 is 1: must be 8"),
+            ("g_idx", 2, "a.g_idx: its number 0 is 2: must be 0"),
+        ],
+    )
+    def test_constants(self, field: str, number: int, message: str) -> None:
+        tensors, _ = PUBLISHED["gptq"].write(weight_of())
+        tensors[field].fill_(number)
+        store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS["gptq"], "a format")
+        with pytest.raises(ValueError, match=message):
+            fill(store, named("a", tensors))
