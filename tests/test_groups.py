@@ -35,6 +35,7 @@ LAYOUTS = {
     "int4 act order": layouts.pack_quantized(4, 32, True, True),
     "int8 groups": layouts.pack_quantized(8, 32, True, False),
     "int8 with zeros, channels": layouts.pack_quantized(8, 0, False, False),
+    "int8 one by one": layouts.int_quantized(0),
     "gptq": layouts.gptq(4, 32, True, False, True),
     "gptq with zeros": layouts.gptq(4, 32, False, False, True),
     "gptq act order": layouts.gptq(4, 32, True, True, True),
@@ -115,6 +116,44 @@ class TestLayouts:
         fill(store, named("a", tensors), write)
         torch.testing.assert_close(store.dense(torch.float32), dense[:, INPUTS - share :], rtol=1e-6, atol=0)
         assert (store.weight is None) == ("act order" in name)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq with zeros", "gptq act order with zeros", "awq"])
+@pytest.mark.parametrize("start", [0, 32])
+def test_inputs_that_the_group_does_not_divide(name: str, start: int) -> None:
+    """The last group has fewer. A store's groups are smaller ones; in act order no kernel reads it."""
+    tensors, dense = PUBLISHED[name].write(weight_of(inputs=80))
+    section = Section("a", OUTPUTS, (OUTPUTS, 80), start, dim=1)
+    store = GroupStore([section], 80 - start, LAYOUTS[name], "a format")
+    fill(store, named("a", tensors))
+    torch.testing.assert_close(store.dense(torch.float32), dense[:, start:], rtol=1e-6, atol=0)
+    assert (store.weight is None) == ("order" in name)
+    assert store.weight is None or store.weight.group == 16
+
+
+class TestOracle:
+    """compressed-tensors packs as the tests' own writers do."""
+
+    @pytest.mark.parametrize(("name", "bits", "symmetric"), [("int4 with zeros", 4, False), ("int8 groups", 8, True)])
+    def test_integers(self, name: str, bits: int, symmetric: bool) -> None:
+        pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install -e '.[test]'")
+        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+        weight = weight_of()
+        tensors, _ = PUBLISHED[name].write(weight)
+        numbers, _, zeros, _ = written.round_groups(weight, 32, bits, symmetric, dtype=torch.bfloat16)
+        half = 1 << bits - 1
+        assert torch.equal(unpack_from_int32(tensors["weight_packed"], bits, weight.shape).int(), numbers.int() - half)
+        if not symmetric:
+            unpacked = unpack_from_int32(tensors["weight_zero_point"], bits, zeros.shape, packed_dim=0)
+            assert torch.equal(unpacked.int(), zeros.int() - half)
+
+    def test_pairs_of_e2m1(self) -> None:
+        pytest.importorskip("compressed_tensors", reason="needs compressed-tensors: pip install -e '.[test]'")
+        from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+
+        codes = torch.randint(16, (8, 32))
+        assert torch.equal(pack_fp4_to_uint8(written.E2M1[codes]), written.bytes_of(codes))
 
 
 def test_act_order_of_a_rank_with_all_inputs_is_that_of_the_store() -> None:

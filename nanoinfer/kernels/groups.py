@@ -53,9 +53,10 @@ def pack(numbers: Tensor, bits: int) -> Tensor:
     out, each into a half of its own. And they are those of the block that one thread of a tensor core's four needs.
     """
     count = 128 // bits
-    padded = F.pad(numbers.to(torch.int32), (0, -numbers.shape[-1] % count))
-    by_word = padded.unflatten(-1, (-1, count // 8, 4, 2)).transpose(-3, -2)
-    return (by_word << _shifts(bits, numbers.device)).sum(dim=(-2, -1), dtype=torch.int32).flatten(-2)
+    padded = F.pad(numbers.to(torch.uint8), (0, -numbers.shape[-1] % count))
+    halves = padded.unflatten(-1, (-1, count // 8, 4, 2)).movedim(-3, -1)  # of words, number by number
+    packed = halves if bits == 8 else halves[..., 0::2] | halves[..., 1::2] << 4
+    return packed.contiguous().flatten(-2).view(torch.int32).flatten(-3)
 
 
 def unpack(words: Tensor, bits: int, in_features: int) -> Tensor:

@@ -90,6 +90,12 @@ def pack_quantized(bits: int, group: int | None, symmetric: bool, ordered: bool 
     return write
 
 
+def int_quantized(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """compressed-tensors' "int-quantized", of channels."""
+    numbers, scales, _, dense = round_groups(weight, weight.shape[1], 8, True, dtype=torch.bfloat16)
+    return {"weight": (numbers - 128).to(torch.int8), "weight_scale": scales}, dense
+
+
 def gptq(bits: int, group: int, symmetric: bool, ordered: bool, less_one: bool = True, g_idx: bool = True) -> Writer:
     """GPTQ's tensors; less_one: those of its first version"""
 
@@ -242,6 +248,9 @@ PUBLISHED = {
     "int4 static order": Published(_integers(4, 32, True, "static"), pack_quantized(4, 32, True)),
     "int8 groups": Published(_integers(8, 32), pack_quantized(8, 32, True)),
     "int8 with zeros, channels": Published(_integers(8, None, False), pack_quantized(8, None, False)),
+    "int8 one by one": Published(
+        compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int_quantized
+    ),
     "gptq": Published(_gptq(4, 32, True, False), gptq(4, 32, True, False)),
     "gptq with zeros": Published(_gptq(4, 32, False, False), gptq(4, 32, False, False)),
     "gptq act order": Published(_gptq(4, 32, True, True), gptq(4, 32, True, True)),

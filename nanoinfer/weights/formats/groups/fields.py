@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from nanoinfer.weights.shards import FLOATS
 
 Fills = Literal["numbers", "scales", "zeros", "factors", "g_idx", "shape"]
-INT32 = 32  # bits
+INT32, HALF_BYTE = 32, 4  # bits
 DTYPES: dict[Fills, frozenset[torch.dtype]] = {  # of tensors that hold one number in each place
     "numbers": frozenset({torch.int8}),
     "scales": FLOATS | {torch.float8_e4m3fn, torch.uint8},
@@ -27,7 +26,7 @@ DTYPES: dict[Fills, frozenset[torch.dtype]] = {  # of tensors that hold one numb
 class Packing:
     """Several numbers in one integer.
 
-    bits: a number's
+    bits: a number's, four or eight
     places: which of the integer's numbers has the lowest bits, which the next ones, and so on
     """
 
@@ -45,16 +44,14 @@ class Packing:
         return len(self.places)
 
     def unpack(self, integers: Tensor) -> Tensor:
-        """Return the numbers, [..., count * integers] int32, of [..., integers]."""
-        numbers = integers.int().unsqueeze(-1) >> _shifts(self, integers.device)
-        return (numbers & (1 << self.bits) - 1).flatten(-2)
-
-
-@cache
-def _shifts(packing: Packing, device: torch.device) -> Tensor:
-    """Return by how many bits each number is shifted."""
-    shifts = [packing.places.index(number) * packing.bits for number in range(packing.count)]
-    return torch.tensor(shifts, dtype=torch.int32, device=device)
+        """Return the numbers, [..., count * integers] uint8, of [..., integers]."""
+        numbers = integers.unsqueeze(-1).contiguous().view(torch.uint8).flatten(-2)  # the lowest bits first
+        if self.bits == HALF_BYTE:
+            numbers = torch.stack([numbers & 15, numbers >> HALF_BYTE], dim=-1).flatten(-2)
+        if self.places == tuple(range(self.count)):
+            return numbers
+        order = [self.places.index(number) for number in range(self.count)]
+        return numbers.unflatten(-1, (-1, self.count))[..., order].flatten(-2)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.fp8 import as_bytes
 from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference, pack, scales_of, unpack
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.order import InputOrder
@@ -116,7 +117,7 @@ class GroupStore(nn.Module):
         begin, end = max(begin, 0), min(end, target.shape[1])
         places = (torch.arange(begin, end) * size + start) // self.own_group - inputs.start // self.own_group
         if size != self.own_group:  # then groups have become several
-            stored = stored.index_select(1, places.to(target.device))
+            stored = as_bytes(stored).index_select(1, places.to(target.device)).view(stored.dtype)
         target[rows, begin:end] = stored[:, : end - begin].to(target.dtype)
 
     def unpacked(self) -> Tensor:
