@@ -84,10 +84,12 @@ def dequantize_reference(weight: GroupWeight, dtype: torch.dtype) -> Tensor:
     bits = BITS[weight.numbers]
     numbers = unpack(weight.words, bits, weight.in_features)
     if weight.numbers == "e2m1":
-        magnitudes = torch.tensor(E2M1, device=numbers.device)[numbers & 7]
-        values = torch.where(numbers >= 8, -magnitudes, magnitudes)
+        table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=numbers.device)
+        values = F.embedding(numbers, table.unsqueeze(1)).squeeze(-1)
     else:
         values = numbers.float()
-        zeros = 1 << bits - 1 if weight.zeros is None else weight.zeros.float().repeat_interleave(weight.group, dim=-1)
-        values = values - zeros
-    return (values * scales_of(weight).repeat_interleave(weight.group, dim=-1)).to(dtype)
+    of_groups = values.unflatten(-1, (-1, weight.group))
+    if weight.numbers != "e2m1":
+        of_groups -= 1 << bits - 1 if weight.zeros is None else weight.zeros.float().unsqueeze(-1)
+    of_groups *= scales_of(weight).unsqueeze(-1)
+    return values.to(dtype)
