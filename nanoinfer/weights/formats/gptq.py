@@ -11,6 +11,7 @@ from nanoinfer.weights.formats.groups.format import GroupFormat
 from nanoinfer.weights.formats.groups.layouts import awq, gptq
 from nanoinfer.weights.formats.groups.reading import containing, pattern_of, read_bits, read_choice, read_group
 from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.formats.settings import mappings_in, names_in
 
 HEAD = "lm_head"
 PLAIN_BITS = 16  # of matrices that AutoRound leaves as they are, or more
@@ -30,7 +31,7 @@ def read_gptq(config: Mapping[str, Any]) -> Formats:
     "dynamic" has settings of modules by regular expressions. Those behind "-:" are not quantized.
     """
     rules: list[tuple[tuple[str, ...], Format]] = []
-    for entry, own in (config.get("dynamic") or {}).items():
+    for entry, own in mappings_in(config, "dynamic").items():
         pattern = (f"re:{entry.removeprefix('+:').removeprefix('-:')}",)
         rules.append((pattern, PLAIN if entry.startswith("-:") else _gptq({**config, **own})))
     head = () if config.get("lm_head") else (((HEAD,), PLAIN),)
@@ -48,7 +49,7 @@ def read_awq(config: Mapping[str, Any]) -> Formats:
     """Read the config of AutoAWQ; raises ValueError, naming the setting, for what is not supported."""
     read_bits(config, "bits", (4,))
     read_choice(config, "version", "gemm", ("gemm", "GEMM"))
-    ignored = HEAD, *map(containing, config.get("modules_to_not_convert") or ())
+    ignored = HEAD, *map(containing, names_in(config, "modules_to_not_convert"))
     layout = awq(read_group(config), symmetric=not config.get("zero_point", True))
     return Formats(((ignored, PLAIN), ((ALL,), GroupFormat("AWQ", layout))))
 
@@ -58,7 +59,7 @@ def read_auto_round(config: Mapping[str, Any]) -> Formats:
 
     "extra_config" has settings of modules by their names, or by regular expressions.
     """
-    extra = (config.get("extra_config") or {}).items()
+    extra = mappings_in(config, "extra_config").items()
     rules = [((pattern_of(entry),), _auto_round({**config, **own})) for entry, own in extra]
     return Formats((*rules, ((HEAD,), PLAIN), ((ALL,), _auto_round(config))))
 
