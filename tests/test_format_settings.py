@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from transformers import PretrainedConfig
 
 from nanoinfer import LLM
 from nanoinfer.weights.formats.formats import Formats
+from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.formats.table import read_formats
+from nanoinfer.weights.shards import Section
 
 GPTQ, AWQ, ROUND, MODELOPT = (PUBLISHED[name].config for name in ("gptq", "awq", "auto-round", "modelopt"))
 COMPRESSED = PUBLISHED["int4 groups"].config
@@ -68,6 +71,14 @@ def test_configs(config: dict[str, Any], message: str) -> None:
         read(config)
 
 
+def build_checkpoint(name: str, folder: Path) -> Path:
+    """Write a checkpoint in a published format; returns the folder of what was rounded."""
+    case, source = CASES["qwen3"], folder / "source"
+    build(type(case)(case.architecture, case.model_type, {"hidden_size": 64, "intermediate_size": 96}), source)
+    write_checkpoint(source, folder, PUBLISHED[name])
+    return source
+
+
 def group_at(place: int, group: int) -> Any:
     def changed(groups: Tensor) -> Tensor:
         groups[place] = group
@@ -87,15 +98,64 @@ def group_at(place: int, group: int) -> Any:
     ],
 )
 def test_tensors(name: str, end: str, change: Any, message: str, tmp_path: Path) -> None:
-    case = CASES["qwen3"]
-    build(
-        type(case)(case.architecture, case.model_type, {"hidden_size": 64, "intermediate_size": 96}),
-        tmp_path / "source",
-    )
-    write_checkpoint(tmp_path / "source", tmp_path, PUBLISHED[name])
+    build_checkpoint(name, tmp_path)
     file, changed = tmp_path / "model.safetensors", f"model.layers.1.mlp.down_proj.{end}"
     tensors = load_file(file)
     tensors[changed] = change(tensors[changed])
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ValueError, match=message.format(changed)):
         LLM(str(tmp_path), **OPTIONS)
+
+
+class TestWhichModules:
+    """What no rule of a config names."""
+
+    @pytest.mark.parametrize("config", [GPTQ, AWQ, ROUND], ids=["gptq", "awq", "auto-round"])
+    def test_tools_that_quantize_layers(self, config: dict[str, Any]) -> None:
+        formats = read(config)
+        assert formats.of("model.layers.0.mlp.up_proj").name == formats.quantized[0].name
+        assert formats.of("model.language_model.layers.0.mlp.up_proj") != PLAIN
+        assert formats.of("model.per_layer_model_projection") == formats.of("lm_head") == PLAIN
+
+    def test_a_head_in_gptq(self) -> None:
+        assert read({**GPTQ, "lm_head": True}).of("lm_head") != PLAIN
+
+    @pytest.mark.parametrize("blocks", ["model.layers.1,model.layers.2", ["model.layers.1", "model.layers.2"]])
+    @pytest.mark.parametrize("name", ["block_name_to_quantize", "to_quant_block_names"])
+    def test_blocks_of_auto_round(self, name: str, blocks: str | list[str]) -> None:
+        formats = read({**ROUND, name: blocks, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}}})
+        found = [formats.of(f"model.layers.{layer}.mlp.down_proj") == PLAIN for layer in (0, 1, 2, 10)]
+        assert found == [True, False, False, True]
+        assert formats.of("model.layers.0.mlp.up_proj") != PLAIN
+
+    def test_settings_that_differ_where_matrices_are_one(self) -> None:
+        formats = read({**ROUND, "extra_config": {"a": {"bits": 8}, "b": {"bits": 4}}})
+        told = "a is in AutoRound and b in AutoRound: must be of the same bits and groups"
+        with pytest.raises(ValueError, match=told):
+            formats.make_matrix([Section(name, 8, (8, 64), 0) for name in "ab"], 64, False)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("name", ["int4 groups", "gptq"])
+def test_a_matrix_comes_in_one_form(name: str, is_first: bool, tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+    """In its format, or in plain numbers, which are rounded."""
+    source = build_checkpoint(name, tmp_path)
+    llm = make_llm(str(tmp_path), **OPTIONS)
+    module = "model.layers.1.mlp.down_proj."
+    tensors = load_file(tmp_path / "model.safetensors")
+    stored = {name: tensor for name, tensor in tensors.items() if name.startswith(module)}
+    plain = {f"{module}weight": load_file(source / "model.safetensors")[f"{module}weight"]}
+    both = {**plain, **stored} if is_first else {**stored, **plain}
+    with pytest.raises(ValueError, match=rf"named_tensors do not fit the model: .*stored twice: {module}"):
+        llm.update_weights(both, partial=True)
+    save_file({**tensors, **plain}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"the checkpoint does not fit the model: stored twice: {module}"):
+        LLM(str(tmp_path), **OPTIONS)
+
+
+def test_groups_of_other_sizes_in_an_update(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+    build_checkpoint("gptq act order", tmp_path)
+    llm = make_llm(str(tmp_path), **OPTIONS)
+    name = "model.layers.1.mlp.down_proj.g_idx"
+    with pytest.raises(RuntimeError, match=r"layers.1.mlp.down_proj: its groups \(g_idx\) are not of one size, which"):
+        llm.update_weights({name: torch.zeros(96, dtype=torch.int32)}, partial=True)

@@ -77,9 +77,8 @@ class Formats:
         first, second = self.of(one), self.of(two)
         if first != second:
             what = "not" if second == PLAIN else f"in {second.name}"
-            raise ValueError(
-                f"model: its config says that {one} is in {first.name} and {two} {what}: must be both or none"
-            )
+            needed = "both or none" if first.name != second.name else "of the same bits and groups"
+            raise ValueError(f"model: its config says that {one} is in {first.name} and {two} {what}: must be {needed}")
 
 
 PLAIN_FORMATS = Formats()
