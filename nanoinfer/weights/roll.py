@@ -38,7 +38,7 @@ class Roll:
         self.come: dict[str, None] = {}
         self._table = table
         self._source = source
-        self._in_stacks: set[str] = set()  # tensors that need not come any more
+        self._in_others: set[str] = set()  # tensors that need not come any more
         self._needed: dict[str, None] = {}  # by tensors whose numbers are no floats
         self._unknown: list[str] = []
         self._twice: list[str] = []
@@ -54,8 +54,8 @@ class Roll:
             if not (name.endswith(COMPUTED) or name.startswith(GUESSING)):
                 self._unknown.append(name)
             return False
-        is_stack, replaced = shards[0].entry is not None, shards[0].replaces
-        if name in self.come or name in self._in_stacks or (is_stack and self.come.keys() & replaced):
+        is_other, replaced = shards[0].is_another_form, shards[0].replaces
+        if name in self.come or name in self._in_others or (is_other and self.come.keys() & replaced):
             self._twice.append(name)
             return False
         if shards[0].refusal:
@@ -66,8 +66,8 @@ class Roll:
                 f"{place}: {name} has shape {list(shape)}, but the model needs {list(shards[0].stored_shape)}"
             )
         self.come[name] = None
-        if is_stack:
-            self._in_stacks.update(replaced)
+        if is_other:
+            self._in_others.update(replaced)
         return True
 
     def _check_dtype(self, shard: Shard, dtype: str, place: str) -> None:

@@ -101,10 +101,18 @@ class Shard:
         count, rows, columns = self.shape
         return tuple(shape) == (count, columns, rows)
 
+    @property
+    def is_another_form(self) -> bool:
+        """Whether what the tensor replaces may not come beside it: a stack, or numbers that a format writes itself.
+
+        Of plain tensors of two names, a checkpoint may store both.
+        """
+        return self.entry is not None or (bool(self.replaces) and not isinstance(self.target, Tensor))
+
     def under(self, module: str, other: str) -> Shard:
         """Return the shard of the tensor that a checkpoint may store in another module instead."""
         name, *needs = (one.replace(module, other, 1) for one in (self.name, *self.needs))
-        return replace(self, name=name, replaces=(self.name,), needs=tuple(needs))
+        return replace(self, name=name, replaces=(self.name, *self.replaces), needs=tuple(needs))
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanoinfer.checks import short
+from nanoinfer.checks import as_int, short
 from nanoinfer.weights.formats.format import Format
 from nanoinfer.weights.formats.formats import ALL, Formats
 from nanoinfer.weights.formats.fp8.format import Fp8Format
@@ -15,6 +15,7 @@ from nanoinfer.weights.formats.groups.layouts import MXFP4, MXFP4_GROUP, NVFP4, 
 from nanoinfer.weights.formats.groups.layouts import pack_quantized as packed
 from nanoinfer.weights.formats.groups.reading import read_group
 from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.formats.settings import mapping_in, mappings_in, names_in
 
 LINEAR = "Linear"  # among targets: all matrices that no other group names
 FOUR_BITS = {NVFP4_GROUP: GroupFormat("NVFP4", NVFP4), MXFP4_GROUP: GroupFormat("MXFP4", MXFP4)}
@@ -24,7 +25,7 @@ def read_compressed(config: Mapping[str, Any]) -> Formats:
     """Read the formats of the groups of matrices; raises ValueError, naming it, for what is not supported."""
     named: list[tuple[tuple[str, ...], Format]] = []
     others: list[tuple[tuple[str, ...], Format]] = []
-    for group in (config.get("config_groups") or {}).values():
+    for group in mappings_in(config, "config_groups").values():
         format, targets = _format_of(group, config.get("format")), group.get("targets")
         if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
             raise ValueError(
@@ -33,18 +34,18 @@ def read_compressed(config: Mapping[str, Any]) -> Formats:
         named.append((tuple(target for target in targets if target != LINEAR), format))
         if LINEAR in targets:
             others.append(((ALL,), format))
-    return Formats(((tuple(config.get("ignore") or ()), PLAIN), *named, *others))
+    return Formats(((names_in(config, "ignore"), PLAIN), *named, *others))
 
 
 def _format_of(group: Mapping[str, Any], default: Any) -> Format:
     """default: what the config says of groups that do not name the way in which they are packed"""
-    weights, packing = group.get("weights") or {}, group.get("format") or default
+    weights, packing = mapping_in(group, "weights"), group.get("format") or default
     kind, bits = weights.get("type"), weights.get("num_bits")
     if (kind, bits) == ("float", 8):
         return _fp8(weights)
-    if (kind, bits) == ("float", 4) and weights.get("group_size") in FOUR_BITS:
-        return FOUR_BITS[weights["group_size"]]
-    if kind == "int" and packing == "pack-quantized" and bits in (4, 8):
+    if (kind, bits) == ("float", 4) and (group_size := as_int(weights.get("group_size"))) in FOUR_BITS:
+        return FOUR_BITS[group_size]
+    if kind == "int" and packing == "pack-quantized" and type(bits) is int and bits in (4, 8):
         return _integers(weights, bits)
     if (kind, bits, packing) == ("int", 8, "int-quantized"):
         return GroupFormat("int8", int_quantized(_group_of(weights)))
@@ -59,7 +60,7 @@ def _fp8(weights: Mapping[str, Any]) -> Format:
     blocks: dict[Any, tuple[int | None, int | None]] = {"tensor": (None, None), "channel": (1, None)}
     if strategy == "block":
         blocks["block"] = read_block("block_structure", weights.get("block_structure"))
-    if strategy not in blocks:
+    if not isinstance(strategy, str) or strategy not in blocks:
         raise ValueError(
             f"model: quantization_config has strategy={strategy!r}: must be 'tensor', 'channel' or 'block'"
         )

@@ -30,6 +30,17 @@ class Formats:
         """Return the format of a module's matrix; module: the name in the checkpoint, without ".weight\""""
         return next((format for patterns, format in self.rules if any(_fits(one, module) for one in patterns)), PLAIN)
 
+    def check_patterns(self) -> None:
+        """Raise ValueError, naming it, for a regular expression that is none."""
+        for pattern in (pattern for patterns, _ in self.rules for pattern in patterns if pattern.startswith("re:")):
+            try:
+                re.compile(pattern.removeprefix("re:"))
+            except re.error as error:
+                raise ValueError(
+                    f"model: quantization_config names modules by {pattern.removeprefix('re:')!r}, which is no regular"
+                    f" expression: {error}"
+                ) from error
+
     def of_language_model(self) -> Formats:
         """Return those of a multimodal checkpoint's language model, whose names lose a part: see sources.Beside."""
         part = re.escape(LANGUAGE_MODEL.removesuffix("."))
@@ -66,9 +77,8 @@ class Formats:
         first, second = self.of(one), self.of(two)
         if first != second:
             what = "not" if second == PLAIN else f"in {second.name}"
-            raise ValueError(
-                f"model: its config says that {one} is in {first.name} and {two} {what}: must be both or none"
-            )
+            needed = "both or none" if first.name != second.name else "of the same bits and groups"
+            raise ValueError(f"model: its config says that {one} is in {first.name} and {two} {what}: must be {needed}")
 
 
 PLAIN_FORMATS = Formats()

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoinfer.weights.formats.format import Format
-from nanoinfer.weights.formats.formats import ALL, Formats
+from nanoinfer.weights.formats.formats import Formats
 from nanoinfer.weights.formats.groups.format import GroupFormat
 from nanoinfer.weights.formats.groups.layouts import awq, gptq
 from nanoinfer.weights.formats.groups.reading import containing, pattern_of, read_bits, read_choice, read_group
 from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.formats.settings import mappings_in, names_in
 
 HEAD = "lm_head"
+LAYERS = r"re:.*\blayers\."  # these tools leave what is outside of them as it is, but for the head if they are told
 PLAIN_BITS = 16  # of matrices that AutoRound leaves as they are, or more
 PACKINGS = {  # AutoRound's: None: AWQ's; else: whether a zero is stored less one
     "auto_round:auto_awq": None,
@@ -30,11 +32,11 @@ def read_gptq(config: Mapping[str, Any]) -> Formats:
     "dynamic" has settings of modules by regular expressions. Those behind "-:" are not quantized.
     """
     rules: list[tuple[tuple[str, ...], Format]] = []
-    for entry, own in (config.get("dynamic") or {}).items():
+    for entry, own in mappings_in(config, "dynamic").items():
         pattern = (f"re:{entry.removeprefix('+:').removeprefix('-:')}",)
         rules.append((pattern, PLAIN if entry.startswith("-:") else _gptq({**config, **own})))
-    head = () if config.get("lm_head") else (((HEAD,), PLAIN),)
-    return Formats((*rules, *head, ((ALL,), _gptq(config))))
+    others = _gptq(config)
+    return Formats((*rules, ((HEAD,), others if config.get("lm_head") else PLAIN), ((LAYERS,), others)))
 
 
 def _gptq(config: Mapping[str, Any]) -> Format:
@@ -48,19 +50,30 @@ def read_awq(config: Mapping[str, Any]) -> Formats:
     """Read the config of AutoAWQ; raises ValueError, naming the setting, for what is not supported."""
     read_bits(config, "bits", (4,))
     read_choice(config, "version", "gemm", ("gemm", "GEMM"))
-    ignored = HEAD, *map(containing, config.get("modules_to_not_convert") or ())
+    ignored = HEAD, *map(containing, names_in(config, "modules_to_not_convert"))
     layout = awq(read_group(config), symmetric=not config.get("zero_point", True))
-    return Formats(((ignored, PLAIN), ((ALL,), GroupFormat("AWQ", layout))))
+    return Formats(((ignored, PLAIN), ((LAYERS,), GroupFormat("AWQ", layout))))
 
 
 def read_auto_round(config: Mapping[str, Any]) -> Formats:
     """Read the config of AutoRound; raises ValueError, naming the setting, for what is not supported.
 
-    "extra_config" has settings of modules by their names, or by regular expressions.
+    "extra_config" has settings of modules by their names, or by regular expressions; of others, those in blocks that
+    are named are quantized.
     """
-    extra = (config.get("extra_config") or {}).items()
+    extra = mappings_in(config, "extra_config").items()
     rules = [((pattern_of(entry),), _auto_round({**config, **own})) for entry, own in extra]
-    return Formats((*rules, ((HEAD,), PLAIN), ((ALL,), _auto_round(config))))
+    return Formats((*rules, ((HEAD,), PLAIN), (_blocks(config), _auto_round(config))))
+
+
+def _blocks(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the patterns of the blocks that AutoRound has quantized: all layers, if none are named."""
+    for name in ("block_name_to_quantize", "to_quant_block_names"):
+        value = config.get(name)
+        blocks = tuple(value.split(",")) if isinstance(value, str) else names_in(config, name)
+        if blocks:
+            return blocks
+    return (LAYERS,)
 
 
 def _auto_round(config: Mapping[str, Any]) -> Format:

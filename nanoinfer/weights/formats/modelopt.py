@@ -12,6 +12,7 @@ from nanoinfer.weights.formats.groups.format import GroupFormat
 from nanoinfer.weights.formats.groups.layouts import MODELOPT, NVFP4_GROUP
 from nanoinfer.weights.formats.groups.reading import read_choice, with_wildcards
 from nanoinfer.weights.formats.plain.format import PLAIN
+from nanoinfer.weights.formats.settings import mappings_in, names_in
 
 ALGORITHMS: dict[str, Format] = {
     "NVFP4": GroupFormat("NVFP4", MODELOPT),
@@ -27,9 +28,9 @@ def read_modelopt(config: Mapping[str, Any]) -> Formats:
     """
     algorithm = read_choice(config, "quant_algo", "", (*ALGORITHMS, MIXED))
     if algorithm == MIXED:
-        layers = (config.get("quantized_layers") or {}).items()
+        layers = mappings_in(config, "quantized_layers").items()
         return Formats(tuple(((name,), _format_of(own)) for name, own in layers))
-    ignored = (entry for name in ("exclude_modules", "ignore") for entry in config.get(name) or ())
+    ignored = (entry for name in ("exclude_modules", "ignore") for entry in names_in(config, name))
     return Formats(((tuple(map(with_wildcards, ignored)), PLAIN), ((ALL,), _format_of(config))))
 
 

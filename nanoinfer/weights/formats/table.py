@@ -59,7 +59,9 @@ def read_formats(config: PretrainedConfig) -> Formats:
             f"model: quantization_config={short(own)} in its config is not supported; supported are"
             f" {', '.join(map(repr, READERS))}; {CONVERT}"
         )
-    return READERS[method](own)
+    formats = READERS[method](own)
+    formats.check_patterns()
+    return formats
 
 
 def quantized_as_loaded(formats: Formats, quantization: str) -> Formats:

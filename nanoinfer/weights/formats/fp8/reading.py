@@ -7,6 +7,7 @@ from typing import Any
 
 from nanoinfer.weights.formats.formats import Formats, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
+from nanoinfer.weights.formats.settings import names_in
 from nanoinfer.weights.shards import ROWS_TOGETHER
 
 
@@ -17,7 +18,7 @@ def read_fp8(config: Mapping[str, Any]) -> Formats:
     """
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(f"model: quantization_config has fmt={config['fmt']!r}: must be 'e4m3'")
-    ignored = tuple(entry for name in ("modules_to_not_convert", "ignored_layers") for entry in config.get(name) or ())
+    ignored = names_in(config, "modules_to_not_convert") + names_in(config, "ignored_layers")
     block = config.get("weight_block_size")
     if block is None:
         return all_in(Fp8Format((None, None), "weight_scale"), ignored)

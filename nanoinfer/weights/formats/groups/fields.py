@@ -14,7 +14,7 @@ Fills = Literal["numbers", "scales", "zeros", "factors", "g_idx", "shape"]
 INT32, HALF_BYTE = 32, 4  # bits
 DTYPES: dict[Fills, frozenset[torch.dtype]] = {  # of tensors that hold one number in each place
     "numbers": frozenset({torch.int8}),
-    "scales": FLOATS | {torch.float8_e4m3fn, torch.uint8},
+    "scales": FLOATS,
     "zeros": frozenset({torch.int8}),
     "factors": FLOATS,
     "g_idx": frozenset({torch.int32, torch.int64}),
@@ -79,9 +79,10 @@ class Field:
     constant: bool = False
     block: int | None = None
 
-    @property
-    def dtypes(self) -> frozenset[torch.dtype]:
-        """The types of numbers that the tensor may have."""
+    def dtypes(self, scales: torch.dtype | None) -> frozenset[torch.dtype]:
+        """Return the types of numbers that the tensor may have. scales: as in Layout"""
+        if self.fills == "scales" and scales is not None and scales not in FLOATS:
+            return frozenset({scales})  # bytes that stand for other numbers, and floats of few bits
         packing = self.along_inputs or self.along_outputs
         if packing is not None:
             return frozenset({torch.int32 if packing.bits * packing.count == INT32 else torch.uint8})

@@ -29,17 +29,18 @@ class InputOrder(nn.Module):
         """Return where some inputs lie in the store."""
         return self.order.argsort()[inputs.start : inputs.stop]
 
-    def settle(self) -> Tensor | None:
+    def settle(self, name: str) -> Tensor | None:
         """Decide on the order, once g_idx has come; returns where the store's columns come from; None: they stay.
 
-        Raises RuntimeError if products have been decided on otherwise.
+        name: of a matrix, which begins the message of the RuntimeError if products have been decided on otherwise
         """
         if (self.g_idx == UNKNOWN).any():
             return None
         is_one = self._can_be_one()
         if self.is_one not in (None, is_one):
             raise RuntimeError(
-                "g_idx: its groups are others than at the start, and need other products; start a new LLM"
+                f"{name}: its groups (g_idx) are {'of one size' if is_one else 'not of one size'}, which they were"
+                f" {'not ' if is_one else ''}at the start: they need other products; start a new LLM"
             )
         self.is_one = is_one
         order = self.g_idx[0].argsort(stable=True) if is_one else torch.arange(self.inputs, device="cpu")

@@ -98,7 +98,14 @@ class Part:
     def _write_g_idx(self, inputs: range, stored: Tensor) -> None:
         assert self.store.order is not None
         own = slice(inputs.start - self.own[1].start, inputs.stop - self.own[1].start)
-        self.store.order.g_idx[self.number, own] = stored.cpu().long()
+        groups, count = stored.cpu().long(), self.store.scales.shape[1]
+        unknown = (groups < 0) | (groups >= count)
+        if unknown.any():
+            raise ValueError(
+                f"{self.store.sections[self.number].name}.{self.field.name}: it has the group"
+                f" {groups[unknown][0].item()}: must be from 0 to {count - 1}"
+            )
+        self.store.order.g_idx[self.number, own] = groups
 
     def unpacked(self) -> Tensor:
         """Return what may be infinite: scales and factors."""

@@ -12,9 +12,8 @@ WILD = re.compile(r"[*+?^$\\(\[|]")  # what no name has
 def read_bits(config: Mapping[str, Any], name: str, allowed: tuple[int, ...] = (4, 8)) -> int:
     """Return the bits of a number; raises ValueError, naming the setting, for others than are allowed."""
     bits = config.get(name)
-    if bits not in allowed:
+    if type(bits) is not int or bits not in allowed:
         raise ValueError(f"model: quantization_config has {name}={bits!r}: must be {' or '.join(map(str, allowed))}")
-    assert isinstance(bits, int)
     return bits
 
 
@@ -32,9 +31,9 @@ def read_group(config: Mapping[str, Any], name: str = "group_size") -> int:
 def read_choice(config: Mapping[str, Any], name: str, default: str, allowed: Iterable[str]) -> str:
     """Return a setting; raises ValueError, naming it, for others than are allowed."""
     value = config.get(name, default)
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"model: quantization_config has {name}={value!r}: must be one of {', '.join(allowed)}")
-    return str(value)
+    return value
 
 
 def pattern_of(entry: str) -> str:

@@ -86,7 +86,7 @@ class GroupStore(nn.Module):
 
     def finish(self) -> None:
         """Bring the inputs into their order, once tensors have been written."""
-        moved = None if self.order is None else self.order.settle()
+        moved = None if self.order is None else self.order.settle(self.sections[0].name)
         if moved is not None:
             moved = moved.to(self.words.device)
             for words in self.words.split(max(NUMBERS_AT_ONCE // self.in_features, 1)):

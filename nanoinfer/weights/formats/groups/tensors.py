@@ -91,9 +91,10 @@ def _shard_of(store: GroupStore, field: Field, prefix: str, section: Section, fi
     name, (outputs, inputs) = f"{prefix}{field.name}", section.shape
     steps = field.steps(store.own_group)
     shape = field.shape_of(-(-outputs // steps[0]), -(-inputs // steps[1]))
+    dtypes = field.dtypes(store.layout.scales)
     if field.constant:
         expected = Expected.of(store, name, field, section, shape)
-        return Shard(name, expected, shape, optional=True, dtypes=field.dtypes)
+        return Shard(name, expected, shape, optional=True, dtypes=dtypes)
     own = rows_and_inputs(section, store.in_features)
     if store.order is not None and field.fills in ("scales", "zeros"):
         own = own[0], range(inputs)
@@ -107,4 +108,4 @@ def _shard_of(store: GroupStore, field: Field, prefix: str, section: Section, fi
     elif field.turned:
         dim = 1 - dim
     needs = tuple(f"{prefix}{other.name}" for other in store.layout.fields if not (other.constant or other == field))
-    return Shard(name, part, shape, start, dim, dtypes=field.dtypes, needs=needs if field.fills == "numbers" else ())
+    return Shard(name, part, shape, start, dim, dtypes=dtypes, needs=needs if field.fills == "numbers" else ())
