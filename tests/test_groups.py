@@ -131,6 +131,15 @@ def test_inputs_that_the_group_does_not_divide(name: str, start: int) -> None:
     assert store.weight is None or store.weight.group == 16
 
 
+def test_integers_are_read_in_as_many_bits_as_they_have() -> None:
+    """Wider ones would take eight times the memory as a checkpoint loads."""
+    one_by_one, zeros = layouts.int_quantized(0).fields[0], LAYOUTS["gptq with zeros"].fields[2]
+    read = one_by_one.read(torch.tensor([[-128, -1, 0, 127]], dtype=torch.int8))
+    assert (read.dtype, read.tolist()) == (torch.uint8, [[0, 127, 128, 255]])
+    read = zeros.read(torch.tensor([[0x7FFFFFFF]], dtype=torch.int32))  # each zero less one: the sum overflows
+    assert (read.dtype, read.flatten().tolist()) == (torch.uint8, [0, 1, 1, 1, 1, 1, 1, 9])
+
+
 class TestOracle:
     """compressed-tensors packs as the tests' own writers do."""
 
