@@ -115,7 +115,6 @@ class GroupExperts(Experts):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of each expert's tensors, or of stacks of all, and of the stacks of plain matrices."""
-        yield from self.biases.shards()
         dim = 1 if self.output_share is None else 0
         if self.tensors.paired:
             yield from paired_shards(self.gate_up, self.down, self.tensors, self.sizes, dim)
