@@ -140,6 +140,12 @@ def test_integers_are_read_in_as_many_bits_as_they_have() -> None:
     assert (read.dtype, read.flatten().tolist()) == (torch.uint8, [0, 1, 1, 1, 1, 1, 1, 9])
 
 
+def test_a_product_reads_the_parameters_themselves() -> None:
+    """Each step asks each matrix: a view of each parameter would cost as much as the rest of it."""
+    store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS["awq"], "a format")
+    assert all(getattr(store, name) is getattr(store.weight, name) for name in ("words", "scales", "zeros", "factors"))
+
+
 class TestOracle:
     """compressed-tensors packs as the tests' own writers do."""
 

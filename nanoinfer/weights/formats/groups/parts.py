@@ -106,9 +106,7 @@ class Part:
         if fills == "factors":
             assert self.store.factors is not None
             return self.store.factors[rows]
-        return (
-            self.store.unpacked()[rows] if fills == "scales" else self.store.scales.new_zeros((), dtype=torch.float32)
-        )
+        return self.store.unpacked(rows) if fills == "scales" else _zero_of(self.store)
 
     def draw(self, generator: torch.Generator) -> None:
         """Fill it with random numbers, so that the weights spread as those of PlainMatrix do."""
@@ -184,7 +182,7 @@ class Rounded:
 
     def unpacked(self) -> Tensor:
         """Return the scales of these rows: only they can be infinite."""
-        return self.store.unpacked()[self.first : self.first + len(self.own[0])]
+        return self.store.unpacked(slice(self.first, self.first + len(self.own[0])))
 
 
 @dataclass(frozen=True)

@@ -55,21 +55,26 @@ class GroupStore(nn.Module):
     @property
     def weight(self) -> GroupWeight | None:
         """What a product reads, whose inputs are as `order` says; None: no product can."""
-        return self._weight(slice(None)) if self.order is None or self.order.is_one else None
+        return self._all if self.order is None or self.order.is_one else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix in a floating type, with the inputs in the checkpoint's order."""
         if self.order is None:
-            return dequantize_reference(self._weight(slice(None)), dtype)
+            return dequantize_reference(self._all, dtype)
         if self.order.is_one:
-            dense = dequantize_reference(self._weight(slice(None)), dtype)
+            dense = dequantize_reference(self._all, dtype)
             return torch.empty_like(dense).index_copy_(1, self.order.columns.long(), dense)
         of_sections = zip(self.rows_of_sections(), self.order.groups, strict=True)
         return torch.cat([dequantize_reference(self._one_by_one(rows, groups), dtype) for rows, groups in of_sections])
 
+    @property
+    def _all(self) -> GroupWeight:
+        """All rows; each product of a step asks for them, so that nothing is sliced."""
+        return GroupWeight(self.words, self.scales, self.zeros, self.factors, self.layout.numbers, self.in_features)
+
     def _weight(self, rows: slice) -> GroupWeight:
-        zeros, factors = (part if part is None else part[rows] for part in (self.zeros, self.factors))
-        return GroupWeight(self.words[rows], self.scales[rows], zeros, factors, self.layout.numbers, self.in_features)
+        words, scales, zeros, factors = (part if part is None else part[rows] for part in self._all[:4])
+        return self._all._replace(words=words, scales=scales, zeros=zeros, factors=factors)
 
     def _one_by_one(self, rows: slice, groups: Tensor) -> GroupWeight:
         """Return some rows, each input with a scale of its own. groups: of the inputs"""
@@ -120,9 +125,9 @@ class GroupStore(nn.Module):
             stored = as_bytes(stored).index_select(1, places.to(target.device)).view(stored.dtype)
         target[rows, begin:end] = stored[:, : end - begin].to(target.dtype)
 
-    def unpacked(self) -> Tensor:
-        """Return the scales as float32: only they can be infinite."""
-        return scales_of(self._weight(slice(None)))
+    def unpacked(self, rows: slice = slice(None)) -> Tensor:
+        """Return the scales of some rows as float32: only they can be infinite."""
+        return scales_of(self._weight(rows))
 
 
 def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
