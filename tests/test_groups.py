@@ -13,14 +13,8 @@ from cases.layouts import PUBLISHED, Tensors
 from conftest import DEVICE
 from torch import Tensor
 
-from nanoinfer.kernels.groups import E2M1
-from nanoinfer.kernels.rounding import (
-    nearest,
-    round_to_groups,
-    round_to_groups_reference,
-    round_to_groups_triton,
-    values_of,
-)
+from nanoinfer.kernels.groups import E2M1, values_of
+from nanoinfer.kernels.rounding import nearest, round_to_groups, round_to_groups_reference, round_to_groups_triton
 from nanoinfer.weights.formats.groups import layouts
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.store import GroupStore

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 ROWS_TOGETHER = 128  # a tensor may be written in parts that begin at multiples of so many rows: no block of a format,
 # whose numbers share a scale, is cut then
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+NUMBERS_AT_ONCE = 1 << 24  # that a format converts, so that a large tensor needs little memory beside its own
 SPREAD = 0.02  # the standard deviation of random weights
 
 
@@ -161,6 +162,14 @@ class Section:
     def outputs(self) -> int:
         """How many outputs this section's projection has, on all ranks together."""
         return self.shape[0] if self.fused is None else self.fused
+
+
+def rows_of(sections: Iterable[Section]) -> Iterator[slice]:
+    """Yield the rows of a matrix that each section fills."""
+    first = 0
+    for section in sections:
+        yield slice(first, first + section.rows)
+        first += section.rows
 
 
 def rows_and_outputs(sections: list[Section]) -> list[tuple[int, int]]:

@@ -9,13 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels.groups import Numbers
+from nanoinfer.kernels.groups import SPREADS
 from nanoinfer.kernels.rounding import round_to_groups
 from nanoinfer.weights.formats.groups.fields import Field
-from nanoinfer.weights.formats.groups.store import NUMBERS_AT_ONCE, GroupStore
-from nanoinfer.weights.shards import SPREAD, Section
-
-SPREADS: dict[Numbers, float] = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93}  # of random numbers
+from nanoinfer.weights.formats.groups.store import GroupStore
+from nanoinfer.weights.shards import NUMBERS_AT_ONCE, SPREAD, Section
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.fp8 import as_bytes
-from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference, pack, scales_of, unpack
+from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference, pack, scales_of, unpack, words_of
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.order import InputOrder
-from nanoinfer.weights.shards import Section
-
-NUMBERS_AT_ONCE = 1 << 24  # that are converted, so that a large tensor needs little memory beside its own
+from nanoinfer.weights.shards import NUMBERS_AT_ONCE, Section, rows_of
 
 
 class GroupStore(nn.Module):
@@ -41,8 +38,7 @@ class GroupStore(nn.Module):
             groups = -(-inputs // self.own_group)
             self.order = InputOrder(len(sections), in_features, groups if in_features == inputs else None)
         rows = sum(section.rows for section in sections)
-        words = pack(torch.empty(0, in_features, dtype=torch.uint8), self.bits).shape[1]
-        self.words = _parameter(rows, words, dtype=torch.int32)
+        self.words = _parameter(rows, words_of(in_features, self.bits), dtype=torch.int32)
         self.scales = _parameter(rows, groups, dtype=layout.scales or torch.get_default_dtype())
         self.zeros = _parameter(rows, groups, dtype=torch.uint8) if "zeros" in fills else None
         self.factors = _parameter(rows, dtype=torch.float32) if "factors" in fills else None
@@ -64,7 +60,7 @@ class GroupStore(nn.Module):
         if self.order.is_one:
             dense = dequantize_reference(self._all, dtype)
             return torch.empty_like(dense).index_copy_(1, self.order.columns.long(), dense)
-        of_sections = zip(self.rows_of_sections(), self.order.groups, strict=True)
+        of_sections = zip(rows_of(self.sections), self.order.groups, strict=True)
         return torch.cat([dequantize_reference(self._one_by_one(rows, groups), dtype) for rows, groups in of_sections])
 
     @property
@@ -73,21 +69,14 @@ class GroupStore(nn.Module):
         return GroupWeight(self.words, self.scales, self.zeros, self.factors, self.layout.numbers, self.in_features)
 
     def _weight(self, rows: slice) -> GroupWeight:
-        words, scales, zeros, factors = (part if part is None else part[rows] for part in self._all[:4])
-        return self._all._replace(words=words, scales=scales, zeros=zeros, factors=factors)
+        zeros, factors = (part if part is None else part[rows] for part in (self.zeros, self.factors))
+        return self._all._replace(words=self.words[rows], scales=self.scales[rows], zeros=zeros, factors=factors)
 
     def _one_by_one(self, rows: slice, groups: Tensor) -> GroupWeight:
         """Return some rows, each input with a scale of its own. groups: of the inputs"""
         weight = self._weight(rows)
         zeros = None if weight.zeros is None else weight.zeros.index_select(1, groups)
         return weight._replace(scales=weight.scales.index_select(1, groups), zeros=zeros)
-
-    def rows_of_sections(self) -> Iterator[slice]:
-        """Yield the rows of each section."""
-        first = 0
-        for section in self.sections:
-            yield slice(first, first + section.rows)
-            first += section.rows
 
     def finish(self) -> None:
         """Bring the inputs into their order, once tensors have been written."""

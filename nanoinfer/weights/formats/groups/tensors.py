@@ -10,7 +10,7 @@ from nanoinfer.weights.formats.groups.fields import Field
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.parts import Expected, Part, Rounded
 from nanoinfer.weights.formats.groups.store import GroupStore, rows_and_inputs
-from nanoinfer.weights.shards import Section, Shard
+from nanoinfer.weights.shards import Section, Shard, rows_of
 
 REFUSAL = "weights in {} cannot be rounded from others: they must come as checkpoints in that format have them"
 
@@ -79,7 +79,7 @@ def stored_names(layout: Layout, prefix: str) -> tuple[str, ...]:
 def rounded_parts(store: GroupStore) -> list[Rounded]:
     """Return the rows of each section, which round what is written there."""
     parts, group = [], store.own_group
-    for section, rows in zip(store.sections, store.rows_of_sections(), strict=True):
+    for section, rows in zip(store.sections, rows_of(store.sections), strict=True):
         own = rows_and_inputs(section, store.in_features)
         end = min(-(-own[1].stop // group) * group, section.shape[1])
         parts.append(Rounded(store, rows.start, own, range(own[1].start // group * group, end)))
