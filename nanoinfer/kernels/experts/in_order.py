@@ -57,7 +57,7 @@ class Grouping(NamedTuple):
         )
 
 
-class Matrix(NamedTuple):
+class Shape(NamedTuple):
     """The shape of an expert's matrix, that of its blocks if it is in FP8, and the form of a GroupWeight."""
 
     rows: int
@@ -67,7 +67,7 @@ class Matrix(NamedTuple):
     grouping: Grouping | None = None
 
     @classmethod
-    def like(cls, weight: ExpertWeights) -> Matrix:
+    def like(cls, weight: ExpertWeights) -> Shape:
         """Return the shape of each of several experts' matrices, [experts, rows, columns]."""
         if isinstance(weight, GroupWeight):
             forms = weight.scales.dtype, weight.zeros is not None, weight.factors is not None
@@ -92,7 +92,7 @@ class Matrix(NamedTuple):
 
 @cache
 def check_order(
-    gate_up: Matrix, down: Matrix, used: int, activation: Activation, dtype: torch.dtype, device: torch.device
+    gate_up: Shape, down: Shape, used: int, activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ValueError if the kernel gives a token other bits among other numbers of tokens.
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.experts.in_order import Matrix, check_order
+from nanoinfer.kernels.experts.in_order import Shape, check_order
 from nanoinfer.kernels.experts.operand import can_multiply_groups
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
@@ -68,7 +68,7 @@ class GroupExperts(Experts):
         """Return the stores' weights, expert by expert; none, if the products cannot read both."""
         found = []
         for store in (self.gate_up, self.down):
-            weight = None if store.order is not None else store.weight
+            weight = _neighbours(store)
             if weight is None or (weight.words.is_cuda and not can_multiply_groups(weight)):
                 return []
             found.append(self._of_experts(weight))
@@ -78,7 +78,7 @@ class GroupExperts(Experts):
         return store.dense(self._dtype).unflatten(0, (self.sizes.count, -1))
 
     def _in_parts(self, store: GroupStore) -> list[WeightInParts]:
-        weight = None if store.order is not None else store.weight
+        weight = _neighbours(store)
         each = self._dense(store) if weight is None else weight.split(len(weight.words) // self.sizes.count)
         cut = rows_and_outputs(store.sections[: len(store.sections) // self.sizes.count])  # all experts are cut alike
         return [WeightInParts(one, cut) for one in each]
@@ -100,7 +100,7 @@ class GroupExperts(Experts):
         weights = self._that_kernels_read()
         if not weights:
             raise ValueError(f"deterministic=True: must be False with experts in {self.label} of these groups")
-        gate_up, down = map(Matrix.like, weights)
+        gate_up, down = map(Shape.like, weights)
         check_order(gate_up, down, used, activation, self._dtype, self.gate_up.words.device)
         self._in_order = True
 
@@ -125,6 +125,11 @@ class GroupExperts(Experts):
             parts = rounded_parts(self.gate_up), rounded_parts(self.down)
             stored = _all_names(self.gate_up), _all_names(self.down)
             yield from stack_shards(self.tensors, self.sizes, *parts, dim, stored)
+
+
+def _neighbours(store: GroupStore) -> GroupWeight | None:
+    """Return the weight whose groups are neighbours in the checkpoint's order, too; None: there is none."""
+    return store.weight if store.order is None else None
 
 
 def _all_names(store: GroupStore) -> tuple[str, ...]:
