@@ -15,8 +15,11 @@ from torch import Tensor
 
 from nanoinfer.kernels.groups import E2M1, values_of
 from nanoinfer.kernels.rounding import nearest, round_to_groups, round_to_groups_reference, round_to_groups_triton
+from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
 from nanoinfer.weights.formats.groups import layouts
+from nanoinfer.weights.formats.groups.experts import GroupExperts
 from nanoinfer.weights.formats.groups.layout import Layout
+from nanoinfer.weights.formats.groups.matrix import GroupMatrix
 from nanoinfer.weights.formats.groups.store import GroupStore
 from nanoinfer.weights.formats.groups.tensors import shards_of
 from nanoinfer.weights.shards import Section, Shard
@@ -273,6 +276,19 @@ class TestRounding:
 
 
 class TestBadInput:
+    def test_no_kernel_adds_up_groups_that_are_no_neighbours(self) -> None:
+        """As in act order: of matrices whose inputs ranks cut, and of all experts."""
+        section = Section("a", OUTPUTS, (OUTPUTS, INPUTS), 48, dim=1)
+        matrix = GroupMatrix([section], 48, False, LAYOUTS["gptq act order"], "GPTQ")
+        with pytest.raises(
+            ValueError, match="False with GPTQ whose groups are no neighbours here; device='cpu' takes all"
+        ):
+            matrix.fix_order([1])
+        tensors, sizes = ExpertTensors("{}", "gate", "up", "down", ()), ExpertSizes(2, 64, 96, 0, 96)
+        experts = GroupExperts(tensors, sizes, LAYOUTS["gptq act order"], "GPTQ")
+        with pytest.raises(ValueError, match=r"with experts in GPTQ.* here 32 of 64 and 32 of 96 share one"):
+            experts.fix_order(2, "silu")
+
     @pytest.mark.parametrize(
         ("field", "number", "message"),
         [

@@ -26,7 +26,7 @@ class Written(Protocol):
 
     @property
     def whole(self) -> Any:
-        """The parameter: one object for all parts of it."""
+        """The parameter: one object for all parts of it, a tensor or what has an `unpacked` of its own."""
         ...
 
     def __getitem__(self, rows: slice) -> Written: ...

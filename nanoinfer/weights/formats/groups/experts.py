@@ -99,7 +99,11 @@ class GroupExperts(Experts):
         """
         weights = self._that_kernels_read()
         if not weights:
-            raise ValueError(f"deterministic=True: must be False with experts in {self.label} of these groups")
+            sizes = " and ".join(f"{store.group} of {store.in_features}" for store in (self.gate_up, self.down))
+            raise ValueError(
+                f"deterministic=True: with experts in {self.label}, all inputs must share a scale, or neighbours whose"
+                f" number is a power of two from 16 on; here {sizes} share one; device='cpu' takes all"
+            )
         gate_up, down = map(Shape.like, weights)
         check_order(gate_up, down, used, activation, self._dtype, self.gate_up.words.device)
         self._in_order = True

@@ -60,7 +60,10 @@ class GroupMatrix(Matrix):
         """Let a GPU's products add up in one order; raises ValueError, and takes sizes, as GroupInOrderWeight does."""
         weight = self.store.weight
         if weight is None:
-            raise ValueError(f"deterministic=True: must be False with {self.label} whose groups are no neighbours here")
+            raise ValueError(
+                f"deterministic=True: must be False with {self.label} whose groups are no neighbours here; device='cpu'"
+                " takes all"
+            )
         self._in_order = self._gathering(GroupInOrderWeight(weight, self._dtype, self.bias is not None, sizes))
 
     def fix_parts(self) -> None:
