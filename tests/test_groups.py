@@ -22,7 +22,7 @@ from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.matrix import GroupMatrix
 from nanoinfer.weights.formats.groups.store import GroupStore
 from nanoinfer.weights.formats.groups.tensors import shards_of
-from nanoinfer.weights.shards import Section, Shard
+from nanoinfer.weights.shards import FLOATS, Section, Shard
 
 OUTPUTS, INPUTS = 48, 96
 LAYOUTS = {
@@ -276,6 +276,28 @@ class TestRounding:
 
 
 class TestBadInput:
+    @pytest.mark.parametrize(
+        ("name", "dtypes"),
+        [
+            ("mxfp4", {torch.uint8}),
+            ("nvfp4", {torch.float8_e4m3fn}),
+            ("gptq", FLOATS | {torch.float8_e4m3fn}),
+            ("int4 groups", FLOATS | {torch.float8_e4m3fn}),
+        ],
+    )
+    def test_scales_of_another_kind(self, name: str, dtypes: set[torch.dtype]) -> None:
+        """Bytes are powers of two where the layout has such scales, and no numbers elsewhere."""
+        store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS[name], "a format")
+        (shard,) = (shard for shard in shards_of(store) if shard.name in ("a.weight_scale", "a.scales"))
+        assert shard.dtypes == dtypes
+
+    def test_a_constant_that_comes_in_parts(self) -> None:
+        tensors, _ = PUBLISHED["gptq"].write(weight_of())
+        tensors["g_idx"][41] = 7
+        store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS["gptq"], "a format")
+        with pytest.raises(ValueError, match=r"a\.g_idx: its number 41 is 7: must be 1"):
+            fill(store, named("a", tensors), write_rows)
+
     def test_no_kernel_adds_up_groups_that_are_no_neighbours(self) -> None:
         """As in act order: of matrices whose inputs ranks cut, and of all experts."""
         section = Section("a", OUTPUTS, (OUTPUTS, INPUTS), 48, dim=1)

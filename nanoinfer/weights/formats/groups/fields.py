@@ -14,7 +14,7 @@ Fills = Literal["numbers", "scales", "zeros", "factors", "g_idx", "shape"]
 INT32, HALF_BYTE = 32, 4  # bits
 DTYPES: dict[Fills, frozenset[torch.dtype]] = {  # of tensors that hold one number in each place
     "numbers": frozenset({torch.int8}),
-    "scales": FLOATS | {torch.float8_e4m3fn, torch.uint8},
+    "scales": FLOATS | {torch.float8_e4m3fn},
     "zeros": frozenset({torch.int8}),
     "factors": FLOATS,
     "g_idx": frozenset({torch.int32, torch.int64}),

@@ -34,6 +34,12 @@ class Layout:
         """What of a weight the checkpoint's tensors fill."""
         return frozenset(field.fills for field in self.fields if not field.constant)
 
+    def dtypes_of(self, field: Field) -> frozenset[torch.dtype]:
+        """Return the types of numbers that a field's tensor may have: scales of eight bits stay as they are."""
+        if field.fills == "scales" and self.scales in (torch.uint8, torch.float8_e4m3fn):
+            return frozenset({self.scales})
+        return field.dtypes
+
     @property
     def rounds(self) -> bool:
         """Whether plain matrices can be rounded to such weights: to symmetric groups of neighbours, of one scale."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
 from nanoinfer.weights.formats.groups.fields import Field
 from nanoinfer.weights.formats.groups.layout import Layout
@@ -89,11 +91,11 @@ def rounded_parts(store: GroupStore) -> list[Rounded]:
 def _shard_of(store: GroupStore, field: Field, prefix: str, section: Section, first: int, number: int) -> Shard:
     """prefix: of the names; first: the section's first row in the store; number: the section's"""
     name, (outputs, inputs) = f"{prefix}{field.name}", section.shape
-    steps = field.steps(store.own_group)
+    steps, dtypes = field.steps(store.own_group), store.layout.dtypes_of(field)
     shape = field.shape_of(-(-outputs // steps[0]), -(-inputs // steps[1]))
     if field.constant:
-        expected = Expected.of(store, name, field, section, shape)
-        return Shard(name, expected, shape, optional=True, dtypes=field.dtypes)
+        expected = Expected(store, name, field, torch.Size(shape), section.shape)
+        return Shard(name, expected, shape, optional=True, dtypes=dtypes)
     own = rows_and_inputs(section, store.in_features)
     if store.order is not None and field.fills in ("scales", "zeros"):
         own = own[0], range(inputs)
@@ -107,4 +109,4 @@ def _shard_of(store: GroupStore, field: Field, prefix: str, section: Section, fi
     elif field.turned:
         dim = 1 - dim
     needs = tuple(f"{prefix}{other.name}" for other in store.layout.fields if not (other.constant or other == field))
-    return Shard(name, part, shape, start, dim, dtypes=field.dtypes, needs=needs if field.fills == "numbers" else ())
+    return Shard(name, part, shape, start, dim, dtypes=dtypes, needs=needs if field.fills == "numbers" else ())
