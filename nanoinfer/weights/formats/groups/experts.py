@@ -48,6 +48,7 @@ class GroupExperts(Experts):
         self._dtype = torch.get_default_dtype()
         self._in_order = False
         self._is_in_parts = False
+        self._parts: list[Weights] = []  # views, which what is written later fills; none in act order
 
     def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
@@ -60,7 +61,7 @@ class GroupExperts(Experts):
         """Return what the products read: the stores, or where no kernel reads both, the model's dtype."""
         stores = self.gate_up, self.down
         if self._is_in_parts:
-            return [self._in_parts(store) for store in stores]
+            return self._parts or [self._in_parts(store) for store in stores]
         weights = self._that_kernels_read()
         return list(weights) if weights else [self._dense(store) for store in stores]
 
@@ -111,6 +112,8 @@ class GroupExperts(Experts):
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
         self._is_in_parts = True
+        if self.gate_up.order is None:
+            self._parts = [self._in_parts(store) for store in (self.gate_up, self.down)]
 
     def finish(self) -> None:
         """Bring the inputs into their order, if groups have one."""
