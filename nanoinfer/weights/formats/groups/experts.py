@@ -40,7 +40,7 @@ class GroupExperts(Experts):
     ) -> None:
         """label: what messages call the format; output_share, biases: as for Format.make_experts"""
         super().__init__()
-        self.tensors, self.sizes, self.label, self.output_share = tensors, sizes, label, output_share
+        self.tensors, self.sizes, self.output_share = tensors, sizes, output_share
         halves, downs, columns = expert_sections(tensors, sizes, output_share)
         self.gate_up = GroupStore(halves, sizes.hidden_size, layout, label)
         self.down = GroupStore(downs, columns, layout, label)
@@ -102,8 +102,8 @@ class GroupExperts(Experts):
         if not weights:
             sizes = " and ".join(f"{store.group} of {store.in_features}" for store in (self.gate_up, self.down))
             raise ValueError(
-                f"deterministic=True: with experts in {self.label}, all inputs must share a scale, or neighbours whose"
-                f" number is a power of two from 16 on; here {sizes} share one; device='cpu' takes all"
+                f"deterministic=True: with experts in {self.gate_up.label}, all inputs must share a scale, or neighbours"
+                f" whose number is a power of two from 16 on; here {sizes} share one; device='cpu' takes all"
             )
         gate_up, down = map(Shape.like, weights)
         check_order(gate_up, down, used, activation, self._dtype, self.gate_up.words.device)

@@ -30,7 +30,7 @@ class GroupMatrix(Matrix):
     def __init__(self, sections: list[Section], in_features: int, bias: bool, layout: Layout, label: str) -> None:
         """label: what messages call the format"""
         super().__init__()
-        self.store, self.label = GroupStore(sections, in_features, layout, label), label
+        self.store = GroupStore(sections, in_features, layout, label)
         rows = len(self.store.words)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._dtype = torch.get_default_dtype()
@@ -64,8 +64,8 @@ class GroupMatrix(Matrix):
         weight = self.store.weight
         if weight is None:
             raise ValueError(
-                f"deterministic=True: must be False with {self.label} whose groups are no neighbours here; device='cpu'"
-                " takes all"
+                f"deterministic=True: must be False with {self.store.label} whose groups are no neighbours here;"
+                " device='cpu' takes all"
             )
         self._in_order = self._gathering(GroupInOrderWeight(weight, self._dtype, self.bias is not None, sizes))
 
