@@ -16,6 +16,7 @@ from test_kernels import DEVICE, DTYPES, SHORT, assert_close, randn
 from torch import Tensor
 
 from nanoinfer.kernels.experts.in_order import Grouping, Shape, check_order
+from nanoinfer.kernels.experts.operand import group_linear
 from nanoinfer.kernels.experts.products import expert_mlps, expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import FP8
@@ -49,11 +50,18 @@ class Layer(NamedTuple):
     biases: tuple[Tensor, Tensor]
 
 
+def dequantized(weights: GroupWeight) -> Tensor:
+    """Return what experts' weights stand for, one after the other: large ones take much memory meanwhile."""
+    return torch.stack(
+        [dequantize_reference(group_linear(weights, i), torch.float32) for i in range(len(weights.words))]
+    )
+
+
 def make(grouping: Grouping, count: int, hidden_size: int, size: int) -> Layer:
     generator = torch.Generator(DEVICE).manual_seed(0)
     gate_up = grouping.draw(count, 2 * size, hidden_size, generator)
     down = grouping.draw(count, hidden_size, size, generator)
-    wide = tuple(dequantize_reference(weight, torch.float32) for weight in (gate_up, down))
+    wide = tuple(dequantized(weight) for weight in (gate_up, down))
     return Layer((gate_up, down), (wide[0], wide[1]), (randn(count, 2 * size), randn(count, hidden_size)))
 
 
@@ -104,7 +112,7 @@ def test_channels_of_sizes_that_no_block_divides(numbers: str, tokens: int) -> N
         grouping._replace(size=88).draw(3, 2 * 72, 88, generator),
         grouping._replace(size=72).draw(3, 88, 72, generator),
     )
-    wide = tuple(dequantize_reference(weight, torch.float32) for weight in weights)
+    wide = tuple(dequantized(weight) for weight in weights)
     compare(Layer(weights, (wide[0], wide[1]), (randn(0), randn(0))), tokens, 2, torch.float32)
 
 
@@ -122,7 +130,7 @@ def test_ranks_gather_the_shares_of_the_outputs(tokens: int) -> None:
     def gather(share: Tensor) -> Tensor:
         return share.repeat(1, 2)
 
-    wide = [dequantize_reference(weight, torch.float32) for weight in (shares, halves)]
+    wide = [dequantized(weight) for weight in (shares, halves)]
     expected = expert_mlps_reference(x, routes, *wide, "silu", gather)
     assert_close(expert_mlps_triton(x, routes, shares, halves, "silu", in_order=True, gather=gather), expected)
 
@@ -145,7 +153,7 @@ def test_experts_are_like_those_to_check(grouping: Grouping) -> None:
     drawn = Shape.like(weight).draw(2, torch.float16, torch.Generator(DEVICE))
     assert isinstance(drawn, GroupWeight)
     assert Shape.like(drawn) == Shape.like(weight) == Shape(64, 256, None, None, grouping)
-    products = randn(100, 256) @ dequantize_reference(drawn, torch.float32)[0].T
+    products = randn(100, 256) @ dequantized(drawn)[0].T
     assert 0.5 < products.std() < 2
 
 

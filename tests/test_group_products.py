@@ -279,7 +279,7 @@ def test_real_sizes(
     weight = make(kind, rows, columns)
     matrix = matrix_of(weight)
     for tokens in (1, 2, 8, 16, 32, 64, 256, 600):
-        x = torch.randn(tokens, columns, device=DEVICE).to(dtype)
+        x = (torch.randn(tokens, columns, device=DEVICE) * 0.05).to(dtype)  # float16 has products of gates and ups
         out = linear(x, weight, None, activation, may_split)
         reference = F.linear(x.double(), matrix)
         reference = gate_mul_reference(reference, activation) if activation else reference

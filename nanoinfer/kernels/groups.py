@@ -100,16 +100,17 @@ def values_of(numbers: Tensor, kind: Numbers) -> Tensor:
     The shape stays.
     """
     if kind != "e2m1":
-        return numbers.float() - (1 << BITS[kind] - 1)
+        return numbers.float().sub_(1 << BITS[kind] - 1)
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=numbers.device)
-    return table[numbers.int()]
+    return F.embedding(numbers.int(), table.unsqueeze(1)).squeeze(-1)
 
 
 def dequantize_reference(weight: GroupWeight, dtype: torch.dtype) -> Tensor:
     """Return the weight in a floating type, [out_features, in_features], each number rounded once."""
     numbers = unpack(weight.words, BITS[weight.numbers], weight.in_features)
-    if weight.zeros is None:
-        values = values_of(numbers, weight.numbers)
-    else:
-        values = numbers.float() - weight.zeros.float().repeat_interleave(weight.group, dim=-1)
-    return (values * scales_of(weight).repeat_interleave(weight.group, dim=-1)).to(dtype)
+    values = values_of(numbers, weight.numbers) if weight.zeros is None else numbers.float()
+    of_groups = values.unflatten(-1, (-1, weight.group))
+    if weight.zeros is not None:
+        of_groups -= weight.zeros.float().unsqueeze(-1)
+    of_groups *= scales_of(weight).unsqueeze(-1)
+    return values.to(dtype)

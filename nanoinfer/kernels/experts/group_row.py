@@ -15,25 +15,39 @@ from nanoinfer.kernels.unpacking import dot_words, split_places
 
 @triton.jit
 def prepare_places(
-    x, SIZE: tl.constexpr, UNIT: tl.constexpr, NUMBERS: tl.constexpr, ZEROS: tl.constexpr, NATIVE: tl.constexpr
+    x,
+    largest,
+    SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
-    """Return the token's vector x, [SIZE], as multiply_words wants it, and a factor of all its products.
+    """Return a token's vector x, [SIZE] float32, as multiply_words wants it; x is at most `largest`.
 
-    The vector becomes what each place of the words multiplies, in pairs of float16 if NATIVE, else in float32; and if
-    ZEROS, the sums of its units. A unit is what four words have, or half of that
+    The vector becomes what each place of the words multiplies, divided by size_of_places: in pairs of float16 if
+    NATIVE, else in float32. If ZEROS, the second result are the sums of its units. A unit is what four words have, or
+    half of that.
     """
-    wide = x.to(tl.float32)
-    factor = 1.0
     if NATIVE:
-        largest = tl.maximum(tl.max(tl.abs(wide), axis=0), 1e-30)
-        halves = (wide * ((16384.0 if NUMBERS == "e2m1" else 64.0) / largest)).to(tl.float16)
-        factor = largest if NUMBERS == "e2m1" else largest / 64
+        power: tl.constexpr = 16384.0 if NUMBERS == "e2m1" else 64.0
+        halves = (x * (power / tl.maximum(largest, 1e-30))).to(tl.float16)
         places = _pairs(halves, SIZE, NUMBERS)
-        wide = halves.to(tl.float32)
+        x = halves.to(tl.float32)
     else:
-        places = split_places(wide, SIZE, NUMBERS)
-    sums = tl.sum(tl.reshape(wide, [SIZE // UNIT, UNIT]), axis=1) if ZEROS else 0.0
-    return places, sums, factor
+        places = split_places(x, SIZE, NUMBERS)
+    return places, tl.sum(tl.reshape(x, [SIZE // UNIT, UNIT]), axis=1) if ZEROS else 0.0
+
+
+@triton.jit
+def size_of_places(largest, NUMBERS: tl.constexpr, NATIVE: tl.constexpr):
+    """Return the factor of all products with what prepare_places returns."""
+    if not NATIVE:
+        return 1.0
+    elif NUMBERS == "e2m1":  # these numbers are smaller by what the vector is larger
+        return tl.maximum(largest, 1e-30)
+    else:
+        return tl.maximum(largest, 1e-30) / 64
 
 
 @triton.jit

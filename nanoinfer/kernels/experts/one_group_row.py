@@ -10,14 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.experts.group_row import multiply_words, prepare_places
+from nanoinfer.kernels.experts.group_row import multiply_words, prepare_places, size_of_places
+from nanoinfer.kernels.experts.one_row import load_down_bias
 from nanoinfer.kernels.experts.operand import GroupOperand, shape_of
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gated_row
 from nanoinfer.kernels.linear.groups.scales import widen
-from nanoinfer.kernels.linear.one_row import store_dots
+from nanoinfer.kernels.linear.one_row import load_bias, store_dots
 
 TILE = 1 << 14  # bytes of the weight per load of a program; at least two of its rows
 
@@ -51,8 +52,8 @@ def _launch(
     count = len(out) if activation is not None else 1  # of products
     used = routes.experts.shape[1] // count  # experts side by side
     _, weight_rows, size = operand.shape
-    block_k = triton.next_power_of_2(used * operand.quads * 128 // operand.bits)
-    block_n, per_multiprocessor, warps = choose_programs(block_k * operand.bits // 8)
+    block_k, rest = cut(used * operand.quads * 128 // operand.bits)
+    block_n, per_multiprocessor, warps = choose_programs((block_k + rest) * operand.bits // 8)
     programs = max(per_multiprocessor * num_multiprocessors(x.device) // count, 1)
     _group_row_kernel[(min(triton.cdiv(weight_rows, block_n), programs), count)](
         x,
@@ -71,14 +72,21 @@ def _launch(
         NATIVE=x.is_cuda and x.itemsize == 2,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        REST=rest,
         num_warps=warps,
         **early_launch(x),
     )
 
 
+def cut(inputs: int) -> tuple[int, int]:
+    """Return two powers of two that have room for so many inputs; the second is 0 where one does nearly as well."""
+    whole = triton.next_power_of_2(inputs)
+    return (whole, 0) if 4 * inputs > 3 * whole else (whole // 2, triton.next_power_of_2(inputs - whole // 2))
+
+
 def choose_programs(row: int) -> tuple[int, int, int]:
     """Return the rows of a tile, the programs for each multiprocessor, and the warps of a program; row: its bytes"""
-    return max(TILE // row, 2), *((4, 4) if row <= TILE // 4 else (2, 8))
+    return 1 << max((TILE // row).bit_length() - 1, 1), 2, 8
 
 
 @triton.jit
@@ -103,6 +111,7 @@ def _group_row_kernel(
     NATIVE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    REST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION is not None
@@ -115,55 +124,137 @@ def _group_row_kernel(
         experts_ptr += tl.program_id(1)
         out_ptr += tl.program_id(1) * (weight_rows // 2)
     row_words, groups = quads * 4, size // GROUP
-    padded = row_words * PER_WORD  # the inputs for which an expert's row has room
-
-    word = tl.arange(0, BLOCK_K // PER_WORD)
-    has_word = word < USED * row_words
-    first_row = _first_rows(experts_ptr, word // row_words, weight_rows, USED)
-    word_ptrs = words_ptr + tl.max_contiguous(tl.multiple_of(first_row * row_words + word % row_words, 4), 4)
-    unit = tl.arange(0, BLOCK_K // UNIT) * UNIT
-    has_unit = (unit < USED * padded) & (unit % padded < size)
-    first_row = _first_rows(experts_ptr, unit // padded, weight_rows, USED)
-    # The compiler sees no order in these. The hint, though not always true, makes a warp load along a row.
-    group_places = tl.max_contiguous(first_row * groups + unit % padded // GROUP, 2)
+    ZEROS: tl.constexpr = zeros_ptr is not None
+    word_ptrs, has_word = _words_of(words_ptr, experts_ptr, row_words, weight_rows, 0, BLOCK_K // PER_WORD, USED)
+    place, first_row, has_unit = _groups_of(
+        experts_ptr, size, row_words * PER_WORD, weight_rows, 0, BLOCK_K, UNIT, GROUP, USED
+    )
     tile = _load_rows(word_ptrs, program, has_word, row_words, weight_rows, BLOCK_N, GATED)
-    scales = _load_rows(scales_ptr + group_places, program, has_unit, groups, weight_rows, BLOCK_N, GATED)
-    zeros = None
-    if zeros_ptr is not None:
-        zeros = _load_rows(zeros_ptr + group_places, program, has_unit, groups, weight_rows, BLOCK_N, GATED)
+    scales = _load_rows(scales_ptr + place, program, has_unit, groups, weight_rows, BLOCK_N, GATED)
+    zeros, rest_zeros, rest_sums = None, None, None
+    if ZEROS:
+        zeros = _load_rows(zeros_ptr + place, program, has_unit, groups, weight_rows, BLOCK_N, GATED)
+    if REST > 0:
+        rest_ptrs, has_rest = _words_of(
+            words_ptr, experts_ptr, row_words, weight_rows, BLOCK_K // PER_WORD, REST // PER_WORD, USED
+        )
+        rest_place, rest_row, has_rest_unit = _groups_of(
+            experts_ptr, size, row_words * PER_WORD, weight_rows, BLOCK_K, REST, UNIT, GROUP, USED
+        )
+        rest = _load_rows(rest_ptrs, program, has_rest, row_words, weight_rows, BLOCK_N, GATED)
+        rest_scales = _load_rows(scales_ptr + rest_place, program, has_rest_unit, groups, weight_rows, BLOCK_N, GATED)
+        if ZEROS:
+            rest_zeros = _load_rows(zeros_ptr + rest_place, program, has_rest_unit, groups, weight_rows, BLOCK_N, GATED)
     if not GATED:
         wait_for_predecessor(EARLY)
 
-    k = tl.arange(0, BLOCK_K)
-    choice, within = k // padded, k % padded
-    has_input = (choice < USED) & (within < size)
-    x = tl.load(x_ptr + choice * size + within, mask=has_input, other=0.0).to(tl.float32)
-    if not GATED:
-        x *= load_complete(choice_weights_ptr + choice, has_input, 0.0)
-    places, sums, factor = prepare_places(x, BLOCK_K, UNIT, NUMBERS, zeros_ptr is not None, NATIVE)
-    factored = tl.zeros([1], tl.int32) if GATED else unit // padded  # choices that have other factors
+    x = _load_x(x_ptr, choice_weights_ptr, size, row_words * PER_WORD, 0, BLOCK_K, USED, not GATED)
+    largest = tl.max(tl.abs(x), axis=0)
+    if REST > 0:
+        rest_x = _load_x(x_ptr, choice_weights_ptr, size, row_words * PER_WORD, BLOCK_K, REST, USED, not GATED)
+        largest = tl.maximum(largest, tl.max(tl.abs(rest_x), axis=0))
+        rest_places, rest_sums = prepare_places(rest_x, largest, REST, UNIT, NUMBERS, ZEROS, NATIVE)
+    places, sums = prepare_places(x, largest, BLOCK_K, UNIT, NUMBERS, ZEROS, NATIVE)
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
         this_tile = next_tile - programs
         following = _load_rows(word_ptrs, next_tile, has_word, row_words, weight_rows, BLOCK_N, GATED)
-        wide = widen(scales)
-        if factors_ptr is not None:
-            factor_rows = _first_rows(experts_ptr, factored, weight_rows, USED)
-            has_factor = factored < USED
-            wide *= _load_rows(factors_ptr + factor_rows, this_tile, has_factor, 1, weight_rows, BLOCK_N, GATED)
-        dots = multiply_words(tile, places, sums, wide, zeros, NUMBERS, HALVES, NATIVE) * factor
-        scales = _load_rows(scales_ptr + group_places, next_tile, has_unit, groups, weight_rows, BLOCK_N, GATED)
-        if zeros_ptr is not None:
-            zeros = _load_rows(zeros_ptr + group_places, next_tile, has_unit, groups, weight_rows, BLOCK_N, GATED)
-        if bias_ptr is not None:
-            i = tl.arange(0, BLOCK_USED)
-            bias_ptrs = bias_ptr + load_complete(experts_ptr + i, i < USED, 0) * weight_rows
-            bias = _load_rows(bias_ptrs, this_tile, i < USED, 1, weight_rows, BLOCK_N, GATED).to(tl.float32)
-            if not GATED:
-                bias *= load_complete(choice_weights_ptr + i, i < USED, 0.0)[None, :]
-            dots += tl.sum(bias, axis=1)
-        store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
+        wide = _with_factors(scales, factors_ptr, first_row, this_tile, has_unit, weight_rows, BLOCK_N, GATED)
+        dots = multiply_words(tile, places, sums, wide, zeros, NUMBERS, HALVES, NATIVE)
+        scales = _load_rows(scales_ptr + place, next_tile, has_unit, groups, weight_rows, BLOCK_N, GATED)
+        if ZEROS:
+            zeros = _load_rows(zeros_ptr + place, next_tile, has_unit, groups, weight_rows, BLOCK_N, GATED)
         tile = following
+        if REST > 0:
+            following = _load_rows(rest_ptrs, next_tile, has_rest, row_words, weight_rows, BLOCK_N, GATED)
+            wide = _with_factors(
+                rest_scales, factors_ptr, rest_row, this_tile, has_rest_unit, weight_rows, BLOCK_N, GATED
+            )
+            dots += multiply_words(rest, rest_places, rest_sums, wide, rest_zeros, NUMBERS, HALVES, NATIVE)
+            rest_scales = _load_rows(
+                scales_ptr + rest_place, next_tile, has_rest_unit, groups, weight_rows, BLOCK_N, GATED
+            )
+            if ZEROS:
+                rest_zeros = _load_rows(
+                    zeros_ptr + rest_place, next_tile, has_rest_unit, groups, weight_rows, BLOCK_N, GATED
+                )
+            rest = following
+        dots *= size_of_places(largest, NUMBERS, NATIVE)
+        if GATED:
+            own = load_complete(experts_ptr) * weight_rows
+            if factors_ptr is not None:
+                dots *= load_bias(factors_ptr + own, this_tile, weight_rows, BLOCK_N, True)
+            if bias_ptr is not None:
+                dots += load_bias(bias_ptr + own, this_tile, weight_rows, BLOCK_N, True)
+        elif bias_ptr is not None:
+            dots += load_down_bias(
+                bias_ptr, this_tile, experts_ptr, choice_weights_ptr, weight_rows, USED, BLOCK_USED, BLOCK_N
+            )
+        store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
+
+
+@triton.jit
+def _words_of(
+    words_ptr, experts_ptr, row_words, weight_rows, FIRST: tl.constexpr, COUNT: tl.constexpr, USED: tl.constexpr
+):
+    """Return the pointers to words of the experts' first rows, side by side, [COUNT], and which of them are any."""
+    word = FIRST + tl.arange(0, COUNT)
+    first_row = _first_rows(experts_ptr, word // row_words, weight_rows, USED)
+    place = tl.max_contiguous(tl.multiple_of(first_row * row_words + word % row_words, 4), 4)
+    return words_ptr + place, word < USED * row_words
+
+
+@triton.jit
+def _groups_of(
+    experts_ptr,
+    size,
+    padded,
+    weight_rows,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    USED: tl.constexpr,
+):
+    """Return the places of what the groups of SIZE inputs have, their experts' first rows, and which groups are any.
+
+    padded: the inputs for which an expert's row has room
+    """
+    unit = FIRST + tl.arange(0, SIZE // UNIT) * UNIT
+    first_row = _first_rows(experts_ptr, unit // padded, weight_rows, USED)
+    # The compiler sees no order in these. The hint, though not always true, makes a warp load along a row.
+    place = tl.max_contiguous(first_row * (size // GROUP) + unit % padded // GROUP, 2)
+    return place, first_row, (unit < USED * padded) & (unit % padded < size)
+
+
+@triton.jit
+def _load_x(
+    x_ptr,
+    choice_weights_ptr,
+    size,
+    padded,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    USED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Load SIZE inputs of the experts, side by side, as float32; if WEIGHTED, times the choices' weights."""
+    k = FIRST + tl.arange(0, SIZE)
+    choice, within = k // padded, k % padded
+    has_input = (choice < USED) & (within < size)
+    x = tl.load(x_ptr + choice * size + within, mask=has_input, other=0.0).to(tl.float32)
+    return x * load_complete(choice_weights_ptr + choice, has_input, 0.0) if WEIGHTED else x
+
+
+@triton.jit
+def _with_factors(
+    scales, factors_ptr, first_row, tile, inside, weight_rows, BLOCK_N: tl.constexpr, GATED: tl.constexpr
+):
+    """Return scales as float32; if not GATED, with the factors, which differ from expert to expert."""
+    if factors_ptr is None or GATED:
+        return widen(scales)
+    else:
+        return widen(scales) * _load_rows(factors_ptr + first_row, tile, inside, 1, weight_rows, BLOCK_N, GATED)
 
 
 @triton.jit

@@ -194,7 +194,7 @@ def _down_kernel(
         scale_ptrs = scales_ptr + of_block * (out_features // HEIGHT * across) + block % size // WIDTH
         scales = _load_down_scales(scale_ptrs, program, has_block, across, out_features, HEIGHT, BLOCK_N)
     if BIAS:
-        bias = _load_down_bias(bias_ptr, program, experts_ptr, weights_ptr, out_features, USED, BLOCK_USED, BLOCK_N)
+        bias = load_down_bias(bias_ptr, program, experts_ptr, weights_ptr, out_features, USED, BLOCK_USED, BLOCK_N)
     wait_for_predecessor(EARLY)
     weighted = weight * tl.load(gated_ptr + k, mask=inside, other=0.0).to(tl.float32)
     x, factor = prepare_row(weighted, BLOCK_K, IN_WORDS)
@@ -206,7 +206,7 @@ def _down_kernel(
             scales = _load_down_scales(scale_ptrs, next_tile, has_block, across, out_features, HEIGHT, BLOCK_N)
         if BIAS:
             dots += bias
-            bias = _load_down_bias(
+            bias = load_down_bias(
                 bias_ptr, next_tile, experts_ptr, weights_ptr, out_features, USED, BLOCK_USED, BLOCK_N
             )
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, out_features, None, BLOCK_N)
@@ -222,7 +222,7 @@ def _load_down(down_ptrs, tile, inside, size, out_features, BLOCK_N: tl.constexp
 
 
 @triton.jit
-def _load_down_bias(
+def load_down_bias(
     bias_ptr,
     tile,
     experts_ptr,

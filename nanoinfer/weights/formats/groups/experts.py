@@ -103,8 +103,8 @@ class GroupExperts(Experts):
             stores = self.gate_up, self.down
             label, sizes = stores[0].label, " and ".join(f"{store.group} of {store.in_features}" for store in stores)
             raise ValueError(
-                f"deterministic=True: with experts in {label}, all inputs must share a scale, or neighbours whose number"
-                f" is a power of two from 16 on; here {sizes} share one; device='cpu' takes all"
+                f"deterministic=True: with experts in {label}, all inputs must share a scale, or neighbours whose"
+                f" number is a power of two from 16 on; here {sizes} share one; device='cpu' takes all"
             )
         gate_up, down = map(Shape.like, weights)
         check_order(gate_up, down, used, activation, self._dtype, self.gate_up.words.device)
