@@ -153,6 +153,19 @@ def test_a_matrix_comes_in_one_form(name: str, is_first: bool, tmp_path: Path, m
         LLM(str(tmp_path), **OPTIONS)
 
 
+def test_plain_numbers_where_the_config_says_otherwise(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+    """A checkpoint's other modules are as its config says; an update may be rounded."""
+    source = build_checkpoint("int4 groups", tmp_path)
+    llm = make_llm(str(tmp_path), **OPTIONS)
+    module, tensors = "model.layers.1.mlp.down_proj.", load_file(tmp_path / "model.safetensors")
+    plain = {f"{module}weight": load_file(source / "model.safetensors")[f"{module}weight"]}
+    llm.update_weights(plain, partial=True)
+    others = {name: tensor for name, tensor in tensors.items() if not name.startswith(module)}
+    save_file({**others, **plain}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{module}weight: its numbers are plain, but .* in int4"):
+        LLM(str(tmp_path), **OPTIONS)
+
+
 def test_groups_of_other_sizes_in_an_update(tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
     build_checkpoint("gptq act order", tmp_path)
     llm = make_llm(str(tmp_path), **OPTIONS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,3 +334,17 @@ def test_the_first_rule_decides() -> None:
     formats = Formats(((("a",), PLAIN), (("b",), Fp8Format()), ((ALL,), Fixed()), (("c",), Fp8Format())))
     assert [formats.of(name) for name in ("a", "b", "c")] == [PLAIN, Fp8Format(), Fixed()]
     assert formats.quantized == (Fp8Format(), Fixed())
+
+
+def test_among_rules_that_name_every_matrix() -> None:
+    """As configs of mixed precision do: for each module the first of the rules decides, and ranks get them, too."""
+    names = [f"layers.{layer}.experts.{expert}.{name}" for layer in range(3) for expert in range(4) for name in "ab"]
+    own = [((name,), (Fixed(), Fp8Format(), PLAIN)[place % 3]) for place, name in enumerate(names)]
+    rules = ((("layers.1.experts", r"re:.*\.3\.a$"), Fixed()), *own, (("b", "layers.2"), Fp8Format()))
+    formats = pickle.loads(pickle.dumps(Formats(rules)))
+    for place, name in enumerate(names):
+        is_first = name.startswith("layers.1.") or name.endswith(".3.a")
+        assert formats.of(name) == (Fixed() if is_first else own[place][1])
+    assert formats.of("layers.0.b") == formats.of("layers.2.mlp") == Fp8Format()
+    assert formats.of("layers.0.mlp") == formats.of("layers") == PLAIN
+    assert formats == Formats(rules)

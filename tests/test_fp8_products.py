@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from conftest import DEVICE, of_each_kind, whole_only
 from torch import Tensor
 
-from nanoinfer.kernels.experts.in_order import Matrix
+from nanoinfer.kernels.experts.in_order import Shape
 from nanoinfer.kernels.experts.in_order import check_order as check_experts
 from nanoinfer.kernels.experts.products import expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
@@ -293,7 +293,7 @@ class TestInOrder:
     @pytest.mark.parametrize("block", BLOCKS, ids=str)
     def test_experts_are_like_those_to_check(self, block: tuple[int, int | None]) -> None:
         weight = Fp8Weight(*(part.unflatten(0, (3, -1)) for part in make_weight(3 * 256, 512, block)[0]))
-        drawn = Matrix.like(weight).draw(2, torch.bfloat16, torch.Generator(DEVICE))
+        drawn = Shape.like(weight).draw(2, torch.bfloat16, torch.Generator(DEVICE))
         assert isinstance(drawn, Fp8Weight)
         assert drawn.numbers.shape == (2, 256, 512)
         assert (drawn.numbers.dtype, drawn.block) == (FP8, weight.block)
@@ -358,7 +358,7 @@ class TestInOrder:
     @pytest.mark.parametrize("used", [1, 8])
     @pytest.mark.parametrize("block", [(128, 128), (1, 2048), (256, 256)], ids=str)
     def test_experts_pass_the_check(self, block: tuple[int, int], used: int) -> None:
-        gate_up, down = Matrix(2 * 768, 2048, *block), Matrix(2048, 768, block[0], min(block[1], 768))
+        gate_up, down = Shape(2 * 768, 2048, *block), Shape(2048, 768, block[0], min(block[1], 768))
         check_experts.__wrapped__(gate_up, down, used, "silu", DTYPE, torch.device(DEVICE))
 
     @pytest.mark.gpu

@@ -111,6 +111,12 @@ def test_rows_that_come_in_pieces_meet_every_second_one(start: int, step: int, r
     assert target.flatten().tolist() == [start + i * step for i in range(rows)]
 
 
+def test_each_bias_is_written_once() -> None:
+    table = table_of(in_mxfp4(ExpertSizes(2, 64, 64, 0, 64)))
+    assert len(table["experts.gate_up_proj_bias"]) == 2  # the gates' and the ups'
+    assert len(table["experts.down_proj_bias"]) == 1
+
+
 class TestCheckpoints:
     @pytest.mark.parametrize("ranks", [1, *whole_only([2])])
     def test_experts_in_mxfp4(self, ranks: int, make_llm: Callable[..., LLM], tmp_path: Path) -> None:

@@ -13,19 +13,16 @@ from cases.layouts import PUBLISHED, Tensors
 from conftest import DEVICE
 from torch import Tensor
 
-from nanoinfer.kernels.groups import E2M1
-from nanoinfer.kernels.rounding import (
-    nearest,
-    round_to_groups,
-    round_to_groups_reference,
-    round_to_groups_triton,
-    values_of,
-)
+from nanoinfer.kernels.groups import E2M1, values_of
+from nanoinfer.kernels.rounding import nearest, round_to_groups, round_to_groups_reference, round_to_groups_triton
+from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
 from nanoinfer.weights.formats.groups import layouts
+from nanoinfer.weights.formats.groups.experts import GroupExperts
 from nanoinfer.weights.formats.groups.layout import Layout
+from nanoinfer.weights.formats.groups.matrix import GroupMatrix
 from nanoinfer.weights.formats.groups.store import GroupStore
 from nanoinfer.weights.formats.groups.tensors import shards_of
-from nanoinfer.weights.shards import Section, Shard
+from nanoinfer.weights.shards import FLOATS, Section, Shard
 
 OUTPUTS, INPUTS = 48, 96
 LAYOUTS = {
@@ -129,6 +126,36 @@ def test_inputs_that_the_group_does_not_divide(name: str, start: int) -> None:
     torch.testing.assert_close(store.dense(torch.float32), dense[:, start:], rtol=1e-6, atol=0)
     assert (store.weight is None) == ("order" in name)
     assert store.weight is None or store.weight.group == 16
+
+
+def test_integers_are_read_in_as_many_bits_as_they_have() -> None:
+    """Wider ones would take eight times the memory as a checkpoint loads."""
+    one_by_one, zeros = layouts.int_quantized(0).fields[0], LAYOUTS["gptq with zeros"].fields[2]
+    read = one_by_one.read(torch.tensor([[-128, -1, 0, 127]], dtype=torch.int8))
+    assert (read.dtype, read.tolist()) == (torch.uint8, [[0, 127, 128, 255]])
+    read = zeros.read(torch.tensor([[0x7FFFFFFF]], dtype=torch.int32))  # each zero less one: the sum overflows
+    assert (read.dtype, read.flatten().tolist()) == (torch.uint8, [0, 1, 1, 1, 1, 1, 1, 9])
+
+
+def test_a_product_reads_the_parameters_themselves() -> None:
+    """Each step asks each matrix: a view of each parameter would cost as much as the rest of it."""
+    store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS["awq"], "a format")
+    assert all(getattr(store, name) is getattr(store.weight, name) for name in ("words", "scales", "zeros", "factors"))
+
+
+def test_parts_are_cut_once() -> None:
+    """A layer of 128 experts would take eleven milliseconds for each token. In act order each product has its own."""
+    tensors, sizes = ExpertTensors("{}", "gate", "up", "down", ()), ExpertSizes(2, 64, 96, 0, 96)
+    for name, are_kept in (("awq", True), ("gptq act order", False)):
+        experts = GroupExperts(tensors, sizes, LAYOUTS[name], "a format")
+        matrix = GroupMatrix([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, False, LAYOUTS[name], "a format")
+        for module in (experts, matrix):
+            module.fix_parts()
+            for tensor in (*module.parameters(), *(part.g_idx for part in module.modules() if hasattr(part, "g_idx"))):
+                tensor.zero_()
+            module.finish()
+        assert (experts._weights()[0][1] is experts._weights()[0][1]) == are_kept
+        assert (matrix.operand() is matrix.operand()) == are_kept
 
 
 class TestOracle:
@@ -264,6 +291,41 @@ class TestRounding:
 
 
 class TestBadInput:
+    @pytest.mark.parametrize(
+        ("name", "dtypes"),
+        [
+            ("mxfp4", {torch.uint8}),
+            ("nvfp4", {torch.float8_e4m3fn}),
+            ("gptq", FLOATS),
+            ("int4 groups", FLOATS),
+        ],
+    )
+    def test_scales_of_another_kind(self, name: str, dtypes: set[torch.dtype]) -> None:
+        """Bytes are powers of two where the layout has such scales, and no numbers elsewhere."""
+        store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS[name], "a format")
+        (shard,) = (shard for shard in shards_of(store) if shard.name in ("a.weight_scale", "a.scales"))
+        assert shard.dtypes == dtypes
+
+    def test_a_constant_that_comes_in_parts(self) -> None:
+        tensors, _ = PUBLISHED["gptq"].write(weight_of())
+        tensors["g_idx"][41] = 7
+        store = GroupStore([Section("a", OUTPUTS, (OUTPUTS, INPUTS), 0)], INPUTS, LAYOUTS["gptq"], "a format")
+        with pytest.raises(ValueError, match=r"a\.g_idx: its number 41 is 7: must be 1"):
+            fill(store, named("a", tensors), write_rows)
+
+    def test_no_kernel_adds_up_groups_that_are_no_neighbours(self) -> None:
+        """As in act order: of matrices whose inputs ranks cut, and of all experts."""
+        section = Section("a", OUTPUTS, (OUTPUTS, INPUTS), 48, dim=1)
+        matrix = GroupMatrix([section], 48, False, LAYOUTS["gptq act order"], "GPTQ")
+        with pytest.raises(
+            ValueError, match="False with GPTQ whose groups are no neighbours here; device='cpu' takes all"
+        ):
+            matrix.fix_order([1])
+        tensors, sizes = ExpertTensors("{}", "gate", "up", "down", ()), ExpertSizes(2, 64, 96, 0, 96)
+        experts = GroupExperts(tensors, sizes, LAYOUTS["gptq act order"], "GPTQ")
+        with pytest.raises(ValueError, match=r"with experts in GPTQ.* here 32 of 64 and 32 of 96 share one"):
+            experts.fix_order(2, "silu")
+
     @pytest.mark.parametrize(
         ("field", "number", "message"),
         [

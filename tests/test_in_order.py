@@ -12,7 +12,7 @@ from test_kernels import DTYPES, LARGE_HEADS, SHAPES, SHORT, assert_close, atten
 from nanoinfer.attention.context import Scoring
 from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
-from nanoinfer.kernels.experts.in_order import Matrix, check_order
+from nanoinfer.kernels.experts.in_order import Shape, check_order
 from nanoinfer.kernels.experts.products import Gather, choices_in_a_tile, expert_mlps_reference, expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference, gate_mul_triton
@@ -170,8 +170,8 @@ def test_experts_have_the_same_bits(
 @pytest.mark.parametrize(("hidden_size", "share", "ranks"), [(2048, 768, 1), (512, 896, 2), (72, 40, 1)])
 @pytest.mark.parametrize("used", [1, 2, 8])
 def test_experts_pass_the_check(used: int, hidden_size: int, share: int, ranks: int, dtype: torch.dtype) -> None:
-    gate_up = Matrix(2 * share, hidden_size, None, None)
-    down = Matrix(hidden_size // ranks, share * ranks, None, None)
+    gate_up = Shape(2 * share, hidden_size, None, None)
+    down = Shape(hidden_size // ranks, share * ranks, None, None)
     check_order.__wrapped__(gate_up, down, used, "silu", dtype, torch.device(DEVICE))
 
 
@@ -180,7 +180,7 @@ def test_experts_pass_the_check(used: int, hidden_size: int, share: int, ranks: 
 def test_the_check_of_experts_compares_tiles_of_all_sizes(
     used: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    matrices = Matrix(2 * 48, 64, None, None), Matrix(64 // ranks, 48 * ranks, None, None)
+    matrices = Shape(2 * 48, 64, None, None), Shape(64 // ranks, 48 * ranks, None, None)
     tiles: set[int] = set()
 
     def check(wrong: int | None) -> None:

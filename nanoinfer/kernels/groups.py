@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.kernels.fp8 import FP8
+
 Numbers = Literal["int4", "int8", "e2m1"]  # e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP MX, 2023)
 
 BITS: dict[Numbers, int] = {"int4": 4, "int8": 8, "e2m1": 4}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
+SPREADS: dict[Numbers, float] = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93}  # standard deviations, if all are as likely
 
 
 class GroupWeight(NamedTuple):
@@ -59,6 +62,11 @@ def pack(numbers: Tensor, bits: int) -> Tensor:
     return packed.contiguous().flatten(-2).view(torch.int32).flatten(-3)
 
 
+def words_of(in_features: int, bits: int) -> int:
+    """Return how many words `pack` makes of a row."""
+    return 4 * -(-in_features * bits // 128)
+
+
 def unpack(words: Tensor, bits: int, in_features: int) -> Tensor:
     """Return the numbers that `pack` packed, [..., in_features] int32."""
     by_word = words[..., None, None] >> _shifts(bits, words.device) & (1 << bits) - 1
@@ -79,17 +87,30 @@ def scales_of(weight: GroupWeight) -> Tensor:
     return scales.float() if weight.factors is None else scales.float() * weight.factors.unsqueeze(-1)
 
 
+def scales_are_exact(weight: GroupWeight, dtype: torch.dtype) -> bool:
+    """Return whether dtype has each product of a number, of two bits, and a scale; float16 lacks most powers of two."""
+    if weight.numbers != "e2m1":
+        return False
+    return weight.scales.dtype == FP8 or (weight.scales.dtype == torch.uint8 and dtype != torch.float16)
+
+
+def values_of(numbers: Tensor, kind: Numbers) -> Tensor:
+    """Return what numbers, of any integer type, stand for, as float32, if their scale is 1 and their zero the middle.
+
+    The shape stays.
+    """
+    if kind != "e2m1":
+        return numbers.float().sub_(1 << BITS[kind] - 1)
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=numbers.device)
+    return F.embedding(numbers.int(), table.unsqueeze(1)).squeeze(-1)
+
+
 def dequantize_reference(weight: GroupWeight, dtype: torch.dtype) -> Tensor:
     """Return the weight in a floating type, [out_features, in_features], each number rounded once."""
-    bits = BITS[weight.numbers]
-    numbers = unpack(weight.words, bits, weight.in_features)
-    if weight.numbers == "e2m1":
-        table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=numbers.device)
-        values = F.embedding(numbers, table.unsqueeze(1)).squeeze(-1)
-    else:
-        values = numbers.float()
+    numbers = unpack(weight.words, BITS[weight.numbers], weight.in_features)
+    values = values_of(numbers, weight.numbers) if weight.zeros is None else numbers.float()
     of_groups = values.unflatten(-1, (-1, weight.group))
-    if weight.numbers != "e2m1":
-        of_groups -= 1 << bits - 1 if weight.zeros is None else weight.zeros.float().unsqueeze(-1)
+    if weight.zeros is not None:
+        of_groups -= weight.zeros.float().unsqueeze(-1)
     of_groups *= scales_of(weight).unsqueeze(-1)
     return values.to(dtype)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.groups import BITS, E2M1, Numbers
+from nanoinfer.kernels.groups import BITS, E2M1, Numbers, values_of
 
 CANDIDATES = tl.constexpr(5)  # from 24/32 to 32/32 of the scale that reaches the largest value; one more is above it
 NUMBERS_PER_PROGRAM = 4096
@@ -59,14 +59,6 @@ def nearest(values: Tensor, numbers: Numbers) -> Tensor:
         middle = (low + high) / 2
         magnitudes += sizes > middle if code % 2 == 0 else sizes >= middle
     return magnitudes | torch.signbit(values).to(torch.uint8) << 3
-
-
-def values_of(numbers: Tensor, kind: Numbers) -> Tensor:
-    """Return what numbers stand for, as float32, if their scale is 1 and their zero the middle."""
-    if kind != "e2m1":
-        return numbers.float() - (1 << BITS[kind] - 1)
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=numbers.device)
-    return table[numbers.int()]
 
 
 def _fitted(grouped: Tensor, numbers: Numbers, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:

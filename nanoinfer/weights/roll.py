@@ -33,11 +33,16 @@ class Roll:
     come: the names of the tensors that have come, in their order
     """
 
-    def __init__(self, table: Table, source: str) -> None:
-        """source: where the tensors come from, which begins the messages"""
+    def __init__(self, table: Table, source: str, is_update: bool) -> None:
+        """source: where the tensors come from, which begins the messages
+
+        is_update: they change a model that has weights; else they are the checkpoint that it is made from
+        """
         self.come: dict[str, None] = {}
         self._table = table
         self._source = source
+        self._is_update = is_update
+        self._refused: list[str] = []  # why tensors of a checkpoint cannot be taken
         self._in_others: set[str] = set()  # tensors that need not come any more
         self._needed: dict[str, None] = {}  # by tensors whose numbers are no floats
         self._unknown: list[str] = []
@@ -60,6 +65,8 @@ class Roll:
             return False
         if shards[0].refusal:
             raise ValueError(f"{place}: {name}: {shards[0].refusal}")
+        if shards[0].only_updates and not self._is_update:
+            self._refused.append(f"{place}: {name}: {shards[0].only_updates}")
         self._check_dtype(shards[0], dtype, place)
         if not _fits(shards[0], tuple(shape)):
             raise ValueError(
@@ -97,6 +104,8 @@ class Roll:
                 f"{self._source}:{_list('missing', missing)}{_list('unknown', self._unknown)}"
                 f"{_list('known names like that', self._like_unknown())}{_list('stored twice', sorted(self._twice))}"
             )
+        if self._refused:
+            raise ValueError(self._refused[0])
 
     def _like_unknown(self) -> list[str]:
         """Return the known names that are most like the unknown ones, with these ones' numbers of layers and experts.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 ROWS_TOGETHER = 128  # a tensor may be written in parts that begin at multiples of so many rows: no block of a format,
 # whose numbers share a scale, is cut then
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+NUMBERS_AT_ONCE = 1 << 24  # that a format converts, so that a large tensor needs little memory beside its own
 SPREAD = 0.02  # the standard deviation of random weights
 
 
@@ -25,7 +26,7 @@ class Written(Protocol):
 
     @property
     def whole(self) -> Any:
-        """The parameter: one object for all parts of it."""
+        """The parameter: one object for all parts of it, a tensor or what has an `unpacked` of its own."""
         ...
 
     def __getitem__(self, rows: slice) -> Written: ...
@@ -70,6 +71,7 @@ class Shard:
     dtypes: the types of numbers that the tensor may have
     needs: the names of the tensors, such as scales, that must come too if the tensor has none of FLOATS
     refusal: why no such tensor can be taken; "": it can
+    only_updates: why a checkpoint cannot hold it, but an update may; "": both may
     takes_all: whether the target takes the whole tensor
     """
 
@@ -88,6 +90,7 @@ class Shard:
     dtypes: frozenset[torch.dtype] = FLOATS
     needs: tuple[str, ...] = ()
     refusal: str = ""
+    only_updates: str = ""
     takes_all: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -169,6 +172,14 @@ class Section:
     def outputs(self) -> int:
         """How many outputs this section's projection has, on all ranks together."""
         return self.shape[0] if self.fused is None else self.fused
+
+
+def rows_of(sections: Iterable[Section]) -> Iterator[slice]:
+    """Yield the rows of a matrix that each section fills."""
+    first = 0
+    for section in sections:
+        yield slice(first, first + section.rows)
+        first += section.rows
 
 
 def rows_and_outputs(sections: list[Section]) -> list[tuple[int, int]]:

@@ -118,9 +118,12 @@ class FileSource:
         if name is not None:
             raise ValueError(f"{self.what}: {describe_not_finite(table, name)}")
 
-    def check(self, table: Table) -> int:
-        """Return how many bytes `copy` reads. Raise ValueError if names, shapes or dtypes do not fit the table."""
-        roll = Roll(table, f"{self.what}: the checkpoint does not fit the model")
+    def check(self, table: Table, is_update: bool = False) -> int:
+        """Return how many bytes `copy` reads. Raise ValueError if names, shapes or dtypes do not fit the table.
+
+        is_update: as for Roll
+        """
+        roll = Roll(table, f"{self.what}: the checkpoint does not fit the model", is_update)
         num_bytes = 0
         for name, tensor, file in self._tensors():
             if roll.tick(name, tensor.get_shape(), tensor.get_dtype(), file.name):
@@ -222,7 +225,7 @@ class TensorSource:
 
         In the end, raises ValueError, naming them, if tensors other than constants are missing.
         """
-        roll = Roll(table, f"{self.what} do not fit the model")
+        roll = Roll(table, f"{self.what} do not fit the model", is_update=True)
         for name, tensor in self.pairs():
             if roll.tick(name, tensor.shape, _dtype_name(tensor.dtype), self.what):
                 yield name, tensor.mT if table[name][0].is_turned(tensor.shape) else tensor

@@ -92,7 +92,7 @@ class Updater:
         """Write the tensors of files into the weights; returns the new version. in_flight, begin: as for update"""
         ranks = self._ranks
         with ranks.alike(), fresh_torch_state():
-            source.check(self._table)
+            source.check(self._table, is_update=True)
             if self._is_tied and source.has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight"):
                 raise ValueError(
                     f"{source.what}: has an output projection of its own, but this model's is the embedding"

@@ -17,15 +17,12 @@ from nanoinfer.kernels.experts.operand import ExpertWeights
 from nanoinfer.kernels.experts.products import expert_mlps_triton
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import FP8, Fp8Weight, parts_of
-from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers
+from nanoinfer.kernels.groups import BITS, SPREADS, GroupWeight, Numbers, words_of
 from nanoinfer.kernels.linear.activation import Activation
 
 # An output of ordinary numbers shows another order only once in some thousand times, so many are compared.
 TOKENS = 288
 AT_ONCE = (8, 24, 96)  # of them, if each takes all experts: they fill tiles of every size but the largest
-
-
-SIZES: dict[Numbers, float] = {"int4": 5, "int8": 75, "e2m1": 3}  # of random numbers
 
 
 class Grouping(NamedTuple):
@@ -44,14 +41,14 @@ class Grouping(NamedTuple):
         def integers(low: int, high: int, dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.randint(low, high, (count, rows, *shape), generator=generator, device=device, dtype=dtype)
 
-        groups, size = columns // self.size, SIZES[self.numbers] * columns**0.5
+        groups, size = columns // self.size, SPREADS[self.numbers] * columns**0.5
         if self.scales == torch.uint8:
             scales = integers(126, 129, torch.uint8, groups) - round(math.log2(size))
         else:
             scales = torch.rand(count, rows, groups, generator=generator, device=device)
             scales = (scales if self.has_factors else scales / size).to(self.scales)
         return GroupWeight(
-            integers(-(1 << 31), 1 << 31, torch.int32, 4 * -(-columns * bits // 128)),
+            integers(-(1 << 31), 1 << 31, torch.int32, words_of(columns, bits)),
             scales,
             integers(0, 1 << bits, torch.uint8, groups) if self.has_zeros else None,
             torch.full((count, rows), 1 / size, device=device) if self.has_factors else None,
@@ -60,7 +57,7 @@ class Grouping(NamedTuple):
         )
 
 
-class Matrix(NamedTuple):
+class Shape(NamedTuple):
     """The shape of an expert's matrix, that of its blocks if it is in FP8, and the form of a GroupWeight."""
 
     rows: int
@@ -70,7 +67,7 @@ class Matrix(NamedTuple):
     grouping: Grouping | None = None
 
     @classmethod
-    def like(cls, weight: ExpertWeights) -> Matrix:
+    def like(cls, weight: ExpertWeights) -> Shape:
         """Return the shape of each of several experts' matrices, [experts, rows, columns]."""
         if isinstance(weight, GroupWeight):
             forms = weight.scales.dtype, weight.zeros is not None, weight.factors is not None
@@ -95,7 +92,7 @@ class Matrix(NamedTuple):
 
 @cache
 def check_order(
-    gate_up: Matrix, down: Matrix, used: int, activation: Activation, dtype: torch.dtype, device: torch.device
+    gate_up: Shape, down: Shape, used: int, activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ValueError if the kernel gives a token other bits among other numbers of tokens.
 

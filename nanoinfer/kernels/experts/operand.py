@@ -8,8 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.fp8 import FP8, Fp8Weight, parts_of
-from nanoinfer.kernels.groups import BITS, GroupWeight
+from nanoinfer.kernels.fp8 import Fp8Weight, parts_of
+from nanoinfer.kernels.groups import BITS, GroupWeight, scales_are_exact
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
 
 ExpertWeights: TypeAlias = Tensor | Fp8Weight | GroupWeight  # one of these for each of the two products
@@ -21,7 +21,7 @@ class GroupOperand:
 
     bits: of a number
     quads: those of four words in a row
-    scales_are_exact: each number times its scale is one that the tokens' dtype has
+    scales_are_exact: each number times its scale is one that the tokens' dtype has, and groups are of 16 or 32
     """
 
     weight: GroupWeight
@@ -36,7 +36,8 @@ class GroupOperand:
         bits = BITS[weight.numbers]
         assert all(part is None or part.is_contiguous() for part in weight[:4])
         assert can_multiply_groups(weight)
-        return cls(weight, shape_of(weight), bits, weight.words.shape[2] // 4, _scales_are_exact(weight, dtype))
+        are_exact = weight.group in (16, 32) and scales_are_exact(weight, dtype)
+        return cls(weight, shape_of(weight), bits, weight.words.shape[2] // 4, are_exact)
 
     @property
     def scales_are_paired(self) -> bool:
@@ -72,9 +73,3 @@ def group_linear(weights: GroupWeight, expert: int) -> GroupLinearWeight:
         weights.numbers,
         weights.in_features,
     )
-
-
-def _scales_are_exact(weight: GroupWeight, dtype: torch.dtype) -> bool:
-    """Return whether dtype has each product of an e2m1, of two bits, and a scale; float16 lacks most powers of two."""
-    in_range = weight.scales.dtype == FP8 or (weight.scales.dtype == torch.uint8 and dtype != torch.float16)
-    return weight.numbers == "e2m1" and in_range and weight.group in (16, 32)

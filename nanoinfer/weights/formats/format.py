@@ -1,7 +1,7 @@
 """Format: how a checkpoint stores matrices, and what the rest of nanoinfer may ask of it.
 
-A format makes matrices and experts, and these do the work: matrix.py and experts.py declare what each must do. No file
-outside this room and the kernels asks which format a matrix has. docs/tour.md has the recipe for a new one.
+A format makes matrices and experts, and these do the work: matrix.py and experts.py declare what each must do. Outside
+this room and the kernels, a file asks at most whether two formats are alike. docs/tour.md has the recipe for a new one.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.format import Format
@@ -12,7 +13,8 @@ from nanoinfer.weights.formats.plain.format import PLAIN
 from nanoinfer.weights.shards import Section
 from nanoinfer.weights.sources import LANGUAGE_MODEL
 
-ALL = "re:"  # the pattern of all names
+EXPRESSION = "re:"  # begins a pattern that is a regular expression
+ALL = EXPRESSION  # the pattern of all names
 KEPT = "lm_head", r"re:.*\bin_proj_(a|b|ba)$"  # and what decides a delta rule's strengths and decays
 
 
@@ -28,7 +30,27 @@ class Formats:
 
     def of(self, module: str) -> Format:
         """Return the format of a module's matrix; module: the name in the checkpoint, without ".weight\""""
-        return next((format for patterns, format in self.rules if any(_fits(one, module) for one in patterns)), PLAIN)
+        parts = module.split(".")
+        begins_and_ends = (".".join(some) for cut in range(len(parts)) for some in (parts[: cut + 1], parts[cut:]))
+        numbers = [self._by_name[part] for part in begins_and_ends if part in self._by_name]
+        numbers += [number for number, expression in self._expressions if expression.match(module)]
+        return self.rules[min(numbers)][1] if numbers else PLAIN
+
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        """The first rule for each pattern that is a name: a checkpoint may name each matrix of each expert."""
+        patterns = [(number, pattern) for number, (some, _) in enumerate(self.rules) for pattern in some]
+        return {pattern: number for number, pattern in reversed(patterns)}
+
+    @cached_property
+    def _expressions(self) -> list[tuple[int, re.Pattern[str]]]:
+        """The other patterns, and the numbers of their rules."""
+        return [
+            (number, re.compile(pattern.removeprefix(EXPRESSION)))
+            for number, (some, _) in enumerate(self.rules)
+            for pattern in some
+            if pattern.startswith(EXPRESSION)
+        ]
 
     def check_patterns(self) -> None:
         """Raise ValueError, naming it, for a regular expression that is none."""
@@ -50,7 +72,7 @@ class Formats:
 
         return Formats(tuple((tuple(map(known, patterns)), format) for patterns, format in self.rules))
 
-    @property
+    @cached_property
     def quantized(self) -> tuple[Format, ...]:
         """The formats other than PLAIN, each once."""
         return tuple(dict.fromkeys(format for _, format in self.rules if format != PLAIN))
@@ -87,9 +109,3 @@ PLAIN_FORMATS = Formats()
 def all_in(format: Format, ignored: tuple[str, ...] = ()) -> Formats:
     """Return the formats of a model whose matrices have one, but for KEPT and those that are ignored, by patterns."""
     return Formats((((*KEPT, *ignored), PLAIN), ((ALL,), format)))
-
-
-def _fits(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")

@@ -41,14 +41,14 @@ def read_gptq(config: Mapping[str, Any]) -> Formats:
 
 def _gptq(config: Mapping[str, Any]) -> Format:
     version = read_choice(config, "checkpoint_format", "gptq", ("gptq", "gptq_v2"))
-    bits, group = read_bits(config, "bits"), read_group(config)
+    bits, group = read_bits(config), read_group(config)
     symmetric, ordered = config.get("sym", True) is True, bool(config.get("desc_act")) and group != 0
     return GroupFormat("GPTQ", gptq(bits, group, symmetric, ordered, less_one=version == "gptq"))
 
 
 def read_awq(config: Mapping[str, Any]) -> Formats:
     """Read the config of AutoAWQ; raises ValueError, naming the setting, for what is not supported."""
-    read_bits(config, "bits", (4,))
+    read_bits(config, (4,))
     read_choice(config, "version", "gemm", ("gemm", "GEMM"))
     ignored = HEAD, *map(containing, names_in(config, "modules_to_not_convert"))
     layout = awq(read_group(config), symmetric=not config.get("zero_point", True))
@@ -81,7 +81,7 @@ def _auto_round(config: Mapping[str, Any]) -> Format:
         return PLAIN
     read_choice(config, "data_type", "int", ("int",))
     packing = PACKINGS[read_choice(config, "packing_format", "auto_round:auto_gptq", PACKINGS)]
-    bits, group = read_bits(config, "bits", (4,) if packing is None else (4, 8)), read_group(config)
+    bits, group = read_bits(config, (4,) if packing is None else (4, 8)), read_group(config)
     symmetric = config.get("sym", True) is True
     layout = awq(group, symmetric) if packing is None else gptq(bits, group, symmetric, False, less_one=packing)
     return GroupFormat("AutoRound", layout)

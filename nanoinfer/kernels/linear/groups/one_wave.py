@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.kernels.groups import BITS, GroupWeight
+from nanoinfer.kernels.groups import BITS, GroupWeight, scales_are_exact
 from nanoinfer.kernels.launch import early_launch, fetch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.groups.scales import narrow, widen
@@ -55,20 +54,13 @@ def step_of(weight: GroupWeight, dtype: torch.dtype) -> int | None:
 
     dtype: of the tokens' vectors
     """
-    group, is_first = weight.group, scales_first(weight, dtype)
+    group, is_first = weight.group, scales_are_exact(weight, dtype)
     if weight.in_features % BLOCK or (group % BLOCK and not (is_first and group == 16)):
         return None
     for step in (128, 64, 32):
         if group % step == 0 or (step % group == 0 and (is_first or step // group <= MOST_GROUPS)):
             return step
     return None
-
-
-def scales_first(weight: GroupWeight, dtype: torch.dtype) -> bool:
-    """Return whether the products of numbers and scales are exact in a dtype."""
-    if weight.numbers != "e2m1":
-        return False
-    return weight.scales.dtype == FP8 or (weight.scales.dtype == torch.uint8 and dtype != torch.float16)
 
 
 def find_cut(x: Tensor, weight: GroupWeight, may_split: bool) -> Cut:
@@ -128,7 +120,7 @@ def one_wave_triton(
     out = torch.empty((cut.pieces, tokens, out_features), dtype=out_dtype, device=x.device)
     steps = triton.cdiv(in_features, step)
     grid = (triton.cdiv(tokens, cut.block_m) * triton.cdiv(weight_rows, cut.block_n), cut.pieces)
-    zeros, scales, is_first = weight.zeros, weight.scales, scales_first(weight, x.dtype)
+    zeros, scales, is_first = weight.zeros, weight.scales, scales_are_exact(weight, x.dtype)
     groups, bits = max(step // weight.group, 1), BITS[weight.numbers]
     stage = step * (cut.block_m * (1 if is_first else groups) * x.itemsize + cut.block_n * bits // 8)
     _one_wave_kernel[grid](

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.experts.in_order import Matrix, check_order
+from nanoinfer.kernels.experts.in_order import Shape, check_order
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import Fp8Weight
@@ -59,7 +59,7 @@ class Fp8Experts(Experts):
         for weight in (gate_up, down):
             check_multiplies(self._dtype, weight)
         device = gate_up.numbers.device
-        check_order(Matrix.like(gate_up), Matrix.like(down), used, activation, self._dtype, device)
+        check_order(Shape.like(gate_up), Shape.like(down), used, activation, self._dtype, device)
         self._in_order = True
 
     def fix_parts(self) -> None:

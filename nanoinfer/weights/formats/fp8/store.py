@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.fp8 import FP8, LARGEST, as_bytes
 from nanoinfer.weights.formats.fp8.layout import Fp8Layout
-from nanoinfer.weights.shards import FLOATS, Section, Shard
+from nanoinfer.weights.shards import FLOATS, NUMBERS_AT_ONCE, Section, Shard, rows_of
 
 T = TypeVar("T")
-
-NUMBERS_AT_ONCE = 1 << 24  # that are quantized, so that a large tensor needs little memory beside its own
 
 
 class Fp8Store(nn.Module):
@@ -65,13 +63,12 @@ class Fp8Store(nn.Module):
     @property
     def parts(self) -> list[Fp8Rows]:
         """The rows of each section."""
-        parts, first = [], 0
-        for section in self.sections:
+        parts = []
+        for section, rows in zip(self.sections, rows_of(self.sections), strict=True):
             sizes = section.rows, self.weight.shape[1]
             own = tuple(range(at, at + size) for at, size in zip(_start(section), sizes, strict=True))
             cover = tuple(map(_cover, own, self.layout.own_block, section.shape))
-            parts.append(Fp8Rows(self, first, (own[0], own[1]), (cover[0], cover[1])))
-            first += section.rows
+            parts.append(Fp8Rows(self, rows.start, (own[0], own[1]), (cover[0], cover[1])))
         return parts
 
     def shards(self) -> Iterator[Shard]:

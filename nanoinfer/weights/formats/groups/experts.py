@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.experts.in_order import Matrix, check_order
+from nanoinfer.kernels.experts.in_order import Shape, check_order
 from nanoinfer.kernels.experts.operand import can_multiply_groups
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
@@ -19,7 +19,7 @@ from nanoinfer.weights.formats.expert_shards import ExpertBiases, expert_section
 from nanoinfer.weights.formats.experts import Experts, ExpertSizes, ExpertTensors, OutputShare
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.store import GroupStore
-from nanoinfer.weights.formats.groups.tensors import paired_shards, rounded_parts, shards_of, stored_names
+from nanoinfer.weights.formats.groups.tensors import of_plain, paired_shards, rounded_parts, shards_of, stored_names
 from nanoinfer.weights.shards import Shard, rows_and_outputs
 
 # Of all experts, for one of the two products.
@@ -40,7 +40,7 @@ class GroupExperts(Experts):
     ) -> None:
         """label: what messages call the format; output_share, biases: as for Format.make_experts"""
         super().__init__()
-        self.tensors, self.sizes, self.label, self.output_share = tensors, sizes, label, output_share
+        self.tensors, self.sizes, self.output_share = tensors, sizes, output_share
         halves, downs, columns = expert_sections(tensors, sizes, output_share)
         self.gate_up = GroupStore(halves, sizes.hidden_size, layout, label)
         self.down = GroupStore(downs, columns, layout, label)
@@ -48,6 +48,7 @@ class GroupExperts(Experts):
         self._dtype = torch.get_default_dtype()
         self._in_order = False
         self._is_in_parts = False
+        self._parts: list[Weights] = []  # views, which what is written later fills; none in act order
 
     def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""
@@ -60,7 +61,7 @@ class GroupExperts(Experts):
         """Return what the products read: the stores, or where no kernel reads both, the model's dtype."""
         stores = self.gate_up, self.down
         if self._is_in_parts:
-            return [self._in_parts(store) for store in stores]
+            return self._parts or [self._in_parts(store) for store in stores]
         weights = self._that_kernels_read()
         return list(weights) if weights else [self._dense(store) for store in stores]
 
@@ -68,7 +69,7 @@ class GroupExperts(Experts):
         """Return the stores' weights, expert by expert; none, if the products cannot read both."""
         found = []
         for store in (self.gate_up, self.down):
-            weight = None if store.order is not None else store.weight
+            weight = _neighbours(store)
             if weight is None or (weight.words.is_cuda and not can_multiply_groups(weight)):
                 return []
             found.append(self._of_experts(weight))
@@ -78,7 +79,7 @@ class GroupExperts(Experts):
         return store.dense(self._dtype).unflatten(0, (self.sizes.count, -1))
 
     def _in_parts(self, store: GroupStore) -> list[WeightInParts]:
-        weight = None if store.order is not None else store.weight
+        weight = _neighbours(store)
         each = self._dense(store) if weight is None else weight.split(len(weight.words) // self.sizes.count)
         cut = rows_and_outputs(store.sections[: len(store.sections) // self.sizes.count])  # all experts are cut alike
         return [WeightInParts(one, cut) for one in each]
@@ -99,14 +100,21 @@ class GroupExperts(Experts):
         """
         weights = self._that_kernels_read()
         if not weights:
-            raise ValueError(f"deterministic=True: must be False with experts in {self.label} of these groups")
-        gate_up, down = map(Matrix.like, weights)
+            stores = self.gate_up, self.down
+            label, sizes = stores[0].label, " and ".join(f"{store.group} of {store.in_features}" for store in stores)
+            raise ValueError(
+                f"deterministic=True: with experts in {label}, all inputs must share a scale, or neighbours whose"
+                f" number is a power of two from 16 on; here {sizes} share one; device='cpu' takes all"
+            )
+        gate_up, down = map(Shape.like, weights)
         check_order(gate_up, down, used, activation, self._dtype, self.gate_up.words.device)
         self._in_order = True
 
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
         self._is_in_parts = True
+        if self.gate_up.order is None:
+            self._parts = [self._in_parts(store) for store in (self.gate_up, self.down)]
 
     def finish(self) -> None:
         """Bring the inputs into their order, if groups have one."""
@@ -115,7 +123,6 @@ class GroupExperts(Experts):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of each expert's tensors, or of stacks of all, and of the stacks of plain matrices."""
-        yield from self.biases.shards()
         dim = 1 if self.output_share is None else 0
         if self.tensors.paired:
             yield from paired_shards(self.gate_up, self.down, self.tensors, self.sizes, dim)
@@ -125,7 +132,13 @@ class GroupExperts(Experts):
         if self.gate_up.layout.rounds:
             parts = rounded_parts(self.gate_up), rounded_parts(self.down)
             stored = _all_names(self.gate_up), _all_names(self.down)
-            yield from stack_shards(self.tensors, self.sizes, *parts, dim, stored)
+            for shard in stack_shards(self.tensors, self.sizes, *parts, dim, stored):
+                yield of_plain(shard, self.gate_up)
+
+
+def _neighbours(store: GroupStore) -> GroupWeight | None:
+    """Return the weight whose groups are neighbours in the checkpoint's order, too; None: there is none."""
+    return store.weight if store.order is None else None
 
 
 def _all_names(store: GroupStore) -> tuple[str, ...]:

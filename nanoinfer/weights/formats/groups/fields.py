@@ -115,7 +115,7 @@ class Field:
         if self.fills in ("g_idx", "shape"):
             return stored
         if self.added:
-            stored = _wrapped(stored.long() + self.added)
+            stored = _add(stored, self.added)
         if self.block is not None:
             stored = stored.flatten(-2)
         upright = stored.mT if self.turned else stored
@@ -124,7 +124,6 @@ class Field:
         return upright if self.along_inputs is None else self.along_inputs.unpack(upright)
 
 
-def _wrapped(integers: Tensor) -> Tensor:
-    """Return integers of 64 bits as int32, in which a sum may overflow."""
-    integers = integers & (1 << INT32) - 1
-    return torch.where(integers >= 1 << INT32 - 1, integers - (1 << INT32), integers).int()
+def _add(integers: Tensor, number: int) -> Tensor:
+    """Return sums with int32s, which may overflow, or those with the numbers of int8s as uint8."""
+    return integers + number if integers.dtype == torch.int32 else integers.view(torch.uint8) + number

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import launch_in_between
 from nanoinfer.kernels.linear.gathered import GatheredWeight
 from nanoinfer.kernels.linear.groups.in_order import GroupInOrderWeight
@@ -29,12 +30,12 @@ class GroupMatrix(Matrix):
     def __init__(self, sections: list[Section], in_features: int, bias: bool, layout: Layout, label: str) -> None:
         """label: what messages call the format"""
         super().__init__()
-        self.store, self.label = GroupStore(sections, in_features, layout, label), label
+        self.store = GroupStore(sections, in_features, layout, label)
         rows = len(self.store.words)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self._dtype = torch.get_default_dtype()
         self.takes_lanes = self.store.order is None
-        self._in_order: GatheredWeight | GroupInOrderWeight | None = None
+        self._in_order: GatheredWeight | GroupInOrderWeight | WeightInParts | None = None
         self._is_in_parts = False
 
     def operand(self) -> Tensor | Weight:
@@ -43,14 +44,16 @@ class GroupMatrix(Matrix):
             return self._in_order
         weight = self.store.weight
         if self._is_in_parts:
-            parts = WeightInParts(self._dense() if weight is None else weight, rows_and_outputs(self.store.sections))
-            return parts if weight is None else self._gathering(parts)
+            return self._in_parts(self._dense()) if weight is None else self._gathering(self._in_parts(weight))
         return self._dense() if weight is None else self._gathering(GroupLinearWeight(*weight))
 
     def _dense(self) -> Tensor:
         dense = self.store.dense(self._dtype)
         launch_in_between(dense.device)
         return dense
+
+    def _in_parts(self, weight: Tensor | GroupWeight) -> WeightInParts:
+        return WeightInParts(weight, rows_and_outputs(self.store.sections))
 
     def _gathering(self, weight: W) -> W | GatheredWeight:
         """Return a weight that puts its input into the order of the store, if that has one."""
@@ -60,12 +63,17 @@ class GroupMatrix(Matrix):
         """Let a GPU's products add up in one order; raises ValueError, and takes sizes, as GroupInOrderWeight does."""
         weight = self.store.weight
         if weight is None:
-            raise ValueError(f"deterministic=True: must be False with {self.label} whose groups are no neighbours here")
+            raise ValueError(
+                f"deterministic=True: must be False with {self.store.label} whose groups are no neighbours here;"
+                " device='cpu' takes all"
+            )
         self._in_order = self._gathering(GroupInOrderWeight(weight, self._dtype, self.bias is not None, sizes))
 
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts, whose shapes do not depend on the number of ranks."""
         self._is_in_parts = True
+        if self.store.order is None and self.store.weight is not None:
+            self._in_order = self._in_parts(self.store.weight)  # views, which what is written later fills
 
     def finish(self) -> None:
         """Bring the inputs into their order, if groups have one."""

@@ -9,13 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels.groups import Numbers
+from nanoinfer.kernels.groups import SPREADS
 from nanoinfer.kernels.rounding import round_to_groups
 from nanoinfer.weights.formats.groups.fields import Field
-from nanoinfer.weights.formats.groups.store import NUMBERS_AT_ONCE, GroupStore
-from nanoinfer.weights.shards import SPREAD, Section
-
-SPREADS: dict[Numbers, float] = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93}  # of random numbers
+from nanoinfer.weights.formats.groups.store import GroupStore
+from nanoinfer.weights.shards import NUMBERS_AT_ONCE, SPREAD
 
 
 @dataclass(frozen=True)
@@ -113,9 +111,7 @@ class Part:
         if fills == "factors":
             assert self.store.factors is not None
             return self.store.factors[rows]
-        return (
-            self.store.unpacked()[rows] if fills == "scales" else self.store.scales.new_zeros((), dtype=torch.float32)
-        )
+        return self.store.unpacked(rows) if fills == "scales" else _zero_of(self.store)
 
     def draw(self, generator: torch.Generator) -> None:
         """Fill it with random numbers, so that the weights spread as those of PlainMatrix do."""
@@ -191,32 +187,24 @@ class Rounded:
 
     def unpacked(self) -> Tensor:
         """Return the scales of these rows: only they can be infinite."""
-        return self.store.unpacked()[self.first : self.first + len(self.own[0])]
+        return self.store.unpacked(slice(self.first, self.first + len(self.own[0])))
 
 
 @dataclass(frozen=True)
 class Expected:
     """A tensor that says nothing new. Whoever writes it is told if it does.
 
-    name: the tensor's
-    values: what must be read in it; None: in each place the middle of the numbers
+    name: the tensor's; shape: that of the indices that are written
+    matrix: the shape of the checkpoint's matrix
+    begin: the first of the indices
     """
 
     store: GroupStore
     name: str
     field: Field
     shape: torch.Size
-    values: Tensor | None
-
-    @classmethod
-    def of(cls, store: GroupStore, name: str, field: Field, section: Section, shape: tuple[int, ...]) -> Expected:
-        """Return that of a section's tensor."""
-        values = None
-        if field.fills == "g_idx":
-            values = torch.arange(section.shape[1]) // store.own_group
-        elif field.fills == "shape":
-            values = torch.tensor(section.shape)
-        return cls(store, name, field, torch.Size(shape), values)
+    matrix: tuple[int, int]
+    begin: int = 0
 
     @property
     def whole(self) -> GroupStore:
@@ -224,21 +212,31 @@ class Expected:
         return self.store
 
     def __getitem__(self, rows: slice) -> Expected:
-        shape = torch.Size([len(range(self.shape[0])[rows]), *self.shape[1:]])
-        return replace(self, shape=shape, values=None if self.values is None else self.values[rows])
+        some = range(self.begin, self.begin + self.shape[0])[rows]
+        return replace(self, shape=torch.Size([len(some), *self.shape[1:]]), begin=some.start)
 
     def copy_(self, stored: Tensor) -> None:
         """Raise ValueError if the tensor holds something else than expected."""
         read = self.field.read(stored)
-        wanted = torch.tensor(1 << self.store.bits - 1) if self.values is None else self.values
+        wanted = self._values()
         unlike = (read != wanted.to(read.device)).flatten()
         if unlike.any():
             place = int(unlike.int().argmax())
-            what = f"its number {place} is {read.flatten()[place].item()}"
+            number = place if self.field.fills == "zeros" else self.begin + place
+            what = f"its number {number} is {read.flatten()[place].item()}"
             needed = wanted.expand(read.shape).flatten()[place].item()
             raise ValueError(
                 f"{self.name}: {what}: must be {needed}, by what quantization_config says of the checkpoint"
             )
+
+    def _values(self) -> Tensor:
+        """Return what must be read, made anew: of all experts they would take hundreds of megabytes."""
+        end = self.begin + self.shape[0]
+        if self.field.fills == "g_idx":
+            return torch.arange(self.begin, end) // self.store.own_group
+        if self.field.fills == "shape":
+            return torch.tensor(self.matrix[self.begin : end])
+        return torch.tensor(1 << self.store.bits - 1)  # in each place the middle of the numbers
 
     def unpacked(self) -> Tensor:
         """Return a number that is finite."""

@@ -9,22 +9,22 @@ from typing import Any
 WILD = re.compile(r"[*+?^$\\(\[|]")  # what no name has
 
 
-def read_bits(config: Mapping[str, Any], name: str, allowed: tuple[int, ...] = (4, 8)) -> int:
+def read_bits(config: Mapping[str, Any], allowed: tuple[int, ...] = (4, 8)) -> int:
     """Return the bits of a number; raises ValueError, naming the setting, for others than are allowed."""
-    bits = config.get(name)
+    bits = config.get("bits")
     if type(bits) is not int or bits not in allowed:
-        raise ValueError(f"model: quantization_config has {name}={bits!r}: must be {' or '.join(map(str, allowed))}")
+        raise ValueError(f"model: quantization_config has bits={bits!r}: must be {' or '.join(map(str, allowed))}")
     return bits
 
 
-def read_group(config: Mapping[str, Any], name: str = "group_size") -> int:
+def read_group(config: Mapping[str, Any]) -> int:
     """Return how many inputs share a scale; 0: all. Raises ValueError, naming the setting, for what is no such number.
 
     Configs have -1 for all.
     """
-    group = config.get(name)
+    group = config.get("group_size")
     if type(group) is not int or (group < 1 and group != -1):
-        raise ValueError(f"model: quantization_config has {name}={group!r}: must be an integer above 0, or -1")
+        raise ValueError(f"model: quantization_config has group_size={group!r}: must be an integer above 0, or -1")
     return max(group, 0)
 
 

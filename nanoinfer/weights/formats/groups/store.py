@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.kernels.fp8 import as_bytes
-from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference, pack, scales_of, unpack
+from nanoinfer.kernels.groups import BITS, GroupWeight, dequantize_reference, pack, scales_of, unpack, words_of
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.order import InputOrder
-from nanoinfer.weights.shards import Section
-
-NUMBERS_AT_ONCE = 1 << 24  # that are converted, so that a large tensor needs little memory beside its own
+from nanoinfer.weights.shards import NUMBERS_AT_ONCE, Section, rows_of
 
 
 class GroupStore(nn.Module):
@@ -41,8 +38,7 @@ class GroupStore(nn.Module):
             groups = -(-inputs // self.own_group)
             self.order = InputOrder(len(sections), in_features, groups if in_features == inputs else None)
         rows = sum(section.rows for section in sections)
-        words = pack(torch.empty(0, in_features, dtype=torch.uint8), self.bits).shape[1]
-        self.words = _parameter(rows, words, dtype=torch.int32)
+        self.words = _parameter(rows, words_of(in_features, self.bits), dtype=torch.int32)
         self.scales = _parameter(rows, groups, dtype=layout.scales or torch.get_default_dtype())
         self.zeros = _parameter(rows, groups, dtype=torch.uint8) if "zeros" in fills else None
         self.factors = _parameter(rows, dtype=torch.float32) if "factors" in fills else None
@@ -55,34 +51,32 @@ class GroupStore(nn.Module):
     @property
     def weight(self) -> GroupWeight | None:
         """What a product reads, whose inputs are as `order` says; None: no product can."""
-        return self._weight(slice(None)) if self.order is None or self.order.is_one else None
+        return self._all if self.order is None or self.order.is_one else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix in a floating type, with the inputs in the checkpoint's order."""
         if self.order is None:
-            return dequantize_reference(self._weight(slice(None)), dtype)
+            return dequantize_reference(self._all, dtype)
         if self.order.is_one:
-            dense = dequantize_reference(self._weight(slice(None)), dtype)
+            dense = dequantize_reference(self._all, dtype)
             return torch.empty_like(dense).index_copy_(1, self.order.columns.long(), dense)
-        of_sections = zip(self.rows_of_sections(), self.order.groups, strict=True)
+        of_sections = zip(rows_of(self.sections), self.order.groups, strict=True)
         return torch.cat([dequantize_reference(self._one_by_one(rows, groups), dtype) for rows, groups in of_sections])
+
+    @property
+    def _all(self) -> GroupWeight:
+        """All rows; each product of a step asks for them, so that nothing is sliced."""
+        return GroupWeight(self.words, self.scales, self.zeros, self.factors, self.layout.numbers, self.in_features)
 
     def _weight(self, rows: slice) -> GroupWeight:
         zeros, factors = (part if part is None else part[rows] for part in (self.zeros, self.factors))
-        return GroupWeight(self.words[rows], self.scales[rows], zeros, factors, self.layout.numbers, self.in_features)
+        return self._all._replace(words=self.words[rows], scales=self.scales[rows], zeros=zeros, factors=factors)
 
     def _one_by_one(self, rows: slice, groups: Tensor) -> GroupWeight:
         """Return some rows, each input with a scale of its own. groups: of the inputs"""
         weight = self._weight(rows)
         zeros = None if weight.zeros is None else weight.zeros.index_select(1, groups)
         return weight._replace(scales=weight.scales.index_select(1, groups), zeros=zeros)
-
-    def rows_of_sections(self) -> Iterator[slice]:
-        """Yield the rows of each section."""
-        first = 0
-        for section in self.sections:
-            yield slice(first, first + section.rows)
-            first += section.rows
 
     def finish(self) -> None:
         """Bring the inputs into their order, once tensors have been written."""
@@ -120,9 +114,9 @@ class GroupStore(nn.Module):
             stored = as_bytes(stored).index_select(1, places.to(target.device)).view(stored.dtype)
         target[rows, begin:end] = stored[:, : end - begin].to(target.dtype)
 
-    def unpacked(self) -> Tensor:
-        """Return the scales as float32: only they can be infinite."""
-        return scales_of(self._weight(slice(None)))
+    def unpacked(self, rows: slice = slice(None)) -> Tensor:
+        """Return the scales of some rows as float32: only they can be infinite."""
+        return scales_of(self._weight(rows))
 
 
 def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

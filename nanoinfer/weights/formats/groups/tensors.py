@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
 from nanoinfer.weights.formats.groups.fields import Field
 from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.parts import Expected, Part, Rounded
 from nanoinfer.weights.formats.groups.store import GroupStore, rows_and_inputs
-from nanoinfer.weights.shards import Section, Shard
+from nanoinfer.weights.shards import Section, Shard, rows_of
 
 REFUSAL = "weights in {} cannot be rounded from others: they must come as checkpoints in that format have them"
+ONLY_UPDATES = (
+    "its numbers are plain, but the model's config says that they are in {}; name its module in the config among those"
+    " that are not quantized"
+)
 
 
 def shards_of(store: GroupStore) -> Iterator[Shard]:
@@ -25,8 +31,16 @@ def shards_of(store: GroupStore) -> Iterator[Shard]:
             yield _shard_of(store, field, f"{section.name}.", section, part.first, number)
         if f"{section.name}.weight" not in names:
             name, start = f"{section.name}.weight", part.start(section.dim)
-            refusal = "" if layout.rounds else REFUSAL.format(store.label)
-            yield Shard(name, part, section.shape, start, section.dim, replaces=names, refusal=refusal)
+            yield of_plain(Shard(name, part, section.shape, start, section.dim, replaces=names), store)
+
+
+def of_plain(shard: Shard, store: GroupStore) -> Shard:
+    """Return the shard of a plain tensor with the reasons not to take it, if the checkpoint is in another format."""
+    if not store.layout.fields:
+        return shard
+    if not store.layout.rounds:
+        return replace(shard, refusal=REFUSAL.format(store.label))
+    return replace(shard, only_updates=ONLY_UPDATES.format(store.label))
 
 
 def paired_shards(
@@ -68,7 +82,8 @@ def _stack_shards(stack: Stack, part: Rounded, number: int, entry: int, start: i
         yield replace(shard, shape=(count, *shard.shape), start=begin, step=stack.step, entry=entry)
     begin, names = part.start(stack.dim) if start is None else start, stored_names(store.layout, stack.name)
     how = begin, stack.dim, stack.step
-    yield Shard(stack.name, part, stack.shape, *how, entry=entry, always_turned=True, replaces=names)
+    plain = Shard(stack.name, part, stack.shape, *how, entry=entry, always_turned=True, replaces=names)
+    yield of_plain(plain, store)
 
 
 def stored_names(layout: Layout, prefix: str) -> tuple[str, ...]:
@@ -79,7 +94,7 @@ def stored_names(layout: Layout, prefix: str) -> tuple[str, ...]:
 def rounded_parts(store: GroupStore) -> list[Rounded]:
     """Return the rows of each section, which round what is written there."""
     parts, group = [], store.own_group
-    for section, rows in zip(store.sections, store.rows_of_sections(), strict=True):
+    for section, rows in zip(store.sections, rows_of(store.sections), strict=True):
         own = rows_and_inputs(section, store.in_features)
         end = min(-(-own[1].stop // group) * group, section.shape[1])
         parts.append(Rounded(store, rows.start, own, range(own[1].start // group * group, end)))
@@ -89,11 +104,10 @@ def rounded_parts(store: GroupStore) -> list[Rounded]:
 def _shard_of(store: GroupStore, field: Field, prefix: str, section: Section, first: int, number: int) -> Shard:
     """prefix: of the names; first: the section's first row in the store; number: the section's"""
     name, (outputs, inputs) = f"{prefix}{field.name}", section.shape
-    steps = field.steps(store.own_group)
+    steps, dtypes = field.steps(store.own_group), field.dtypes(store.layout.scales)
     shape = field.shape_of(-(-outputs // steps[0]), -(-inputs // steps[1]))
-    dtypes = field.dtypes(store.layout.scales)
     if field.constant:
-        expected = Expected.of(store, name, field, section, shape)
+        expected = Expected(store, name, field, torch.Size(shape), section.shape)
         return Shard(name, expected, shape, optional=True, dtypes=dtypes)
     own = rows_and_inputs(section, store.in_features)
     if store.order is not None and field.fills in ("scales", "zeros"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.kernels.experts.in_order import Matrix, check_order
+from nanoinfer.kernels.experts.in_order import Shape, check_order
 from nanoinfer.kernels.experts.products import expert_mlps
 from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.linear.activation import Activation
@@ -60,7 +60,7 @@ class PlainExperts(Experts):
         used: experts that a token takes
         """
         gate_up, down = self.gate_up, self.down
-        check_order(Matrix.like(gate_up), Matrix.like(down), used, activation, gate_up.dtype, gate_up.device)
+        check_order(Shape.like(gate_up), Shape.like(down), used, activation, gate_up.dtype, gate_up.device)
         self._in_order = True
 
     def fix_parts(self) -> None:

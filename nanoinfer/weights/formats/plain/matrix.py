@@ -11,7 +11,7 @@ from nanoinfer.kernels.linear.in_order import InOrderWeight
 from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.packed import PackedWeight, can_pack
 from nanoinfer.weights.formats.matrix import Matrix
-from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outputs
+from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outputs, rows_of
 
 
 class PlainMatrix(Matrix):
@@ -51,10 +51,7 @@ class PlainMatrix(Matrix):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of NAME.weight, and of NAME.bias if there is a bias, for each of the sections."""
-        first = 0
-        for section in self.sections:
-            rows = self.weight[first : first + section.rows]
-            first += section.rows
-            yield Shard(f"{section.name}.weight", rows, section.shape, section.start, section.dim)
+        for section, rows in zip(self.sections, rows_of(self.sections), strict=True):
+            yield Shard(f"{section.name}.weight", self.weight[rows], section.shape, section.start, section.dim)
         if self.bias is not None:
             yield from bias_shards(self.bias, self.sections)
