@@ -409,7 +409,7 @@ def test_the_different_layers_run_alone(
         ("lfm2moe", {"num_dense_layers": -2}, "num_dense_layers=-2 .*must be an integer of at least 0"),
         ("afmoe", {"attention_bias": True}, "attention_bias=True .*not supported"),
         ("afmoe", {"sliding_window": None}, "sliding_window=None .*must be a number above 0"),
-        ("gemma3 multimodal", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*not supported"),
+        ("gemma3 multimodal", {"quantization_config": {"quant_method": "hqq"}}, "quantization_config=.*not supported"),
     ],
 )  # fmt: skip
 def test_a_setting_that_no_model_can_have_is_named(name: str, changes: dict[str, Any], message: str) -> None:
