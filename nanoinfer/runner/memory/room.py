@@ -43,7 +43,8 @@ def what_makes_room(config: Config) -> str:
         parts.append(f"raise {' or '.join(raised)}")
     parts.append(f"lower max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}")
     smaller = ["kv_cache_dtype='fp8'"] if _may_cache_fp8(config) else []
-    smaller += [f"quantization={name!r}" for name in _quantizations(config)]
+    if formats := _quantizations(config):
+        smaller.append(f"quantization={' or '.join(map(repr, formats))}")
     if smaller:
         parts.append(f"set {' or '.join(smaller)}")
     return ", or ".join(parts)
