@@ -6,6 +6,7 @@ The references get float32 copies of the inputs, so a kernel may differ by its d
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -634,6 +635,30 @@ def test_variants_of_norm_rotate_store(
         assert torch.equal(caches[1].double().flatten(0, 1), expected_caches[1])
 
 
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 32), (80, 24)])
+def test_norm_rotate_store_of_tokens_with_three_positions(head_dim: int, rotary_dim: int) -> None:
+    """Each pair turns by the position that its section names. Equal ones turn it as a single one does, to the bit."""
+    qkv, angles = randn(5, 9 + 2 * 2, head_dim, dtype=SHORT), randn(40, rotary_dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    sections = torch.arange(rotary_dim // 2, dtype=torch.int32, device=DEVICE) % 3
+    norm, slots = Norm(randn(head_dim, dtype=SHORT), 1e-6), torch.arange(5, dtype=torch.int32, device=DEVICE)
+    positions = torch.randint(40, (3, 5), device=DEVICE).int()
+
+    def run(function: Callable[..., torch.Tensor], at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        caches = [torch.zeros(1, 5, 2, head_dim, dtype=SHORT, device=DEVICE) for _ in range(2)]
+        q = function(qkv, norm, norm, None, cos_sin, False, None, at, *caches, slots, sections=sections)
+        return q, caches[0][0]
+
+    turned = torch.stack([angles[positions[part], pair] for pair, part in enumerate(sections.tolist())], dim=-1)
+    matrices, ones = rotation_matrices(turned, False, head_dim), torch.ones(5, device=DEVICE)
+    expected = dense_norm_rotate(qkv[:, :11], norm, False, matrices, ones).split([9, 2], dim=1)
+    for function in (norm_rotate_store_triton, norm_rotate_store_reference):
+        for out, wanted in zip(run(function, positions), expected, strict=True):
+            assert_close(out, wanted)
+        same = zip(run(function, positions[:1].repeat(3, 1)), run(function, positions[0]), strict=True)
+        assert all(torch.equal(*both) for both in same)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("parts", "value_norm"), [("qkv", True), ("qk", True), ("qk", False), ("q", True)])
 def test_norm_rotate_store_of_values_that_are_normalised_or_keys_or_another_layers(
@@ -715,10 +740,11 @@ def test_two_ranks_share_a_norm_over_all_heads() -> None:
 def test_rows_advance() -> None:
     positions = torch.tensor([5, 0, 31, -1, 16, -1], dtype=torch.int32, device=DEVICE)
     tables = torch.randint(0, 100, (6, 3), device=DEVICE).int()
-    for out, expected in zip(
-        locate_rows_triton(positions, tables, 16), locate_rows_reference(positions, tables, 16), strict=True
-    ):
-        assert torch.equal(out, expected)
+    deltas = torch.tensor([-3, 0, -30, -4, 2, 9], dtype=torch.int32, device=DEVICE)
+    for where in (positions, tables, 16), (positions, tables, 16, deltas):
+        for out, expected in zip(locate_rows_triton(*where), locate_rows_reference(*where), strict=True):
+            assert torch.equal(out, expected)
+    assert locate_rows_triton(*where)[2].tolist() == [2, 0, 1, -1, 18, -1]
     sampled = torch.arange(10, 16, device=DEVICE).int()
     for advance in (advance_rows_triton, advance_rows_reference):
         tokens, moved = torch.zeros_like(positions), positions.clone()

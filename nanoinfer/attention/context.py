@@ -68,6 +68,19 @@ class StateContext:
 
 
 @dataclass(slots=True)
+class ImageContext:
+    """What the decoder gets of the images of a prefill step; deep: behind each of the first layers, to be added.
+
+    places: [n] int64, of the placeholders among the step's tokens
+    embeddings: [n, hidden_size], in place of theirs; deep: [n, hidden_size] each
+    """
+
+    places: Tensor
+    embeddings: Tensor
+    deep: list[Tensor]
+
+
+@dataclass(slots=True)
 class Context:
     """One step's tokens and where their keys and values live. Decode has one token a sequence."""
 
@@ -80,7 +93,9 @@ class Context:
     states: StateContext | None = None  # None: no layer has one
     prefixes: SharedPrefixes | None = None  # which layers of the first group read once for all rows that share them
     layer_inputs: Tensor | None = None  # [tokens, layers, size], which the model sets if its layers have such inputs
-    rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables: `positions`, or set later
+    images: ImageContext | None = None  # None: the step's tokens are no image's
+    rotary: Tensor | None = None  # what rotary_rows are, if not `positions`
+    rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables; [3, tokens]: see Rope.sections
 
     def __post_init__(self) -> None:
-        self.rotary_rows = self.positions
+        self.rotary_rows = self.positions if self.rotary is None else self.rotary

@@ -11,6 +11,7 @@ from functools import partial
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager, MakeTier
 from nanoinfer.engine.faults import without_token
+from nanoinfer.engine.images import PromptImages
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.ranks.ranks import Ranks
@@ -69,12 +70,14 @@ class LLMEngine:
         grammar: Grammar | None = None,
         seed: int | None = None,
         samples: range | None = None,
+        images: PromptImages | None = None,
     ) -> list[Sequence]:
         """Queue a request; returns its params.n sequences, which hold their tokens once steps have finished them.
 
         grammar: that of params.structured_outputs, if there are any
         seed: the request's; None: params.seed, or one that is made from the request's number
         samples: the numbers of the samples to compute; None: all
+        images: the prompt's, if it has some
 
         The sequences' request_id counts the requests, from 0.
         """
@@ -91,7 +94,7 @@ class LLMEngine:
         seqs: list[Sequence] = []
         for index in samples or range(params.n):
             own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
-            seq = Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, request_id, index)
+            seq = Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, request_id, index, images)
             seq.queued_at = time.perf_counter()
             seq.use_weights(self.updater.version)
             if (experts := self.config.description.experts) is not None and self.config.routed_experts:

@@ -267,6 +267,11 @@ class Description:
         return max(heads, most_used, *self.mlp_sizes, *self._intermediate_sizes.values())
 
     @property
+    def has_sections(self) -> bool:
+        """Whether a token of an image has three positions (see Rope.sections)."""
+        return any(rope is not None and rope.sections is not None for rope in self.ropes)
+
+    @property
     def long_from(self) -> int | None:
         """Sequences of more tokens than this are rotated by other frequencies; None: the model has no such length."""
         return next((rope.long_from for rope in self.ropes if rope is not None and rope.long_from), None)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from nanoinfer.checks import as_int
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.models.settings import above_one, head_dim_of, positive
 
@@ -73,6 +75,24 @@ def read_rope(
     if rope_type == "longrope":
         return _longrope(config, plain, parameters)
     return Rope(_floats(plain), interleaved=interleaved)
+
+
+def in_sections(config: PretrainedConfig, rope: Rope | None, default: list[int], interleaved: bool) -> Rope | None:
+    """Let each pair of a rope turn by one of three positions (Qwen2-VL, Wang et al., 2024); None stays None.
+
+    default: mrope_section, if the config has none: how many pairs have each position
+    interleaved: pairs 0, 3, 6 ... have the first position, 1, 4 ... the second, 2, 5 ... the third, as far as each has
+        pairs left; the first position has the rest. Otherwise the first pairs have the first position, and so on
+    """
+    if rope is None:
+        return None
+    counts, pairs = config.rope_parameters.get("mrope_section", default), len(rope.frequencies)
+    is_whole = isinstance(counts, list) and len(counts) == 3 and (interleaved or sum(counts) == pairs)
+    if not is_whole or any(as_int(count) is None or count < 0 for count in counts):
+        raise ValueError(f"model: mrope_section={counts!r} in its config: must be three counts that add up to {pairs}")
+    if interleaved:
+        return replace(rope, sections=tuple(i % 3 if i < 3 * counts[i % 3] else 0 for i in range(pairs)))
+    return replace(rope, sections=tuple(part for part, count in enumerate(counts) for _ in range(count)))
 
 
 def read_rotary_dim(config: PretrainedConfig) -> int:

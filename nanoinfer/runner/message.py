@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(slots=True)
@@ -26,6 +30,30 @@ class ChunkStates:
     snapshots: dict[int, int] = field(default_factory=dict)  # position -> the slot that gets the states before it
 
 
+class ImagePart(NamedTuple):
+    """The placeholders of one image that stand in a chunk; the first of them is the image's number `first`."""
+
+    key: bytes
+    first: int
+    places: array[int]  # among the chunk's tokens
+
+
+@dataclass(slots=True)
+class ChunkImages:
+    """What a chunk of a prompt with images has beside its tokens."""
+
+    parts: list[ImagePart]
+    positions: array[int] | None  # the tokens' rotary ones, [3, tokens]; None: they are their places
+
+
+@dataclass(slots=True)
+class ImagesMessage:
+    """The images of a prefill step whose embeddings the ranks do not have yet, and those that later steps want."""
+
+    new: list[tuple[bytes, Mapping[str, Tensor]]]  # an image's key, and what the tower takes
+    kept: list[bytes]  # of all that the step has; the others go with it
+
+
 @dataclass(slots=True)
 class ChunkMessage:
     """One chunk of a prompt."""
@@ -39,6 +67,7 @@ class ChunkMessage:
     next_token: int | None = None  # for prompt_logprobs: the prompt's token behind this chunk, if it goes on
     is_long: bool = False  # whether the sequence has the rotary frequencies of long ones
     states: ChunkStates | None = None
+    images: ChunkImages | None = None
 
     @property
     def scored(self) -> array[int]:
@@ -71,6 +100,7 @@ class JoinMessage:
     logits: LogitsMessage | None = None
     copied_blocks: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied behind the step
     slot: int = -1  # for states; if it is not the chunk's, they are copied behind the step
+    delta: int = 0  # rotary positions of the tokens behind the prompt, less their places
 
 
 @dataclass(slots=True)
@@ -83,6 +113,7 @@ class PrefillMessage:
     joins: list[JoinMessage]
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied before the step runs
     transfers: Transfers | None = None
+    images: ImagesMessage | None = None
 
     @property
     def num_tokens(self) -> int:

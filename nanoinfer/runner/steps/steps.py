@@ -44,7 +44,8 @@ class Steps:
             heads = config.description.num_heads // tp.size
             prefixes = SharedPrefixes(config.max_num_seqs, heads, self.kv_cache.layers[groups[0].layers[0]][0])
         device = logits.device
-        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, self.kv_cache, device, prefixes)
+        has_deltas = config.description.has_sections
+        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, self.kv_cache, device, prefixes, has_deltas)
         self.logits_processors = LogitsProcessors(
             config.description.vocab_size,
             config.max_num_seqs,
@@ -80,6 +81,9 @@ class Steps:
         """Run a step of prompts, or of chunks of them."""
         self.kv_cache.copy_pairs(message.copies)
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.states)
+        if message.images is not None:
+            assert self.holdings.images is not None
+            prompts.context.images = self.holdings.images.take(message.images, message.chunks)
         hidden = self._run_chunks(message.chunks, prompts)
         extras = self.extras(message.num_tokens)
         extras.prompt_logprobs = prompt_logprobs(

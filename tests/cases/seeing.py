@@ -1,0 +1,123 @@
+"""Cases of checkpoints that see, and images for them: as their processors would make them, of random numbers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cases.case import Case
+from cases.multimodal import MROPE
+from nanoinfer.vision.spans import Encoded, ImageSpan, VisionPrompt
+
+IMAGE, START, END, VIDEO = 150, 151, 152, 153  # text has tokens below these
+QWEN_IDS = {
+    "image_token_id": IMAGE,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+    "video_token_id": VIDEO,
+}
+PATCH = 4  # pixels on an edge; 2 x 2 patches make a placeholder
+QWEN_VISION = {"patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 2}
+
+SEEING = {
+    "qwen3-vl": Case(
+        "Qwen3VLForConditionalGeneration",
+        "qwen3_vl",
+        {"rope_parameters": MROPE},
+        {
+            **QWEN_VISION,
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "out_hidden_size": 48,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        outer=QWEN_IDS,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a processor makes of an image: the tower's arguments, and the tokens in the prompt."""
+
+    pixels: Mapping[str, Tensor]
+    tokens: list[int]
+
+    @property
+    def key(self) -> bytes:
+        digest = blake2b(digest_size=16)
+        for name, tensor in self.pixels.items():
+            digest.update(name.encode() + tensor.numpy().tobytes())
+        return digest.digest()
+
+
+def make_image(case: Case, width: int, height: int, seed: int) -> Image:
+    """Return an image of so many placeholders in a row, and rows of them."""
+    generator = torch.Generator().manual_seed(seed)
+    patches = 4 * width * height
+    values = torch.randn(patches, 3 * 2 * PATCH**2, generator=generator)
+    grid = torch.tensor([[1, 2 * height, 2 * width]])
+    return Image({"pixel_values": values, "image_grid_thw": grid}, [START, *[IMAGE] * (width * height), END])
+
+
+def join(pixels: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return several images' arguments of the tower as one's."""
+    return {name: torch.cat([own[name] for own in pixels]) for name in pixels[0]}
+
+
+class OracleTower:
+    """transformers' own tower."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    @torch.inference_mode()
+    def encode(self, pixels: Sequence[Mapping[str, Tensor]]) -> list[Encoded]:
+        """See Tower."""
+        made = [self._model.model.get_image_features(**own, return_dict=True) for own in pixels]
+        return [
+            Encoded(
+                torch.cat(list(own.pooler_output)),
+                tuple(torch.cat(list(layer)) for layer in getattr(own, "deepstack_features", None) or ()),
+            )
+            for own in made
+        ]
+
+
+def is_image(tokens: Sequence[int]) -> Tensor:
+    """Return, for each token, whether it is a placeholder, [1, tokens] int32."""
+    return torch.tensor([[int(token == IMAGE) for token in tokens]], dtype=torch.int32)
+
+
+def make_prompt(model: PreTrainedModel, parts: Sequence[list[int] | Image]) -> VisionPrompt:
+    """Put a prompt together, with the positions that transformers gives its tokens."""
+    tokens: list[int] = []
+    spans = []
+    for part in parts:
+        if isinstance(part, Image):
+            spans.append(ImageSpan(part.key, len(tokens) + part.tokens.index(IMAGE), part.tokens.count(IMAGE)))
+        tokens += part.tokens if isinstance(part, Image) else part
+    pixels = tuple(part.pixels for part in parts if isinstance(part, Image))
+    positions, delta = None, 0
+    if hasattr(model.model, "get_rope_index"):
+        grids = join(pixels)["image_grid_thw"]
+        found, deltas = model.model.get_rope_index(torch.tensor([tokens]), is_image(tokens), image_grid_thw=grids)
+        positions, delta = array("i", found.flatten().tolist()), int(deltas)
+    return VisionPrompt(tokens, tuple(spans), positions, delta, pixels)
+
+
+@torch.inference_mode()
+def logprobs(model: PreTrainedModel, prompt: VisionPrompt, generated: Sequence[int]) -> Tensor:
+    """Return transformers' log-probabilities after each token, [tokens, vocabulary]."""
+    tokens = [*prompt.token_ids, *generated]
+    own: dict[str, Any] = {**join(prompt.pixels), "mm_token_type_ids": is_image(tokens)}
+    return model(input_ids=torch.tensor([tokens]), **own).logits[0].float().log_softmax(dim=-1)
