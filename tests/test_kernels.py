@@ -846,10 +846,17 @@ def attend_densely(
     query_lens: list[int],
     context_lens: list[int],
     scoring: Scoring,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend in float64 with all scores of every sequence; a sequence without context gets zeros."""
+    """Attend in float64 with all scores of every sequence; a sequence without context gets zeros.
+
+    ends: as for paged_prefill_reference
+    """
     group, outs = q.shape[1] // k_cache.shape[2], []
-    for some, table, length in zip(q.double().split(query_lens), tables.long(), context_lens, strict=True):
+    own_ends = [None] * len(query_lens) if ends is None else ends.split(query_lens)
+    for some, table, length, own in zip(
+        q.double().split(query_lens), tables.long(), context_lens, own_ends, strict=True
+    ):
         k, v = (
             cache[table].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1) for cache in (k_cache, v_cache)
         )
@@ -858,7 +865,7 @@ def attend_densely(
             scores = scoring.softcap * (scores / scoring.softcap).tanh()
         key = torch.arange(length, device=DEVICE)
         query = torch.arange(length - len(some), length, device=DEVICE)[:, None]
-        seen = (key <= query) & (key > query - (scoring.window or length))
+        seen = (key < (query + 1 if own is None else own[:, None])) & (key > query - (scoring.window or length))
         scores = scores.masked_fill(~seen, float("-inf"))
         if scoring.sinks is not None:
             scores = torch.cat([scores, scoring.sinks.double()[:, None, None].expand(-1, len(some), 1)], dim=-1)
@@ -905,6 +912,36 @@ def test_paged_prefill_of_windows_and_soft_caps(
     assert_close(
         paged_prefill_reference(q.float(), k, v, tables, query_lens, context_lens, how.scale, window, softcap), expected
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), *whole_only([(16, 2.0), (None, 2.0)])])
+@pytest.mark.parametrize("shape", [SHAPES[1], *whole_only((shape,) for shape in SHAPES if shape is not SHAPES[1])])
+def test_paged_prefill_of_tokens_that_see_beyond_themselves(
+    shape: tuple[int, int, int, int],
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Images begin before a chunk, at a tile's border and inside one, are longer than a tile, and end with a chunk."""
+    monkeypatch.setattr("nanoinfer.kernels.attention.paged_prefill.QUERIES_AT_ONCE", 60)
+    heads, _, head_dim, _ = shape
+    query_lens, context_lens = [1, 16, 70, 3, 230], [1, 16, 100, 66, 300]
+    pages = paged(context_lens, *shape, dtype)
+    q = randn(sum(query_lens), heads, head_dim, dtype=dtype)
+    own = [list(range(end - count + 1, end + 1)) for count, end in zip(query_lens, context_lens, strict=True)]
+    for row, start, end in ((1, 3, 9), (2, 20, 44), (2, 60, 100), (3, 50, 66), (4, 128, 290)):
+        own[row] = [end if start < place <= end else place for place in own[row]]
+    ends = torch.tensor([place for places in own for place in places], dtype=torch.int32, device=DEVICE)
+    cu_query_lens = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    scale = head_dim**-0.5
+    expected = attend_densely(q, *pages, query_lens, context_lens, Scoring(scale, window, softcap), ends)
+    how = scale, window, softcap, None, None, ends
+    assert_close(paged_prefill_triton(q, *pages, cu_query_lens, lens, max(query_lens), *how), expected)
+    k, v = pages[0].float(), pages[1].float()
+    assert_close(paged_prefill_reference(q.float(), k, v, pages[2], query_lens, context_lens, *how), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

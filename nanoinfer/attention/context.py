@@ -22,6 +22,7 @@ class Scoring:
     softcap: float | None = None  # a scaled score becomes softcap * tanh(score / softcap), as in Gemma 2
     kv_scales: Tensor | None = None  # [2] float32, of the layer's keys and of its values in a cache of FP8
     sinks: Tensor | None = None  # [heads] float32, a score that each query of a head has beside the keys', for no value
+    whole_images: bool = False  # each token of an image sees the whole image (PackedQueries.ends)
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class PackedQueries:
     cu_context_lens: Tensor  # [seqs + 1] int32
     is_long: list[bool]  # for each sequence, whether it is rotated by Rope.long_frequencies
     divided: DividedPrefill | None = None  # the same tokens, if some can attend by cuDNN
+    ends: Tensor | None = None  # [tokens] int32, where what a token sees ends, by Scoring.whole_images; None: behind it
 
 
 @dataclass(slots=True)

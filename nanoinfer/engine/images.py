@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from nanoinfer.config import Config
 from nanoinfer.runner.message import ChunkImages, ImagePart, ImagesMessage
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
 
@@ -22,7 +23,9 @@ class PromptImages:
     delta: of VisionPrompt
     """
 
-    def __init__(self, prompt: VisionPrompt) -> None:
+    def __init__(self, prompt: VisionPrompt, whole: bool = False) -> None:
+        """whole: no chunk may cut an image, because its tokens see each other"""
+        self._whole = whole
         self._positions, self._length, self.delta = prompt.positions, len(prompt.token_ids), prompt.delta
         self._images = [
             (span, _places(prompt.token_ids, span), pixels)
@@ -36,6 +39,16 @@ class PromptImages:
             for span, places, _ in self._images
             if places[0] < end and places[-1] >= start
         )
+
+    @property
+    def largest(self) -> int:
+        """The most tokens that one chunk must have."""
+        return max((places[-1] - places[0] + 1 for _, places, _ in self._images if self._whole), default=1)
+
+    def last_end(self, end: int) -> int:
+        """Return where a chunk may end that could end at `end`."""
+        cut = (places[0] for _, places, _ in self._images if self._whole and places[0] < end <= places[-1])
+        return next(cut, end)
 
     def chunk(self, start: int, end: int) -> ChunkImages | None:
         """Describe the tokens between two places to the ranks; None: they are those of a prompt without images."""
@@ -73,6 +86,25 @@ def _places(token_ids: list[int], span: ImageSpan) -> array[int]:
             if len(places) == span.count:
                 return places
     raise AssertionError(f"{span.count} placeholders from {span.start} on: found {len(places)}")
+
+
+def take_images(prompt: VisionPrompt, config: Config) -> PromptImages:
+    """Return a prompt's images; raises ValueError if an engine of these options cannot compute them."""
+    whole = any(config.description.whole_images)
+    images, most = PromptImages(prompt, whole), config.max_num_batched_tokens
+    if config.deterministic:
+        raise ValueError("deterministic=True: must be False for a prompt with images")
+    if whole and config.attention_backend == "flash_attn":
+        raise ValueError(
+            "attention_backend='flash_attn': cannot let the tokens of an image see each other, as this model does;"
+            " 'triton' and 'torch' can"
+        )
+    if images.largest > most:
+        raise ValueError(
+            f"max_num_batched_tokens={most}: must be at least {images.largest} for a prompt with an image of so many"
+            " tokens: they see each other, so that one step computes them all"
+        )
+    return images
 
 
 class HeldImages:

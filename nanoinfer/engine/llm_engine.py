@@ -11,7 +11,7 @@ from functools import partial
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager, MakeTier
 from nanoinfer.engine.faults import without_token
-from nanoinfer.engine.images import PromptImages
+from nanoinfer.engine.images import take_images
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.ranks.ranks import Ranks
@@ -32,6 +32,7 @@ from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vision.spans import VisionPrompt
 
 
 class LLMEngine:
@@ -65,22 +66,24 @@ class LLMEngine:
 
     def add_request(
         self,
-        prompt: list[int],
+        prompt: list[int] | VisionPrompt,
         params: SamplingParams,
         grammar: Grammar | None = None,
         seed: int | None = None,
         samples: range | None = None,
-        images: PromptImages | None = None,
     ) -> list[Sequence]:
         """Queue a request; returns its params.n sequences, which hold their tokens once steps have finished them.
 
         grammar: that of params.structured_outputs, if there are any
         seed: the request's; None: params.seed, or one that is made from the request's number
         samples: the numbers of the samples to compute; None: all
-        images: the prompt's, if it has some
 
-        The sequences' request_id counts the requests, from 0.
+        The sequences' request_id counts the requests, from 0. Raises ValueError for images that cannot be computed.
         """
+        images = None
+        if isinstance(prompt, VisionPrompt):
+            images = take_images(prompt, self.config)
+            prompt = prompt.token_ids
         self.ranks.note("prompt", prompt)
         self.ranks.note("settings", params)
         request_id, self.num_requests = self.num_requests, self.num_requests + 1

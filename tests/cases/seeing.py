@@ -9,14 +9,17 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from cases.case import Case
-from cases.multimodal import MROPE
+from cases.multimodal import MROPE, VISION
+from cases.sparse import EXPERTS
+from cases.states import DELTA
 from nanoinfer.vision.spans import Encoded, ImageSpan, VisionPrompt
 
-IMAGE, START, END, VIDEO = 150, 151, 152, 153  # text has tokens below these
+IMAGE, START, END, VIDEO, BREAK = 150, 151, 152, 153, 154  # text has tokens below these
 QWEN_IDS = {
     "image_token_id": IMAGE,
     "vision_start_token_id": START,
@@ -26,21 +29,66 @@ QWEN_IDS = {
 PATCH = 4  # pixels on an edge; 2 x 2 patches make a placeholder
 QWEN_VISION = {"patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 2}
 
+QWEN3_VISION = {
+    **QWEN_VISION,
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 64,
+}
+
 SEEING = {
+    "qwen2.5-vl": Case(
+        "Qwen2_5_VLForConditionalGeneration",
+        "qwen2_5_vl",
+        {"hidden_size": 64, "rope_parameters": MROPE},
+        {
+            **QWEN_VISION,
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "out_hidden_size": 64,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+        outer=QWEN_IDS,
+    ),
     "qwen3-vl": Case(
         "Qwen3VLForConditionalGeneration",
         "qwen3_vl",
         {"rope_parameters": MROPE},
-        {
-            **QWEN_VISION,
-            "depth": 3,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "out_hidden_size": 48,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 2],
-        },
+        {**QWEN3_VISION, "deepstack_visual_indexes": [0, 2]},
         outer=QWEN_IDS,
+    ),
+    "qwen3-vl-moe": Case(
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe",
+        {**EXPERTS, "rope_parameters": MROPE},
+        {**QWEN3_VISION, "deepstack_visual_indexes": [0, 2]},
+        outer=QWEN_IDS,
+    ),
+    "qwen3.5": Case(
+        "Qwen3_5ForConditionalGeneration",
+        "qwen3_5",
+        {**DELTA, "rope_parameters": {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
+        QWEN3_VISION,
+        keeps_states=True,
+        outer=QWEN_IDS,
+    ),
+    "gemma3": Case(
+        "Gemma3ForConditionalGeneration",
+        "gemma3",
+        {"sliding_window": 24},
+        {**VISION, "image_size": 8 * PATCH, "patch_size": PATCH},
+        outer={"image_token_index": IMAGE, "mm_tokens_per_image": 16, "boi_token_index": START, "eoi_token_index": END},
+    ),
+    "mistral3": Case(
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False},
+        {**VISION, "head_dim": 16, "image_size": 96, "patch_size": PATCH},
+        outer={"image_token_index": IMAGE},
     ),
 }
 
@@ -63,6 +111,14 @@ class Image:
 def make_image(case: Case, width: int, height: int, seed: int) -> Image:
     """Return an image of so many placeholders in a row, and rows of them."""
     generator = torch.Generator().manual_seed(seed)
+    if case.model_type == "gemma3":  # all images have one size
+        pixels = torch.randn(1, 3, 8 * PATCH, 8 * PATCH, generator=generator)
+        return Image({"pixel_values": pixels}, [START, *[IMAGE] * 16, END])
+    if case.model_type == "mistral3":
+        size = 2 * PATCH * height, 2 * PATCH * width
+        row = [*[IMAGE] * width, BREAK]
+        pixels = {"pixel_values": torch.randn(1, 3, *size, generator=generator), "image_sizes": torch.tensor([size])}
+        return Image(pixels, [*(row * height)[:-1], END])
     patches = 4 * width * height
     values = torch.randn(patches, 3 * 2 * PATCH**2, generator=generator)
     grid = torch.tensor([[1, 2 * height, 2 * width]])
@@ -70,8 +126,15 @@ def make_image(case: Case, width: int, height: int, seed: int) -> Image:
 
 
 def join(pixels: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return several images' arguments of the tower as one's."""
-    return {name: torch.cat([own[name] for own in pixels]) for name in pixels[0]}
+    """Return several images' arguments of the tower as one's; those of pictures get zeros to one width and height."""
+    joined = {}
+    for name in pixels[0]:
+        tensors = [own[name] for own in pixels]
+        if tensors[0].ndim == 4:
+            height, width = (max(tensor.shape[side] for tensor in tensors) for side in (2, 3))
+            tensors = [F.pad(x, (0, width - x.shape[3], 0, height - x.shape[2])) for x in tensors]
+        joined[name] = torch.cat(tensors)
+    return joined
 
 
 class OracleTower:
@@ -98,8 +161,8 @@ def is_image(tokens: Sequence[int]) -> Tensor:
     return torch.tensor([[int(token == IMAGE) for token in tokens]], dtype=torch.int32)
 
 
-def make_prompt(model: PreTrainedModel, parts: Sequence[list[int] | Image]) -> VisionPrompt:
-    """Put a prompt together, with the positions that transformers gives its tokens."""
+def make_prompt(model: PreTrainedModel, *parts: list[int] | Image) -> VisionPrompt:
+    """Put a prompt of text and images together, with the positions that transformers gives its tokens."""
     tokens: list[int] = []
     spans = []
     for part in parts:
@@ -108,7 +171,7 @@ def make_prompt(model: PreTrainedModel, parts: Sequence[list[int] | Image]) -> V
         tokens += part.tokens if isinstance(part, Image) else part
     pixels = tuple(part.pixels for part in parts if isinstance(part, Image))
     positions, delta = None, 0
-    if hasattr(model.model, "get_rope_index"):
+    if pixels and hasattr(model.model, "get_rope_index"):
         grids = join(pixels)["image_grid_thw"]
         found, deltas = model.model.get_rope_index(torch.tensor([tokens]), is_image(tokens), image_grid_thw=grids)
         positions, delta = array("i", found.flatten().tolist()), int(deltas)
@@ -119,5 +182,9 @@ def make_prompt(model: PreTrainedModel, parts: Sequence[list[int] | Image]) -> V
 def logprobs(model: PreTrainedModel, prompt: VisionPrompt, generated: Sequence[int]) -> Tensor:
     """Return transformers' log-probabilities after each token, [tokens, vocabulary]."""
     tokens = [*prompt.token_ids, *generated]
-    own: dict[str, Any] = {**join(prompt.pixels), "mm_token_type_ids": is_image(tokens)}
+    own: dict[str, Any] = join(prompt.pixels) if prompt.pixels else {}
+    if prompt.positions is not None:
+        own["mm_token_type_ids"] = is_image(tokens)
+    elif prompt.pixels and model.config.model_type == "gemma3":
+        own["token_type_ids"] = is_image(tokens)
     return model(input_ids=torch.tensor([tokens]), **own).logits[0].float().log_softmax(dim=-1)

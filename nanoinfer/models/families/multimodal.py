@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:
-    """Describe a Gemma 3 model of 4B or more parameters: its logits have no cap."""
-    return replace(_describe_text(config, gemma.describe_gemma3), logit_cap=None)
+    """Describe a Gemma 3 model of 4B or more parameters: its logits have no cap, and images are seen as a whole."""
+    model = _describe_text(config, gemma.describe_gemma3)
+    return replace(model, logit_cap=None, whole_images=(True,) * model.num_layers)
 
 
 def describe_gemma4(config: PretrainedConfig) -> Description:
     """Describe a Gemma 4 model, one whose images pass through the decoder's own layers ("unified") included."""
-    return _describe_text(config, gemma4.describe)
+    model = _describe_text(config, gemma4.describe)
+    if config.get_text_config().use_bidirectional_attention != "vision":
+        return model
+    return replace(model, whole_images=tuple(window is not None for window in model.windows))
 
 
 def describe_mistral3(config: PretrainedConfig) -> Description:

@@ -36,8 +36,9 @@ class PrefillInputs:
         joins: list[JoinMessage],
         kv_cache: KVCache,
         states: StatePool | None = None,
+        whole_images: bool = False,
     ) -> None:
-        """states: given if layers have some."""
+        """states: given if layers have some; whole_images: some layer lets an image's tokens see each other"""
         query_lens = [len(chunk.token_ids) for chunk in chunks]
         context_lens = [chunk.start + count for chunk, count in zip(chunks, query_lens, strict=True)]
         arrays = [*_pack_chunks(chunks), array("i", context_lens), *_pack_joins(chunks, joins)]
@@ -53,6 +54,9 @@ class PrefillInputs:
         has_sections = any(chunk.images is not None and chunk.images.positions is not None for chunk in chunks)
         if has_sections:
             arrays.append(_pack_sections(chunks))
+        has_ends = whole_images and any(chunk.images is not None and chunk.images.parts for chunk in chunks)
+        if has_ends:
+            arrays.append(_pack_ends(chunks))
         on_device = iter(upload_all(arrays, kv_cache.device))
         self.token_ids, positions, cu_queries, cu_contexts, lens = islice(on_device, 5)
         sampled, copies, self.slots, copied_states = islice(on_device, 4)
@@ -72,8 +76,9 @@ class PrefillInputs:
             for group_context in groups:
                 group_context.divided_tables = group_context.block_tables[rows]
         rotary = next(on_device).view(3, -1) if has_sections else None
+        ends = next(on_device) if has_ends else None
         are_long = [chunk.is_long for chunk in chunks]
-        packed = PackedQueries(query_lens, context_lens, cu_queries, cu_contexts, are_long, divided)
+        packed = PackedQueries(query_lens, context_lens, cu_queries, cu_contexts, are_long, divided, ends)
         what = kv_cache.layers, groups, positions, lens, max(context_lens), packed, state_context
         self.context = Context(*what, rotary=rotary)
         self.last_indices = cu_queries[1:][sampled].long() - 1
@@ -112,6 +117,18 @@ def _pack_sections(chunks: list[ChunkMessage]) -> array[int]:
             else:
                 positions.extend(images.positions[part * count : (part + 1) * count])
     return positions
+
+
+def _pack_ends(chunks: list[ChunkMessage]) -> array[int]:
+    """Return where that ends which each token sees: behind it, or behind its image, which ends in its chunk."""
+    ends = array("i")
+    for chunk in chunks:
+        begin = len(ends)
+        ends.extend(range(chunk.start + 1, chunk.start + 1 + len(chunk.token_ids)))
+        for part in [] if chunk.images is None else chunk.images.parts:
+            for place in part.places:
+                ends[begin + place] = chunk.start + part.places[-1] + 1
+    return ends
 
 
 def _pack_joins(chunks: list[ChunkMessage], joins: list[JoinMessage]) -> list[array[int]]:
