@@ -201,7 +201,9 @@ def test_chunks_say_which_placeholders_of_an_image_they_have() -> None:
     """Between those of one image, other tokens may stand."""
     images = images_of((A, 1, 4), (B, 7, 2), tokens=".xx.xx.xx")
     whole, first, second = images.chunk(0, 9), images.chunk(0, 5), images.chunk(5, 8)
-    assert whole and first and second
+    assert whole
+    assert first
+    assert second
     assert whole.parts == [(A, 0, array("i", [1, 2, 4, 5])), (B, 0, array("i", [7, 8]))]
     assert first.parts == [(A, 0, array("i", [1, 2, 4]))]
     assert second.parts == [(A, 3, array("i", [0])), (B, 0, array("i", [2]))]
