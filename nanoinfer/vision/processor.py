@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanoinfer.checks import short
+from nanoinfer.checks import check_int, short
 from nanoinfer.hub import reason_of
+from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.opening import Opener
 from nanoinfer.vision.positions import MropePositions
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
-from nanoinfer.vision.tower import Pixels
+from nanoinfer.vision.tower import Pixels, bytes_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig
 
 KEY_BYTES = 16
-OPTIONS = ("max_pixels", "max_soft_tokens", "min_pixels", "size")  # how large an image becomes, in this or that class
+KEPT_BYTES = 1 << 30  # of pixels, so that equal images of waiting prompts share theirs
+EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
+OPTIONS = ("max_soft_tokens", "size")  # that say how large an image becomes in other classes
+BLANK = 256, 256  # pixels of an image that tries the options
 
 
 @dataclass(frozen=True)
@@ -41,18 +45,24 @@ class PreparedImage:
     count: int
     pixels: Pixels
 
+    @property
+    def num_bytes(self) -> int:
+        """How much memory its pixels take."""
+        return bytes_of(self.pixels)
+
 
 class VisionProcessor:
-    """Makes VisionPrompts by the processor of a checkpoint.
+    """Makes VisionPrompts by the processor of a checkpoint, in any number of threads.
 
     folder: the checkpoint's; config: its config.json
-    options: those of OPTIONS that its image processor knows
+    options: how large images become: "max_pixels" and "min_pixels" for Qwen, "max_soft_tokens" for Gemma 4, or "size"
+        as its image processor has it
     most_images: so many may be in a prompt; None: any number
     image_folder: as for Opener
 
     placeholder: what stands for an image in a prompt's text, before it is made as long as the image's embeddings
 
-    Raises ValueError if the folder has no processor, or the processor does not know an option.
+    Raises ValueError if the folder has no processor, or the processor does not take an option.
     """
 
     def __init__(
@@ -64,16 +74,17 @@ class VisionProcessor:
         image_folder: str | Path | None = None,
     ) -> None:
         self._processor = _load(folder)
-        self._options = dict(options or {})
-        _check_options(self._processor.image_processor, self._options)
+        image_processor = self._processor.image_processor
+        self._options = _resolve_options(image_processor, options or {})
+        self._settings = f"{image_processor.to_json_string()} {sorted(self._options.items())}".encode()
         self._most_images = most_images
         self._opener = Opener(image_folder)
+        self._prepared: Kept[PreparedImage] = Kept(KEPT_BYTES)
         self._positions = MropePositions.of(config)
         self._image_id: int = config.image_token_id  # embeddings are put in its place
         self.placeholder: str = self._processor.image_token
         self._placeholder_id: int = self._processor.tokenizer.convert_tokens_to_ids(self.placeholder)
-        settings = f"{self._processor.image_processor.to_json_string()} {sorted(self._options.items())}"
-        self._settings = settings.encode()
+        self._prepare_image(f"image_options={dict(options or {})}: a blank image", np.zeros((*BLANK, 3), np.uint8))
 
     def prepare(
         self, name: str, prompt: str | Sequence[int], images: Sequence[Any], add_special_tokens: bool = True
@@ -105,23 +116,35 @@ class VisionProcessor:
 
     def _prepare_image(self, name: str, source: Any) -> PreparedImage:
         image = self._opener.open(name, source)
+        key = self._key(image)
+        prepared = self._prepared.find(key)
+        if prepared is None:
+            prepared = self._process(name, key, image)
+            self._prepared.keep(key, prepared)
+        return prepared
+
+    def _process(self, name: str, key: bytes, image: Image) -> PreparedImage:
+        """Let the processor process an image, and write what stands for it in a prompt."""
+        text_kwargs = {
+            "add_special_tokens": False,
+            "padding": False,  # if it were on here and off elsewhere, threads could not share the tokenizer
+        }
         try:
             made = self._processor(
                 text=self.placeholder,
                 images=[image],
                 return_tensors="pt",
                 images_kwargs=self._options,
-                text_kwargs={"add_special_tokens": False, "return_text_replacement_offsets": True},
+                text_kwargs=text_kwargs,
+                return_text_replacement_offsets=True,
             )
         except Exception as error:
             raise ValueError(f"{name}, {image.width} x {image.height} pixels: cannot be processed: {error}") from error
         token_ids: list[int] = made["input_ids"][0].tolist()
         ((replacement,),) = made["text_replacement_offsets"]
         names = self._processor.image_processor.model_input_names
-        pixels = {key: made[key] for key in names if key in made}
-        return PreparedImage(
-            self._key(image), replacement["replacement"], token_ids, token_ids.count(self._image_id), pixels
-        )
+        pixels = {name: made[name] for name in names if name in made}
+        return PreparedImage(key, replacement["replacement"], token_ids, token_ids.count(self._image_id), pixels)
 
     def _key(self, image: Image) -> bytes:
         """Return the digest of an image in RGB and of the settings."""
@@ -174,7 +197,7 @@ def _load(folder: str) -> Any:
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     except ImportError as error:
-        raise ValueError(f"model={folder!r}: images need pip install 'nanoinfer[images]': {error}") from error
+        raise ValueError("images need pillow and torchvision: pip install 'nanoinfer[images]'") from error
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot read its processor: {reason_of(error)}") from error
     if not hasattr(processor, "image_processor"):
@@ -182,8 +205,18 @@ def _load(folder: str) -> Any:
     return processor
 
 
-def _check_options(image_processor: Any, options: Mapping[str, Any]) -> None:
-    known = [name for name in OPTIONS if name in image_processor.valid_kwargs.__annotations__]
+def _resolve_options(image_processor: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options as the image processor names them."""
+    size = dict(getattr(image_processor, "size", None) or {})
+    edges = EDGES if size.keys() >= set(EDGES.values()) else {}
+    known = [*edges, *(name for name in OPTIONS if name in image_processor.valid_kwargs.__annotations__)]
+    resolved: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
             raise ValueError(f"image_options has {short(name)}: {short(value)}: this model's are {', '.join(known)}")
+        if name in edges:
+            size[edges[name]] = check_int(f"image_options[{name!r}]", value, 1)
+            resolved["size"] = size
+        else:
+            resolved[name] = value
+    return resolved

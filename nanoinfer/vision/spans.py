@@ -63,6 +63,11 @@ class Encoded:
         """How much memory they take."""
         return sum(tensor.nbytes for tensor in (self.embeddings, *self.deep))
 
+    def on_host(self) -> Encoded:
+        """Return a copy in host memory, which shares nothing with other images of a batch."""
+        embeddings, *deep = (tensor.to("cpu", copy=True) for tensor in (self.embeddings, *self.deep))
+        return Encoded(embeddings, tuple(deep))
+
 
 class Tower(Protocol):
     """Makes embeddings of images."""
