@@ -210,6 +210,11 @@ def test_the_models_own_token_must_not_stand_elsewhere(checkpoint: Callable[[str
         ours.processor.prepare("prompt", f"{ours.text(1)}{IMAGE}", [picture(64, 64)])
 
 
+def test_images_side_by_side_have_no_positions_of_three_parts(checkpoint: Callable[[str], Checkpoint]) -> None:
+    with pytest.raises(ValueError, match="prompt has two images side by side: this model needs a token between them"):
+        checkpoint("qwen3-vl").processor.prepare("prompt", IMAGE * 2, [picture(64, 64)] * 2)
+
+
 def test_threads_share_a_processor(checkpoint: Callable[[str], Checkpoint]) -> None:
     ours = checkpoint("gemma4")
     images = [picture(64 + seed, 80, seed) for seed in range(16)]

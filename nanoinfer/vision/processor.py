@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +180,8 @@ class VisionProcessor:
                 pixels.append(image.pixels)
         positions, delta = None, 0
         if self._positions is not None:
+            if any(before.start + before.count == after.start for before, after in pairwise(spans)):
+                raise ValueError(f"{name} has two images side by side: this model needs a token between them")
             positions, delta = self._positions.compute(is_placeholder, [image.pixels for image in images])
         return VisionPrompt(token_ids, tuple(spans), positions, delta, tuple(pixels))
 

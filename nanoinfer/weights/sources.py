@@ -201,12 +201,12 @@ class TensorSource:
         self,
         named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
         partial: bool = False,
-        beside: Beside = NOTHING,
+        names: Names = NOTHING,
         may_be_empty: bool = False,
     ) -> None:
         """partial: tensors may be missing, and with may_be_empty all of them
 
-        beside: what comes beside the language model's
+        names: as for FileSource
         """
         self.holds_tensors = type(named_tensors) in (list, tuple, dict, OrderedDict)
         if isinstance(named_tensors, Mapping):
@@ -216,11 +216,11 @@ class TensorSource:
         except TypeError:
             raise ValueError(f"named_tensors={short(named_tensors)}: {NEEDED}") from None
         self.is_partial = partial
-        self._beside = beside
+        self._names = names
         self._may_be_empty = may_be_empty
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name in the language model and the tensor as they come.
+        """Yield the name in the table and the tensor as they come.
 
         Raises ValueError for what is no tensor, and in the end for a part in which there was none.
         """
@@ -228,7 +228,7 @@ class TensorSource:
         for pair in self._pairs:
             are_there = True
             name, tensor = _name_and_tensor(pair)
-            known = self._beside.known_name(name)
+            known = self._names.known_name(name)
             if known is not None:
                 yield known, tensor
             del pair, tensor  # so that they can go before the next ones come
@@ -236,7 +236,7 @@ class TensorSource:
             raise ValueError(f"{self.what}: has no tensor; a generator gives its tensors only once")
 
     def tensors(self, table: Table) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor and its name in the language model as it comes, if it fits; raises ValueError if not.
+        """Yield each tensor and its name in the table as it comes, if it fits; raises ValueError if not.
 
         In the end, raises ValueError, naming them, if tensors other than constants are missing.
         """
