@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import Config
 from nanoinfer.runner.message import ChunkImages, ImagePart, ImagesMessage
-from nanoinfer.vision.spans import ImageSpan, VisionPrompt
+from nanoinfer.vision.spans import VisionPrompt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,67 +24,55 @@ class PromptImages:
 
     def __init__(self, prompt: VisionPrompt, whole: bool = False) -> None:
         """whole: no chunk may cut an image, because its tokens see each other"""
-        self._whole = whole
-        self._positions, self._length, self.delta = prompt.positions, len(prompt.token_ids), prompt.delta
-        self._images = [
-            (span, _places(prompt.token_ids, span), pixels)
-            for span, pixels in zip(prompt.spans, prompt.pixels, strict=True)
-        ]
-
-    def content(self, start: int, end: int) -> bytes:
-        """Return what tells the placeholders between two places from those of other images, or elsewhere in them."""
-        return b"".join(
-            span.key + array("i", [span.start - start, span.count]).tobytes()
-            for span, places, _ in self._images
-            if places[0] < end and places[-1] >= start
-        )
+        self._prompt, self._whole = prompt, whole
+        self.delta = prompt.delta
 
     @property
     def largest(self) -> int:
         """The most tokens that one chunk must have."""
-        return max((places[-1] - places[0] + 1 for _, places, _ in self._images if self._whole), default=1)
+        return max((span.count for span in self._prompt.spans if self._whole), default=1)
+
+    def content(self, start: int, end: int) -> bytes:
+        """Return what tells the placeholders between two places from those of other images, or elsewhere in them."""
+        return b"".join(
+            span.key + array("i", [span.start - start, span.count, span.first]).tobytes()
+            for span in self._prompt.spans
+            if span.start < end and span.start + span.count > start
+        )
 
     def last_end(self, end: int) -> int:
         """Return where a chunk may end that could end at `end`."""
-        cut = (places[0] for _, places, _ in self._images if self._whole and places[0] < end <= places[-1])
-        return next(cut, end)
+        spans = self._prompt.spans if self._whole else ()
+        return next((span.start for span in spans if span.start < end < span.start + span.count), end)
 
     def chunk(self, start: int, end: int) -> ChunkImages | None:
         """Describe the tokens between two places to the ranks; None: they are those of a prompt without images."""
         parts = []
-        for span, places, _ in self._images:
-            first, stop = bisect_left(places, start), bisect_left(places, end)
-            if first < stop:
-                parts.append(ImagePart(span.key, first, array("i", [place - start for place in places[first:stop]])))
-        positions = self._positions_of(start, end)
+        for span in self._prompt.spans:
+            first, behind = max(span.start, start), min(span.start + span.count, end)
+            if first < behind:
+                parts.append(ImagePart(span.key, span.first + first - span.start, first - start, behind - first))
+        positions = self._positions(start, end)
         return ChunkImages(parts, positions) if parts or positions is not None else None
 
-    def _positions_of(self, start: int, end: int) -> array[int] | None:
-        if self._positions is None:
+    def _positions(self, start: int, end: int) -> array[int] | None:
+        given, count, positions = self._prompt.positions, len(self._prompt.token_ids), array("i")
+        if given is None:
             return None
-        count, positions = self._length, array("i")
-        behind = range(max(start, count) + self.delta, end + self.delta)  # generated before a preemption
+        generated = range(max(start, count) + self.delta, end + self.delta)  # before a preemption
         for part in range(3):
-            positions.extend(self._positions[part * count + min(start, count) : part * count + min(end, count)])
-            positions.extend(behind)
+            positions.extend(given[part * count + min(start, count) : part * count + min(end, count)])
+            positions.extend(generated)
         return positions
 
-    def within(self, start: int, end: int) -> Iterable[tuple[bytes, Pixels, bool]]:
-        """Yield the images between two places: key, pixels, and whether the image goes on behind the second."""
-        for span, places, pixels in self._images:
-            if bisect_left(places, start) < bisect_left(places, end):
-                yield span.key, pixels, places[-1] >= end
-
-
-def _places(token_ids: list[int], span: ImageSpan) -> array[int]:
-    """Return where an image's placeholders stand."""
-    places, placeholder = array("i"), token_ids[span.start]
-    for place in range(span.start, len(token_ids)):
-        if token_ids[place] == placeholder:
-            places.append(place)
-            if len(places) == span.count:
-                return places
-    raise AssertionError(f"{span.count} placeholders from {span.start} on: found {len(places)}")
+    def pixels(self, start: int, end: int | None = None) -> dict[bytes, Pixels]:
+        """Return the pixels of the images between two places, by their keys; end: None: the prompt's end"""
+        prompt = self._prompt
+        return {
+            span.key: pixels
+            for span, pixels in zip(prompt.spans, prompt.pixels, strict=True)
+            if span.start + span.count > start and (end is None or span.start < end)
+        }
 
 
 def take_images(prompt: VisionPrompt, config: Config) -> PromptImages:
@@ -108,7 +95,7 @@ def take_images(prompt: VisionPrompt, config: Config) -> PromptImages:
 
 
 class HeldImages:
-    """Whose embeddings the ranks hold behind the newest step: those of images that it has cut.
+    """Whose embeddings the ranks hold behind the newest step: those that its prompts want again.
 
     Ranks hold what the newest message with images said. An image that is dropped too early, as when another prompt
     passes, is encoded again: so nobody has to tell of sequences that end or start again.
@@ -120,17 +107,16 @@ class HeldImages:
     def plan(self, chunks: Iterable[tuple[PromptImages, int, int]]) -> ImagesMessage | None:
         """Tell the ranks what a prefill step wants; chunks: those of prompts with images, from a place to another."""
         wanted: dict[bytes, Pixels] = {}
-        cut: set[bytes] = set()
+        kept: set[bytes] = set()
         for images, start, end in chunks:
-            for key, pixels, goes_on in images.within(start, end):
-                wanted[key] = pixels
-                if goes_on:
-                    cut.add(key)
+            own = images.pixels(start, end)
+            wanted |= own
+            kept |= own.keys() & images.pixels(end).keys()
         if not wanted and not self._keys:
             return None
         new = [(key, pixels) for key, pixels in wanted.items() if key not in self._keys]
-        self._keys = cut
-        return ImagesMessage(new, sorted(cut))
+        self._keys = kept
+        return ImagesMessage(new, sorted(kept))
 
     def clear(self) -> None:
         """Let the ranks encode all anew."""

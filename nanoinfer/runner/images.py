@@ -34,9 +34,9 @@ class Images:
         places, rows, begin = array("q"), list[tuple[Tensor, ...]](), 0
         for chunk in chunks:
             for part in [] if chunk.images is None else chunk.images.parts:
-                own, stop = self._held[part.key], part.first + len(part.places)
-                places.extend(begin + place for place in part.places)
-                rows.append(tuple(x[part.first : stop] for x in (own.embeddings, *own.deep)))
+                own, some = self._held[part.key], slice(part.first, part.first + part.length)
+                places.extend(range(begin + part.place, begin + part.place + part.length))
+                rows.append(tuple(x[some] for x in (own.embeddings, *own.deep)))
             begin += len(chunk.token_ids)
         if not rows:
             return None

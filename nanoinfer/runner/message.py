@@ -31,11 +31,12 @@ class ChunkStates:
 
 
 class ImagePart(NamedTuple):
-    """The placeholders of one image that stand in a chunk; the first of them is the image's number `first`."""
+    """Neighbouring placeholders of an image in a chunk."""
 
     key: bytes
-    first: int
-    places: array[int]  # among the chunk's tokens
+    first: int  # which of the image's embeddings the first of them takes
+    place: int  # of that one, among the chunk's tokens
+    length: int
 
 
 @dataclass(slots=True)

@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """An image's place in a prompt.
+    """Neighbouring placeholders of an image in a prompt: all that it has, or one row of it where tokens end rows.
 
     key: 16 bytes, the digest of its pixels and of the settings that made them; equal images have equal keys
-    start: the first of its placeholders in the prompt
-    count: how many placeholders it has, which is how many embeddings the tower makes of it; other tokens, such as ends
-        of rows, may stand between them
+    start: the first of the placeholders in the prompt
+    count: how many they are
+    first: which of the image's embeddings the first of them takes; the others take those that follow
     """
 
     key: bytes
     start: int
     count: int
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class VisionPrompt:
     """A prompt with images.
 
     token_ids: its tokens, in which each image has its placeholders
-    spans: the images, in the order of the prompt
+    spans: the images' placeholders, in the order of the prompt
     positions: three numbers for each token, [3, tokens], part after part, for rotary embeddings in three parts (mrope);
         None: a token's position is its place
     delta: what to add to a later token's place to have its position
-    pixels: for each span what the tower takes
+    pixels: for each span what the tower takes; spans of one image have the same object
     """
 
     token_ids: list[int]
@@ -49,9 +50,9 @@ class VisionPrompt:
 class Encoded:
     """What a tower makes of an image.
 
-    embeddings: in place of its placeholders' own, [count, hidden_size]
-    deep: what is added to the hidden states of these places behind the first layers, [count, hidden_size] for each
-        of these layers (deepstack)
+    embeddings: [placeholders, hidden_size]; they are hidden states already, which no family scales
+    deep: what is added to the hidden states of these places behind the first layers, [placeholders, hidden_size] for
+        each of these layers (deepstack)
     """
 
     embeddings: Tensor
@@ -61,6 +62,11 @@ class Encoded:
     def num_bytes(self) -> int:
         """How much memory they take."""
         return sum(tensor.nbytes for tensor in (self.embeddings, *self.deep))
+
+    def on_host(self) -> Encoded:
+        """Return a copy in host memory, which shares nothing with other images of a batch."""
+        embeddings, *deep = (tensor.to("cpu", copy=True) for tensor in (self.embeddings, *self.deep))
+        return Encoded(embeddings, tuple(deep))
 
 
 class Tower(Protocol):

@@ -50,7 +50,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] | None = None  # of a multimodal checkpoint, whose text_config has the settings
     keeps_states: bool = False  # some layers do
-    outer: dict[str, Any] = field(default_factory=dict)  # settings of a multimodal checkpoint beside these
+    outer: dict[str, Any] = field(default_factory=dict)  # of a multimodal config, beside text_config and vision_config
 
     @property
     def small(self) -> dict[str, int]:

@@ -126,8 +126,8 @@ def _pack_ends(chunks: list[ChunkMessage]) -> array[int]:
         begin = len(ends)
         ends.extend(range(chunk.start + 1, chunk.start + 1 + len(chunk.token_ids)))
         for part in [] if chunk.images is None else chunk.images.parts:
-            for place in part.places:
-                ends[begin + place] = chunk.start + part.places[-1] + 1
+            first, behind = begin + part.place, part.place + part.length
+            ends[first : begin + behind] = array("i", [chunk.start + behind]) * part.length
     return ends
 
 
