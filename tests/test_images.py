@@ -152,7 +152,9 @@ def test_images_equal_transformers(
     llm = make_seeing_llm(own, **own.case.small)
     run(llm, own, prompt_logprobs=0)
     assert sum(seq.num_cached_tokens for seq in run(llm, own)) > 0
-    most = 64 if own.case.keeps_states else 19
+    whole = any(llm.config.description.whole_images)
+    largest = max(PromptImages(prompt, whole).largest for prompt in own.prompts())
+    most = 64 if own.case.keeps_states else max(19, largest)
     run(make_seeing_llm(own, **own.case.small, max_num_batched_tokens=most), own)
 
 

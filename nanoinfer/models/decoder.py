@@ -145,7 +145,7 @@ class Decoder(CausalLM):
             self._put_images(x, context.images)
         if self.layer_inputs is not None:
             x = self.tp.all_reduce(x)
-            context.layer_inputs = self.layer_inputs(token_ids, x)
+            context.layer_inputs = self.layer_inputs(token_ids, x, context.images)
         deep = [] if context.images is None else context.images.deep
         for number, layer in enumerate(self.layers):
             x, residual = layer(x, residual, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 class Seeing:
     """A case of MULTIMODAL with eyes.
 
-    case: its name there; vision, outer: settings of the config
+    case: its name there; vision, outer, text: settings of the config
     processor: makes its processor from a tokenizer
     prompt: what stands for an image in a prompt
     """
@@ -37,6 +37,7 @@ class Seeing:
     processor: Callable[[PreTrainedTokenizerBase], Any]
     prompt: str = IMAGE
     outer: dict[str, Any] | None = None
+    text: dict[str, Any] = field(default_factory=dict)
 
     def build(self, folder: Path) -> PreTrainedModel:
         """Save a checkpoint with a processor; returns transformers' model of it."""
@@ -46,7 +47,7 @@ class Seeing:
         processor.save_pretrained(folder)
         outer = {"image_token_id": tokenizer.image_token_id, **(self.outer or {})}
         case: Case = MULTIMODAL[self.case]
-        settings = {**case.settings, "vocab_size": VOCAB}
+        settings = {**case.settings, "vocab_size": VOCAB, **self.text}
         return build(replace(case, settings=settings, vision={**self.vision}, outer=outer), folder)
 
 
@@ -105,6 +106,12 @@ QWEN3_PROCESSOR = _qwen("Qwen3VLProcessor", 16, "Qwen3VLVideoProcessor")
 SEEING = {
     "gemma3": Seeing(
         "gemma3 multimodal", {**VISION, "image_size": 56, "patch_size": 14}, _gemma3, BEGIN, {"mm_tokens_per_image": 4}
+    ),
+    "gemma4 layer inputs": Seeing(
+        "gemma4 multimodal, layer inputs",
+        {**VISION, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64},
+        _gemma4,
+        text={"vocab_size_per_layer_input": VOCAB},
     ),
     "gemma4": Seeing(
         "gemma4 multimodal, experts",
