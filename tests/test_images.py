@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from conftest import greedy, whole_only
 pytest.importorskip("PIL")
 pytest.importorskip("torchvision")
 
-from cases import MULTIMODAL
+from cases import MULTIMODAL, SHAPE
+from cases.multimodal import MROPE
 from cases.vision import SEEING
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from nanoinfer import LLM
 from nanoinfer.engine.images import HeldImages, PromptImages
 from nanoinfer.engine.sequence import Sequence
+from nanoinfer.models import describe
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
 from nanoinfer.vision.tower import TransformersTower, join
@@ -175,6 +178,12 @@ def test_company_samples_and_preemption(
     assert llm.engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.whole
+def test_triton(checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]) -> None:
+    own = checkpoint("gemma3")
+    run(make_seeing_llm(own, **own.case.small, attention_backend="triton"), own)
+
+
 @pytest.mark.parametrize("name", ["qwen3-vl", *whole_only(name for name in SEEING if name != "qwen3-vl")])
 def test_two_ranks(name: str, checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]) -> None:
     own = checkpoint(name)
@@ -267,3 +276,21 @@ def test_ranks_keep_the_images_that_a_prompt_wants_again() -> None:
     assert plan((8, 10)) == ([], [])  # somebody else's chunk: B goes, and comes again
     assert plan((7, 10)) == ([B], [])
     assert plan() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "wanted"),
+    [
+        ("qwen2-vl", [2, 3, 4], "three counts that add up to 8"),
+        ("qwen3-vl", [2, 3], "three counts"),
+        ("qwen3-vl", [2, -1, 3], "three counts"),
+    ],
+)
+def test_sections_that_no_rope_has(name: str, sections: list[int], wanted: str) -> None:
+    case = MULTIMODAL[name]
+    text_config = {**SHAPE, **case.settings, "rope_parameters": {**MROPE, "mrope_section": sections}}
+    config = AutoConfig.for_model(
+        case.model_type, architectures=[case.architecture], text_config=text_config, vision_config=case.vision
+    )
+    with pytest.raises(ValueError, match=re.escape(f"mrope_section={sections} in its config: must be {wanted}")):
+        describe(config)

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from nanoinfer.config import Config
-from nanoinfer.runner.message import ChunkImages, ImagePart, ImagesMessage
+from nanoinfer.runner.image_messages import ChunkImages, ImagePart, ImagesMessage, Pixels
 from nanoinfer.vision.spans import VisionPrompt
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Pixels = Mapping[str, "Tensor"]
 
 
 class PromptImages:

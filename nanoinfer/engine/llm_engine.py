@@ -83,6 +83,7 @@ class LLMEngine:
         images = None
         if isinstance(prompt, VisionPrompt):
             images = take_images(prompt, self.config)
+            self.ranks.note("images", *prompt.spans)
             prompt = prompt.token_ids
         self.ranks.note("prompt", prompt)
         self.ranks.note("settings", params)

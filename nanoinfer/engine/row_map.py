@@ -33,7 +33,7 @@ class RowMap:
         """finder: given if decode attention reads shared prefixes once"""
         self.seqs: list[Sequence] = []
         self._finder = finder
-        self._images = HeldImages()
+        self._images = HeldImages()  # by the ranks
         self._shares = False  # whether rows share prefixes, since they last changed
         self._has_changed = False  # whether rows have come or gone since the last decode step
 

@@ -87,9 +87,10 @@ def in_sections(config: PretrainedConfig, rope: Rope | None, default: list[int],
     if rope is None:
         return None
     counts, pairs = config.rope_parameters.get("mrope_section", default), len(rope.frequencies)
-    is_whole = isinstance(counts, list) and len(counts) == 3 and (interleaved or sum(counts) == pairs)
-    if not is_whole or any(as_int(count) is None or count < 0 for count in counts):
-        raise ValueError(f"model: mrope_section={counts!r} in its config: must be three counts that add up to {pairs}")
+    are_counts = isinstance(counts, list) and all(as_int(count) is not None and count >= 0 for count in counts)
+    if not are_counts or len(counts) != 3 or not (interleaved or sum(counts) == pairs):
+        wanted = "three counts" if interleaved else f"three counts that add up to {pairs}"
+        raise ValueError(f"model: mrope_section={counts!r} in its config: must be {wanted}")
     if interleaved:
         return replace(rope, sections=tuple(i % 3 if i < 3 * counts[i % 3] else 0 for i in range(pairs)))
     return replace(rope, sections=tuple(part for part, count in enumerate(counts) for _ in range(count)))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.context import ImageContext
-from nanoinfer.runner.message import ChunkMessage, ImagesMessage
+from nanoinfer.runner.image_messages import ImagesMessage
+from nanoinfer.runner.message import ChunkMessage
 from nanoinfer.runner.transfer import upload
 from nanoinfer.vision.spans import Encoded, Tower
 

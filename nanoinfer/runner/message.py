@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from nanoinfer.runner.image_messages import ChunkImages, ImagesMessage
 from nanoinfer.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(slots=True)
@@ -28,31 +25,6 @@ class ChunkStates:
     source: int  # holds the states before the chunk; -1: they are zeros
     slot: int  # the sequence's own: gets the states behind the chunk
     snapshots: dict[int, int] = field(default_factory=dict)  # position -> the slot that gets the states before it
-
-
-class ImagePart(NamedTuple):
-    """Neighbouring placeholders of an image in a chunk."""
-
-    key: bytes
-    first: int  # which of the image's embeddings the first of them takes
-    place: int  # of that one, among the chunk's tokens
-    length: int
-
-
-@dataclass(slots=True)
-class ChunkImages:
-    """What a chunk of a prompt with images has beside its tokens."""
-
-    parts: list[ImagePart]
-    positions: array[int] | None  # the tokens' rotary ones, [3, tokens]; None: they are their places
-
-
-@dataclass(slots=True)
-class ImagesMessage:
-    """The images of a prefill step whose embeddings the ranks do not have yet, and those that later steps want."""
-
-    new: list[tuple[bytes, Mapping[str, Tensor]]]  # an image's key, and what the tower takes
-    kept: list[bytes]  # of all that the step has; the others go with it
 
 
 @dataclass(slots=True)
