@@ -108,7 +108,7 @@ class HeldImages:
             kept |= own.keys() & images.pixels(end).keys()
         if not wanted and not self._keys:
             return None
-        new = [(key, pixels) for key, pixels in wanted.items() if key not in self._keys]
+        new = [(key, dict(pixels)) for key, pixels in wanted.items() if key not in self._keys]  # made, if not yet
         self._keys = kept
         return ImagesMessage(new, sorted(kept))
 
