@@ -18,14 +18,16 @@ from conftest import of_each_kind
 pytest.importorskip("PIL")
 pytest.importorskip("torchvision")
 
+from cases.multimodal import MULTIMODAL
 from cases.vision import IMAGE, SEEING
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
+from nanoinfer import BUNDLED_MODEL
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.messages import take_images
 from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.processor import VisionProcessor
+from nanoinfer.vision.processor import CLASSES, VisionProcessor
 from nanoinfer.vision.spans import Encoded, VisionPrompt
 from nanoinfer.vision.tower import TransformersTower, bytes_of
 from nanoinfer.weights.sources import TOWER, FileSource, OfTower, RandomSource
@@ -148,6 +150,21 @@ def test_equal_images_have_equal_keys(checkpoint: Callable[[str], Checkpoint]) -
     assert prompt.pixels[0] is prompt.pixels[2]  # and are processed once
     smaller = VisionProcessor(ours.folder, ours.config, {"max_pixels": 64 * 64})
     assert smaller.prepare("prompt", ours.text(1), [first]).spans[0].key != keys[0]
+
+
+def test_each_class_that_sees_has_a_case() -> None:
+    assert sorted({MULTIMODAL[seeing.case].architecture for seeing in SEEING.values()}) == sorted(CLASSES)
+
+
+def test_a_class_that_does_not_see_is_named() -> None:
+    config = AutoConfig.from_pretrained(BUNDLED_MODEL)
+    with pytest.raises(ValueError, match="architecture 'Qwen3ForCausalLM' takes no images here; those that do: Gemma3"):
+        VisionProcessor(BUNDLED_MODEL, config)
+
+
+def test_a_checkpoint_without_a_processor_is_named(checkpoint: Callable[[str], Checkpoint]) -> None:
+    with pytest.raises(ValueError, match=r"must have a preprocessor_config.json"):
+        VisionProcessor(BUNDLED_MODEL, checkpoint("qwen3-vl").config)
 
 
 def test_options_say_how_large_images_become(checkpoint: Callable[[str], Checkpoint]) -> None:
@@ -327,6 +344,7 @@ def test_an_image_is_turned_as_its_camera_noted() -> None:
         ("data:image/png;base64,%%%", "must be base64"),
         (b"no image", "cannot be read as an image"),
         (written(picture(40, 40))[:-900], "cannot be read as an image"),
+        (written(picture(2, 2), "EPS"), "cannot be read as an image"),  # PIL would run a program for it
         (7, "is 7: must be a PIL image"),
         (np.zeros((4, 4, 3)), r"is an array of float64, \[4, 4, 3\]: must be of uint8"),
         (np.zeros((3, 4, 9), np.uint8), "must be of uint8"),

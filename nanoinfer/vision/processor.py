@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig
 
+CLASSES = (
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)  # that see
 KEY_BYTES = 16
 KEPT_BYTES = 1 << 30  # of pixels, so that equal images of waiting prompts share theirs
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
@@ -63,7 +74,7 @@ class VisionProcessor:
 
     placeholder: what stands for an image in a prompt's text, before it is made as long as the image's embeddings
 
-    Raises ValueError if the folder has no processor, or the processor does not take an option.
+    Raises ValueError if the class is none of CLASSES, the folder has no processor, or that does not take an option.
     """
 
     def __init__(
@@ -74,6 +85,7 @@ class VisionProcessor:
         most_images: int | None = None,
         image_folder: str | Path | None = None,
     ) -> None:
+        _check_class(config)
         self._processor = _load(folder)
         image_processor = self._processor.image_processor
         self._options = _resolve_options(image_processor, options or {})
@@ -191,6 +203,12 @@ def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
     ends = np.flatnonzero(np.diff(places) != 1) + 1
     for begin, run in zip([0, *ends.tolist()], np.split(places, ends), strict=True):
         yield begin, int(run[0]), len(run)
+
+
+def _check_class(config: PretrainedConfig) -> None:
+    name = (config.architectures or [""])[0]
+    if name not in CLASSES:
+        raise ValueError(f"model: architecture {name!r} takes no images here; those that do: {', '.join(CLASSES)}")
 
 
 def _load(folder: str) -> Any:
