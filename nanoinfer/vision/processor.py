@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,9 @@ from nanoinfer.checks import check_int, short
 from nanoinfer.hub import reason_of
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.opening import Opener
+from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, bytes_of
 from nanoinfer.vision.positions import MropePositions
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
-from nanoinfer.vision.tower import Pixels, bytes_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,7 +36,7 @@ CLASSES = (
     "Qwen3_5MoeForConditionalGeneration",
 )  # that see
 KEY_BYTES = 16
-KEPT_BYTES = 1 << 30  # of pixels, so that equal images of waiting prompts share theirs
+KEPT_BYTES = 1 << 30  # of pixels: a megapixel has up to 25 MB, and very many prompts may wait
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
 OPTIONS = ("max_soft_tokens", "size")  # that say how large an image becomes in other classes
 BLANK = 256, 256  # pixels of an image that tries the options
@@ -86,7 +87,7 @@ class VisionProcessor:
         image_folder: str | Path | None = None,
     ) -> None:
         _check_class(config)
-        self._processor = _load(folder)
+        self._processor = _read_processor(folder)
         image_processor = self._processor.image_processor
         self._options = _resolve_options(image_processor, options or {})
         self._settings = f"{image_processor.to_json_string()} {sorted(self._options.items())}".encode()
@@ -110,15 +111,20 @@ class VisionProcessor:
         add_special_tokens: the tokenizer adds those that begin a text
 
         Raises ValueError for too many images, if the placeholders are not as many as the images, and for an image that
-        cannot be opened or that the processor does not take.
+        cannot be opened or that the processor does not take. The images are read again for pixels that are not kept:
+        they must not change before.
         """
         if not images or (self._most_images is not None and len(images) > self._most_images):
             most = "" if self._most_images is None else f" to limit_images_per_prompt={self._most_images}"
             raise ValueError(f"{name} has {len(images)} images: must have 1{most or ' or more'}")
         self._check_count(name, prompt, len(images))
-        prepared = [self._prepare_image(f"image {index} of {name}", image) for index, image in enumerate(images)]
+        names = [f"image {index} of {name}" for index in range(len(images))]
+        prepared = [self._prepare_image(*pair) for pair in zip(names, images, strict=True)]
         token_ids = self._expand(prompt, prepared, add_special_tokens)
-        return self._assemble(name, token_ids, prepared)
+        loads = [
+            partial(self._load, *each) for each in zip(names, images, (image.key for image in prepared), strict=True)
+        ]
+        return self._assemble(name, token_ids, prepared, [PixelsOnDemand(load) for load in loads])
 
     def _check_count(self, name: str, prompt: str | Sequence[int], images: int) -> None:
         """Raise ValueError if a prompt has more placeholders than images, or fewer."""
@@ -135,6 +141,13 @@ class VisionProcessor:
             prepared = self._process(name, key, image)
             self._prepared.keep(key, prepared)
         return prepared
+
+    def _load(self, name: str, source: Any, key: bytes) -> Pixels:
+        """Return the pixels of an image that was prepared before."""
+        prepared = self._prepared.find(key) or self._prepare_image(name, source)
+        if prepared.key != key:
+            raise ValueError(f"{name} has changed since it was first read: must not before its prompt begins")
+        return prepared.pixels
 
     def _process(self, name: str, key: bytes, image: Image) -> PreparedImage:
         """Let the processor process an image, and write what stands for it in a prompt."""
@@ -179,23 +192,26 @@ class VisionProcessor:
             expanded.extend(next(rest).token_ids if token == self._placeholder_id else (token,))
         return expanded
 
-    def _assemble(self, name: str, token_ids: list[int], images: list[PreparedImage]) -> VisionPrompt:
+    def _assemble(
+        self, name: str, token_ids: list[int], images: list[PreparedImage], pixels: list[Pixels]
+    ) -> VisionPrompt:
+        """Return a prompt, of which each image has pixels."""
         is_placeholder = np.asarray(token_ids) == self._image_id
         places = np.flatnonzero(is_placeholder)
         counts = [image.count for image in images]
         if len(places) != sum(counts):
             raise ValueError(f"{name} has token {self._image_id}, an image's, where no image is: must not")
-        spans, pixels = [], []
-        for image, own in zip(images, np.split(places, np.cumsum(counts)[:-1]), strict=True):
+        spans, pixels_of_spans = [], []
+        for image, own, given in zip(images, np.split(places, np.cumsum(counts)[:-1]), pixels, strict=True):
             for first, start, count in _runs(own):
                 spans.append(ImageSpan(image.key, start, count, first))
-                pixels.append(image.pixels)
+                pixels_of_spans.append(given)
         positions, delta = None, 0
         if self._positions is not None:
             if any(before.start + before.count == after.start for before, after in pairwise(spans)):
                 raise ValueError(f"{name} has two images side by side: this model needs a token between them")
             positions, delta = self._positions.compute(is_placeholder, [image.pixels for image in images])
-        return VisionPrompt(token_ids, tuple(spans), positions, delta, tuple(pixels))
+        return VisionPrompt(token_ids, tuple(spans), positions, delta, tuple(pixels_of_spans))
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
@@ -211,7 +227,7 @@ def _check_class(config: PretrainedConfig) -> None:
         raise ValueError(f"model: architecture {name!r} takes no images here; those that do: {', '.join(CLASSES)}")
 
 
-def _load(folder: str) -> Any:
+def _read_processor(folder: str) -> Any:
     """Return transformers' processor of a checkpoint."""
     from transformers import AutoProcessor  # here, for a model that cannot see does without
 
