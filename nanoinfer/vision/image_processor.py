@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ KEY_BYTES = 16
 KEPT_BYTES = 1 << 30  # of pixels: a megapixel has up to 25 MB, and very many prompts may wait
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
 OPTIONS = ("max_soft_tokens", "size")  # that say how large an image becomes in other classes
-BLANK = 256, 256  # pixels of an image that tries the options
+SIDE = 256  # of a blank image, where the size of what is made of an image does not depend on it
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class ImageProcessor:
         self._settings = f"{processor.image_processor.to_json_string()} {sorted(self._options.items())}".encode()
         self._opener = Opener(image_folder)
         self._kept: Kept[PreparedImage] = Kept(KEPT_BYTES)
-        self.prepare(f"image_options={dict(options)}: a blank image", np.zeros((*BLANK, 3), np.uint8))
+        self._blank = f"image_options={dict(options)}: a blank image"
+        self.prepare(self._blank, _blank(SIDE))  # an error comes now, not with the first prompt
 
     def prepare(self, name: str, source: Any) -> PreparedImage:
         """Return what the processor makes of an image.
@@ -80,6 +82,12 @@ class ImageProcessor:
             prepared = self._process(name, key, image)
             self._kept.keep(key, prepared)
         return prepared
+
+    def largest(self) -> PreparedImage:
+        """Return what is made of a blank image so large that of no square more is made, for plans of memory."""
+        size = {**_size_of(self._processor.image_processor), **self._options.get("size", {})}
+        side = size.get("longest_edge", SIDE)
+        return self.prepare(self._blank, _blank(isqrt(side) if _counts_pixels(size) else side))
 
     def on_demand(self, name: str, source: Any, key: bytes) -> Pixels:
         """Return pixels that are made when they are read, of an image that was prepared before and had this key.
@@ -125,15 +133,30 @@ class ImageProcessor:
         return digest.digest()
 
 
+def _blank(side: int) -> np.ndarray:
+    return np.zeros((side, side, 3), np.uint8)
+
+
+def _size_of(image_processor: Any) -> dict[str, int]:
+    return dict(getattr(image_processor, "size", None) or {})
+
+
+def _counts_pixels(size: Mapping[str, int]) -> bool:
+    """Whether the edges in an image processor's size are numbers of pixels."""
+    return size.keys() >= set(EDGES.values())
+
+
 def _resolve_options(image_processor: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options as the image processor names them."""
-    size = dict(getattr(image_processor, "size", None) or {})
-    edges = EDGES if size.keys() >= set(EDGES.values()) else {}
+    size = _size_of(image_processor)
+    edges = EDGES if _counts_pixels(size) else {}
     known = [*edges, *(name for name in OPTIONS if name in image_processor.valid_kwargs.__annotations__)]
     resolved: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
             raise ValueError(f"image_options has {short(name)}: {short(value)}: this model's are {', '.join(known)}")
+        if name == "size" and not isinstance(value, Mapping):
+            raise ValueError(f"image_options['size']={short(value)}: must be a mapping, such as {size}")
         if name in edges:
             size[edges[name]] = check_int(f"image_options[{name!r}]", value, 1)
             resolved["size"] = size

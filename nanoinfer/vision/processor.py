@@ -40,6 +40,7 @@ class VisionProcessor:
     most_images: so many may be in a prompt; None: any number
     image_folder: as for Opener
 
+    images: prepares each image
     placeholder: what stands for an image in a prompt's text, before it is made as long as the image's embeddings
 
     Raises ValueError if the class is none of CLASSES, the folder has no processor, or that does not take an option.
@@ -58,7 +59,7 @@ class VisionProcessor:
         self._most_images = most_images
         self._positions = MropePositions.of(config)
         self._image_id: int = config.image_token_id  # embeddings are put in its place
-        self._images = ImageProcessor(self._processor, self._image_id, options or {}, image_folder)
+        self.images = ImageProcessor(self._processor, self._image_id, options or {}, image_folder)
         self.placeholder: str = self._processor.image_token
         self._placeholder_id: int = self._processor.tokenizer.convert_tokens_to_ids(self.placeholder)
 
@@ -81,9 +82,9 @@ class VisionProcessor:
             raise ValueError(f"{name} has {len(images)} images: must have 1{most or ' or more'}")
         self._check_count(name, prompt, len(images))
         names = [f"image {index} of {name}" for index in range(len(images))]
-        prepared = [self._images.prepare(*each) for each in zip(names, images, strict=True)]
+        prepared = [self.images.prepare(*each) for each in zip(names, images, strict=True)]
         keys = [image.key for image in prepared]
-        pixels = [self._images.on_demand(*each) for each in zip(names, images, keys, strict=True)]
+        pixels = [self.images.on_demand(*each) for each in zip(names, images, keys, strict=True)]
         token_ids = self._expand(prompt, prepared, add_special_tokens)
         return self._assemble(name, token_ids, prepared, pixels)
 
