@@ -17,16 +17,19 @@ pytest.importorskip("torchvision")
 
 from cases import MULTIMODAL, SHAPE
 from cases.multimodal import MROPE
+from cases.pictures import picture
 from cases.vision import SEEING
+from PIL.Image import Image
 from transformers import AutoConfig, AutoTokenizer
 
 from nanoinfer import LLM
 from nanoinfer.engine.images import HeldImages, PromptImages
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.models import describe
+from nanoinfer.vision.pixels import join
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
-from nanoinfer.vision.tower import TransformersTower, join
+from nanoinfer.vision.tower import TransformersTower
 from nanoinfer.weights.sources import FileSource, OfTower
 
 MAX_TOKENS = 6
@@ -45,7 +48,7 @@ class Checkpoint:
         self.tower = TransformersTower(config, torch.float32, torch.device("cpu"))
         FileSource(self.folder, OfTower()).fill(self.tower.table())
 
-    def prompt(self, *parts: list[int] | np.ndarray) -> VisionPrompt:
+    def prompt(self, *parts: list[int] | Image) -> VisionPrompt:
         """Put a prompt of text and images together."""
         tokens = [token for part in parts for token in (part if isinstance(part, list) else self._image)]
         return self.processor.prepare("prompt", tokens, [part for part in parts if not isinstance(part, list)])
@@ -93,10 +96,6 @@ def make_seeing_llm(make_llm: Callable[..., LLM]) -> Callable[..., LLM]:
         return llm
 
     return make
-
-
-def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def text(count: int, seed: int) -> list[int]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from nanoinfer.config import Config
-from nanoinfer.runner.image_messages import ChunkImages, ImagePart, ImagesMessage, Pixels
+from nanoinfer.runner.image_messages import ChunkImages, ImagePart, ImagesMessage
 from nanoinfer.vision.spans import VisionPrompt
+
+if TYPE_CHECKING:
+    from nanoinfer.vision.pixels import Pixels
 
 
 class PromptImages:
@@ -108,7 +112,7 @@ class HeldImages:
             kept |= own.keys() & images.pixels(end).keys()
         if not wanted and not self._keys:
             return None
-        new = [(key, dict(pixels)) for key, pixels in wanted.items() if key not in self._keys]  # made, if not yet
+        new = [(key, pixels) for key, pixels in wanted.items() if key not in self._keys]
         self._keys = kept
         return ImagesMessage(new, sorted(kept))
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-Pixels = Mapping[str, "Tensor"]  # of an image, as the tower takes them
+    from nanoinfer.vision.pixels import Pixels
 
 
 class ImagePart(NamedTuple):

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 FILE, DATA = "file://", "data:"
 A_SOURCE = "a PIL image, a path, a data: URL, the bytes of a file, or an array of uint8, [height, width, 3]"
 CHANNELS = (1, 3, 4)  # that an array may have
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of files; PIL runs a program for some others
 MOST_SHOWN = 60  # characters of a URL or a path in an error message
 
 
 class Opener:
-    """Makes RGB images of whatever users give, each the way up that its camera noted.
+    """Makes RGB images of whatever users give, each turned as its camera noted.
 
     folder: files are read from it alone, and relative paths begin in it; None: no file is read
     """
@@ -39,14 +40,14 @@ class Opener:
         source: a PIL image; a path or a file: URL, in the folder; a data: URL; the bytes of an image's file; or an
             array of uint8, [height, width] or [height, width, 1, 3 or 4]
 
-        Raises ValueError for another source, for one that does not decode, and for one of more pixels than
-        PIL.Image.MAX_IMAGE_PIXELS, before it is decoded.
+        Raises ValueError for another source, for one that does not decode or is no file of FORMATS, and for one of more
+        pixels than PIL.Image.MAX_IMAGE_PIXELS, before it is decoded.
         """
         from PIL import Image, ImageOps  # here, for it comes with an extra
 
         found = self._find(name, source)
         with _named_errors(name):
-            image = found if isinstance(found, Image.Image) else Image.open(found)
+            image = found if isinstance(found, Image.Image) else Image.open(found, formats=FORMATS)
         most = Image.MAX_IMAGE_PIXELS
         if most is not None and image.width * image.height > most:
             raise ValueError(f"{name} has {image.width} x {image.height} pixels: must have at most {most}")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nanoinfer.vision.tower import Pixels, join
+from nanoinfer.vision.pixels import Pixels, join
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -1,55 +1,34 @@
-"""The processor: transformers' own, which makes pixels of images and placeholders for them in prompts."""
+"""The processor: transformers' own, which makes room in prompts for the embeddings of images."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanoinfer.checks import check_int, short
 from nanoinfer.hub import reason_of
-from nanoinfer.vision.kept import Kept
-from nanoinfer.vision.opening import Opener
+from nanoinfer.vision.image_processor import ImageProcessor, PreparedImage
+from nanoinfer.vision.pixels import Pixels
 from nanoinfer.vision.positions import MropePositions
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
-from nanoinfer.vision.tower import Pixels, bytes_of
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from transformers import PretrainedConfig
 
-KEY_BYTES = 16
-KEPT_BYTES = 1 << 30  # of pixels, so that equal images of waiting prompts share theirs
-EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
-OPTIONS = ("max_soft_tokens", "size")  # that say how large an image becomes in other classes
-BLANK = 256, 256  # pixels of an image that tries the options
-
-
-@dataclass(frozen=True)
-class PreparedImage:
-    """What the processor makes of an image.
-
-    key: as ImageSpan has it
-    text, token_ids: what stands for it in a prompt
-    count: how many of these tokens are placeholders
-    pixels: what the tower takes
-    """
-
-    key: bytes
-    text: str
-    token_ids: list[int]
-    count: int
-    pixels: Pixels
-
-    @property
-    def num_bytes(self) -> int:
-        """How much memory its pixels take."""
-        return bytes_of(self.pixels)
+CLASSES = (
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)  # that see
 
 
 class VisionProcessor:
@@ -61,9 +40,10 @@ class VisionProcessor:
     most_images: so many may be in a prompt; None: any number
     image_folder: as for Opener
 
+    images: prepares each image
     placeholder: what stands for an image in a prompt's text, before it is made as long as the image's embeddings
 
-    Raises ValueError if the folder has no processor, or the processor does not take an option.
+    Raises ValueError if the class is none of CLASSES, the folder has no processor, or that does not take an option.
     """
 
     def __init__(
@@ -74,18 +54,14 @@ class VisionProcessor:
         most_images: int | None = None,
         image_folder: str | Path | None = None,
     ) -> None:
-        self._processor = _load(folder)
-        image_processor = self._processor.image_processor
-        self._options = _resolve_options(image_processor, options or {})
-        self._settings = f"{image_processor.to_json_string()} {sorted(self._options.items())}".encode()
+        _check_class(config)
+        self._processor = _read_processor(folder)
         self._most_images = most_images
-        self._opener = Opener(image_folder)
-        self._prepared: Kept[PreparedImage] = Kept(KEPT_BYTES)
         self._positions = MropePositions.of(config)
         self._image_id: int = config.image_token_id  # embeddings are put in its place
+        self.images = ImageProcessor(self._processor, self._image_id, options or {}, image_folder)
         self.placeholder: str = self._processor.image_token
         self._placeholder_id: int = self._processor.tokenizer.convert_tokens_to_ids(self.placeholder)
-        self._prepare_image(f"image_options={dict(options or {})}: a blank image", np.zeros((*BLANK, 3), np.uint8))
 
     def prepare(
         self, name: str, prompt: str | Sequence[int], images: Sequence[Any], add_special_tokens: bool = True
@@ -98,61 +74,28 @@ class VisionProcessor:
         add_special_tokens: the tokenizer adds those that begin a text
 
         Raises ValueError for too many images, if the placeholders are not as many as the images, and for an image that
-        cannot be opened or that the processor does not take.
+        cannot be opened or that the processor does not take. The images are read again for pixels that are not kept:
+        they must not change before.
         """
         if not images or (self._most_images is not None and len(images) > self._most_images):
             most = "" if self._most_images is None else f" to limit_images_per_prompt={self._most_images}"
             raise ValueError(f"{name} has {len(images)} images: must have 1{most or ' or more'}")
         self._check_count(name, prompt, len(images))
-        prepared = [self._prepare_image(f"image {index} of {name}", image) for index, image in enumerate(images)]
+        names = [f"image {index} of {name}" for index in range(len(images))]
+        prepared = [self.images.prepare(*each) for each in zip(names, images, strict=True)]
+        keys = [image.key for image in prepared]
+        pixels = [self.images.on_demand(*each) for each in zip(names, images, keys, strict=True)]
         token_ids = self._expand(prompt, prepared, add_special_tokens)
-        return self._assemble(name, token_ids, prepared)
+        return self._assemble(name, token_ids, prepared, pixels)
 
     def _check_count(self, name: str, prompt: str | Sequence[int], images: int) -> None:
         """Raise ValueError if a prompt has more placeholders than images, or fewer."""
-        count = prompt.count(self.placeholder if isinstance(prompt, str) else self._placeholder_id)  # type: ignore[arg-type]
+        if isinstance(prompt, str):
+            count, what = prompt.count(self.placeholder), repr(self.placeholder)
+        else:
+            count, what = prompt.count(self._placeholder_id), f"token {self._placeholder_id}"
         if count != images:
-            what = f"{self.placeholder!r}" if isinstance(prompt, str) else f"token {self._placeholder_id}"
             raise ValueError(f"{name} has {count} placeholders, {what}, for {images} images: must have one for each")
-
-    def _prepare_image(self, name: str, source: Any) -> PreparedImage:
-        image = self._opener.open(name, source)
-        key = self._key(image)
-        prepared = self._prepared.find(key)
-        if prepared is None:
-            prepared = self._process(name, key, image)
-            self._prepared.keep(key, prepared)
-        return prepared
-
-    def _process(self, name: str, key: bytes, image: Image) -> PreparedImage:
-        """Let the processor process an image, and write what stands for it in a prompt."""
-        text_kwargs = {
-            "add_special_tokens": False,
-            "padding": False,  # if it were on here and off elsewhere, threads could not share the tokenizer
-        }
-        try:
-            made = self._processor(
-                text=self.placeholder,
-                images=[image],
-                return_tensors="pt",
-                images_kwargs=self._options,
-                text_kwargs=text_kwargs,
-                return_text_replacement_offsets=True,
-            )
-        except Exception as error:
-            raise ValueError(f"{name}, {image.width} x {image.height} pixels: cannot be processed: {error}") from error
-        token_ids: list[int] = made["input_ids"][0].tolist()
-        ((replacement,),) = made["text_replacement_offsets"]
-        names = self._processor.image_processor.model_input_names
-        pixels = {name: made[name] for name in names if name in made}
-        return PreparedImage(key, replacement["replacement"], token_ids, token_ids.count(self._image_id), pixels)
-
-    def _key(self, image: Image) -> bytes:
-        """Return the digest of an image in RGB and of the settings."""
-        digest = hashlib.blake2b(self._settings, digest_size=KEY_BYTES)
-        digest.update(b"%d %d " % image.size)
-        digest.update(image.tobytes())
-        return digest.digest()
 
     def _expand(self, prompt: str | Sequence[int], images: list[PreparedImage], add_special_tokens: bool) -> list[int]:
         """Return the tokens of a prompt in which each placeholder became those of an image."""
@@ -167,23 +110,26 @@ class VisionProcessor:
             expanded.extend(next(rest).token_ids if token == self._placeholder_id else (token,))
         return expanded
 
-    def _assemble(self, name: str, token_ids: list[int], images: list[PreparedImage]) -> VisionPrompt:
+    def _assemble(
+        self, name: str, token_ids: list[int], images: list[PreparedImage], pixels: list[Pixels]
+    ) -> VisionPrompt:
+        """Return a prompt, of which each image has pixels."""
         is_placeholder = np.asarray(token_ids) == self._image_id
         places = np.flatnonzero(is_placeholder)
         counts = [image.count for image in images]
         if len(places) != sum(counts):
             raise ValueError(f"{name} has token {self._image_id}, an image's, where no image is: must not")
-        spans, pixels = [], []
-        for image, own in zip(images, np.split(places, np.cumsum(counts)[:-1]), strict=True):
+        spans, pixels_of_spans = [], []
+        for image, own, given in zip(images, np.split(places, np.cumsum(counts)[:-1]), pixels, strict=True):
             for first, start, count in _runs(own):
                 spans.append(ImageSpan(image.key, start, count, first))
-                pixels.append(image.pixels)
+                pixels_of_spans.append(given)
         positions, delta = None, 0
         if self._positions is not None:
             if any(before.start + before.count == after.start for before, after in pairwise(spans)):
                 raise ValueError(f"{name} has two images side by side: this model needs a token between them")
             positions, delta = self._positions.compute(is_placeholder, [image.pixels for image in images])
-        return VisionPrompt(token_ids, tuple(spans), positions, delta, tuple(pixels))
+        return VisionPrompt(token_ids, tuple(spans), positions, delta, tuple(pixels_of_spans))
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
@@ -193,7 +139,13 @@ def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
         yield begin, int(run[0]), len(run)
 
 
-def _load(folder: str) -> Any:
+def _check_class(config: PretrainedConfig) -> None:
+    name = (config.architectures or [""])[0]
+    if name not in CLASSES:
+        raise ValueError(f"model: architecture {name!r} takes no images here; those that do: {', '.join(CLASSES)}")
+
+
+def _read_processor(folder: str) -> Any:
     """Return transformers' processor of a checkpoint."""
     from transformers import AutoProcessor  # here, for a model that cannot see does without
 
@@ -206,20 +158,3 @@ def _load(folder: str) -> Any:
     if not hasattr(processor, "image_processor"):
         raise ValueError(f"model={folder!r}: must have a preprocessor_config.json, which says how images are processed")
     return processor
-
-
-def _resolve_options(image_processor: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options as the image processor names them."""
-    size = dict(getattr(image_processor, "size", None) or {})
-    edges = EDGES if size.keys() >= set(EDGES.values()) else {}
-    known = [*edges, *(name for name in OPTIONS if name in image_processor.valid_kwargs.__annotations__)]
-    resolved: dict[str, Any] = {}
-    for name, value in options.items():
-        if name not in known:
-            raise ValueError(f"image_options has {short(name)}: {short(value)}: this model's are {', '.join(known)}")
-        if name in edges:
-            size[edges[name]] = check_int(f"image_options[{name!r}]", value, 1)
-            resolved["size"] = size
-        else:
-            resolved[name] = value
-    return resolved

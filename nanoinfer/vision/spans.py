@@ -36,7 +36,8 @@ class VisionPrompt:
     positions: three numbers for each token, [3, tokens], part after part, for rotary embeddings in three parts (mrope);
         None: a token's position is its place
     delta: what to add to a later token's place to have its position
-    pixels: for each span what the tower takes; spans of one image have the same object
+    pixels: for each span what the tower takes, which may be made when it is read; spans of one image have the same
+        object
     """
 
     token_ids: list[int]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
+from nanoinfer.vision.pixels import Pixels, bytes_of, join
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.weights.shards import Shard, Table
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Pixels = Mapping[str, Tensor]
 OTHER_PARTS = ("language_model", "audio_tower", "embed_audio")  # of transformers' model
 BATCH_BYTES = 64 << 20  # of pixels
 
@@ -49,7 +47,8 @@ class TransformersTower:
         """Cut images into batches of at most batch_bytes."""
         batch: list[Pixels] = []
         room = self.batch_bytes
-        for image in pixels:
+        for given in pixels:
+            image = dict(given)  # made now, if they are made on demand
             size = bytes_of(image)
             if batch and size > room:
                 yield batch
@@ -66,22 +65,6 @@ class TransformersTower:
         assert len(embeddings) == len(batch)
         layers = getattr(features, "deepstack_features", None) or []
         return [Encoded(own, tuple(layer[image] for layer in layers)) for image, own in enumerate(embeddings)]
-
-
-def bytes_of(pixels: Pixels) -> int:
-    """Return how many bytes an image's pixels have, and what comes with them."""
-    return sum(tensor.nbytes for tensor in pixels.values())
-
-
-def join(tensors: list[Tensor]) -> Tensor:
-    """Concatenate along the first axis; zeros behind the ends of the others make these equally long."""
-    longest = [max(lengths) for lengths in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    return torch.cat([_pad(tensor, longest) for tensor in tensors])
-
-
-def _pad(tensor: Tensor, lengths: list[int]) -> Tensor:
-    missing = [length - own for length, own in zip(lengths, tensor.shape[1:], strict=True)]
-    return F.pad(tensor, [end for axis in reversed(missing) for end in (0, axis)]) if any(missing) else tensor
 
 
 def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
