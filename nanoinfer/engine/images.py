@@ -22,6 +22,7 @@ class PromptImages:
 
     def __init__(self, prompt: VisionPrompt, whole: bool = False) -> None:
         """whole: no chunk may cut an image, because its tokens see each other"""
+        assert prompt.delta <= 0  # rotary tables have as many rows as a sequence may have tokens
         self._prompt, self._whole = prompt, whole
         self.delta = prompt.delta
 
