@@ -6,6 +6,7 @@ The references get float32 copies of the inputs, so a kernel may differ by its d
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -634,6 +635,30 @@ def test_variants_of_norm_rotate_store(
         assert torch.equal(caches[1].double().flatten(0, 1), expected_caches[1])
 
 
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(32, 32), (80, 24)])
+def test_norm_rotate_store_of_tokens_with_three_positions(head_dim: int, rotary_dim: int) -> None:
+    """Each pair turns by the position that its section names. Equal ones turn it as a single one does, to the bit."""
+    qkv, angles = randn(5, 9 + 2 * 2, head_dim, dtype=SHORT), randn(40, rotary_dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    sections = torch.arange(rotary_dim // 2, dtype=torch.int32, device=DEVICE) % 3
+    norm, slots = Norm(randn(head_dim, dtype=SHORT), 1e-6), torch.arange(5, dtype=torch.int32, device=DEVICE)
+    positions = torch.randint(40, (3, 5), device=DEVICE).int()
+
+    def run(function: Callable[..., torch.Tensor], at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        caches = [torch.zeros(1, 5, 2, head_dim, dtype=SHORT, device=DEVICE) for _ in range(2)]
+        q = function(qkv, norm, norm, None, cos_sin, False, None, at, *caches, slots, sections=sections)
+        return q, caches[0][0]
+
+    turned = torch.stack([angles[positions[part], pair] for pair, part in enumerate(sections.tolist())], dim=-1)
+    matrices, ones = rotation_matrices(turned, False, head_dim), torch.ones(5, device=DEVICE)
+    expected = dense_norm_rotate(qkv[:, :11], norm, False, matrices, ones).split([9, 2], dim=1)
+    for function in (norm_rotate_store_triton, norm_rotate_store_reference):
+        for out, wanted in zip(run(function, positions), expected, strict=True):
+            assert_close(out, wanted)
+        same = zip(run(function, positions[:1].repeat(3, 1)), run(function, positions[0]), strict=True)
+        assert all(torch.equal(*both) for both in same)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("parts", "value_norm"), [("qkv", True), ("qk", True), ("qk", False), ("q", True)])
 def test_norm_rotate_store_of_values_that_are_normalised_or_keys_or_another_layers(
@@ -715,10 +740,11 @@ def test_two_ranks_share_a_norm_over_all_heads() -> None:
 def test_rows_advance() -> None:
     positions = torch.tensor([5, 0, 31, -1, 16, -1], dtype=torch.int32, device=DEVICE)
     tables = torch.randint(0, 100, (6, 3), device=DEVICE).int()
-    for out, expected in zip(
-        locate_rows_triton(positions, tables, 16), locate_rows_reference(positions, tables, 16), strict=True
-    ):
-        assert torch.equal(out, expected)
+    deltas = torch.tensor([-3, 0, -30, -4, 2, 9], dtype=torch.int32, device=DEVICE)
+    for where in (positions, tables, 16), (positions, tables, 16, deltas):
+        for out, expected in zip(locate_rows_triton(*where), locate_rows_reference(*where), strict=True):
+            assert torch.equal(out, expected)
+    assert locate_rows_triton(*where)[2].tolist() == [2, 0, 1, -1, 18, -1]
     sampled = torch.arange(10, 16, device=DEVICE).int()
     for advance in (advance_rows_triton, advance_rows_reference):
         tokens, moved = torch.zeros_like(positions), positions.clone()
@@ -820,10 +846,17 @@ def attend_densely(
     query_lens: list[int],
     context_lens: list[int],
     scoring: Scoring,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend in float64 with all scores of every sequence; a sequence without context gets zeros."""
+    """Attend in float64 with all scores of every sequence; a sequence without context gets zeros.
+
+    ends: as for paged_prefill_reference
+    """
     group, outs = q.shape[1] // k_cache.shape[2], []
-    for some, table, length in zip(q.double().split(query_lens), tables.long(), context_lens, strict=True):
+    own_ends = [None] * len(query_lens) if ends is None else ends.split(query_lens)
+    for some, table, length, own in zip(
+        q.double().split(query_lens), tables.long(), context_lens, own_ends, strict=True
+    ):
         k, v = (
             cache[table].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1) for cache in (k_cache, v_cache)
         )
@@ -832,7 +865,7 @@ def attend_densely(
             scores = scoring.softcap * (scores / scoring.softcap).tanh()
         key = torch.arange(length, device=DEVICE)
         query = torch.arange(length - len(some), length, device=DEVICE)[:, None]
-        seen = (key <= query) & (key > query - (scoring.window or length))
+        seen = (key < (query + 1 if own is None else own[:, None])) & (key > query - (scoring.window or length))
         scores = scores.masked_fill(~seen, float("-inf"))
         if scoring.sinks is not None:
             scores = torch.cat([scores, scoring.sinks.double()[:, None, None].expand(-1, len(some), 1)], dim=-1)
@@ -879,6 +912,36 @@ def test_paged_prefill_of_windows_and_soft_caps(
     assert_close(
         paged_prefill_reference(q.float(), k, v, tables, query_lens, context_lens, how.scale, window, softcap), expected
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), *whole_only([(16, 2.0), (None, 2.0)])])
+@pytest.mark.parametrize("shape", [SHAPES[1], *whole_only((shape,) for shape in SHAPES if shape is not SHAPES[1])])
+def test_paged_prefill_of_tokens_that_see_beyond_themselves(
+    shape: tuple[int, int, int, int],
+    window: int | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Images begin before a chunk, at a tile's border and inside one, are longer than a tile, and end with a chunk."""
+    monkeypatch.setattr("nanoinfer.kernels.attention.paged_prefill.QUERIES_AT_ONCE", 60)
+    heads, _, head_dim, _ = shape
+    query_lens, context_lens = [1, 16, 70, 3, 230], [1, 16, 100, 66, 300]
+    pages = paged(context_lens, *shape, dtype)
+    q = randn(sum(query_lens), heads, head_dim, dtype=dtype)
+    own = [list(range(end - count + 1, end + 1)) for count, end in zip(query_lens, context_lens, strict=True)]
+    for row, start, end in ((1, 3, 9), (2, 20, 44), (2, 60, 100), (3, 50, 66), (4, 128, 290)):
+        own[row] = [end if start < place <= end else place for place in own[row]]
+    ends = torch.tensor([place for places in own for place in places], dtype=torch.int32, device=DEVICE)
+    cu_query_lens = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    scale = head_dim**-0.5
+    expected = attend_densely(q, *pages, query_lens, context_lens, Scoring(scale, window, softcap), ends)
+    how = scale, window, softcap, None, None, ends
+    assert_close(paged_prefill_triton(q, *pages, cu_query_lens, lens, max(query_lens), *how), expected)
+    k, v = pages[0].float(), pages[1].float()
+    assert_close(paged_prefill_reference(q.float(), k, v, pages[2], query_lens, context_lens, *how), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

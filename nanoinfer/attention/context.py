@@ -22,6 +22,7 @@ class Scoring:
     softcap: float | None = None  # a scaled score becomes softcap * tanh(score / softcap), as in Gemma 2
     kv_scales: Tensor | None = None  # [2] float32, of the layer's keys and of its values in a cache of FP8
     sinks: Tensor | None = None  # [heads] float32, a score that each query of a head has beside the keys', for no value
+    whole_images: bool = False  # each token of an image sees the whole image (PackedQueries.ends)
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class PackedQueries:
     cu_context_lens: Tensor  # [seqs + 1] int32
     is_long: list[bool]  # for each sequence, whether it is rotated by Rope.long_frequencies
     divided: DividedPrefill | None = None  # the same tokens, if some can attend by cuDNN
+    ends: Tensor | None = None  # [tokens] int32, where what a token sees ends, by Scoring.whole_images; None: behind it
 
 
 @dataclass(slots=True)
@@ -68,6 +70,19 @@ class StateContext:
 
 
 @dataclass(slots=True)
+class ImageContext:
+    """What the decoder gets of the images of a prefill step; deep: behind each of the first layers, to be added.
+
+    places: [n] int64, of the placeholders among the step's tokens
+    embeddings: [n, hidden_size], in place of theirs; deep: [n, hidden_size] each
+    """
+
+    places: Tensor
+    embeddings: Tensor
+    deep: list[Tensor]
+
+
+@dataclass(slots=True)
 class Context:
     """One step's tokens and where their keys and values live. Decode has one token a sequence."""
 
@@ -80,7 +95,9 @@ class Context:
     states: StateContext | None = None  # None: no layer has one
     prefixes: SharedPrefixes | None = None  # which layers of the first group read once for all rows that share them
     layer_inputs: Tensor | None = None  # [tokens, layers, size], which the model sets if its layers have such inputs
-    rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables: `positions`, or set later
+    images: ImageContext | None = None  # None: the step's tokens are no image's
+    rotary: Tensor | None = None  # what rotary_rows are, if not `positions`
+    rotary_rows: Tensor = field(init=False)  # [tokens] int32, rows of the rotary tables; [3, tokens]: see Rope.sections
 
     def __post_init__(self) -> None:
-        self.rotary_rows = self.positions
+        self.rotary_rows = self.positions if self.rotary is None else self.rotary

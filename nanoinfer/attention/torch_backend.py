@@ -44,6 +44,7 @@ class TorchBackend:
             scoring.softcap,
             scoring.kv_scales,
             scoring.sinks,
+            packed.ends if scoring.whole_images else None,
         )
 
     def decode(

@@ -36,6 +36,7 @@ class TritonBackend:
         packed = context.prefill
         assert packed is not None
         tables, divided = group.block_tables, packed.divided
+        ends = packed.ends if scoring.whole_images else None
         attend = partial(
             paged_prefill_triton,
             q,
@@ -46,8 +47,9 @@ class TritonBackend:
             softcap=scoring.softcap,
             kv_scales=scoring.kv_scales,
             sinks=scoring.sinks,
+            ends=ends,
         )
-        if divided is None or not can_attend(q, k_cache.shape[2], scoring.window, scoring.softcap):
+        if divided is None or ends is not None or not can_attend(q, k_cache.shape[2], scoring.window, scoring.softcap):
             return attend(tables, packed.cu_query_lens, context.context_lens, max(packed.query_lens))
         assert group.divided_tables is not None
         attended = [

@@ -11,6 +11,7 @@ from functools import partial
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager, MakeTier
 from nanoinfer.engine.faults import without_token
+from nanoinfer.engine.images import take_images
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.ranks.ranks import Ranks
@@ -31,6 +32,7 @@ from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vision.spans import VisionPrompt
 
 
 class LLMEngine:
@@ -64,7 +66,7 @@ class LLMEngine:
 
     def add_request(
         self,
-        prompt: list[int],
+        prompt: list[int] | VisionPrompt,
         params: SamplingParams,
         grammar: Grammar | None = None,
         seed: int | None = None,
@@ -76,8 +78,13 @@ class LLMEngine:
         seed: the request's; None: params.seed, or one that is made from the request's number
         samples: the numbers of the samples to compute; None: all
 
-        The sequences' request_id counts the requests, from 0.
+        The sequences' request_id counts the requests, from 0. Raises ValueError for images that cannot be computed.
         """
+        images = None
+        if isinstance(prompt, VisionPrompt):
+            images = take_images(prompt, self.config)
+            self.ranks.note("images", *prompt.spans)
+            prompt = prompt.token_ids
         self.ranks.note("prompt", prompt)
         self.ranks.note("settings", params)
         request_id, self.num_requests = self.num_requests, self.num_requests + 1
@@ -91,7 +98,7 @@ class LLMEngine:
         seqs: list[Sequence] = []
         for index in samples or range(params.n):
             own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
-            seq = Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, request_id, index)
+            seq = Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, request_id, index, images)
             seq.queued_at = time.perf_counter()
             seq.use_weights(self.updater.version)
             if (experts := self.config.description.experts) is not None and self.config.routed_experts:

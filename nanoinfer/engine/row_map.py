@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from nanoinfer.engine.images import HeldImages
 from nanoinfer.engine.scheduler import Chunk, DecodeStep, PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.shared_prefixes import PrefixFinder
@@ -32,6 +33,7 @@ class RowMap:
         """finder: given if decode attention reads shared prefixes once"""
         self.seqs: list[Sequence] = []
         self._finder = finder
+        self._images = HeldImages()  # by the ranks
         self._shares = False  # whether rows share prefixes, since they last changed
         self._has_changed = False  # whether rows have come or gone since the last decode step
 
@@ -50,11 +52,14 @@ class RowMap:
             seq.row = len(self.seqs)
             self.seqs.append(seq)
         chunks = [_describe_chunk(chunk) for chunk in step.chunks]
-        return PrefillMessage(moves, num_rows, chunks, list(joins.values())), list(joins)
+        seen = [(chunk.seq.images, chunk.start, chunk.end) for chunk in step.chunks if chunk.seq.images is not None]
+        images = self._images.plan(seen)
+        return PrefillMessage(moves, num_rows, chunks, list(joins.values()), images=images), list(joins)
 
     def clear(self) -> None:
         """Empty every row, whatever state an interrupt left them in."""
         self.seqs = []
+        self._images.clear()
 
     def _describe_decode(self, step: DecodeStep) -> tuple[DecodeMessage, list[Sequence]]:
         moves = self._pack(step.seqs)
@@ -100,6 +105,8 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     seq = chunk.seq
     tokens = seq.token_ids[chunk.start : chunk.end]
     message = ChunkMessage(tokens, chunk.start, seq.block_tables, is_long=seq.is_long, states=chunk.states)
+    if seq.images is not None:
+        message.images = seq.images.chunk(chunk.start, chunk.end)
     if seq.wants_prompt_logprobs:
         message.num_logprobs = seq.params.prompt_logprobs
         message.temperature = seq.temperature
@@ -121,6 +128,8 @@ def _describe_joins(step: PrefillStep) -> dict[Sequence, JoinMessage]:
 
 def _describe_join(seq: Sequence, chunk: int) -> JoinMessage:
     message = JoinMessage(chunk, seq.block_tables, seq.temperature, seq.seed, slot=seq.slot)
+    if seq.images is not None:
+        message.delta = seq.images.delta
     if not is_plain(seq.params) or seq.num_output_tokens < seq.params.min_tokens:
         message.logits = describe_logits(seq)
     return message

@@ -177,7 +177,9 @@ class Scheduler:
                     return None  # others decode meanwhile
             start = seq.num_scheduled
             end = self.block_manager.extend(seq, min(len(seq), start + budget))
-            if end == start:
+            if seq.images is not None:
+                end = seq.images.last_end(end)
+            if end <= start:
                 break
             states = self.block_manager.plan(seq, start, end)
             chunks.append(Chunk(seq, start, end, end == len(seq), states))

@@ -6,6 +6,7 @@ from array import array
 from enum import Enum, auto
 from typing import Literal
 
+from nanoinfer.engine.images import PromptImages
 from nanoinfer.engine.prefix_tree import NONE, Node
 from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.logprob import CandidatesLog
@@ -38,6 +39,7 @@ class Sequence:
         "finish_reason",
         "finished_at",
         "first_token_at",
+        "images",
         "is_long",
         "kept_tokens",
         "logprobs",
@@ -75,10 +77,15 @@ class Sequence:
         stop_ids: frozenset[int] = frozenset(),
         request_id: int = 0,
         sample_index: int = 0,
+        images: PromptImages | None = None,
     ) -> None:
-        """stop_ids: tokens that end the sequence; sample_index: its number among the request's samples, from 0."""
+        """stop_ids: tokens that end the sequence; sample_index: its number among the request's samples, from 0.
+
+        images: the prompt's; None: it has none
+        """
         self.token_ids = array("i", prompt)
         self.num_prompt_tokens = len(prompt)
+        self.images = images
         self.params = params
         self.temperature = 0.0 if params.is_greedy else params.temperature
         self.stop_ids = stop_ids
@@ -111,6 +118,11 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def content(self, start: int, end: int) -> bytes:
+        """Return tokens `start` to `end` as bytes; placeholders of different images differ."""
+        tokens = self.token_ids[start:end].tobytes()
+        return tokens if self.images is None else tokens + self.images.content(start, end)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -12,47 +12,61 @@ from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
 BLOCK = 256  # rows per program, however few there are, because Triton compiles a kernel for each size
 
 
-def locate_rows(positions: Tensor, block_tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Find the KV cache slot of each row's next token, and the length of the context that this token sees.
+def locate_rows(
+    positions: Tensor, block_tables: Tensor, block_size: int, deltas: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the KV cache slot of each row's next token, the context that this token sees, and where it is rotated to.
 
     positions: [rows] int32, -1 in an empty row; block_tables: [rows, max blocks] int32
-    Returns slots ([rows] int32, block * block_size + offset, -1 for an empty row) and context lengths ([rows] int32).
+    deltas: [rows] int32, a token's rotary position less its place; None: they are equal
+    Returns, each [rows] int32: slots (block * block_size + offset, -1 for an empty row), context lengths, and rotary
+    positions, which are below 0 in an empty row.
     """
     function = locate_rows_triton if positions.is_cuda else locate_rows_reference
-    return function(positions, block_tables, block_size)
+    return function(positions, block_tables, block_size, deltas)
 
 
-def locate_rows_reference(positions: Tensor, block_tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def locate_rows_reference(
+    positions: Tensor, block_tables: Tensor, block_size: int, deltas: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """locate_rows in torch."""
     at = positions.clamp(min=0)
     block = block_tables.gather(1, (at // block_size).long().unsqueeze(1)).squeeze(1)
-    return (block * block_size + at % block_size).where(positions >= 0, -1), positions + 1
+    slots = (block * block_size + at % block_size).where(positions >= 0, -1)
+    return slots, positions + 1, positions if deltas is None else (positions + deltas).where(positions >= 0, -1)
 
 
-def locate_rows_triton(positions: Tensor, block_tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def locate_rows_triton(
+    positions: Tensor, block_tables: Tensor, block_size: int, deltas: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """locate_rows as one launch."""
     slots, context_lens = torch.empty_like(positions), torch.empty_like(positions)
+    rotary = positions if deltas is None else torch.empty_like(positions)
     rows = len(positions)
     _locate_rows_kernel[(triton.cdiv(rows, BLOCK),)](
         positions,
         block_tables,
+        deltas,
         slots,
         context_lens,
+        rotary,
         rows,
         block_tables.stride(0),
         BLOCK_SIZE=block_size,
         BLOCK=BLOCK,
         **early_launch(positions),
     )
-    return slots, context_lens
+    return slots, context_lens, rotary
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _locate_rows_kernel(
     positions_ptr,
     block_tables_ptr,
+    deltas_ptr,
     slots_ptr,
     context_lens_ptr,
+    rotary_ptr,
     rows,
     table_stride,
     BLOCK_SIZE: tl.constexpr,
@@ -67,6 +81,9 @@ def _locate_rows_kernel(
     slot = tl.where(filled, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
     tl.store(slots_ptr + row, slot, mask=row < rows)
     tl.store(context_lens_ptr + row, position + 1, mask=row < rows)
+    if deltas_ptr is not None:
+        delta = tl.load(deltas_ptr + row, mask=filled, other=0)
+        tl.store(rotary_ptr + row, position + delta, mask=row < rows)
 
 
 def advance_rows(last_tokens: Tensor, positions: Tensor, token_ids: Tensor, drawn: Tensor | None = None) -> None:

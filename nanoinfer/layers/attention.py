@@ -81,6 +81,7 @@ class Attention(nn.Module):
             self.scoring.kv_scales,
             self.parts,
             self.value_norm,
+            None if rotary is None else rotary.sections,
         )
         attend = self.backend.decode if context.prefill is None else self.backend.prefill
         return attend(q, k_cache, v_cache, context, group, self.scoring)

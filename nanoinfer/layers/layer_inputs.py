@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.attention.context import Context
+from nanoinfer.attention.context import Context, ImageContext
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.norm.rms_norm import rms_norm
 from nanoinfer.layers.embedding import VocabParallelEmbedding
@@ -25,6 +25,7 @@ class LayerInputSizes:
 
     size: numbers that a layer gets for a token
     embedding, projection, norm: of the whole model; gate, output, post_norm: of a layer, without its prefix
+    image_token: whose embedding for the layers images' placeholders get
     """
 
     size: int
@@ -34,6 +35,7 @@ class LayerInputSizes:
     gate: str
     output: str
     post_norm: str
+    image_token: int = 0
 
 
 class LayerInputs(nn.Module):
@@ -56,7 +58,7 @@ class LayerInputs(nn.Module):
     ) -> None:
         """formats: as for ColumnParallelLinear"""
         super().__init__()
-        self.tp, self.size = tp, sizes.size
+        self.tp, self.size, self.image_token = tp, sizes.size, sizes.image_token
         total = num_layers * sizes.size
         self.embedding = VocabParallelEmbedding(sizes.embedding, vocab_size, total, tp)
         section = Section(sizes.projection, total, (total, hidden_size), 0)
@@ -64,11 +66,15 @@ class LayerInputs(nn.Module):
         # The model divides what it normalises by sqrt(hidden_size). The norm undoes that, but for a larger eps.
         self.norm = RMSNorm(sizes.norm, sizes.size, eps * hidden_size)
 
-    def forward(self, token_ids: Tensor, x: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, x: Tensor, images: ImageContext | None) -> Tensor:
         """Return the inputs, [tokens, layers, size]; every rank computes all.
 
-        token_ids: [tokens] int32; x: [tokens, hidden_size], their usual embeddings, scaled, whole on every rank
+        token_ids: [tokens] int32
+        x: [tokens, hidden_size], their usual embeddings, scaled, or images', whole on every rank
+        images: the step's
         """
+        if images is not None:
+            token_ids = token_ids.index_fill(0, images.places, self.image_token)
         own = self.tp.all_reduce(self.embedding(token_ids)).unflatten(1, (-1, self.size)).mul_(self.size**0.5)
         projected = self.projection.product(x).view(-1, self.size)
         return rms_norm(projected, self.norm.norm).view(own.shape).add_(own).mul_(0.5**0.5)

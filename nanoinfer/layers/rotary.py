@@ -18,12 +18,14 @@ class Rope:
         as they are
     factor: multiplies all cosines and sines
     interleaved: pairs are (0, 1), (2, 3) and so on; otherwise i and i + n / 2 are a pair, of n rotated numbers
+    sections: for each rotated pair, which of a token's three positions (Context.rotary_rows) turns it; None: it has one
     long_frequencies: replace `frequencies`, at all positions of a sequence that has more than long_from tokens
     """
 
     frequencies: tuple[float, ...]
     factor: float = 1.0
     interleaved: bool = False
+    sections: tuple[int, ...] | None = None
     long_frequencies: tuple[float, ...] | None = None
     long_from: int | None = None
 
@@ -33,9 +35,11 @@ class RotaryEmbedding(nn.Module):
 
     cos_sin: [max_position, rotated numbers] float32, the cosines in the first half. With long_frequencies, as many rows
         follow for long sequences
+    sections: Rope.sections, [rotated numbers / 2] int32
     """
 
     cos_sin: Tensor
+    sections: Tensor | None
 
     def __init__(self, rope: Rope, max_position: int) -> None:
         super().__init__()
@@ -46,6 +50,8 @@ class RotaryEmbedding(nn.Module):
         if rope.long_frequencies is not None:
             tables.append(_table(rope.long_frequencies, rope.factor, max_position))
         self.register_buffer("cos_sin", torch.cat(tables), persistent=False)
+        sections = None if rope.sections is None else torch.tensor(rope.sections, dtype=torch.int32)
+        self.register_buffer("sections", sections, persistent=False)
 
     def rows(self, context: Context) -> Tensor:
         """Return the row of cos_sin for each token of a step, [tokens] int32; only for a rope with long_frequencies."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
-from nanoinfer.attention.context import Context
+from nanoinfer.attention.context import Context, ImageContext
 from nanoinfer.layers.embedding import QuantizedHead, VocabParallelEmbedding
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts
 from nanoinfer.layers.layer_inputs import LayerInputBranch, LayerInputs, LayerInputSizes
@@ -141,12 +141,22 @@ class Decoder(CausalLM):
         x, residual = self.embedding(token_ids), None
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
+        if context.images is not None:
+            self._put_images(x, context.images)
         if self.layer_inputs is not None:
             x = self.tp.all_reduce(x)
-            context.layer_inputs = self.layer_inputs(token_ids, x)
-        for layer in self.layers:
+            context.layer_inputs = self.layer_inputs(token_ids, x, context.images)
+        deep = [] if context.images is None else context.images.deep
+        for number, layer in enumerate(self.layers):
             x, residual = layer(x, residual, context)
+            if number < len(deep):
+                assert context.images is not None
+                residual.index_add_(0, context.images.places, deep[number])
         return self.joint(x, residual)[0]
+
+    def _put_images(self, x: Tensor, images: ImageContext) -> None:
+        """Put images' embeddings into this rank's part of the tokens': all ranks hold them, and one adds them."""
+        x[images.places] = images.embeddings if self.tp.rank == 0 else 0
 
     @contextmanager
     def one_of_each(self) -> Iterator[None]:

@@ -138,6 +138,7 @@ class Description:
     output_gate: there is a second number for each of a query; sigmoid of it multiplies attention's result
     formats: those of the matrices, but for embeddings and routers
     module: the class that computes the model, by its full name: a CausalLM (models/causal_lm.py)
+    whole_images: for each layer, whether each token of an image sees the whole image; empty: no layer's does
     is_multimodal: the checkpoint holds other models beside this one; nanoinfer does not read those
     skipped: how the names of other tensors begin that checkpoints may hold and nanoinfer does not read
     """
@@ -175,6 +176,7 @@ class Description:
     double_from: int | None = None
     layer_inputs: LayerInputSizes | None = None
     module: str = "nanoinfer.models.decoder.Decoder"
+    whole_images: tuple[bool, ...] = ()
     is_multimodal: bool = False
     skipped: tuple[str, ...] = ()
     formats: Formats = PLAIN_FORMATS
@@ -265,6 +267,11 @@ class Description:
         heads = max((self.num_heads + 2 * heads.count * is_full) * heads.dim for heads in self.attending)
         most_used = 0 if self.experts is None else self.experts.used * self.experts.size
         return max(heads, most_used, *self.mlp_sizes, *self._intermediate_sizes.values())
+
+    @property
+    def has_sections(self) -> bool:
+        """Whether a token of an image has three positions (see Rope.sections)."""
+        return any(rope is not None and rope.sections is not None for rope in self.ropes)
 
     @property
     def long_from(self) -> int | None:

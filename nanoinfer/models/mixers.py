@@ -119,6 +119,7 @@ def _scoring(model: Description, layer: int, tp: TensorParallel) -> Scoring:
         model.score_cap,
         torch.ones(2, dtype=torch.float32),
         torch.empty(heads, dtype=torch.float32) if model.sinks else None,
+        whole_images=bool(model.whole_images) and model.whole_images[layer],
     )
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from nanoinfer.checks import as_int
 from nanoinfer.layers.rotary import Rope
 from nanoinfer.models.settings import above_one, head_dim_of, positive
 
@@ -73,6 +75,25 @@ def read_rope(
     if rope_type == "longrope":
         return _longrope(config, plain, parameters)
     return Rope(_floats(plain), interleaved=interleaved)
+
+
+def in_sections(config: PretrainedConfig, rope: Rope | None, default: list[int], interleaved: bool) -> Rope | None:
+    """Let each pair of a rope turn by one of three positions (Qwen2-VL, Wang et al., 2024); None stays None.
+
+    default: mrope_section, if the config has none: how many pairs have each position
+    interleaved: pairs 0, 3, 6 ... have the first position, 1, 4 ... the second, 2, 5 ... the third, as far as each has
+        pairs left; the first position has the rest. Otherwise the first pairs have the first position, and so on
+    """
+    if rope is None:
+        return None
+    counts, pairs = config.rope_parameters.get("mrope_section", default), len(rope.frequencies)
+    are_counts = isinstance(counts, list) and all(as_int(count) is not None and count >= 0 for count in counts)
+    if not are_counts or len(counts) != 3 or not (interleaved or sum(counts) == pairs):
+        wanted = "three counts" if interleaved else f"three counts that add up to {pairs}"
+        raise ValueError(f"model: mrope_section={counts!r} in its config: must be {wanted}")
+    if interleaved:
+        return replace(rope, sections=tuple(i % 3 if i < 3 * counts[i % 3] else 0 for i in range(pairs)))
+    return replace(rope, sections=tuple(part for part, count in enumerate(counts) for _ in range(count)))
 
 
 def read_rotary_dim(config: PretrainedConfig) -> int:

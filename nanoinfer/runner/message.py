@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nanoinfer.runner.image_messages import ChunkImages, ImagesMessage
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -39,6 +40,7 @@ class ChunkMessage:
     next_token: int | None = None  # for prompt_logprobs: the prompt's token behind this chunk, if it goes on
     is_long: bool = False  # whether the sequence has the rotary frequencies of long ones
     states: ChunkStates | None = None
+    images: ChunkImages | None = None
 
     @property
     def scored(self) -> array[int]:
@@ -71,6 +73,7 @@ class JoinMessage:
     logits: LogitsMessage | None = None
     copied_blocks: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied behind the step
     slot: int = -1  # for states; if it is not the chunk's, they are copied behind the step
+    delta: int = 0  # rotary positions of the tokens behind the prompt, less their places
 
 
 @dataclass(slots=True)
@@ -83,6 +86,7 @@ class PrefillMessage:
     joins: list[JoinMessage]
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied before the step runs
     transfers: Transfers | None = None
+    images: ImagesMessage | None = None
 
     @property
     def num_tokens(self) -> int:

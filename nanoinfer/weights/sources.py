@@ -25,11 +25,17 @@ from nanoinfer.weights.shards import SPREAD, Drawn, Fill, Table, Target, device_
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
-OTHER_MODELS = (  # begin the names of its other tensors
-    "vision_tower.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_vision.", "embed_audio.",
-    "vision_embedder.",
-)  # fmt: skip
+TOWER = ("vision_tower.", "multi_modal_projector.", "visual.", "embed_vision.")  # begin those of its tower
+OTHER_MODELS = (*TOWER, "audio_tower.", "embed_audio.", "vision_embedder.")  # begin those of all its other tensors
 NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
+
+
+class Names(Protocol):
+    """Tells which of a checkpoint's tensors a table may name, and how."""
+
+    def known_name(self, name: str) -> str | None:
+        """Return the name that the table has for a tensor of this name; None if the tensor belongs to another part."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,15 @@ class Beside:
 
 
 NOTHING = Beside()
+
+
+class OfTower:
+    """The names in the tower of a multimodal checkpoint, which older and newer checkpoints write differently."""
+
+    def known_name(self, name: str) -> str | None:
+        """Return a tensor's name in the tower; None if the tensor belongs to another part."""
+        known = name.removeprefix("model.")
+        return known.replace(".vision_model.", ".", 1) if known.startswith(TOWER) else None
 
 
 class Source(Protocol):
@@ -101,13 +116,13 @@ def _draw(target: Target, fill: Fill, generator: torch.Generator, device: torch.
 class FileSource:
     """The safetensors files of a folder, chosen as transformers chooses them."""
 
-    def __init__(self, folder: str, beside: Beside = NOTHING, argument: str = "model") -> None:
-        """beside: what the files hold beside the language model
+    def __init__(self, folder: str, names: Names = NOTHING, argument: str = "model") -> None:
+        """names: which tensors are read; by default all, as those of a language model that is alone
 
         argument: that which the user gave the folder as
         """
         self.what = f"{argument}={folder!r}"  # begins the messages of errors
-        self.beside = beside
+        self.names = names
         self.files = _choose_files(Path(folder), self.what)
 
     def fill(self, table: Table, bar: MakeBar = no_bar) -> None:
@@ -154,11 +169,11 @@ class FileSource:
         return len(found) == 2 and not torch.equal(found[head][:], found[embedding][:])
 
     def _tensors(self) -> Iterator[tuple[str, Any, Path]]:
-        """Yield each tensor's name in the language model, a slice object that reads it lazily, and its file."""
+        """Yield each tensor's name in the table, a slice object that reads it lazily, and its file."""
         for file in self.files:
             with _open(file) as reader:
                 for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
-                    known = self.beside.known_name(name)
+                    known = self.names.known_name(name)
                     if known is not None:
                         yield known, reader.get_slice(name), file
 
@@ -189,10 +204,13 @@ class TensorSource:
         self,
         named_tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
         partial: bool = False,
-        beside: Beside = NOTHING,
+        names: Names = NOTHING,
         may_be_empty: bool = False,
     ) -> None:
-        """partial: tensors may be missing, and with may_be_empty all of them; beside: as for FileSource"""
+        """partial: tensors may be missing, and with may_be_empty all of them
+
+        names: as for FileSource
+        """
         self.holds_tensors = type(named_tensors) in (list, tuple, dict, OrderedDict)
         if isinstance(named_tensors, Mapping):
             named_tensors = named_tensors.items()
@@ -201,11 +219,11 @@ class TensorSource:
         except TypeError:
             raise ValueError(f"named_tensors={short(named_tensors)}: {NEEDED}") from None
         self.is_partial = partial
-        self._beside = beside
+        self._names = names
         self._may_be_empty = may_be_empty
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name in the language model and the tensor as they come.
+        """Yield the name in the table and the tensor as they come.
 
         Raises ValueError for what is no tensor, and in the end for a part in which there was none.
         """
@@ -213,7 +231,7 @@ class TensorSource:
         for pair in self._pairs:
             are_there = True
             name, tensor = _name_and_tensor(pair)
-            known = self._beside.known_name(name)
+            known = self._names.known_name(name)
             if known is not None:
                 yield known, tensor
             del pair, tensor  # so that they can go before the next ones come
@@ -221,7 +239,7 @@ class TensorSource:
             raise ValueError(f"{self.what}: has no tensor; a generator gives its tensors only once")
 
     def tensors(self, table: Table) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor and its name in the language model as it comes, if it fits; raises ValueError if not.
+        """Yield each tensor and its name in the table as it comes, if it fits; raises ValueError if not.
 
         In the end, raises ValueError, naming them, if tensors other than constants are missing.
         """

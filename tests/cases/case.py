@@ -50,6 +50,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     vision: dict[str, Any] | None = None  # of a multimodal checkpoint, whose text_config has the settings
     keeps_states: bool = False  # some layers do
+    outer: dict[str, Any] = field(default_factory=dict)  # of a multimodal config, beside text_config and vision_config
 
     @property
     def small(self) -> dict[str, int]:
@@ -71,7 +72,7 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
         settings.pop("head_dim")  # transformers computes it from the hidden size
     if case.vision is not None:
         tied = {"tie_word_embeddings": settings.pop("tie_word_embeddings")} if "tie_word_embeddings" in settings else {}
-        settings = {"text_config": settings, "vision_config": case.vision, **tied}
+        settings = {"text_config": settings, "vision_config": case.vision, **tied, **case.outer}
     config = AutoConfig.for_model(case.model_type, **settings)
     auto = AutoModelForCausalLM if case.vision is None else AutoModelForImageTextToText
     model = auto.from_config(config, attn_implementation="eager").float().eval()

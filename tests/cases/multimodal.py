@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cases.case import YARN, Case
-from cases.gemma4 import GEMMA4_EXPERTS, GEMMA4_SMALL, GEMMA4_UNIFIED
+from cases.gemma4 import GEMMA4_EXPERTS, GEMMA4_SMALL, GEMMA4_UNIFIED, INPUTS, KINDS, SHARED
 from cases.sparse import EXPERTS
 from cases.states import DELTA, DELTA_MOE
 
@@ -27,10 +27,22 @@ MULTIMODAL = {
         {"sliding_window": 24},
         {**VISION, "image_size": 28, "patch_size": 14},
     ),
+    "gemma4 multimodal, layer inputs": Case(
+        "Gemma4ForConditionalGeneration",
+        "gemma4",
+        {**KINDS, **INPUTS, **SHARED, "pad_token_id": 3},
+        {**VISION, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64},
+    ),
     "gemma4 multimodal, experts": Case(
         "Gemma4ForConditionalGeneration",
         "gemma4",
-        {**GEMMA4_SMALL, **GEMMA4_EXPERTS, "final_logit_softcapping": 30.0, "pad_token_id": 0},
+        {
+            **GEMMA4_SMALL,
+            **GEMMA4_EXPERTS,
+            "final_logit_softcapping": 30.0,
+            "pad_token_id": 0,
+            "use_bidirectional_attention": "vision",
+        },
         {**VISION, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64},
     ),
     "gemma4unified multimodal": Case(

@@ -25,8 +25,7 @@ class Forks:
         """Count a sequence in that is to begin later."""
         hashes, digest, size = [], 0, self._size
         for start in range(0, seq.num_reusable // size * size, size):
-            tokens = seq.token_ids[start : start + size].tobytes()
-            digest = xxh64_intdigest(digest.to_bytes(8, "little") + tokens)
+            digest = xxh64_intdigest(digest.to_bytes(8, "little") + seq.content(start, start + size))
             hashes.append(digest)
         self._prefixes[seq] = hashes
         self._counts.update(hashes)

@@ -48,7 +48,7 @@ class PrefixCache:
         runs = [0] * len(self._groups)  # how many neighbouring blocks each group has before the end of the path
         whole, is_awaited = 0, False
         for start in range(0, seq.num_reusable // size * size, size):
-            node = self.tree.find(path[-1], seq.token_ids[start : start + size].tobytes())
+            node = self.tree.find(path[-1], seq.content(start, start + size))
             if node is None or not self._follow(node, runs, start + size):
                 break
             path.append(node)
@@ -93,7 +93,7 @@ class PrefixCache:
         size, node, tree = self._size, seq.node, self.tree
         while node is not None and node.is_found and (seq.num_nodes + 1) * size <= num_tokens:
             index, before = seq.num_nodes, len(attached)
-            node = seq.node = tree.child(node, seq.token_ids[index * size : (index + 1) * size].tobytes())
+            node = seq.node = tree.child(node, seq.content(index * size, (index + 1) * size))
             place = 0
             for table, released, count in zip(seq.block_tables, seq.num_released, self._counts, strict=True):
                 for column in range(index * count, (index + 1) * count):

@@ -32,6 +32,7 @@ def paged_prefill_reference(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     sinks: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Attend from each sequence's new tokens, the last of its context, each to itself and the context before it.
 
@@ -43,6 +44,7 @@ def paged_prefill_reference(
     softcap: see explicit_attention
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
     sinks: [heads] float32, a score of each query of the head beside the keys' (see scores.py); None: there are none
+    ends: [tokens] int32, for each query the place behind the last key that it sees; None: that is its own
     Returns [tokens, heads, head_dim].
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -52,12 +54,16 @@ def paged_prefill_reference(
         step = query_len if window is None and softcap is None and sinks is None else QUERIES_AT_ONCE
         for first in range(0, query_len, step):
             queries = min(step, query_len - first)
+            tokens = slice(begin + first, begin + first + queries)
             stop = context_len - query_len + first + queries
-            start = 0 if window is None else max(0, stop - queries + 1 - window)
+            start, mask = 0 if window is None else max(0, stop - queries + 1 - window), None
+            if ends is not None:
+                own, position = ends[tokens], stop - queries
+                stop = max(stop, int(own.max()))
+                mask = _mask(own, position, range(start, stop), window)
             k = read(_gather(k_cache, table, start, stop), q.dtype, k_scale).transpose(0, 1)
             v = read(_gather(v_cache, table, start, stop), q.dtype, v_scale).transpose(0, 1)
-            tokens = slice(begin + first, begin + first + queries)
-            out[tokens] = _attend_causally(q[tokens], k, v, scale, window, softcap, sinks)
+            out[tokens] = _attend_causally(q[tokens], k, v, scale, window, softcap, sinks, mask)
         begin += query_len
     return out
 
@@ -81,10 +87,12 @@ def _attend_causally(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    mask: Tensor | None,
 ) -> Tensor:
     """Attend from the last tokens' queries; no token lies before the first query's window.
 
     q: [queries, heads, head_dim]; k, v: [kv_heads, tokens, head_dim]; returns q's shape
+    mask: [queries, tokens] bool, which tokens a query sees; None: those up to its own, within the window
     """
     (queries, heads, head_dim), (kv_heads, tokens) = q.shape, k.shape[:2]
     is_explicit = softcap is not None or sinks is not None
@@ -96,13 +104,13 @@ def _attend_causally(
         return F.scaled_dot_product_attention(grouped, k[None], v[None], scale=scale).reshape(q.shape)
     if is_explicit:
         grouped = q.transpose(0, 1).reshape(kv_heads, -1, head_dim)
-        seen = _causal_mask(queries, tokens, window, q.device)
+        seen = _causal_mask(queries, tokens, window, q.device) if mask is None else mask
         seen = seen.repeat(heads // kv_heads, 1)
         of_queries = None if sinks is None else sinks.repeat_interleave(queries).view(kv_heads, -1)
         attended = explicit_attention(grouped, k, v, seen, scale, softcap, of_queries)
         return attended.view(heads, queries, head_dim).transpose(0, 1)
-    needs_mask = queries < tokens or window is not None
-    mask = _causal_mask(queries, tokens, window, q.device) if needs_mask else None
+    if mask is None and (queries < tokens or window is not None):
+        mask = _causal_mask(queries, tokens, window, q.device)
     attended = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k[None], v[None], mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
@@ -113,6 +121,15 @@ def _causal_mask(queries: int, tokens: int, window: int | None, device: torch.de
     """Return [queries, tokens] bool, True where a query, one of the last tokens, sees a token."""
     seen = torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
     return seen if window is None else seen.triu(tokens - queries + 1 - window)
+
+
+def _mask(ends: Tensor, position: int, keys: range, window: int | None) -> Tensor:
+    """Return [queries, keys] bool, True where a query sees a key; position: the first query's; ends: each query's"""
+    places = torch.arange(keys.start, keys.stop, device=ends.device)
+    seen = places < ends[:, None]
+    if window is None:
+        return seen
+    return seen & (places > torch.arange(position, position + len(ends), device=ends.device)[:, None] - window)
 
 
 def paged_prefill_triton(
@@ -128,6 +145,7 @@ def paged_prefill_triton(
     softcap: float | None = None,
     kv_scales: Tensor | None = None,
     sinks: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """paged_prefill_reference as one launch.
 
@@ -153,6 +171,7 @@ def paged_prefill_triton(
         out,
         kv_scales,
         sinks,
+        ends,
         factor,
         q.stride(0),
         block_tables.stride(0),
@@ -228,6 +247,7 @@ def _paged_prefill_kernel(
     out_ptr,
     kv_scales_ptr,
     sinks_ptr,
+    ends_ptr,
     factor,
     q_stride,
     table_stride,
@@ -261,6 +281,10 @@ def _paged_prefill_kernel(
         position = context_len - query_len + m  # of each query in its sequence
         first_position = context_len - query_len + tile * BLOCK_M
         end = tl.minimum(context_len, first_position + BLOCK_M)
+        behind = position + 1  # the last key that each query sees
+        if ends_ptr is not None:
+            behind = tl.load(ends_ptr + begin + m, mask=m < query_len, other=0)
+            end = tl.max(behind)
         # All queries see the keys from `full` to `full_end`, whole tiles of keys. Those before and after need a mask.
         first_key, full, full_end = 0, 0, (first_position + 1) // BLOCK_N * BLOCK_N
         if WINDOW > 0:
@@ -288,7 +312,7 @@ def _paged_prefill_kernel(
                 k = tl.load(k_cache_ptr + key + d[None, :], mask=k_mask, other=0.0).to(q.dtype)
                 scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
                 if part != 1:
-                    seen = (start + n)[None, :] <= position[:, None]
+                    seen = (start + n)[None, :] < behind[:, None]
                     if WINDOW > 0:
                         seen &= (start + n)[None, :] > position[:, None] - WINDOW
                     # A query that sees no key of a tile gives each the weight 1; its first seen key makes `rescale` 0.

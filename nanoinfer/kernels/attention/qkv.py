@@ -34,6 +34,7 @@ def norm_rotate_store(
     kv_scales: Tensor | None = None,
     parts: Parts = "qkv",
     value_norm: bool = False,
+    sections: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm the query and key heads, rotate them by their token's angles, and write keys and values to the cache.
 
@@ -49,7 +50,8 @@ def norm_rotate_store(
         even, and the rotation leaves a head's elements beyond it alone; None: no rotation
     interleaved: rotates the pairs (0, 1), (2, 3) ... of the first rotary_dim elements; else (i, i + rotary_dim / 2)
     query_scales: [positions] float32, factors of the rotated queries; None: no factors; without cos_sin it must be None
-    positions: [tokens] int32, indices into cos_sin and query_scales; -1 (a padding token) counts as 0
+    positions: [tokens] int32, indices into cos_sin and query_scales; -1 (a padding token) counts as 0. Or [3, tokens],
+        without query_scales: sections, [rotary_dim / 2] int32, says which of the three turns a pair (Wang et al., 2024)
     k_cache, v_cache: [blocks, block_size, kv_heads, head_dim]; slot s is place s % block_size of block s // block_size
     slot_mapping: [tokens] int32; the keys and values of a token whose slot is -1 are written nowhere
     kv_scales: [2] float32, the scale of the keys and that of the values in a cache of FP8 (see fp8.py)
@@ -58,7 +60,7 @@ def norm_rotate_store(
     assert parts == "q" or (q_norm is None) == (k_norm is None)
     assert mean_squares is None or (q_norm is not None and parts == "qkv")
     assert not value_norm or (q_norm is not None and mean_squares is None)
-    assert query_scales is None or cos_sin is not None
+    assert query_scales is None or (cos_sin is not None and positions.ndim == 1)
     function = norm_rotate_store_triton if qkv.is_cuda else norm_rotate_store_reference
     return function(
         qkv,
@@ -75,6 +77,7 @@ def norm_rotate_store(
         kv_scales,
         parts,
         value_norm,
+        sections,
     )
 
 
@@ -93,10 +96,11 @@ def norm_rotate_store_reference(
     kv_scales: Tensor | None = None,
     parts: Parts = "qkv",
     value_norm: bool = False,
+    sections: Tensor | None = None,
 ) -> Tensor:
     """norm_rotate_store in torch."""
     heads = qkv.shape[1] - (len(parts) - 1) * k_cache.shape[2]
-    how = q_norm, k_norm, mean_squares, cos_sin, interleaved, query_scales, positions, parts, value_norm
+    how = q_norm, k_norm, mean_squares, cos_sin, interleaved, query_scales, positions, parts, value_norm, sections
     q, k, v = norm_rotate_reference(qkv, heads, *how)
     if parts == "q":
         return q
@@ -123,6 +127,7 @@ def norm_rotate_reference(
     positions: Tensor,
     parts: Parts = "qkv",
     value_norm: bool = False,
+    sections: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return norm_rotate_store's queries, keys and values, each [tokens, its heads, head_dim]."""
     kv_heads = (qkv.shape[1] - heads) // max(len(parts) - 1, 1)
@@ -133,7 +138,8 @@ def norm_rotate_reference(
             v = F.rms_norm(v.float(), v.shape[-1:], eps=q_norm.eps).to(v.dtype)
     if cos_sin is not None:
         at = positions.clamp(min=0)
-        qk = _rotated(qk, cos_sin.index_select(0, at), interleaved)
+        angles = cos_sin.index_select(0, at) if at.ndim == 1 else _in_sections(cos_sin, at, sections)
+        qk = _rotated(qk, angles, interleaved)
         if query_scales is not None:
             qk[:, :heads] *= query_scales[at, None, None]
         qk = qk.to(qkv.dtype)
@@ -154,6 +160,13 @@ def _normed(qk: Tensor, heads: int, q_norm: Norm, k_norm: Norm, mean_squares: Te
         weight = norm.weight.view(-1, head_dim)
         x *= 1 + weight.float() if norm.plus_one else weight
     return normed.to(qk.dtype)
+
+
+def _in_sections(cos_sin: Tensor, positions: Tensor, sections: Tensor | None) -> Tensor:
+    """Return each token's row of cos_sin, [tokens, rotary_dim], put together from those of its three positions."""
+    assert sections is not None
+    columns = torch.arange(cos_sin.shape[1], device=cos_sin.device)
+    return cos_sin[positions[sections.repeat(2)].T, columns]
 
 
 def _rotated(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
@@ -186,6 +199,7 @@ def norm_rotate_store_triton(
     kv_scales: Tensor | None = None,
     parts: Parts = "qkv",
     value_norm: bool = False,
+    sections: Tensor | None = None,
 ) -> Tensor:
     """norm_rotate_store as one launch."""
     (tokens, all_heads, head_dim), kv_heads = qkv.shape, k_cache.shape[2]
@@ -203,6 +217,7 @@ def norm_rotate_store_triton(
         cos_sin,
         query_scales,
         positions,
+        sections if positions.ndim == 2 else None,
         k_cache,
         v_cache,
         slot_mapping,
@@ -238,6 +253,7 @@ def _norm_rotate_store_kernel(
     cos_sin_ptr,
     query_scales_ptr,
     positions_ptr,
+    sections_ptr,
     k_cache_ptr,
     v_cache_ptr,
     slot_mapping_ptr,
@@ -289,7 +305,10 @@ def _norm_rotate_store_kernel(
     if PARTS != "q":
         slot = load_complete(slot_mapping_ptr + token).to(tl.int64)  # a cache may have more than 2^31 elements
     if ROTARY_DIM > 0:
-        position = tl.maximum(load_complete(positions_ptr + token), 0)
+        position_ptr = positions_ptr + token
+        if sections_ptr is not None:
+            position_ptr += tl.load(sections_ptr + i, mask=turns, other=0) * tl.num_programs(0)
+        position = tl.maximum(load_complete(position_ptr), 0)
         angle = cos_sin_ptr + position * ROTARY_DIM + i
         cos = tl.load(angle, mask=turns, other=1.0)
         sin = tl.load(angle + ROTARY_DIM // 2, mask=turns, other=0.0)

@@ -11,6 +11,7 @@ from nanoinfer.models.description import Description
 from nanoinfer.models.families import mistral, qwen2, qwen3, qwen3_5
 from nanoinfer.models.families.gemma import gemma, gemma4
 from nanoinfer.models.reading import refuse_windows
+from nanoinfer.models.rope import in_sections
 from nanoinfer.weights.formats.table import read_formats
 
 if TYPE_CHECKING:
@@ -18,13 +19,17 @@ if TYPE_CHECKING:
 
 
 def describe_gemma3(config: PretrainedConfig) -> Description:
-    """Describe a Gemma 3 model of 4B or more parameters: its logits have no cap."""
-    return replace(_describe_text(config, gemma.describe_gemma3), logit_cap=None)
+    """Describe a Gemma 3 model of 4B or more parameters: its logits have no cap, and images are seen as a whole."""
+    model = _describe_text(config, gemma.describe_gemma3)
+    return replace(model, logit_cap=None, whole_images=(True,) * model.num_layers)
 
 
 def describe_gemma4(config: PretrainedConfig) -> Description:
     """Describe a Gemma 4 model, one whose images pass through the decoder's own layers ("unified") included."""
-    return _describe_text(config, gemma4.describe)
+    model = _describe_text(config, gemma4.describe)
+    if config.get_text_config().use_bidirectional_attention != "vision":
+        return model
+    return replace(model, whole_images=tuple(window is not None for window in model.windows))
 
 
 def describe_mistral3(config: PretrainedConfig) -> Description:
@@ -34,30 +39,38 @@ def describe_mistral3(config: PretrainedConfig) -> Description:
 
 
 def describe_qwen2_vl(config: PretrainedConfig) -> Description:
-    """Describe a Qwen2-VL or 2.5-VL model: its positions have three dimensions, which are equal for text."""
-    return _describe_text(config, qwen2.describe)
+    """Describe a Qwen2-VL or 2.5-VL model: a token has three positions, which are equal for text."""
+    return _in_sections(config, _describe_text(config, qwen2.describe), [16, 24, 24], interleaved=False)
 
 
 def describe_qwen3_vl(config: PretrainedConfig) -> Description:
     """Describe a Qwen3-VL model: positions as in Qwen2-VL. The model has no windows; layer_types may name none."""
     refuse_windows(config.get_text_config())
-    return _describe_text(config, qwen3.describe)
+    return _in_sections(config, _describe_text(config, qwen3.describe), [24, 20, 20])
 
 
 def describe_qwen3_vl_moe(config: PretrainedConfig) -> Description:
     """Describe a Qwen3-VL model of experts: positions as in Qwen2-VL, no windows; a token's weights add up to 1."""
     refuse_windows(config.get_text_config())
-    return _describe_text(config, partial(qwen3.describe_moe, normalised=True))
+    model = _describe_text(config, partial(qwen3.describe_moe, normalised=True))
+    return _in_sections(config, model, [24, 20, 20])
 
 
 def describe_qwen3_5(config: PretrainedConfig) -> Description:
     """Describe a dense Qwen3.5 model: positions as in Qwen2-VL."""
-    return _describe_text(config, qwen3_5.describe)
+    return _in_sections(config, _describe_text(config, qwen3_5.describe), [11, 11, 10])
 
 
 def describe_qwen3_5_moe(config: PretrainedConfig) -> Description:
     """Describe a Qwen3.5 model of experts: positions as in Qwen2-VL."""
-    return _describe_text(config, qwen3_5.describe_moe)
+    return _in_sections(config, _describe_text(config, qwen3_5.describe_moe), [11, 11, 10])
+
+
+def _in_sections(
+    config: PretrainedConfig, model: Description, default: list[int], interleaved: bool = True
+) -> Description:
+    text = config.get_text_config()
+    return replace(model, ropes=tuple(in_sections(text, rope, default, interleaved) for rope in model.ropes))
 
 
 def _describe_text(config: PretrainedConfig, describe: Callable[[PretrainedConfig], Description]) -> Description:

@@ -12,11 +12,13 @@ from nanoinfer.models import build
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
+from nanoinfer.runner.images import Images
 from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
 from nanoinfer.runner.memory.lender import Lender, Tag
 from nanoinfer.runner.memory.state_pool import StatePool, StateSpec
 from nanoinfer.runner.routing import Routing
 from nanoinfer.runner.weight_writer import WeightWriter
+from nanoinfer.vision.spans import Tower
 
 
 class Holdings:
@@ -25,6 +27,7 @@ class Holdings:
     model: built, and not filled
     model_bytes: its parameters and tables take this much, packed ones too
     weights: writes into the model
+    images: those of prompts that are being computed; None: the model sees none
     routing: where there is a host, if outputs are to have the experts
     cache_spec, state_spec: the shapes of the KV cache and of the states
     kv_cache, states: the last ones that `make_cache` has made
@@ -49,6 +52,7 @@ class Holdings:
         self._config, self._backend, self._tp, self._device = config, backend, tp, device
         self._most_tokens, self._has_host = most_tokens, has_host
         self._lender = Lender(device) if device.type == "cuda" else None
+        self.images: Images | None = None
         self.routing: Routing | None = None
         self.weights = self._build()
         self.cache_spec = KVCacheSpec(config.cache_layout, config.torch_cache_dtype, by_head=config.is_plain_cpu)
@@ -67,6 +71,10 @@ class Holdings:
             assert description.experts is not None
             self.routing = Routing(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
         return WeightWriter(self.model, self._tp, self._device)
+
+    def see(self, tower: Tower) -> None:
+        """Let a tower encode the images of prompts."""
+        self.images = Images(tower, self._device, self._config.torch_dtype)
 
     def make_cache(self, num_blocks: int, num_slots: int) -> None:
         """Make a KV cache and states in place of those before; raises ValueError when the memory does not hold them."""
@@ -138,7 +146,7 @@ class Holdings:
 
     def close(self) -> None:
         """Give all memory back for good."""
-        self.routing = None
+        self.routing = self.images = None
         for name in ("model", "weights", "kv_cache", "states"):
             self.__dict__.pop(name, None)
         if self._lender is not None:

@@ -26,6 +26,7 @@ class InputBatch:
     drawn: [rows] int32, the tokens of the last draw; NO_TOKEN where the logits were not finite
     block_tables: [rows, columns] int32, in pages; one group's after another's, as `tables` divides them
     slots: [rows] int32, for states; -1 in an empty row
+    deltas: [rows] int32, rotary positions less places; None: they are equal
     temperatures: [rows] float32; seeds: [rows] int64
     prefixes: those that rows share, if decode attention reads them once
     """
@@ -37,8 +38,9 @@ class InputBatch:
         kv_cache: KVCache,
         device: torch.device,
         prefixes: SharedPrefixes | None = None,
+        has_deltas: bool = False,
     ) -> None:
-        """max_blocks: of a row, for each group of layers"""
+        """max_blocks: of a row, for each group of layers; has_deltas: rotary positions may be others than places"""
         self.block_sizes, self.steps = [group.block_size for group in kv_cache.layout.groups], kv_cache.steps
         self.prefixes = prefixes
         self.device = device
@@ -50,6 +52,7 @@ class InputBatch:
         self.tables = self.block_tables.split(max_blocks, dim=1)
         self._first_columns = [0, *accumulate(max_blocks)]
         self.slots = torch.full_like(self.positions, -1)
+        self.deltas = torch.zeros_like(self.positions) if has_deltas else None
         self._has_states = bool(kv_cache.layout.states)
         self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -63,6 +66,8 @@ class InputBatch:
                 rows[destination] = rows[source]
             if self._has_states:
                 self.slots[destination] = self.slots[source]
+            if self.deltas is not None:
+                self.deltas[destination] = self.deltas[source]
         if message.num_rows < self.num_rows:
             self.positions[message.num_rows : self.num_rows] = -1
             if self._has_states:
@@ -94,6 +99,8 @@ class InputBatch:
             table[joining, : joined.shape[1]] = joined
         if self._has_states:
             self.slots[joining] = prompts.slots
+        if self.deltas is not None:
+            self.deltas[joining] = 0 if prompts.deltas is None else prompts.deltas
         self.temperatures[joining] = prompts.temperatures
         self.seeds[joining] = prompts.seeds
 
@@ -105,9 +112,9 @@ class InputBatch:
         states: given if layers have some; shares: whether shared prefixes are read once
         """
         positions = self.positions[:num_rows]
-        groups = []
+        groups, deltas = [], None if self.deltas is None else self.deltas[:num_rows]
         for table, block_size in zip(self.tables, self.block_sizes, strict=True):
-            slots, context_lens = locate_rows(positions, table[:num_rows], block_size)
+            slots, context_lens, rotary = locate_rows(positions, table[:num_rows], block_size, deltas)
             groups.append(GroupContext(slots, table[:num_rows]))
         return Context(
             kv_cache.layers,
@@ -117,6 +124,7 @@ class InputBatch:
             max_context_len,
             states=None if states is None else StateContext(states.layers, self.slots[:num_rows]),
             prefixes=self.prefixes if shares else None,
+            rotary=rotary,
         )
 
     def advance(self, token_ids: Tensor) -> None:

@@ -26,6 +26,7 @@ class PrefillInputs:
     join_tables: for each group of layers, [joins, columns] int32, in pages
     slots: [joins] int32, for states
     temperatures: [joins] float32; seeds: [joins] int64
+    deltas: [joins] int32, see JoinMessage.delta; None: they are zeros
     copied_blocks, copied_states: [2, copies] int64, the blocks or slots to copy, and their copies
     """
 
@@ -35,8 +36,9 @@ class PrefillInputs:
         joins: list[JoinMessage],
         kv_cache: KVCache,
         states: StatePool | None = None,
+        whole_images: bool = False,
     ) -> None:
-        """states: given if layers have some."""
+        """states: given if layers have some; whole_images: some layer lets an image's tokens see each other"""
         query_lens = [len(chunk.token_ids) for chunk in chunks]
         context_lens = [chunk.start + count for chunk, count in zip(chunks, query_lens, strict=True)]
         arrays = [*_pack_chunks(chunks), array("i", context_lens), *_pack_joins(chunks, joins)]
@@ -49,6 +51,12 @@ class PrefillInputs:
         division = divide(query_lens, context_lens)
         if division is not None:
             arrays += [division.rows, division.cu_query_lens, division.context_lens]
+        has_sections = any(chunk.images is not None and chunk.images.positions is not None for chunk in chunks)
+        if has_sections:
+            arrays.append(_pack_sections(chunks))
+        has_ends = whole_images and any(chunk.images is not None and chunk.images.parts for chunk in chunks)
+        if has_ends:
+            arrays.append(_pack_ends(chunks))
         on_device = iter(upload_all(arrays, kv_cache.device))
         self.token_ids, positions, cu_queries, cu_contexts, lens = islice(on_device, 5)
         sampled, copies, self.slots, copied_states = islice(on_device, 4)
@@ -63,17 +71,22 @@ class PrefillInputs:
             state_context = StateContext(states.layers, final, Chunks(cu_queries, starts, initial, final, *cuts))
         divided = None
         if division is not None:
-            rows, *piece_lens = on_device
+            rows, *piece_lens = islice(on_device, 3)
             divided = DividedPrefill(division.stretches, division.max_query_len, *piece_lens)
             for group_context in groups:
                 group_context.divided_tables = group_context.block_tables[rows]
+        rotary = next(on_device).view(3, -1) if has_sections else None
+        ends = next(on_device) if has_ends else None
         are_long = [chunk.is_long for chunk in chunks]
-        packed = PackedQueries(query_lens, context_lens, cu_queries, cu_contexts, are_long, divided)
-        self.context = Context(kv_cache.layers, groups, positions, lens, max(context_lens), packed, state_context)
+        packed = PackedQueries(query_lens, context_lens, cu_queries, cu_contexts, are_long, divided, ends)
+        what = kv_cache.layers, groups, positions, lens, max(context_lens), packed, state_context
+        self.context = Context(*what, rotary=rotary)
         self.last_indices = cu_queries[1:][sampled].long() - 1
         self.sample_positions = lens[sampled]
         self.copied_blocks, self.copied_states = (pairs.view(-1, 2).T.long() for pairs in (copies, copied_states))
         self.temperatures = upload(array("f", [join.temperature for join in joins]), kv_cache.device)
+        deltas = array("i", [join.delta for join in joins])
+        self.deltas = upload(deltas, kv_cache.device) if any(deltas) else None
         self.seeds = upload(array("q", [join.seed for join in joins]), kv_cache.device)
 
 
@@ -91,6 +104,31 @@ def _pack_chunks(chunks: list[ChunkMessage]) -> list[array[int]]:
         cu_queries.append(len(tokens))
         cu_contexts.append(cu_contexts[-1] + end)
     return [tokens, positions, cu_queries, cu_contexts]
+
+
+def _pack_sections(chunks: list[ChunkMessage]) -> array[int]:
+    """Return the chunks' rotary positions, [3, tokens]; for a chunk without images they are its tokens' places."""
+    positions = array("i")
+    for part in range(3):
+        for chunk in chunks:
+            count, images = len(chunk.token_ids), chunk.images
+            if images is None or images.positions is None:
+                positions.extend(range(chunk.start, chunk.start + count))
+            else:
+                positions.extend(images.positions[part * count : (part + 1) * count])
+    return positions
+
+
+def _pack_ends(chunks: list[ChunkMessage]) -> array[int]:
+    """Return where that ends which each token sees: behind it, or behind its image, which ends in its chunk."""
+    ends = array("i")
+    for chunk in chunks:
+        begin = len(ends)
+        ends.extend(range(chunk.start + 1, chunk.start + 1 + len(chunk.token_ids)))
+        for part in [] if chunk.images is None else chunk.images.parts:
+            first, behind = begin + part.place, part.place + part.length
+            ends[first : begin + behind] = array("i", [chunk.start + behind]) * part.length
+    return ends
 
 
 def _pack_joins(chunks: list[ChunkMessage], joins: list[JoinMessage]) -> list[array[int]]:

@@ -43,8 +43,10 @@ class Steps:
         if config.shares_prefixes:
             heads = config.description.num_heads // tp.size
             prefixes = SharedPrefixes(config.max_num_seqs, heads, self.kv_cache.layers[groups[0].layers[0]][0])
+        self._whole_images = any(config.description.whole_images)
         device = logits.device
-        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, self.kv_cache, device, prefixes)
+        has_deltas = config.description.has_sections
+        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, self.kv_cache, device, prefixes, has_deltas)
         self.logits_processors = LogitsProcessors(
             config.description.vocab_size,
             config.max_num_seqs,
@@ -79,7 +81,10 @@ class Steps:
     def prefill(self, message: PrefillMessage) -> Launched:
         """Run a step of prompts, or of chunks of them."""
         self.kv_cache.copy_pairs(message.copies)
-        prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.states)
+        prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.states, self._whole_images)
+        if message.images is not None:
+            assert self.holdings.images is not None
+            prompts.context.images = self.holdings.images.take(message.images, message.chunks)
         hidden = self._run_chunks(message.chunks, prompts)
         extras = self.extras(message.num_tokens)
         extras.prompt_logprobs = prompt_logprobs(

@@ -105,7 +105,8 @@ def _read_layer_inputs(config: PretrainedConfig) -> LayerInputSizes | None:
             f"model: vocab_size_per_layer_input={config.vocab_size_per_layer_input!r} in its config: must be"
             f" vocab_size={config.vocab_size}"
         )
-    return replace(INPUTS, size=size_of(config, "hidden_size_per_layer_input"))
+    size = size_of(config, "hidden_size_per_layer_input")
+    return replace(INPUTS, size=size, image_token=config.pad_token_id or 0)
 
 
 def _read_experts(config: PretrainedConfig) -> Experts | None:

@@ -1,0 +1,118 @@
+"""Opens what a user gives as an image."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanoinfer.checks import short
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FILE, DATA = "file://", "data:"
+A_SOURCE = "a PIL image, a path, a data: URL, the bytes of a file, or an array of uint8, [height, width, 3]"
+CHANNELS = (1, 3, 4)  # that an array may have
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of files; PIL runs a program for some others
+MOST_SHOWN = 60  # characters of a URL or a path in an error message
+
+
+class Opener:
+    """Makes RGB images of whatever users give, each turned as its camera noted.
+
+    folder: files are read from it alone, and relative paths begin in it; None: no file is read
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._folder = None if folder is None else Path(folder).expanduser().resolve()
+
+    def open(self, name: str, source: Any) -> Image:
+        """Return an image in RGB.
+
+        name: begins the messages of errors
+        source: a PIL image; a path or a file: URL, in the folder; a data: URL; the bytes of an image's file; or an
+            array of uint8, [height, width] or [height, width, 1, 3 or 4]
+
+        Raises ValueError for another source, for one that does not decode or is no file of FORMATS, and for one of more
+        pixels than PIL.Image.MAX_IMAGE_PIXELS, before it is decoded.
+        """
+        from PIL import Image, ImageOps  # here, for it comes with an extra
+
+        found = self._find(name, source)
+        with _named_errors(name):
+            image = found if isinstance(found, Image.Image) else Image.open(found, formats=FORMATS)
+        most = Image.MAX_IMAGE_PIXELS
+        if most is not None and image.width * image.height > most:
+            raise ValueError(f"{name} has {image.width} x {image.height} pixels: must have at most {most}")
+        with _named_errors(name):
+            return ImageOps.exif_transpose(image).convert("RGB")
+
+    def _find(self, name: str, source: Any) -> Image | BytesIO | Path:
+        """Return an image, or where to read one."""
+        from PIL import Image
+
+        if isinstance(source, Image.Image):
+            return source
+        if isinstance(source, np.ndarray):
+            return Image.fromarray(_check_array(name, source))
+        if isinstance(source, (bytes, bytearray, memoryview)):
+            return BytesIO(source)
+        if isinstance(source, str) and source.startswith(DATA):
+            return BytesIO(_decode_url(name, source))
+        if isinstance(source, (str, Path)):
+            return self._find_file(name, str(source))
+        raise ValueError(f"{name} is {short(source, MOST_SHOWN)}: must be {A_SOURCE}")
+
+    def _find_file(self, name: str, source: str) -> Path:
+        """Return the file of a path or a file: URL; raises ValueError if it is not in the folder."""
+        path = source.removeprefix(FILE)
+        if "://" in path:
+            raise ValueError(f"{name} is {short(source, MOST_SHOWN)}: nothing is fetched; must be {A_SOURCE}")
+        if self._folder is None:
+            raise ValueError(
+                f"{name} is {short(source, MOST_SHOWN)}: no file is read unless image_folder names the folder of images"
+            )
+        file = (self._folder / path).resolve()
+        if not file.is_relative_to(self._folder):
+            raise ValueError(
+                f"{name} is {short(source, MOST_SHOWN)}: must be in image_folder={str(self._folder)!r}, links followed"
+            )
+        return file
+
+
+@contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    """PIL raises anything for what does not decode."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{name} cannot be read as an image: {error}") from error
+
+
+def _check_array(name: str, array: np.ndarray) -> np.ndarray:
+    """Return an array as PIL takes it: one channel has no axis."""
+    is_known = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in CHANNELS)
+    if array.dtype != np.uint8 or not is_known or not array.size:
+        raise ValueError(
+            f"{name} is an array of {array.dtype}, {list(array.shape)}: must be of uint8, [height, width] or"
+            " [height, width, 1, 3 or 4], with a pixel"
+        )
+    return array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array
+
+
+def _decode_url(name: str, url: str) -> bytes:
+    """Return the bytes in a data: URL (RFC 2397) of base64."""
+    head, comma, data = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise ValueError(f"{name} is {short(url, MOST_SHOWN)}: a data: URL must be data:image/...;base64,...")
+    try:
+        return base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"{name} is {short(url, MOST_SHOWN)}: must be base64: {error}") from None

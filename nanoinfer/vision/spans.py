@@ -1,0 +1,78 @@
+"""What an image is in a prompt, and what a tower makes of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """Neighbouring placeholders of an image in a prompt: all that it has, or one row of it where tokens end rows.
+
+    key: 16 bytes, the digest of its pixels and of the settings that made them; equal images have equal keys
+    start: the first of the placeholders in the prompt
+    count: how many they are
+    first: which of the image's embeddings the first of them takes; the others take those that follow
+    """
+
+    key: bytes
+    start: int
+    count: int
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class VisionPrompt:
+    """A prompt with images.
+
+    token_ids: its tokens, in which each image has its placeholders
+    spans: the images' placeholders, in the order of the prompt
+    positions: three numbers for each token, [3, tokens], part after part, for rotary embeddings in three parts (mrope);
+        None: a token's position is its place
+    delta: what to add to a later token's place to have its position
+    pixels: for each span what the tower takes, which may be made when it is read; spans of one image have the same
+        object
+    """
+
+    token_ids: list[int]
+    spans: tuple[ImageSpan, ...]
+    positions: array[int] | None
+    delta: int
+    pixels: tuple[Mapping[str, Tensor], ...]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a tower makes of an image.
+
+    embeddings: [placeholders, hidden_size]; they are hidden states already, which no family scales
+    deep: what is added to the hidden states of these places behind the first layers, [placeholders, hidden_size] for
+        each of these layers (deepstack)
+    """
+
+    embeddings: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory they take."""
+        return sum(tensor.nbytes for tensor in (self.embeddings, *self.deep))
+
+    def on_host(self) -> Encoded:
+        """Return a copy in host memory, which shares nothing with other images of a batch."""
+        embeddings, *deep = (tensor.to("cpu", copy=True) for tensor in (self.embeddings, *self.deep))
+        return Encoded(embeddings, tuple(deep))
+
+
+class Tower(Protocol):
+    """Makes embeddings of images."""
+
+    def encode(self, pixels: Sequence[Mapping[str, Tensor]]) -> list[Encoded]:
+        """Return what the decoder gets for each image; pixels: as VisionPrompt has them, of any prompts."""
+        ...

@@ -1,0 +1,85 @@
+"""The vision tower: transformers' own, with weights that our loader fills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanoinfer.vision.pixels import Pixels, bytes_of, join
+from nanoinfer.vision.spans import Encoded
+from nanoinfer.weights.shards import Shard, Table
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+OTHER_PARTS = ("language_model", "audio_tower", "embed_audio")  # of transformers' model
+BATCH_BYTES = 64 << 20  # of pixels
+
+
+class TransformersTower:
+    """The vision tower and the projector of transformers' model of a multimodal checkpoint, in one dtype.
+
+    config: the checkpoint's
+    batch_bytes: so many bytes of pixels are encoded at once, or one image if it alone has more
+
+    The weights hold any numbers until a source fills `table()`.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, batch_bytes: int = BATCH_BYTES
+    ) -> None:
+        self.batch_bytes = batch_bytes
+        self._device = device
+        self._model = _build(config, dtype, device)
+
+    def table(self) -> Table:
+        """Return what fills the weights, by names as weights.sources.OfTower gives them."""
+        return {name: [Shard(name, tensor, tuple(tensor.shape))] for name, tensor in self._model.state_dict().items()}
+
+    @torch.inference_mode()
+    def encode(self, pixels: Sequence[Pixels]) -> list[Encoded]:
+        """Return what the decoder gets for each image, on the tower's device; see spans.Tower."""
+        return [encoded for batch in self._batches(pixels) for encoded in self._encode(batch)]
+
+    def _batches(self, pixels: Sequence[Pixels]) -> Iterator[list[Pixels]]:
+        """Cut images into batches of at most batch_bytes."""
+        batch: list[Pixels] = []
+        room = self.batch_bytes
+        for given in pixels:
+            image = dict(given)  # made now, if they are made on demand
+            size = bytes_of(image)
+            if batch and size > room:
+                yield batch
+                batch, room = [], self.batch_bytes
+            batch.append(image)
+            room -= size
+        if batch:
+            yield batch
+
+    def _encode(self, batch: list[Pixels]) -> list[Encoded]:
+        inputs = {name: join([image[name] for image in batch]).to(self._device) for name in batch[0]}
+        features = self._model.get_image_features(**inputs, return_dict=True)
+        embeddings = list(features.pooler_output)
+        assert len(embeddings) == len(batch)
+        layers = getattr(features, "deepstack_features", None) or []
+        return [Encoded(own, tuple(layer[image] for layer in layers)) for image, own in enumerate(embeddings)]
+
+
+def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """Build the parts that see, without memory for the others; buffers that no checkpoint stores are computed."""
+    from transformers import AutoModel  # here, for a model that cannot see does without
+
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, dtype=dtype)
+    for part in OTHER_PARTS:
+        if hasattr(model, part):
+            setattr(model, part, None)
+    model.to_empty(device=device).requires_grad_(False).eval()
+    for module in model.modules():
+        module._is_hf_initialized = False  # on the meta device nothing was
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # a source fills it
+    model.initialize_weights()
+    return model

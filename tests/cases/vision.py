@@ -1,0 +1,129 @@
+"""Cases of checkpoints that see: small models of random weights, with processors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from cases.case import Case, build
+from cases.multimodal import MULTIMODAL, QWEN2_VISION, QWEN3_5_VISION, QWEN3_VISION, VISION
+from nanoinfer import BUNDLED_MODEL
+
+VOCAB = 2080  # the bundled tokenizer's, and further special tokens
+IMAGE, BEGIN, END = "<image>", "<begin>", "<end>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}PLACEHOLDER{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+)
+
+
+@dataclass
+class Seeing:
+    """A case of MULTIMODAL with eyes.
+
+    case: its name there; vision, outer, text: settings of the config
+    processor: makes its processor from a tokenizer
+    prompt: what stands for an image in a prompt
+    """
+
+    case: str
+    vision: dict[str, Any]
+    processor: Callable[[PreTrainedTokenizerBase], Any]
+    prompt: str = IMAGE
+    outer: dict[str, Any] | None = None
+    text: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, folder: Path) -> PreTrainedModel:
+        """Save a checkpoint with a processor; returns transformers' model of it."""
+        tokenizer = _tokenizer()
+        processor = self.processor(tokenizer)
+        processor.chat_template = CHAT_TEMPLATE.replace("PLACEHOLDER", self.prompt)
+        processor.save_pretrained(folder)
+        outer = {"image_token_id": tokenizer.image_token_id, **(self.outer or {})}
+        case: Case = MULTIMODAL[self.case]
+        settings = {**case.settings, "vocab_size": VOCAB, **self.text}
+        return build(replace(case, settings=settings, vision={**self.vision}, outer=outer), folder)
+
+
+def _tokenizer() -> PreTrainedTokenizerBase:
+    tokens = {
+        "image_token": IMAGE,
+        "boi_token": BEGIN,
+        "eoi_token": END,
+        "audio_token": "<audio>",
+        "boa_token": "<begin_audio>",
+        "eoa_token": "<end_audio>",
+        "video_token": "<video>",
+        "break_token": "[IMG_BREAK]",
+        "end_token": "[IMG_END]",
+    }
+    return AutoTokenizer.from_pretrained(BUNDLED_MODEL, extra_special_tokens=tokens)
+
+
+def _qwen(name: str, patch_size: int, video: str) -> Callable[[PreTrainedTokenizerBase], Any]:
+    def make(tokenizer: PreTrainedTokenizerBase) -> Any:
+        size = {"shortest_edge": 56 * 56, "longest_edge": 128 * 128}
+        image_processor = transformers.Qwen2VLImageProcessor(patch_size=patch_size, size=size)
+        return getattr(transformers, name)(image_processor, tokenizer, getattr(transformers, video)())
+
+    return make
+
+
+def _gemma3(tokenizer: PreTrainedTokenizerBase) -> Any:
+    image_processor = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
+    return transformers.Gemma3Processor(image_processor, tokenizer, image_seq_length=4)
+
+
+def _gemma4(tokenizer: PreTrainedTokenizerBase) -> Any:
+    return transformers.Gemma4Processor(
+        transformers.Gemma4AudioFeatureExtractor(),
+        transformers.Gemma4ImageProcessor(max_soft_tokens=70),
+        tokenizer,
+        transformers.Gemma4VideoProcessor(),
+    )
+
+
+def _pixtral(tokenizer: PreTrainedTokenizerBase) -> Any:
+    image_processor = transformers.PixtralImageProcessor(size={"longest_edge": 140}, patch_size=14)
+    return transformers.PixtralProcessor(
+        image_processor, tokenizer, patch_size=14, spatial_merge_size=2, image_token=IMAGE
+    )
+
+
+PIXTRAL = {**VISION, "head_dim": 16, "image_size": 140, "patch_size": 14}
+QWEN = f"{BEGIN}{IMAGE}{END}"
+QWEN2_5_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+    "fullatt_block_indexes": [1], "window_size": 56}  # fmt: skip
+DEEP = {**QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 2]}
+QWEN3_PROCESSOR = _qwen("Qwen3VLProcessor", 16, "Qwen3VLVideoProcessor")
+
+SEEING = {
+    "gemma3": Seeing(
+        "gemma3 multimodal", {**VISION, "image_size": 56, "patch_size": 14}, _gemma3, BEGIN, {"mm_tokens_per_image": 4}
+    ),
+    "gemma4 layer inputs": Seeing(
+        "gemma4 multimodal, layer inputs",
+        {**VISION, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64},
+        _gemma4,
+        text={"vocab_size_per_layer_input": VOCAB},
+    ),
+    "gemma4": Seeing(
+        "gemma4 multimodal, experts",
+        {**VISION, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64},
+        _gemma4,
+    ),
+    "mistral3": Seeing("mistral3 multimodal", PIXTRAL, _pixtral),
+    "ministral3": Seeing("ministral3 multimodal", PIXTRAL, _pixtral),
+    "qwen2-vl": Seeing("qwen2-vl", QWEN2_VISION, _qwen("Qwen2VLProcessor", 14, "Qwen2VLVideoProcessor"), QWEN),
+    "qwen2.5-vl": Seeing("qwen2.5-vl", QWEN2_5_VISION, _qwen("Qwen2_5_VLProcessor", 14, "Qwen2VLVideoProcessor"), QWEN),
+    "qwen3-vl": Seeing("qwen3-vl", DEEP, QWEN3_PROCESSOR, QWEN),
+    "qwen3-vl-moe": Seeing("qwen3-vl-moe", DEEP, QWEN3_PROCESSOR, QWEN),
+    "qwen3.5": Seeing("qwen3.5 multimodal", QWEN3_5_VISION, QWEN3_PROCESSOR, QWEN),
+    "qwen3.5-moe": Seeing("qwen3.5moe multimodal", QWEN3_5_VISION, QWEN3_PROCESSOR, QWEN),
+}

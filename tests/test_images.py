@@ -1,0 +1,155 @@
+"""What an image may be, how it comes in messages, and what is kept of images."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("PIL")
+
+from cases.pictures import picture
+from PIL import Image
+
+from nanoinfer.vision.kept import Kept
+from nanoinfer.vision.messages import take_images
+from nanoinfer.vision.opening import Opener
+from nanoinfer.vision.spans import Encoded
+
+# What an image may be
+
+
+def written(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_an_image_may_be_given_in_many_ways(tmp_path: Path) -> None:
+    image = picture(5, 7)
+    (tmp_path / "a.png").write_bytes(written(image))
+    array = np.asarray(image)
+    url = "data:image/png;base64," + b64encode(written(image)).decode()
+    sources = [image, written(image), bytearray(written(image)), url, "a.png", tmp_path / "a.png", array]
+    sources.append(f"file://{tmp_path}/a.png")
+    for source in sources:
+        opened = Opener(tmp_path).open("image", source)
+        assert opened.mode == "RGB"
+        assert np.array_equal(np.asarray(opened), array)
+    assert np.array_equal(np.asarray(Opener().open("image", array[:, :, :1]))[:, :, 2], array[:, :, 0])
+
+
+def test_an_image_is_turned_as_its_camera_noted() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned by a quarter
+    assert Opener().open("image", written(picture(8, 16), "JPEG", exif=exif)).size == (16, 8)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("http://host/a.png", "nothing is fetched"),
+        ("https://host/a.png", "is 'https://host/a.png': nothing is fetched; must be a PIL image"),
+        ("../secret.png", "must be in image_folder="),
+        ("/etc/passwd", "must be in image_folder="),
+        ("file:///etc/passwd", "must be in image_folder="),
+        ("link.png", "must be in image_folder=.*, links followed"),
+        ("nothing.png", "cannot be read as an image: .*No such file"),
+        ("data:image/png,abc", "must be data:image/...;base64,..."),
+        ("data:image/png;base64,%%%", "must be base64"),
+        (b"no image", "cannot be read as an image"),
+        (written(picture(40, 40))[:-900], "cannot be read as an image"),
+        (written(picture(2, 2), "EPS"), "cannot be read as an image"),  # PIL would run a program for it
+        (7, "is 7: must be a PIL image"),
+        (np.zeros((4, 4, 3)), r"is an array of float64, \[4, 4, 3\]: must be of uint8"),
+        (np.zeros((3, 4, 9), np.uint8), "must be of uint8"),
+        (np.zeros((0, 4, 3), np.uint8), "with a pixel"),
+    ],
+)
+def test_what_is_no_image_is_named(source: Any, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (tmp_path / "secret.png").write_bytes(written(picture(2, 2)))
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    with pytest.raises(ValueError, match=f"^image 0.*{message}"):
+        Opener(folder).open("image 0", source)
+
+
+def test_no_file_is_read_without_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(written(picture(2, 2)))
+    with pytest.raises(ValueError, match="no file is read unless image_folder names the folder of images"):
+        Opener().open("image", str(tmp_path / "a.png"))
+
+
+def test_decompression_bombs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 150)
+    with pytest.raises(ValueError, match=r"image cannot be read as an image: .*decompression bomb"):
+        Opener().open("image", written(picture(20, 20)))
+    with pytest.warns(Image.DecompressionBombWarning), pytest.raises(ValueError, match="20 x 10 pixels: must have at"):
+        Opener().open("image", written(picture(20, 10)))
+    with pytest.raises(ValueError, match="image has 20 x 20 pixels: must have at most 150"):
+        Opener().open("image", picture(20, 20))
+
+
+def test_images_are_taken_out_of_messages() -> None:
+    image = picture(2, 2)
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]
+    url = {"type": "image_url", "image_url": {"url": "data:a", "detail": "low"}}
+    messages = [
+        {"role": "system", "content": "Look."},
+        {"role": "user", "content": parts},
+        {"role": "user", "content": [url, {"type": "image_url", "image_url": "b.png"}]},
+    ]
+    bare, images = take_images("messages", messages)
+    assert images == [image, "data:a", "b.png"]
+    assert bare[0] is messages[0]
+    assert bare[1] == {"role": "user", "content": [{"type": "image"}, parts[1]]}
+    assert bare[2]["content"] == [{"type": "image"}, {"type": "image"}]
+    assert parts[0]["image"] is image
+
+
+@pytest.mark.parametrize("part", [{"type": "image"}, {"type": "image_url", "image_url": {}}])
+def test_a_part_without_its_image_is_named(part: dict) -> None:
+    with pytest.raises(ValueError, match=r"messages\[0\] has the part .*: must have an image under 'image"):
+        take_images("messages", [{"role": "user", "content": [part]}])
+
+
+# What is kept
+
+
+def embeddings(count: int) -> Encoded:
+    return Encoded(torch.zeros(count, 8), (torch.zeros(count, 8),))
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    size = embeddings(1).num_bytes
+    kept: Kept[Encoded] = Kept(3 * size)
+    for key in (b"a", b"b", b"c"):
+        kept.keep(key, embeddings(1))
+    assert kept.find(b"a") is not None
+    kept.keep(b"d", embeddings(2))
+    assert [kept.find(key) is not None for key in (b"a", b"b", b"c", b"d")] == [True, False, False, True]
+    assert kept.num_bytes == 3 * size
+
+
+def test_what_is_too_large_is_not_kept() -> None:
+    kept: Kept[Encoded] = Kept(2 * embeddings(1).num_bytes)
+    kept.keep(b"a", embeddings(1))
+    kept.keep(b"b", embeddings(3))
+    assert kept.find(b"b") is None
+    assert kept.find(b"a") is not None
+    kept.clear()
+    assert (kept.find(b"a"), kept.num_bytes) == (None, 0)
+
+
+def test_a_copy_on_the_host_shares_no_memory() -> None:
+    batch = torch.ones(4, 8)
+    copy = Encoded(batch[:2], (batch[2:],)).on_host()
+    batch.zero_()
+    assert copy.embeddings.sum() == copy.deep[0].sum() == 16
+    assert copy.num_bytes == copy.embeddings.untyped_storage().nbytes() * 2

@@ -1,0 +1,295 @@
+"""Compares prompts with images with transformers: greedy tokens and log-probabilities, in float32."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import greedy, whole_only
+
+pytest.importorskip("PIL")
+pytest.importorskip("torchvision")
+
+from cases import MULTIMODAL, SHAPE
+from cases.multimodal import MROPE
+from cases.pictures import picture
+from cases.vision import SEEING
+from PIL.Image import Image
+from transformers import AutoConfig, AutoTokenizer
+
+from nanoinfer import LLM
+from nanoinfer.engine.images import HeldImages, PromptImages
+from nanoinfer.engine.sequence import Sequence
+from nanoinfer.models import describe
+from nanoinfer.vision.pixels import join
+from nanoinfer.vision.processor import VisionProcessor
+from nanoinfer.vision.spans import ImageSpan, VisionPrompt
+from nanoinfer.vision.tower import TransformersTower
+from nanoinfer.weights.sources import FileSource, OfTower
+
+MAX_TOKENS = 6
+
+
+class Checkpoint:
+    """A small checkpoint that sees, its processor and tower, and transformers' model of it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.folder, self.case, self._seeing = str(folder), MULTIMODAL[SEEING[name].case], SEEING[name]
+        self.model = self._seeing.build(folder)
+        config = self.model.config
+        self.processor = VisionProcessor(self.folder, config)
+        self.image_id: int = config.image_token_id
+        self._image: list[int] = AutoTokenizer.from_pretrained(folder).encode(self._seeing.prompt)
+        self.tower = TransformersTower(config, torch.float32, torch.device("cpu"))
+        FileSource(self.folder, OfTower()).fill(self.tower.table())
+
+    def prompt(self, *parts: list[int] | Image) -> VisionPrompt:
+        """Put a prompt of text and images together."""
+        tokens = [token for part in parts for token in (part if isinstance(part, list) else self._image)]
+        return self.processor.prepare("prompt", tokens, [part for part in parts if not isinstance(part, list)])
+
+    def prompts(self) -> list[VisionPrompt]:
+        """One image or several of odd sizes, first, last and in between, some of them twice."""
+        one, two, wide = picture(61, 97), picture(150, 40), picture(130, 120)
+        mixtures = (
+            [text(5, 0), one, text(9, 1)],
+            [wide, text(20, 2)],
+            [text(30, 3), two, text(1, 4), wide, text(3, 5)],
+            [text(17, 6), wide, text(1, 7), wide, text(2, 8), one, text(40, 9)],
+            [text(2, 10), two],
+        )
+        return [self.prompt(*parts) for parts in mixtures]
+
+    @torch.inference_mode()
+    def logprobs(self, prompt: VisionPrompt, generated: list[int]) -> torch.Tensor:
+        """Return transformers' log-probabilities after each token, [tokens, vocabulary]."""
+        types = torch.zeros(1, len(prompt.token_ids) + len(generated), dtype=torch.int64)
+        for span in prompt.spans:
+            types[0, span.start : span.start + span.count] = 1
+        tokens = torch.tensor([[*prompt.token_ids, *generated]])
+        # Spans of one image share their pixels.
+        pixels = [own for span, own in zip(prompt.spans, prompt.pixels, strict=True) if span.first == 0]
+        inputs = {name: join([own[name] for own in pixels]) for name in (pixels[0] if pixels else ())}
+        if pixels and "mistral" not in self._seeing.case:
+            inputs["token_type_ids" if "gemma3" in self._seeing.case else "mm_token_type_ids"] = types
+        return self.model(input_ids=tokens, **inputs).logits[0].float().log_softmax(dim=-1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """Return a function that makes a case's checkpoint, once each."""
+    return functools.cache(lambda name: Checkpoint(name, tmp_path_factory.mktemp("seeing")))
+
+
+@pytest.fixture
+def make_seeing_llm(make_llm: Callable[..., LLM]) -> Callable[..., LLM]:
+    """Return a function that makes the LLM of a checkpoint that sees."""
+
+    def make(checkpoint: Checkpoint, **options: object) -> LLM:
+        llm = make_llm(checkpoint.folder, **options)
+        llm.engine.ranks.call("holdings.see", checkpoint.tower)
+        return llm
+
+    return make
+
+
+def text(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 2000, count).tolist()
+
+
+def generate(
+    llm: LLM, checkpoint: Checkpoint, prompts: list[VisionPrompt | list[int]], **settings: object
+) -> list[list[Sequence]]:
+    """Run prompts, with images or without; returns the sequences of each.
+
+    No placeholder is generated: transformers would look for an image.
+    """
+    how = {"max_tokens": MAX_TOKENS, **settings}
+    params = greedy(ignore_eos=True, logprobs=0, logit_bias={checkpoint.image_id: -100.0}, **how)
+    requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
+    while not llm.engine.is_finished:
+        llm.engine.step()
+    return requests
+
+
+def check(seq: Sequence, prompt: VisionPrompt, checkpoint: Checkpoint) -> None:
+    """Check that each token is the likeliest after those before it, and that log-probabilities equal transformers'."""
+    tokens = seq.output_token_ids
+    assert len(tokens) == seq.params.max_tokens
+    theirs = checkpoint.logprobs(prompt, tokens[:-1])
+    rows = theirs[len(prompt.token_ids) - 1 :]
+    ours = [entry[token] for entry, token in zip(seq.logprobs.logprobs(None), tokens, strict=True)]
+    assert ours == pytest.approx(rows[range(len(tokens)), tokens].tolist(), abs=1e-4)
+    assert tokens == rows.index_fill(1, torch.tensor(checkpoint.image_id), -torch.inf).argmax(dim=-1).tolist()
+    if seq.params.prompt_logprobs is not None:
+        given = prompt.token_ids[1:]
+        ours = [entry[token] for entry, token in zip(seq.prompt_logprobs.logprobs(None), given, strict=True)]
+        assert ours == pytest.approx(theirs[range(len(given)), given].tolist(), abs=1e-4)
+
+
+def run(llm: LLM, checkpoint: Checkpoint, **settings: object) -> list[Sequence]:
+    """Generate from the checkpoint's prompts, check the results, and return the sequences."""
+    prompts = checkpoint.prompts()
+    seqs = [seq for (seq,) in generate(llm, checkpoint, prompts, **settings)]
+    for seq, prompt in zip(seqs, prompts, strict=True):
+        check(seq, prompt, checkpoint)
+    return seqs
+
+
+OF_KINDS = ["gemma3", "mistral3", "qwen2.5-vl", "qwen3-vl", "qwen3.5"]
+FURTHER = [name for name in SEEING if name not in OF_KINDS]
+
+
+@pytest.mark.parametrize("name", [*OF_KINDS, *whole_only(FURTHER)])
+def test_images_equal_transformers(
+    name: str, checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+) -> None:
+    """Prompts are fresh, then prefix-cached, then in chunks, several of which cut an image of causal tokens."""
+    own = checkpoint(name)
+    llm = make_seeing_llm(own, **own.case.small)
+    run(llm, own, prompt_logprobs=0)
+    assert sum(seq.num_cached_tokens for seq in run(llm, own)) > 0
+    whole = any(llm.config.description.whole_images)
+    largest = max(PromptImages(prompt, whole).largest for prompt in own.prompts())
+    most = 64 if own.case.keeps_states else max(19, largest)
+    run(make_seeing_llm(own, **own.case.small, max_num_batched_tokens=most), own)
+
+
+@pytest.mark.usefixtures("no_foresight")
+@pytest.mark.parametrize("name", ["gemma3", *whole_only(["qwen2.5-vl"]), "qwen3-vl"])
+def test_company_samples_and_preemption(
+    name: str, checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+) -> None:
+    """Prompts with images run beside text, with several samples, in too few blocks for all."""
+    own = checkpoint(name)
+    texts = [VisionPrompt(text(count, count), (), None, 0, ()) for count in (1, 30, 60)]
+    prompts = [*own.prompts(), *texts]
+    llm = make_seeing_llm(own, **own.case.small, num_kvcache_blocks=24)
+    asked = [prompt if prompt.spans else prompt.token_ids for prompt in prompts]
+    for seqs, prompt in zip(generate(llm, own, asked, max_tokens=24, n=2), prompts, strict=True):
+        for seq in seqs:
+            check(seq, prompt, own)
+    assert llm.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.whole
+def test_triton(checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]) -> None:
+    own = checkpoint("gemma3")
+    run(make_seeing_llm(own, **own.case.small, attention_backend="triton"), own)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", *whole_only(name for name in SEEING if name != "qwen3-vl")])
+def test_two_ranks(name: str, checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]) -> None:
+    own = checkpoint(name)
+    run(make_seeing_llm(own, device="cpu", tensor_parallel_size=2, **own.case.small), own)
+
+
+def test_equal_images_share_blocks_and_others_do_not(
+    checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+) -> None:
+    own = checkpoint("qwen3-vl")
+    llm = make_seeing_llm(own, **own.case.small)
+    image, equal, other = (picture(130, 120, seed) for seed in (0, 0, 1))
+    before, behind = text(20, 0), text(20, 1)
+    for picked, cached in ((image, 0), (equal, 48), (other, 16), (image, 48), (other, 48)):
+        prompt = own.prompt(before, picked, behind)
+        ((seq,),) = generate(llm, own, [prompt])
+        check(seq, prompt, own)
+        assert seq.num_cached_tokens == cached
+
+
+def test_an_image_that_one_step_cannot_hold(
+    checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+) -> None:
+    """Where an image's tokens see each other. Of other models, chunks cut images."""
+    own = checkpoint("gemma3")
+    llm = make_seeing_llm(own, **own.case.small, max_num_batched_tokens=3)
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=3: must be at least 4 for a prompt with an image"):
+        llm.engine.add_request(own.prompts()[0], greedy())
+    assert llm.engine.is_finished
+
+
+def test_what_cannot_be_kept_is_refused(
+    checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+) -> None:
+    own = checkpoint("qwen3-vl")
+    llm = make_seeing_llm(own, **own.case.small, deterministic=True)
+    with pytest.raises(ValueError, match="deterministic=True: must be False for a prompt with images"):
+        llm.engine.add_request(own.prompts()[0], greedy())
+
+
+A, B, TEXT = b"a" * 16, b"b" * 16, 7
+
+
+def images_of(*spans: tuple[bytes, int, int] | tuple[bytes, int, int, int], whole: bool = False) -> PromptImages:
+    """Return the images of a prompt of ten tokens."""
+    pixels = tuple[dict[str, torch.Tensor], ...]({} for _ in spans)
+    return PromptImages(VisionPrompt([TEXT] * 10, tuple(ImageSpan(*span) for span in spans), None, 0, pixels), whole)
+
+
+def test_content_tells_images_and_places_apart() -> None:
+    here, same, moved = (images_of((A, at, 4), (other, 6, 2)) for at, other in ((1, B), (1, A), (2, B)))
+    assert here.content(0, 4) == same.content(0, 4) == images_of((A, 1, 4)).content(0, 4)
+    assert here.content(0, 1) == here.content(8, 10) == b""
+    assert len({here.content(0, 8), same.content(0, 8), moved.content(0, 8), here.content(4, 8)}) == 4
+    assert here.content(0, 4) != moved.content(0, 4)
+    assert images_of((A, 1, 2)).content(0, 4) != images_of((A, 1, 2, 2)).content(0, 4)
+
+
+def test_chunks_say_which_placeholders_of_an_image_they_have() -> None:
+    """Between those of one image, other tokens may stand."""
+    images = images_of((A, 1, 2), (A, 4, 2, 2), (B, 7, 2))
+    whole, first, second = images.chunk(0, 9), images.chunk(0, 5), images.chunk(5, 8)
+    assert whole
+    assert first
+    assert second
+    assert whole.parts == [(A, 0, 1, 2), (A, 2, 4, 2), (B, 0, 7, 2)]
+    assert first.parts == [(A, 0, 1, 2), (A, 2, 4, 1)]
+    assert second.parts == [(A, 3, 0, 1), (B, 0, 2, 1)]
+    assert images.chunk(6, 7) is None
+
+
+def test_a_chunk_ends_before_an_image_that_it_would_cut() -> None:
+    whole, causal = (images_of((A, 1, 4), whole=whole) for whole in (True, False))
+    assert [whole.last_end(end) for end in range(1, 8)] == [1, 1, 1, 1, 5, 6, 7]
+    assert [causal.last_end(end) for end in range(1, 8)] == [1, 2, 3, 4, 5, 6, 7]
+    assert (whole.largest, causal.largest) == (4, 1)
+
+
+def test_ranks_keep_the_images_that_a_prompt_wants_again() -> None:
+    images = images_of((A, 1, 4), (B, 6, 2))
+    held = HeldImages()
+
+    def plan(*chunks: tuple[int, int]) -> tuple[list[bytes], list[bytes]] | None:
+        message = held.plan((images, *chunk) for chunk in chunks)
+        return None if message is None else ([key for key, _ in message.new], message.kept)
+
+    assert plan((0, 1)) is None
+    assert plan((0, 3)) == ([A], [A])
+    assert plan((3, 7), (0, 10)) == ([B], [B])
+    assert plan((8, 10)) == ([], [])  # somebody else's chunk: B goes, and comes again
+    assert plan((7, 10)) == ([B], [])
+    assert plan() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "wanted"),
+    [
+        ("qwen2-vl", [2, 3, 4], "three counts that add up to 8"),
+        ("qwen3-vl", [2, 3], "three counts"),
+        ("qwen3-vl", [2, -1, 3], "three counts"),
+    ],
+)
+def test_sections_that_no_rope_has(name: str, sections: list[int], wanted: str) -> None:
+    case = MULTIMODAL[name]
+    text_config = {**SHAPE, **case.settings, "rope_parameters": {**MROPE, "mrope_section": sections}}
+    config = AutoConfig.for_model(
+        case.model_type, architectures=[case.architecture], text_config=text_config, vision_config=case.vision
+    )
+    with pytest.raises(ValueError, match=re.escape(f"mrope_section={sections} in its config: must be {wanted}")):
+        describe(config)

@@ -1,0 +1,344 @@
+"""Images: the processor and the tower make what transformers' own model makes of its processor's output."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import of_each_kind
+
+pytest.importorskip("PIL")
+pytest.importorskip("torchvision")
+
+from cases.multimodal import MULTIMODAL
+from cases.pictures import picture
+from cases.vision import IMAGE, SEEING
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+
+from nanoinfer import BUNDLED_MODEL
+from nanoinfer.vision.messages import take_images
+from nanoinfer.vision.pixels import bytes_of
+from nanoinfer.vision.processor import CLASSES, VisionProcessor
+from nanoinfer.vision.spans import Encoded, VisionPrompt
+from nanoinfer.vision.tower import TransformersTower
+from nanoinfer.weights.sources import TOWER, FileSource, OfTower, RandomSource
+
+CPU = torch.device("cpu")
+SIZES = [(61, 97), (150, 40), (64, 64), (33, 200)]  # width and height: odd ones, too
+
+
+class Checkpoint:
+    """A small checkpoint that sees, by transformers and by us."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.seeing = SEEING[name]
+        self.folder = str(folder)
+        self.model: PreTrainedModel = self.seeing.build(folder)
+        self.oracle: Any = AutoProcessor.from_pretrained(folder)
+        self.config = AutoConfig.from_pretrained(folder)
+        self.processor = VisionProcessor(self.folder, self.config)
+        self.tower = self.make_tower()
+
+    def make_tower(self, **options: int) -> TransformersTower:
+        tower = TransformersTower(self.config, torch.float32, CPU, **options)
+        FileSource(self.folder, OfTower()).fill(tower.table())
+        return tower
+
+    def text(self, images: int) -> str:
+        """A prompt in which images stand between words."""
+        return "What is " + " or is it ".join([self.seeing.prompt] * images) + "? Say so."
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    return cache(lambda name: Checkpoint(name, tmp_path_factory.mktemp("seeing")))
+
+
+def by_image(prompt: VisionPrompt) -> list[dict]:
+    """The pixels of each image once, though several spans may share them."""
+    return list({span.key: pixels for span, pixels in zip(prompt.spans, prompt.pixels, strict=True)}.values())
+
+
+def embeddings_in(prompt: VisionPrompt, encoded: dict[bytes, Encoded]) -> torch.Tensor:
+    """The embeddings that the placeholders of a prompt get, in its order."""
+    return torch.cat([encoded[span.key].embeddings[span.first : span.first + span.count] for span in prompt.spans])
+
+
+each_class = pytest.mark.parametrize("name", of_each_kind(SEEING, 0, 1, 2, 5, 6, 8))
+
+
+@each_class
+def test_prompts_and_embeddings_equal_those_of_transformers(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint(name)
+    images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+    text = ours.text(len(images))
+    wanted = ours.oracle(text=text, images=images, return_tensors="pt")
+    prompt = ours.processor.prepare("prompt", text, images)
+    assert prompt.token_ids == wanted["input_ids"][0].tolist()
+    places = [place for span in prompt.spans for place in range(span.start, span.start + span.count)]
+    assert places == (wanted["input_ids"][0] == ours.config.image_token_id).nonzero().flatten().tolist()
+
+    encoded = dict(zip([s.key for s in prompt.spans if s.first == 0], ours.tower.encode(by_image(prompt)), strict=True))
+    inputs = {key: wanted[key] for key in prompt.pixels[0]}
+    with torch.inference_mode():
+        features = ours.model.model.get_image_features(**inputs, return_dict=True)
+    expected = torch.cat(list(features.pooler_output))
+    torch.testing.assert_close(embeddings_in(prompt, encoded), expected, atol=1e-5, rtol=1e-5)
+    for layer, deep in enumerate(getattr(features, "deepstack_features", None) or []):
+        found = torch.cat([one.deep[layer] for one in encoded.values()])
+        torch.testing.assert_close(found, torch.cat(list(deep)), atol=1e-5, rtol=1e-5)
+
+
+@each_class
+def test_prompts_of_token_ids_are_those_of_their_text(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint(name)
+    text, images = ours.text(2), [picture(61, 97), picture(150, 40)]
+    token_ids = ours.oracle.tokenizer.encode(text)
+    prompt = ours.processor.prepare("prompt", token_ids, images)
+    assert prompt.token_ids == ours.processor.prepare("prompt", text, images).token_ids
+
+
+@pytest.mark.parametrize("name", of_each_kind([name for name in SEEING if "qwen" in name], 1, 2))
+def test_positions_of_three_parts_are_the_models_own(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint(name)
+    images = [picture(61, 97), picture(150, 40)]
+    prompt = ours.processor.prepare("prompt", ours.text(2), images)
+    wanted = ours.oracle(text=ours.text(2), images=images, return_tensors="pt")
+    positions, delta = ours.model.model.get_rope_index(
+        wanted["input_ids"], wanted["mm_token_type_ids"], wanted["image_grid_thw"]
+    )
+    assert prompt.positions is not None
+    assert list(prompt.positions) == positions[:, 0].flatten().tolist()
+    assert prompt.delta == int(delta) < 0
+
+
+def test_positions_of_one_part_are_places(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("gemma3")
+    prompt = ours.processor.prepare("prompt", ours.text(1), [picture(61, 97)])
+    assert (prompt.positions, prompt.delta) == (None, 0)
+
+
+def test_rows_of_an_image_are_spans_where_tokens_end_them(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("mistral3")
+    prompt = ours.processor.prepare("prompt", f"{IMAGE}?", [picture(84, 56)])
+    assert [(span.start, span.count, span.first) for span in prompt.spans] == [(0, 3, 0), (4, 3, 3)]
+    assert prompt.pixels[0] is prompt.pixels[1]
+
+
+def test_equal_images_have_equal_keys(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("qwen3-vl")
+    first, other = picture(64, 64), picture(64, 64, seed=1)
+    prompt = ours.processor.prepare("prompt", ours.text(4), [first, other, np.asarray(first), first.rotate(90)])
+    keys = [span.key for span in prompt.spans]
+    assert keys[0] == keys[2]
+    assert len(set(keys)) == 3
+    assert {len(key) for key in keys} == {16}
+    assert prompt.pixels[0]["pixel_values"] is prompt.pixels[2]["pixel_values"]  # and are processed once
+    smaller = VisionProcessor(ours.folder, ours.config, {"max_pixels": 64 * 64})
+    assert smaller.prepare("prompt", ours.text(1), [first]).spans[0].key != keys[0]
+
+
+@each_class
+def test_the_largest_image_is_known(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint(name)
+    largest = ours.processor.images.largest()
+    images = [picture(*size, seed) for seed, size in enumerate([*SIZES, (500, 500), (900, 850)])]
+    prompt = ours.processor.prepare("prompt", ours.text(len(images)), images)
+    counts = Counter[bytes]()
+    for span in prompt.spans:
+        counts[span.key] += span.count
+    assert max(counts.values()) <= largest.count
+    assert max(map(bytes_of, by_image(prompt))) <= largest.num_bytes
+
+
+def test_each_class_that_sees_has_a_case() -> None:
+    assert sorted({MULTIMODAL[seeing.case].architecture for seeing in SEEING.values()}) == sorted(CLASSES)
+
+
+def test_a_class_that_does_not_see_is_named() -> None:
+    config = AutoConfig.from_pretrained(BUNDLED_MODEL)
+    with pytest.raises(ValueError, match="architecture 'Qwen3ForCausalLM' takes no images here; those that do: Gemma3"):
+        VisionProcessor(BUNDLED_MODEL, config)
+
+
+def test_a_checkpoint_without_a_processor_is_named(checkpoint: Callable[[str], Checkpoint]) -> None:
+    with pytest.raises(ValueError, match=r"must have a preprocessor_config.json"):
+        VisionProcessor(BUNDLED_MODEL, checkpoint("qwen3-vl").config)
+
+
+def test_options_say_how_large_images_become(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("qwen3-vl")
+    smaller = VisionProcessor(ours.folder, ours.config, {"max_pixels": 64 * 64})
+    (span,) = smaller.prepare("prompt", ours.text(1), [picture(200, 200)]).spans
+    assert span.count == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "qwen3-vl",
+            {"max_pixel": 9},
+            r"image_options has 'max_pixel': 9: this model's are max_pixels, min_pixels, size",
+        ),
+        ("qwen3-vl", {"max_pixels": -1}, r"image_options\['max_pixels'\]=-1: must be an integer of at least 1"),
+        ("gemma4", {"max_soft_tokens": 71}, r"image_options=\{'max_soft_tokens': 71\}: .*cannot be processed"),
+        (
+            "gemma3",
+            {"size": 56},
+            r"image_options\['size'\]=56: must be a mapping, such as \{'height': 56, 'width': 56\}",
+        ),
+        ("gemma3", {"max_pixels": 9}, r"this model's are size"),
+    ],
+)
+def test_options_that_a_processor_does_not_take(
+    name: str, options: dict[str, int], message: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        VisionProcessor(checkpoint(name).folder, checkpoint(name).config, options)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "message"),
+    [
+        ("no image", 1, "prompts\\[3\\] has 0 placeholders, '<image>', for 1 images: must have one for each"),
+        ("<image> and <image>", 1, "has 2 placeholders, '<image>', for 1 images"),
+        ([5, 6, 7], 2, r"has 0 placeholders, token \d+, for 2 images"),
+        ("none", 0, "has 0 images: must have 1 to limit_images_per_prompt=2"),
+        ("<image>" * 3, 3, "has 3 images: must have 1 to limit_images_per_prompt=2"),
+    ],
+)
+def test_placeholders_are_as_many_as_images(
+    text: str | list[int], count: int, message: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    ours = checkpoint("qwen3-vl")
+    processor = VisionProcessor(ours.folder, ours.config, most_images=2)
+    with pytest.raises(ValueError, match=message):
+        processor.prepare("prompts[3]", text, [picture(64, 64)] * count)
+
+
+def test_an_error_names_the_prompt_and_the_image(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("qwen3-vl")
+    with pytest.raises(ValueError, match=r"image 1 of prompts\[3\] cannot be read as an image"):
+        ours.processor.prepare("prompts[3]", ours.text(2), [picture(64, 64), b"no image"])
+    with pytest.raises(ValueError, match=r"image 0 of prompts\[3\], 400 x 1 pixels: cannot be processed: .*aspect"):
+        ours.processor.prepare("prompts[3]", ours.text(1), [picture(400, 1)])
+
+
+def test_the_models_own_token_must_not_stand_elsewhere(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("gemma3")
+    with pytest.raises(ValueError, match=r"has token \d+, an image's, where no image is"):
+        ours.processor.prepare("prompt", f"{ours.text(1)}{IMAGE}", [picture(64, 64)])
+
+
+def test_images_side_by_side_have_no_positions_of_three_parts(checkpoint: Callable[[str], Checkpoint]) -> None:
+    with pytest.raises(ValueError, match="prompt has two images side by side: this model needs a token between them"):
+        checkpoint("qwen3-vl").processor.prepare("prompt", IMAGE * 2, [picture(64, 64)] * 2)
+
+
+def test_pixels_are_made_again_if_they_are_not_kept(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("qwen3-vl")
+    processor = VisionProcessor(ours.folder, ours.config)
+    image = np.asarray(picture(64, 64)).copy()
+    (pixels,) = processor.prepare("prompt", ours.text(1), [image]).pixels
+    first = dict(pixels)
+    processor.images._kept.clear()
+    assert dict(pixels)["pixel_values"] is not first["pixel_values"]
+    assert pickle.loads(pickle.dumps(pixels)).keys() == first.keys() == set(pixels)
+    torch.testing.assert_close(dict(pixels), first, atol=0, rtol=0)
+    processor.images._kept.clear()
+    image[0, 0] ^= 1
+    with pytest.raises(ValueError, match="image 0 of prompt has changed since it was first read"):
+        dict(pixels)
+
+
+def test_threads_share_a_processor(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("gemma4")
+    images = [picture(64 + seed, 80, seed) for seed in range(16)]
+    wanted = [ours.processor.prepare("prompt", ours.text(1), [image]).token_ids for image in images]
+    shared = VisionProcessor(ours.folder, ours.config)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda image: shared.prepare("prompt", ours.text(1), [image]), images))
+    assert [prompt.token_ids for prompt in found] == wanted
+
+
+@pytest.mark.parametrize("name", of_each_kind(["qwen3-vl", "mistral3", "gemma4", "qwen2.5-vl"], 0, 1))
+def test_embeddings_do_not_depend_on_the_batch(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint(name)
+    images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+    pixels = by_image(ours.processor.prepare("prompt", ours.text(len(images)), images))
+    together = ours.tower.encode(pixels)
+    for one, other in zip(together, ours.make_tower(batch_bytes=1).encode(pixels), strict=True):
+        torch.testing.assert_close(one.embeddings, other.embeddings, atol=1e-5, rtol=1e-5)
+
+
+def test_batches_have_at_most_so_many_bytes(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("gemma3")  # its images all become equally large
+    images = [picture(64, 64, seed) for seed in range(5)]
+    pixels = by_image(ours.processor.prepare("prompt", ours.text(5), images))
+    tower = ours.make_tower(batch_bytes=2 * bytes_of(pixels[0]) + 1)
+    assert [len(batch) for batch in tower._batches(pixels)] == [2, 2, 1]
+    assert len(tower.encode(pixels)) == 5
+    assert tower.encode([]) == []
+
+
+@pytest.mark.parametrize("name", of_each_kind(SEEING, list(SEEING).index("qwen3-vl"), list(SEEING).index("gemma4")))
+def test_a_tower_has_a_dtype_of_its_own(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint(name)
+    tower = TransformersTower(ours.config, torch.bfloat16, CPU)
+    FileSource(ours.folder, OfTower()).fill(tower.table())
+    pixels = by_image(ours.processor.prepare("prompt", ours.text(1), [picture(64, 64)]))
+    (rounded,) = tower.encode(pixels)
+    oracle = AutoModelForImageTextToText.from_pretrained(ours.folder, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        features = oracle.model.get_image_features(**pixels[0], return_dict=True)
+    assert torch.equal(rounded.embeddings, features.pooler_output[0])
+
+
+def test_a_tower_has_no_memory_for_the_language_model(checkpoint: Callable[[str], Checkpoint]) -> None:
+    for name in ("gemma4", "qwen3-vl"):
+        tower = checkpoint(name).tower
+        assert all(key.startswith(TOWER) for key in tower.table())
+        assert all(not tensor.is_meta for tensor in tower._model.buffers())
+
+
+@pytest.mark.parametrize(
+    ("stored", "known"),
+    [
+        ("model.visual.blocks.0.norm1.bias", "visual.blocks.0.norm1.bias"),
+        ("visual.merger.mlp.0.weight", "visual.merger.mlp.0.weight"),
+        ("vision_tower.vision_model.post_layernorm.bias", "vision_tower.post_layernorm.bias"),
+        ("model.vision_tower.patch_conv.weight", "vision_tower.patch_conv.weight"),
+        ("multi_modal_projector.linear_1.weight", "multi_modal_projector.linear_1.weight"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", None),
+        ("model.audio_tower.layers.0.norm.weight", None),
+        ("lm_head.weight", None),
+    ],
+)
+def test_names_of_a_towers_tensors(stored: str, known: str | None) -> None:
+    assert OfTower().known_name(stored) == known
+
+
+def test_random_weights_fill_a_tower(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("qwen3-vl")
+    RandomSource(0, CPU).fill(ours.make_tower().table())
+
+
+def test_a_chat_is_what_its_template_writes(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("qwen3-vl")
+    image = picture(64, 64)
+    messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]}]
+    bare, images = take_images("messages", messages)
+    text = ours.oracle.tokenizer.apply_chat_template(bare, tokenize=False)
+    wanted = ours.oracle.apply_chat_template(messages, tokenize=True, return_dict=True)
+    assert (
+        ours.processor.prepare("messages", text, images, add_special_tokens=False).token_ids == wanted["input_ids"][0]
+    )
