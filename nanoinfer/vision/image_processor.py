@@ -16,14 +16,17 @@ from nanoinfer.checks import check_int, short
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.opening import Opener
 from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, bytes_of
+from nanoinfer.vision.placeholders import Placeholder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase
 
 KEY_BYTES = 16
 KEPT_BYTES = 1 << 30  # of pixels: a megapixel has up to 25 MB, and very many prompts may wait
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
 OPTIONS = ("max_soft_tokens", "size")  # that say how large an image becomes in other classes
+COUNTS = ("num_crops", "num_soft_tokens_per_image")  # are made for the prompt alone
 SIDE = 256  # of a blank image, where the size of what is made of an image does not depend on it
 
 
@@ -52,18 +55,25 @@ class PreparedImage:
 class ImageProcessor:
     """Prepares images, in any number of threads; what it made of the last ones is kept.
 
-    processor: transformers'
-    image_id: the token that a placeholder is
+    processor: transformers' image processor
+    tokenizer, placeholder: make the prompt's part
+    image_id: the token in whose place an embedding is put
     options, image_folder: as for VisionProcessor
     """
 
     def __init__(
-        self, processor: Any, image_id: int, options: Mapping[str, Any], image_folder: str | Path | None
+        self,
+        processor: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        placeholder: Placeholder,
+        image_id: int,
+        options: Mapping[str, Any],
+        image_folder: str | Path | None,
     ) -> None:
-        self._processor = processor
+        self._processor, self._tokenizer, self._placeholder = processor, tokenizer, placeholder
         self._image_id = image_id
-        self._options = _resolve_options(processor.image_processor, options)
-        self._settings = f"{processor.image_processor.to_json_string()} {sorted(self._options.items())}".encode()
+        self._options = {**placeholder.options, **_resolve_options(processor, options)}
+        self._settings = f"{processor.to_json_string()} {sorted(self._options.items())}".encode()
         self._opener = Opener(image_folder)
         self._kept: Kept[PreparedImage] = Kept(KEPT_BYTES)
         self._blank = f"image_options={dict(options)}: a blank image"
@@ -85,7 +95,7 @@ class ImageProcessor:
 
     def largest(self) -> PreparedImage:
         """Return what is made of a blank image so large that of no square more is made, for plans of memory."""
-        size = {**_size_of(self._processor.image_processor), **self._options.get("size", {})}
+        size = {**_size_of(self._processor), **self._options.get("size", {})}
         side = size.get("longest_edge", SIDE)
         return self.prepare(self._blank, _blank(isqrt(side) if _counts_pixels(size) else side))
 
@@ -103,27 +113,15 @@ class ImageProcessor:
         return prepared.pixels
 
     def _process(self, name: str, key: bytes, image: Image) -> PreparedImage:
-        """Let the processor process an image, and write what stands for it in a prompt."""
-        text_kwargs = {
-            "add_special_tokens": False,
-            "padding": False,  # if it were on here and off elsewhere, threads could not share the tokenizer
-        }
+        """Let the image processor make pixels, and write what stands for the image in a prompt."""
         try:
-            made = self._processor(
-                text=self._processor.image_token,
-                images=[image],
-                return_tensors="pt",
-                images_kwargs=self._options,
-                text_kwargs=text_kwargs,
-                return_text_replacement_offsets=True,
-            )
+            made = self._processor([image], return_tensors="pt", **self._options)
         except Exception as error:
             raise ValueError(f"{name}, {image.width} x {image.height} pixels: cannot be processed: {error}") from error
-        token_ids: list[int] = made["input_ids"][0].tolist()
-        ((replacement,),) = made["text_replacement_offsets"]
-        names = self._processor.image_processor.model_input_names
-        pixels = {name: made[name] for name in names if name in made}
-        return PreparedImage(key, replacement["replacement"], token_ids, token_ids.count(self._image_id), pixels)
+        text = self._placeholder.expand(made)
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        pixels = {name: tensor for name, tensor in made.items() if name not in COUNTS}
+        return PreparedImage(key, text, token_ids, token_ids.count(self._image_id), pixels)
 
     def _key(self, image: Image) -> bytes:
         """Return the digest of an image in RGB and of the settings."""
