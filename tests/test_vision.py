@@ -101,12 +101,14 @@ def test_prompts_and_embeddings_equal_those_of_transformers(name: str, checkpoin
 def test_torchvision_makes_the_same_of_an_image_but_for_rounding(
     name: str, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
+    """Of a smooth one. In noise, PIL cuts off what overshoots between its two passes."""
     pytest.importorskip("torchvision")
     ours = checkpoint(name)
     (pil, other) = (AutoImageProcessor.from_pretrained(ours.folder, backend=name) for name in ("pil", "torchvision"))
     spread = min(pil.image_std) if pil.do_normalize else 1.0
     for size in SIZES:
-        made, wanted = (each([picture(*size)], return_tensors="pt") for each in (pil, other))
+        smooth = picture(9, 9).resize(size)
+        made, wanted = (each([smooth], return_tensors="pt") for each in (pil, other))
         assert made.keys() == wanted.keys()
         for key, tensor in made.items():
             levels = 2.01 / 255 / spread if key == "pixel_values" else 0
