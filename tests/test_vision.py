@@ -16,17 +16,17 @@ import torch
 from conftest import of_each_kind
 
 pytest.importorskip("PIL")
-pytest.importorskip("torchvision")
 
 from cases.multimodal import MULTIMODAL
 from cases.pictures import picture
 from cases.vision import IMAGE, SEEING
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.vision.messages import take_images
 from nanoinfer.vision.pixels import bytes_of
-from nanoinfer.vision.processor import CLASSES, VisionProcessor
+from nanoinfer.vision.placeholders import CLASSES
+from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import Encoded, VisionPrompt
 from nanoinfer.vision.tower import TransformersTower
 from nanoinfer.weights.sources import TOWER, FileSource, OfTower, RandomSource
@@ -42,7 +42,7 @@ class Checkpoint:
         self.seeing = SEEING[name]
         self.folder = str(folder)
         self.model: PreTrainedModel = self.seeing.build(folder)
-        self.oracle: Any = AutoProcessor.from_pretrained(folder)
+        self.oracle: Any = self.seeing.make_processor()
         self.config = AutoConfig.from_pretrained(folder)
         self.processor = VisionProcessor(self.folder, self.config)
         self.tower = self.make_tower()
@@ -95,6 +95,24 @@ def test_prompts_and_embeddings_equal_those_of_transformers(name: str, checkpoin
     for layer, deep in enumerate(getattr(features, "deepstack_features", None) or []):
         found = torch.cat([one.deep[layer] for one in encoded.values()])
         torch.testing.assert_close(found, torch.cat(list(deep)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", of_each_kind(SEEING, 0, 1, 3, 5))
+def test_torchvision_makes_the_same_of_an_image_but_for_rounding(
+    name: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """Of a smooth one. In noise, PIL cuts off what overshoots between its two passes."""
+    pytest.importorskip("torchvision")
+    ours = checkpoint(name)
+    (pil, other) = (AutoImageProcessor.from_pretrained(ours.folder, backend=name) for name in ("pil", "torchvision"))
+    spread = min(pil.image_std) if pil.do_normalize else 1.0
+    for size in SIZES:
+        smooth = picture(9, 9).resize(size)
+        made, wanted = (each([smooth], return_tensors="pt") for each in (pil, other))
+        assert made.keys() == wanted.keys()
+        for key, tensor in made.items():
+            levels = 2.01 / 255 / spread if key == "pixel_values" else 0
+            torch.testing.assert_close(tensor, wanted[key], atol=levels, rtol=0)
 
 
 @each_class

@@ -16,22 +16,25 @@ from nanoinfer.checks import check_int, short
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.opening import Opener
 from nanoinfer.vision.pixels import PIXEL_VALUES, Pixels, PixelsOnDemand, bytes_of
+from nanoinfer.vision.placeholders import Placeholder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 KEY_BYTES = 16
 KEPT_BYTES = 64 << 20  # of what stands for images in prompts: an image has some thousand tokens
 TOKEN_BYTES = 8  # of a token's place in a list
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
 OPTIONS = ("max_soft_tokens", "size")  # that say how large an image becomes in other classes
+COUNTS = ("num_crops", "num_soft_tokens_per_image")  # are made for the prompt alone
 SIDE = 256  # of a blank image, where the size of what is made of an image does not depend on it
 
 
 @dataclass(frozen=True)
 class Standin:
-    """What the processor makes of all images of one size: it looks at no pixel for it.
+    """What is made of all images of one size: no pixel is looked at for it.
 
     text, token_ids: what stands for the image in a prompt
     count: how many of these tokens are placeholders
@@ -75,18 +78,25 @@ class PreparedImage:
 class ImageProcessor:
     """Prepares images, in any number of threads.
 
-    processor: transformers'
-    image_id: the token that a placeholder is
+    processor: transformers' image processor
+    tokenizer, placeholder: make the prompt's part
+    image_id: the token in whose place an embedding is put
     options, image_folder: as for VisionProcessor
     """
 
     def __init__(
-        self, processor: Any, image_id: int, options: Mapping[str, Any], image_folder: str | Path | None
+        self,
+        processor: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        placeholder: Placeholder,
+        image_id: int,
+        options: Mapping[str, Any],
+        image_folder: str | Path | None,
     ) -> None:
-        self._processor = processor
+        self._processor, self._tokenizer, self._placeholder = processor, tokenizer, placeholder
         self._image_id = image_id
-        self._options = _resolve_options(processor.image_processor, options)
-        self._settings = f"{processor.image_processor.to_json_string()} {sorted(self._options.items())}".encode()
+        self._options = {**placeholder.options, **_resolve_options(processor, options)}
+        self._settings = f"{processor.to_json_string()} {sorted(self._options.items())}".encode()
         self._opener = Opener(image_folder)
         self._of_sizes: Kept[Standin] = Kept(KEPT_BYTES)
         self._blank = f"image_options={dict(options)}: a blank image"
@@ -110,7 +120,7 @@ class ImageProcessor:
 
     def largest(self) -> PreparedImage:
         """Return what is made of a blank image so large that of no square more is made, for plans of memory."""
-        size = {**_size_of(self._processor.image_processor), **self._options.get("size", {})}
+        size = {**_size_of(self._processor), **self._options.get("size", {})}
         side = size.get("longest_edge", SIDE)
         return self.prepare(self._blank, _blank(isqrt(side) if _counts_pixels(size) else side))
 
@@ -119,36 +129,23 @@ class ImageProcessor:
         image = self._opener.open(name, source)
         if self._key(image) != key:
             raise ValueError(f"{name} has changed since it was first read: must not before its prompt begins")
-        pixels: Tensor = self._process(name, image)[PIXEL_VALUES]
-        return pixels
+        return self._process(name, image)[PIXEL_VALUES]
 
-    def _stand_in(self, made: Any) -> Standin:
-        """Return what stands for the images of one size, of what the processor has made of one."""
-        token_ids: list[int] = made["input_ids"][0].tolist()
-        ((replacement,),) = made["text_replacement_offsets"]
-        names = self._processor.image_processor.model_input_names
-        pixels = {name: made[name] for name in names if name in made}
+    def _stand_in(self, made: Pixels) -> Standin:
+        """Return what stands for the images of one size, of what the image processor has made of one."""
+        text = self._placeholder.expand(made)
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        pixels = {name: tensor for name, tensor in made.items() if name not in COUNTS}
         others = {name: tensor for name, tensor in pixels.items() if name != PIXEL_VALUES}
-        count = token_ids.count(self._image_id)
-        return Standin(replacement["replacement"], token_ids, count, others, bytes_of(pixels))
+        return Standin(text, token_ids, token_ids.count(self._image_id), others, bytes_of(pixels))
 
-    def _process(self, name: str, image: Image) -> Any:
-        """Let the processor process an image: it knows settings that it does not tell its image processor."""
-        text_kwargs = {
-            "add_special_tokens": False,
-            "padding": False,  # if it were on here and off elsewhere, threads could not share the tokenizer
-        }
+    def _process(self, name: str, image: Image) -> Pixels:
+        """Let the image processor make pixels."""
         try:
-            return self._processor(
-                text=self._processor.image_token,
-                images=[image],
-                return_tensors="pt",
-                images_kwargs=self._options,
-                text_kwargs=text_kwargs,
-                return_text_replacement_offsets=True,
-            )
+            made: Pixels = self._processor([image], return_tensors="pt", **self._options)
         except Exception as error:
             raise ValueError(f"{name}, {image.width} x {image.height} pixels: cannot be processed: {error}") from error
+        return made
 
     def _key(self, image: Image) -> bytes:
         """Return the digest of an image in RGB and of the settings."""
