@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
 
@@ -29,15 +30,13 @@ from nanoinfer.models import describe
 from nanoinfer.vision.ahead import PixelsAhead
 from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, join
 from nanoinfer.vision.processor import VisionProcessor
-from nanoinfer.vision.spans import Encoded, ImageSpan, VisionPrompt
-from nanoinfer.vision.tower import TransformersTower
-from nanoinfer.weights.sources import FileSource, OfTower
+from nanoinfer.vision.spans import Encoded, ImageSpan, Tower, VisionPrompt
 
 MAX_TOKENS = 6
 
 
 class Checkpoint:
-    """A small checkpoint that sees, its processor and tower, and transformers' model of it."""
+    """A small checkpoint that sees, its processor, and transformers' model of it."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.folder, self.case, self._seeing = str(folder), MULTIMODAL[SEEING[name].case], SEEING[name]
@@ -46,8 +45,6 @@ class Checkpoint:
         self.processor = VisionProcessor(self.folder, config)
         self.image_id: int = config.image_token_id
         self._image: list[int] = AutoTokenizer.from_pretrained(folder).encode(self._seeing.prompt)
-        self.tower = TransformersTower(config, torch.float32, torch.device("cpu"))
-        FileSource(self.folder, OfTower()).fill(self.tower.table())
 
     def prompt(self, *parts: list[int] | Image) -> VisionPrompt:
         """Put a prompt of text and images together."""
@@ -92,9 +89,7 @@ def make_seeing_llm(make_llm: Callable[..., LLM]) -> Callable[..., LLM]:
     """Return a function that makes the LLM of a checkpoint that sees."""
 
     def make(checkpoint: Checkpoint, **options: object) -> LLM:
-        llm = make_llm(checkpoint.folder, **options)
-        llm.engine.ranks.call("holdings.see", checkpoint.tower)
-        return llm
+        return make_llm(checkpoint.folder, **options)
 
     return make
 
@@ -205,21 +200,22 @@ def test_equal_images_share_blocks_and_others_do_not(
 
 
 class Watched:
-    """A checkpoint's tower, and how many images it has encoded in each call."""
+    """An LLM's tower, and how many images it has encoded in each call."""
 
-    def __init__(self, tower: TransformersTower) -> None:
+    def __init__(self, tower: Tower) -> None:
         self._tower = tower
         self.counts: list[int] = []
 
-    def encode(self, pixels: list[Pixels]) -> list[Encoded]:
+    def encode(self, pixels: Seq[Pixels]) -> list[Encoded]:
         if pixels:
             self.counts.append(len(pixels))
         return self._tower.encode(pixels)
 
 
-def watch(llm: LLM, checkpoint: Checkpoint) -> Watched:
-    tower = Watched(checkpoint.tower)
-    llm.engine.ranks.call("holdings.see", tower)
+def watch(llm: LLM) -> Watched:
+    images = llm.engine.ranks.runner.holdings.images
+    assert images is not None
+    images._tower = tower = Watched(images._tower)
     return tower
 
 
@@ -230,7 +226,7 @@ def test_embeddings_are_kept_for_images_that_come_again(
     """For later chunks, after preemption, and for other prompts; until the tower changes."""
     own = checkpoint("qwen3-vl")
     llm = make_seeing_llm(own, **own.case.small, max_num_batched_tokens=64, num_kvcache_blocks=24)
-    tower = watch(llm, own)
+    tower = watch(llm)
     for seqs, prompt in zip(generate(llm, own, own.prompts(), max_tokens=40, n=2), own.prompts(), strict=True):
         check(seqs[0], prompt, own)
     assert llm.engine.scheduler.num_preemptions > 0
@@ -260,7 +256,7 @@ def test_images_are_encoded_beside_decode(
     """While prompts wait for a row."""
     own = checkpoint("qwen3-vl")
     llm = make_seeing_llm(own, **own.case.small, max_num_seqs=1)
-    tower = watch(llm, own)
+    tower = watch(llm)
     seen: list[tuple[bool, int]] = []  # for each step whether it computed a prompt, and the images encoded by then
     llm.engine.on_step = lambda step: seen.append((step.num_prefill_tokens > 0, sum(tower.counts)))
     prompts = own.prompts()[:2]
