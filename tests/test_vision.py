@@ -23,6 +23,7 @@ from cases.vision import IMAGE, SEEING
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL
+from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.messages import take_images
 from nanoinfer.vision.pixels import bytes_of
 from nanoinfer.vision.placeholders import CLASSES
@@ -302,6 +303,18 @@ def test_embeddings_do_not_depend_on_the_batch(name: str, checkpoint: Callable[[
     together = ours.tower.encode(pixels)
     for one, other in zip(together, ours.make_tower(batch_bytes=1).encode(pixels), strict=True):
         torch.testing.assert_close(one.embeddings, other.embeddings, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", of_each_kind([name for name in SEEING if "qwen" in name], 1, 2))
+def test_fewer_passes_over_memory(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    """As on a GPU: images of one size are neighbours, and others are not."""
+    ours = checkpoint(name)
+    images = [picture(*size, seed) for seed, size in enumerate([*SIZES, SIZES[-1]])]
+    pixels = by_image(ours.processor.prepare("prompt", ours.text(len(images)), images))
+    wanted, tower = ours.tower.encode(pixels), ours.make_tower()
+    take_fewer_passes(tower._model)
+    for one, other in zip(tower.encode(pixels), wanted, strict=True):
+        torch.testing.assert_close((one.embeddings, *one.deep), (other.embeddings, *other.deep), atol=1e-5, rtol=1e-5)
 
 
 def test_batches_have_at_most_so_many_bytes(checkpoint: Callable[[str], Checkpoint]) -> None:
