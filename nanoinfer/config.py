@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field, fields
+from typing import Any, cast
 
 import torch
 from torch.distributed import ProcessGroup
 
 from nanoinfer.attention import block_unit, choose_backend
 from nanoinfer.attention.cache_layout import CacheLayout, lay_out
-from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.checkpoint import DTYPES, Checkpoint, dtype_name
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.models import describe
-from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.models.description import Description
 from nanoinfer.parallel.devices import resolve_device
 from nanoinfer.parallel.group import MAX_RANKS, size_of_group
 from nanoinfer.process.host_memory import check_host_memory
 from nanoinfer.process.torch_state import fresh_torch_state
+from nanoinfer.vision.options import check_image_folder, check_image_options, check_images, has_eyes
 from nanoinfer.vllm_arguments import our_value
-from nanoinfer.weights.formats.table import ON_THE_FLY, quantized_as_loaded
-from nanoinfer.weights.sources import FileSource
+from nanoinfer.weights.formats.table import ON_THE_FLY
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LOAD_FORMATS = ["safetensors", "dummy", "dummy_skewed"]
 SAVE_FIRST = "; transformers' save_pretrained writes *.safetensors"
 OWN_QUANTIZATION = "; leave it out if the checkpoint is quantized: its config.json says how"
@@ -91,6 +86,12 @@ class Config:
     routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
         so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
         have experts
+    images: "auto": the LLM sees images if the checkpoint has eyes: a tower and a processor that nanoinfer runs. True: a
+        ValueError says why it has none. False: it takes text alone, and has the speed and the memory of a text model
+    limit_images_per_prompt: a prompt has at most this many images. None: as many as fit max_model_len
+    image_options: how large images become, as the checkpoint's processor names it: {"max_pixels": 1048576} for Qwen,
+        {"max_soft_tokens": 280} for Gemma 4, or {"size": {...}}. None: as its files say
+    image_folder: images may be read from files in this folder, by paths and file: URLs. None: no file is read
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
         chooses the GPUs; with tensor_parallel_group, "cuda" is the process's current device
     seed: a request without a seed of its own gets one that is made from this number
@@ -135,6 +136,10 @@ class Config:
     logprobs_mode: str = RAW
     deterministic: bool = False
     routed_experts: bool = False
+    images: bool | str = "auto"
+    limit_images_per_prompt: int | None = None
+    image_options: Mapping[str, Any] | None = None
+    image_folder: str | None = None
     device: str = "auto"
     seed: int = 0
     load_format: str = "safetensors"
@@ -193,9 +198,12 @@ class Config:
         self.device = resolve_device(self.device, ranks, self.data_parallel_size)
         if self.quantization is not None:
             self.quantization = check_choice("quantization", self.quantization, list(ON_THE_FLY), OWN_QUANTIZATION)
-        self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
+        self.lm_head_dtype = check_choice("lm_head_dtype", dtype_name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
         self.state_dtype = check_choice("state_dtype", self.state_dtype, ["float32", "bfloat16"])
+        self.images = check_images(self.images)
+        self.image_options = check_image_options(self.image_options)
+        self.image_folder = check_image_folder(self.image_folder)
 
     def _find_files(self) -> None:
         """Find the folders, or download them."""
@@ -209,11 +217,14 @@ class Config:
         self.eos_token_ids = checkpoint.eos_token_ids
         self.generation_defaults = checkpoint.generation_defaults
         with fresh_torch_state():
-            self.description = self._describe(checkpoint.hf_config)
+            self.description = checkpoint.describe(self.quantization, self.tensor_parallel_size, self.is_loaded)
+        self.images = has_eyes(self.images, self.model, checkpoint.hf_config, self.is_loaded)
+        if not self.sees:
+            self.description = self.description.without_images()
         self.description.check_head(self.lm_head_dtype)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
-        self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
+        self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
         self.attention_backend = choose_backend(
             self.attention_backend,
             self.device,
@@ -231,6 +242,16 @@ class Config:
         """Count the tokenizer's end of sequence as one, too; an id that the model lacks ends nothing."""
         if token_id < self.description.vocab_size:
             self.eos_token_ids |= {token_id}
+
+    @property
+    def sees(self) -> bool:
+        """Whether the LLM has a tower for images."""
+        return self.images is True
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are those of the checkpoint's files."""
+        return self.load_format == "safetensors"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -290,18 +311,6 @@ class Config:
             return None
         return find_tokenizer(self.model if self.tokenizer is None else self.tokenizer, self.tokenizer_revision)
 
-    def _describe(self, hf_config: PretrainedConfig) -> Description:
-        model = describe(hf_config)
-        if self.quantization is not None:
-            model = replace(model, formats=quantized_as_loaded(model.formats, self.quantization))
-            model.check_formats(f"quantization={self.quantization!r}")
-        model.check_ranks(self.tensor_parallel_size)
-        if model.tied and self.load_format == "safetensors":
-            # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
-            own_head = FileSource(self.model, model.beside).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")
-            return replace(model, tied=not own_head)
-        return model
-
     def _check_numbers(self) -> None:
         """Check the numbers that do not depend on the model, and convert them to Python's own types."""
         for name, low, high in (
@@ -320,6 +329,8 @@ class Config:
         self.gpu_memory_utilization = check_number(
             "gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0), 1, "above 0, at most 1"
         )
+        if self.limit_images_per_prompt is not None:
+            self.limit_images_per_prompt = check_int("limit_images_per_prompt", self.limit_images_per_prompt, 1)
         if self.kv_offload_gib is not None:
             self.kv_offload_gib = check_host_memory("kv_offload_gib", self.kv_offload_gib)
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, 1, math.inf, "of seconds, at least 1")
@@ -380,20 +391,3 @@ class Config:
         if self.num_kvcache_blocks is None:
             return
         self.num_kvcache_blocks = check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
-
-
-def _name(dtype: str | torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-
-
-def _resolve_dtype(dtype: str | torch.dtype, device: str, hf_config: PretrainedConfig) -> str:
-    dtype = check_choice("dtype", _name(dtype), ["auto", *DTYPES])
-    if dtype != "auto":
-        return dtype
-    if device == "cpu":
-        return "float32"
-    stored = hf_config.dtype or hf_config.get_text_config().dtype or torch.float32
-    name = str(stored).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"dtype='auto': the checkpoint's is {name}; choose one of {', '.join(DTYPES)}")
-    return name

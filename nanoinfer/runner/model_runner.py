@@ -100,8 +100,6 @@ class ModelRunner:
     def _load(self) -> None:
         """Build the model and fill its weights."""
         config, model = self.config, self.config.description
-        if model.is_multimodal and self.tp.rank == 0:
-            log.warning("%s: its language model is run, as text only; images are not supported", config.model)
         if model.has_states and config.kv_cache_dtype == "fp8" and self.tp.rank == 0:
             kept = config.state_dtype
             log.info("kv_cache_dtype='fp8': keys and values are in FP8; the states of other layers stay in %s", kept)

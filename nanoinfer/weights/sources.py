@@ -163,6 +163,11 @@ class FileSource:
         uploads.finish()
         return copied
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the files hold none of the tensors that `names` knows."""
+        return next(self._tensors(), None) is None
+
     def has_own_head(self, head: str, embedding: str) -> bool:
         """Return whether the files hold an output projection unlike the embedding. Arguments: the two tensors' names"""
         found = {name: tensor for name, tensor, _ in self._tensors() if name in (head, embedding)}

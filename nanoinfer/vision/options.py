@@ -1,0 +1,84 @@
+"""The options of images: their checks, and whether an LLM of a checkpoint sees."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.checks import check_flag, short
+from nanoinfer.vision.processor import CLASSES
+from nanoinfer.weights.sources import FileSource, OfTower
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+log = logging.getLogger("nanoinfer")
+
+AUTO = "auto"
+PACKAGES = ("PIL", "torchvision")  # those of the extra `images`
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def check_images(value: Any) -> bool | str:
+    """Return "auto", True or False; raises ValueError for anything else."""
+    is_auto = isinstance(value, str) and value == AUTO
+    return AUTO if is_auto else check_flag("images", value, f"{AUTO!r}, True or False")
+
+
+def check_image_options(value: Any) -> dict[str, Any] | None:
+    """Return a copy; raises ValueError for what is no mapping of names. The processor checks the values."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"image_options={short(value)}: must be a mapping, such as {{'max_pixels': 1048576}}")
+    return dict(value)
+
+
+def check_image_folder(value: Any) -> str | None:
+    """Return the folder's whole path; raises ValueError if there is no such folder."""
+    if value is None:
+        return None
+    try:
+        folder = Path(value).expanduser().resolve()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError, TypeError, ValueError):  # no path, or none that this user may follow
+        is_folder = False
+    if not is_folder:
+        raise ValueError(f"image_folder={short(value)}: must be a folder, from which images may be read")
+    return str(folder)
+
+
+def has_eyes(images: bool | str, folder: str, config: PretrainedConfig, is_loaded: bool) -> bool:
+    """Return whether an LLM sees; a warning says why not, if the checkpoint has other parts than a language model.
+
+    images: the option
+    folder: the checkpoint's; config: its config.json
+    is_loaded: the weights come from the folder
+
+    Raises ValueError if it must see, and cannot.
+    """
+    if images is False:
+        return False
+    fault = _find_fault(folder, config, is_loaded)
+    if fault is not None and images is True:
+        raise ValueError(f"images=True: must be 'auto' or False: {fault}")
+    if fault is not None and config.get_text_config() is not config:
+        log.warning("%s: its language model is run, as text only: %s", folder, fault)
+    return fault is None
+
+
+def _find_fault(folder: str, config: PretrainedConfig, is_loaded: bool) -> str | None:
+    """Return why an LLM of a checkpoint cannot see; None: it can."""
+    classes = config.architectures or []
+    if not any(name in CLASSES for name in classes):
+        return f"{', '.join(classes)} sees no images here; those that do are {', '.join(CLASSES)}"
+    if not any((Path(folder) / name).is_file() for name in PROCESSOR_FILES):
+        return f"the checkpoint has no processor of images: neither {' nor '.join(PROCESSOR_FILES)}"
+    if is_loaded and FileSource(folder, OfTower()).is_empty:
+        return "the checkpoint's files hold no tower for images"
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        return f"images need {' and '.join(missing)}: pip install 'nanoinfer[images]'"
+    return None
