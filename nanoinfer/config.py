@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field, fields
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed import ProcessGroup
@@ -26,6 +26,9 @@ from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vision.options import check_image_folder, check_image_options, check_images, has_eyes
 from nanoinfer.vllm_arguments import our_value
 from nanoinfer.weights.formats.table import ON_THE_FLY
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 LOAD_FORMATS = ["safetensors", "dummy", "dummy_skewed"]
 SAVE_FIRST = "; transformers' save_pretrained writes *.safetensors"
@@ -159,6 +162,7 @@ class Config:
     cache_layout: CacheLayout = field(init=False, repr=False)  # what a block of the KV cache holds
     fits_memory: bool = field(init=False, repr=False)  # num_kvcache_blocks was left out: it is what fits
     description: Description = field(init=False, repr=False)  # the model's structure
+    hf_config: PretrainedConfig | None = field(init=False, repr=False)  # of a model that sees, for processor and tower
     eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
     generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
 
@@ -219,6 +223,7 @@ class Config:
         with fresh_torch_state():
             self.description = checkpoint.describe(self.quantization, self.tensor_parallel_size, self.is_loaded)
         self.images = has_eyes(self.images, self.model, checkpoint.hf_config, self.is_loaded)
+        self.hf_config = checkpoint.hf_config if self.sees else None
         if not self.sees:
             self.description = self.description.without_images()
         self.description.check_head(self.lm_head_dtype)
