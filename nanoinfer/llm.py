@@ -148,7 +148,7 @@ class LLM(SearchesBeams, KeepsStats, VllmMethods, Started):
         with self.engine.alike():
             prepared = self._inputs.check(prompts, sampling_params)
             if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
-                self._inputs.check_detokenizer("stream")
+                self._inputs.texts.check_detokenizer("stream")
         return Stream(self._stream(prepared))
 
     @hints_for("score")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
-from dataclasses import fields
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.config import Config
-from nanoinfer.grammar import Grammar, Grammars
-from nanoinfer.requests.bans import find_bans
+from nanoinfer.grammar import Grammar
 from nanoinfer.requests.chat.renderer import ChatRenderer, other_medium
+from nanoinfer.requests.settings import GivenSettings, Settings, SettingsReader
 from nanoinfer.requests.text.spelling import whole_decoder
+from nanoinfer.requests.text.texts import Texts
 from nanoinfer.runner.memory.room import room_for
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vllm_arguments import NO_LORA
@@ -25,20 +24,12 @@ TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a
 MESSAGES, TEMPLATE = "messages", "chat_template_kwargs"  # the keys of a prompt that is a chat
 A_PROMPT = "a string or a list of token ids"
 A_MAPPING = f"a mapping with {TEXT!r} or {TOKEN_IDS!r}, and nothing else"
-ALL = -1  # log-probabilities
 MOST_SHOWN = 60  # characters of a prompt in an error message
 
 Tokens = str | ListLike[int]
 Prompt = Tokens | Mapping[str, object]
 ChatMessage = Mapping[str, Any]
 Chats = ListLike[ChatMessage] | ListLike[ListLike[ChatMessage]]
-
-
-class Settings(NamedTuple):
-    """The settings of a prompt that can run, and the grammar of its structured outputs."""
-
-    params: SamplingParams
-    grammar: Grammar | None
 
 
 class Prepared(NamedTuple):
@@ -62,15 +53,14 @@ class Inputs:
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.config = config
-        self.tokenizer = tokenizer
+        self.texts = Texts(config, tokenizer)
+        self._settings = SettingsReader(config, self.texts)
         self._chats = None if tokenizer is None else ChatRenderer(tokenizer)
-        self._folder = config.tokenizer or config.model  # the tokenizer's
-        self._grammars: Grammars | None = None  # made for the first request that needs it
 
     def check(
         self,
         prompts: Prompt | ListLike[Prompt],
-        sampling_params: SamplingParams | ListLike[SamplingParams] | None,
+        sampling_params: GivenSettings,
         lora_request: None = None,
     ) -> list[Prepared]:
         """Return the prompts of generate or stream, ready to run."""
@@ -81,18 +71,12 @@ class Inputs:
             raise ValueError(
                 f"prompts={short(items, MOST_SHOWN)}: must be a list of prompts; pass one prompt's ids as [[...]]"
             )
-        settings = self._check_params(len(items), sampling_params)
+        settings = self._settings.check(len(items), sampling_params)
         return [self._prepare(f"prompts[{i}]", item, settings[i]) for i, item in enumerate(items)]
 
     def check_one(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Prepared:
         """Return the prompt of add_request, ready to run."""
-        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
-            raise ValueError(
-                f"sampling_params={short(sampling_params, MOST_SHOWN)}: must be a SamplingParams, for one prompt;"
-                " generate and stream take lists"
-            )
-        (settings,) = self._check_params(1, sampling_params)
-        return self._prepare("prompt", prompt, settings)
+        return self._prepare("prompt", prompt, self._settings.check_one(sampling_params))
 
     def check_continuations(self, prompt: Prompt, continuations: Tokens | ListLike[Tokens]) -> list[Prepared]:
         """Return the prompt with each of its continuations, ready to be scored."""
@@ -107,8 +91,8 @@ class Inputs:
     def _follow(self, prompt_name: str, prompt: Tokens, name: str, continuation: Tokens) -> Prepared:
         """Return a prompt with one continuation. LLM.score says where the tokens of two texts are divided."""
         if isinstance(prompt, str) and isinstance(continuation, str):
-            first = self._tokenize(prompt_name, prompt.rstrip())
-            rest = self._tokenize(name, prompt + continuation)[len(first) :]
+            first = self.texts.tokenize(prompt_name, prompt.rstrip())
+            rest = self.texts.tokenize(name, prompt + continuation)[len(first) :]
         else:
             first = self._to_token_ids(prompt_name, prompt)
             rest = self._to_token_ids(name, continuation, add_special_tokens=False)
@@ -123,7 +107,7 @@ class Inputs:
     def check_chats(
         self,
         messages: Chats,
-        sampling_params: SamplingParams | ListLike[SamplingParams] | None,
+        sampling_params: GivenSettings,
         given: dict[str, Any],
         others: Mapping[str, Any] | None = None,
         lora_request: None = None,
@@ -141,34 +125,35 @@ class Inputs:
         chats = _list("messages", messages, "a list of messages, or of such lists")
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
-        settings = self._check_params(len(chats), sampling_params)
+        settings = self._settings.check(len(chats), sampling_params)
         return [self._prepare_chat(f"messages[{i}]", chat, template, settings[i]) for i, chat in enumerate(chats)]
 
     def _check_template(self, template: Mapping[str, Any]) -> None:
         """Raise ValueError if there is no chat template."""
-        if self.tokenizer is None or not (self.tokenizer.chat_template or template.get("chat_template") is not None):
-            raise ValueError(f"{self._folder!r} has no chat template: use generate with prompts of your own")
+        tokenizer = self.texts.tokenizer
+        if tokenizer is None or not (tokenizer.chat_template or template.get("chat_template") is not None):
+            raise ValueError(f"{self.texts.folder!r} has no chat template: use generate with prompts of your own")
 
     def _prepare_chat(self, name: str, chat: Any, template: Mapping[str, Any], settings: Settings) -> Prepared:
         assert self._chats is not None
         text = self._chats.render(name, _list(name, chat, "a list of messages"), template)
-        token_ids = self._tokenize(name, text, add_special_tokens=False)  # the template has written them
+        token_ids = self.texts.tokenize(name, text, add_special_tokens=False)  # the template has written them
         return Prepared(self._check_token_ids(name, token_ids, settings.params), text, *settings)
 
     def tokenize(self, texts: str | ListLike[str]) -> list[int] | list[list[int]]:
         """Return the tokens of a text, or of each text in a list."""
-        self._known_tokenizer("tokenize")
+        self.texts.known_tokenizer("tokenize")
         if isinstance(texts, str):
-            return self._tokenize("texts", texts)
+            return self.texts.tokenize("texts", texts)
         entries = _list("texts", texts, "a string or a list of strings")
         for index, entry in enumerate(entries):
             if not isinstance(entry, str):
                 raise ValueError(f"texts[{index}] is {short(entry, MOST_SHOWN)}: must be a string")
-        return [self._tokenize(f"texts[{index}]", entry) for index, entry in enumerate(entries)]
+        return [self.texts.tokenize(f"texts[{index}]", entry) for index, entry in enumerate(entries)]
 
     def detokenize(self, ids: ListLike[int] | ListLike[ListLike[int]]) -> str | list[str]:
         """Return the text of a list of tokens, or of each list in a list."""
-        decode = whole_decoder(self._known_tokenizer("detokenize"), skip_special_tokens=True)
+        decode = whole_decoder(self.texts.known_tokenizer("detokenize"), skip_special_tokens=True)
         entries = _list("ids", ids, "a list of token ids, or a list of such lists")
         if not entries or as_int(entries[0]) is not None:
             return decode(self._check_ids("ids", entries))
@@ -176,80 +161,6 @@ class Inputs:
 
     def _check_ids(self, name: str, ids: object) -> list[int]:
         return self._check_range(name, _token_ids(name, ids, "a list of token ids"))
-
-    def _check_params(
-        self, count: int, sampling_params: SamplingParams | ListLike[SamplingParams] | None
-    ) -> list[Settings]:
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
-            return [self._check_setting("sampling_params", sampling_params)] * count
-        params = _list("sampling_params", sampling_params, "a SamplingParams, or a list of them, from nanoinfer")
-        if len(params) != count:
-            raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one each")
-        for index, entry in enumerate(params):
-            if not isinstance(entry, SamplingParams):
-                raise ValueError(f"sampling_params[{index}] is {short(entry)}: must be a SamplingParams")
-        settings: dict[int, Settings] = {}  # by the id of the user's object, which many prompts may share
-        for index, entry in enumerate(params):
-            if id(entry) not in settings:
-                settings[id(entry)] = self._check_setting(f"sampling_params[{index}]", entry)
-        return [settings[id(entry)] for entry in params]
-
-    def _check_setting(self, name: str, params: SamplingParams) -> Settings:
-        """Check settings by the model's vocabulary and tokenizer, which SamplingParams does not know; return a copy."""
-        vocab_size = self.config.description.vocab_size
-        for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            for token_id in getattr(params, field) or ():
-                if token_id >= vocab_size:
-                    raise ValueError(
-                        f"{name}.{field} has token id {short(token_id)}: must be from 0 to {vocab_size - 1}"
-                    )
-        for field in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, field)
-            if count is not None and count > vocab_size:
-                raise ValueError(f"{name}.{field}={short(count)}: the model has {vocab_size} tokens")
-        if params.stop:
-            self.check_detokenizer(f"{name}.stop={params.stop!r}")
-        return Settings(self._resolve(name, params), self.compile(name, params))
-
-    def _resolve(self, name: str, params: SamplingParams) -> SamplingParams:
-        """Return a copy for the engine, which knows numbers of tokens and token ids alone."""
-        params = _copy(params)
-        for field in ("logprobs", "prompt_logprobs"):
-            if getattr(params, field) == ALL:
-                vars(params)[field] = self.config.description.vocab_size
-        if params.bad_words:
-            self._known_tokenizer(f"{name}.bad_words={short(params.bad_words)}")
-        encode = partial(self._tokenize, f"{name}.bad_words", add_special_tokens=False)
-        if (bans := find_bans(name, params, self.config, encode)) is not None:
-            vars(params)["bans"] = bans
-        return params
-
-    def compile(self, name: str, params: SamplingParams) -> Grammar | None:
-        """Compile the grammar of a request with structured outputs; `name` begins the messages of errors."""
-        if params.structured_outputs is None:
-            return None
-        name = f"{name}.structured_outputs={short(params.structured_outputs)}"
-        self.check_detokenizer(name)
-        assert self.tokenizer is not None
-        try:
-            if self._grammars is None:
-                config = self.config
-                self._grammars = Grammars(self.tokenizer, config.description.vocab_size, config.eos_token_ids)
-            return self._grammars.compile(params.structured_outputs)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-
-    def check_detokenizer(self, name: str) -> None:
-        """Raise ValueError if the tokenizer cannot make text token by token, which `name` needs."""
-        if not self._known_tokenizer(name).is_fast:
-            raise ValueError(f"{name} needs a tokenizer.json, which {self._folder!r} does not have")
-
-    def _known_tokenizer(self, name: str) -> PreTrainedTokenizerBase:
-        if self.tokenizer is None:
-            raise ValueError(f"{name} needs text, but {self.config.model!r} has no tokenizer")
-        return self.tokenizer
 
     def _prepare(self, name: str, prompt: object, settings: Settings) -> Prepared:
         if isinstance(prompt, Mapping) and MESSAGES in prompt:
@@ -262,7 +173,7 @@ class Inputs:
 
     def _to_token_ids(self, name: str, prompt: object, add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, str):
-            return self._tokenize(name, prompt, add_special_tokens)
+            return self.texts.tokenize(name, prompt, add_special_tokens)
         return _token_ids(name, prompt)
 
     def _check_token_ids(self, name: str, token_ids: list[int], params: SamplingParams) -> list[int]:
@@ -289,14 +200,6 @@ class Inputs:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} has token id {short(token_id)}: must be from 0 to {vocab_size - 1}")
         return token_ids
-
-    def _tokenize(self, name: str, text: str, add_special_tokens: bool = True) -> list[int]:
-        if self.tokenizer is None:
-            raise ValueError(f"{name} is text, but {self.config.model!r} has no tokenizer: pass a list of token ids")
-        try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError:  # the text has half a surrogate pair, for one
-            raise ValueError(f"{name} is {short(text, MOST_SHOWN)}: the tokenizer does not take it") from None
 
 
 def _list(name: str, value: Any, what: str) -> list[Any]:
@@ -358,8 +261,3 @@ def _token_ids(name: str, prompt: Any, what: str = A_PROMPT) -> list[int]:
             raise ValueError(f"{name} is {shown}: must be {what}, and {wrong} is none")
         token_ids.append(token_id)
     return token_ids
-
-
-def _copy(params: SamplingParams) -> SamplingParams:
-    """Copy the fields into a plain SamplingParams: users may change theirs, and ranks may not know its subclass."""
-    return SamplingParams(**{field.name: getattr(params, field.name) for field in fields(SamplingParams)})
