@@ -64,10 +64,10 @@ class LLM(SearchesBeams, KeepsStats, VllmMethods, Started):
             self.config = Config(model, **options, when_checked=start.spawn)
             start.begin(self.config)
             self.tokenizer = load_tokenizer(self.config)
+            self._inputs = Inputs(self.config, self.tokenizer)
             self.engine, self._requests, self._line = start.finish(self.config, self.tokenizer)
         self.memory = self.engine.memory
         self.config.num_kvcache_blocks, self.config.max_model_len = self.memory.asked, self.memory.max_model_len
-        self._inputs = Inputs(self.config, self.tokenizer)
         self._busy = threading.Lock()
 
     @hints_for("generate")

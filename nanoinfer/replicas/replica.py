@@ -207,7 +207,7 @@ class Replica:
         for task in tasks:
             samples = range(task.first, task.first + task.num_samples)
             grammar = self._settings.compile("sampling_params", task.params)
-            prompt = Prepared(task.token_ids, None, task.params, grammar, task.seed, samples)
+            prompt = Prepared(task.prompt, None, task.params, grammar, task.seed, samples)
             request = self._requests.add(prompt, task.streams)
             self._numbers[request.id] = task.number
             self._unbegun += [sample.seq for sample in request.samples]

@@ -42,6 +42,7 @@ class VisionProcessor:
 
     images: prepares each image
     placeholder: what stands for an image in a prompt's text, before it is made as long as the image's embeddings
+    chat_template: the processor's own; None: it has none
 
     Raises ValueError if the class is none of CLASSES, the folder has no processor, or that does not take an option.
     """
@@ -61,6 +62,7 @@ class VisionProcessor:
         self._image_id: int = config.image_token_id  # embeddings are put in its place
         self.images = ImageProcessor(self._processor, self._image_id, options or {}, image_folder)
         self.placeholder: str = self._processor.image_token
+        self.chat_template: str | dict[str, str] | None = self._processor.chat_template
         self._placeholder_id: int = self._processor.tokenizer.convert_tokens_to_ids(self.placeholder)
 
     def prepare(
