@@ -51,12 +51,13 @@ class Checkpoint:
         ends = _find_eos_token_ids(folder, hf_config, generation)
         return cls(folder, hf_config, ends, _find_generation_defaults(generation))
 
-    def describe(self, quantization: str | None, ranks: int, is_loaded: bool) -> Description:
-        """Describe the model as these options have it; is_loaded: the weights come from the folder.
+    def describe(self, quantization: str | None, ranks: int, is_loaded: bool, sees: bool) -> Description:
+        """Describe the model as these options have it; raises ValueError if it cannot be so.
 
-        Raises ValueError if it cannot be so.
+        is_loaded: the weights come from the folder; sees: the LLM has the tower
         """
         model = describe(self.hf_config)
+        model = replace(model, has_tower=True) if sees else model.without_images()
         if quantization is not None:
             model = replace(model, formats=quantized_as_loaded(model.formats, quantization))
             model.check_formats(f"quantization={quantization!r}")

@@ -221,11 +221,10 @@ class Config:
         self.eos_token_ids = checkpoint.eos_token_ids
         self.generation_defaults = checkpoint.generation_defaults
         with fresh_torch_state():
-            self.description = checkpoint.describe(self.quantization, self.tensor_parallel_size, self.is_loaded)
-        self.images = has_eyes(self.images, self.model, checkpoint.hf_config, self.is_loaded)
+            self.images = has_eyes(self.images, self.model, checkpoint.hf_config, self.is_loaded)
+            how = self.quantization, self.tensor_parallel_size, self.is_loaded, self.sees
+            self.description = checkpoint.describe(*how)
         self.hf_config = checkpoint.hf_config if self.sees else None
-        if not self.sees:
-            self.description = self.description.without_images()
         self.description.check_head(self.lm_head_dtype)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")

@@ -29,14 +29,12 @@ from nanoinfer.models import describe
 from nanoinfer.vision.pixels import join
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
-from nanoinfer.vision.tower import TransformersTower
-from nanoinfer.weights.sources import FileSource, OfTower
 
 MAX_TOKENS = 6
 
 
 class Checkpoint:
-    """A small checkpoint that sees, its processor and tower, and transformers' model of it."""
+    """A small checkpoint that sees, its processor, and transformers' model of it."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.folder, self.case, self._seeing = str(folder), MULTIMODAL[SEEING[name].case], SEEING[name]
@@ -45,8 +43,6 @@ class Checkpoint:
         self.processor = VisionProcessor(self.folder, config)
         self.image_id: int = config.image_token_id
         self._image: list[int] = AutoTokenizer.from_pretrained(folder).encode(self._seeing.prompt)
-        self.tower = TransformersTower(config, torch.float32, torch.device("cpu"))
-        FileSource(self.folder, OfTower()).fill(self.tower.table())
 
     def prompt(self, *parts: list[int] | Image) -> VisionPrompt:
         """Put a prompt of text and images together."""
@@ -91,9 +87,7 @@ def make_seeing_llm(make_llm: Callable[..., LLM]) -> Callable[..., LLM]:
     """Return a function that makes the LLM of a checkpoint that sees."""
 
     def make(checkpoint: Checkpoint, **options: object) -> LLM:
-        llm = make_llm(checkpoint.folder, **options)
-        llm.engine.ranks.call("holdings.see", checkpoint.tower)
-        return llm
+        return make_llm(checkpoint.folder, **options)
 
     return make
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from nanoinfer.vision.pixels import Pixels, bytes_of, join
 from nanoinfer.vision.spans import Encoded
@@ -22,17 +24,28 @@ class TransformersTower:
     """The vision tower and the projector of transformers' model of a multimodal checkpoint, in one dtype.
 
     config: the checkpoint's
+    memory: a context in which torch.empty makes the weights
     batch_bytes: so many bytes of pixels are encoded at once, or one image if it alone has more
 
     The weights hold any numbers until a source fills `table()`.
     """
 
     def __init__(
-        self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, batch_bytes: int = BATCH_BYTES
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: AbstractContextManager[object] | None = None,
+        batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self.batch_bytes = batch_bytes
         self._device = device
-        self._model = _build(config, dtype, device)
+        self._model = _build(config, dtype, device, memory or nullcontext())
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory its weights and tables take."""
+        return sum(tensor.nbytes for tensor in (*self._model.parameters(), *self._model.buffers()))
 
     def table(self) -> Table:
         """Return what fills the weights, by names as weights.sources.OfTower gives them."""
@@ -67,7 +80,9 @@ class TransformersTower:
         return [Encoded(own, tuple(layer[image] for layer in layers)) for image, own in enumerate(embeddings)]
 
 
-def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+def _build(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, memory: AbstractContextManager[object]
+) -> Any:
     """Build the parts that see, without memory for the others; buffers that no checkpoint stores are computed."""
     from transformers import AutoModel  # here, for a model that cannot see does without
 
@@ -76,7 +91,16 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -
     for part in OTHER_PARTS:
         if hasattr(model, part):
             setattr(model, part, None)
-    model.to_empty(device=device).requires_grad_(False).eval()
+    stored = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+
+    def with_memory(tensor: Tensor) -> Tensor:
+        if id(tensor) in stored:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty_like(tensor, device=device)
+
+    with memory:
+        model._apply(with_memory)
+    model.requires_grad_(False).eval()
     for module in model.modules():
         module._is_hf_initialized = False  # on the meta device nothing was
     for tensor in model.state_dict(keep_vars=True).values():

@@ -38,28 +38,6 @@ class Names(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What a checkpoint holds beside the language model.
-
-    is_multimodal: other models' tensors; the language model's have a prefix
-    skipped: how the names of further tensors begin that nobody reads
-    """
-
-    is_multimodal: bool = False
-    skipped: tuple[str, ...] = ()
-
-    def known_name(self, name: str) -> str | None:
-        """Return a tensor's name in the language model; None if the tensor belongs to another part."""
-        if self.is_multimodal and name.removeprefix("model.").startswith(OTHER_MODELS):
-            return None
-        known = name.replace(LANGUAGE_MODEL, "", 1) if self.is_multimodal else name
-        return None if known.startswith(self.skipped) else known
-
-
-NOTHING = Beside()
-
-
 class OfTower:
     """The names in the tower of a multimodal checkpoint, which older and newer checkpoints write differently."""
 
@@ -67,6 +45,30 @@ class OfTower:
         """Return a tensor's name in the tower; None if the tensor belongs to another part."""
         known = name.removeprefix("model.")
         return known.replace(".vision_model.", ".", 1) if known.startswith(TOWER) else None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a checkpoint holds beside the language model.
+
+    is_multimodal: other models' tensors; the language model's have a prefix
+    has_tower: of these, the tower's are read too
+    skipped: how the names of further tensors begin that nobody reads
+    """
+
+    is_multimodal: bool = False
+    has_tower: bool = False
+    skipped: tuple[str, ...] = ()
+
+    def known_name(self, name: str) -> str | None:
+        """Return a tensor's name in the language model or in the tower; None if nobody reads it."""
+        if self.is_multimodal and name.removeprefix("model.").startswith(OTHER_MODELS):
+            return OfTower().known_name(name) if self.has_tower else None
+        known = name.replace(LANGUAGE_MODEL, "", 1) if self.is_multimodal else name
+        return None if known.startswith(self.skipped) else known
+
+
+NOTHING = Beside()
 
 
 class Source(Protocol):
