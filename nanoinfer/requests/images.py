@@ -65,7 +65,7 @@ class ImageInputs:
     """Makes prompts with images ready to run. Raises ValueError for what cannot work, as VisionProcessor does."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """config: of an LLM that sees; tokenizer: gets the processor's chat template if it has none."""
+        """config: of an LLM that sees"""
         assert config.hf_config is not None
         self._config = config
         with fresh_torch_state():
@@ -75,9 +75,8 @@ class ImageInputs:
                 config.image_options,
                 config.limit_images_per_prompt,
                 config.image_folder,
+                tokenizer,
             )
-        if tokenizer is not None and tokenizer.chat_template is None:
-            tokenizer.chat_template = self._processor.chat_template
 
     def prepare(self, prompts: Sequence[WithImages]) -> list[VisionPrompt]:
         """Return prompts ready to run, in their order. The first one's error is raised.
