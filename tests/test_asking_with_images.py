@@ -25,8 +25,6 @@ from PIL.Image import Image
 from transformers import AutoProcessor
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
-from nanoinfer.vision.tower import TransformersTower
-from nanoinfer.weights.sources import FileSource, OfTower
 
 MAX_TOKENS = 5
 ONE, TWO = picture(61, 97), picture(150, 40, 1)
@@ -45,11 +43,7 @@ class Checkpoint:
         self.llm = self.make_llm()
 
     def make_llm(self, **options: Any) -> LLM:
-        llm = LLM(self.folder, device="cpu", **{**MULTIMODAL[self.seeing.case].small, **options})
-        tower = TransformersTower(self.model.config, torch.float32, torch.device("cpu"))
-        FileSource(self.folder, OfTower()).fill(tower.table())
-        llm.engine.ranks.call("holdings.see", tower)
-        return llm
+        return LLM(self.folder, device="cpu", **{**MULTIMODAL[self.seeing.case].small, **options})
 
     def params(self, **settings: Any) -> SamplingParams:
         """Greedy, without the image's token: transformers would look for an image."""
