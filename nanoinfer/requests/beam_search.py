@@ -69,7 +69,7 @@ class BeamSearchOutput(Output):
     """What a beam search has found for a prompt, a dictionary whose keys are attributes too.
 
     prompt: the prompt's text; None if the prompt was token ids
-    prompt_token_ids: the prompt's tokens
+    prompt_token_ids: the prompt's tokens, as in RequestOutput
     sequences: the beam_width best sequences, the best first
     """
 
