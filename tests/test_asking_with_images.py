@@ -310,6 +310,12 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"image_options has 'max_pixel': 9: this model's are max_pixels"):
             LLM(qwen.folder, device="cpu", image_options={"max_pixel": 9})
 
+    def test_an_argument_of_images(self, qwen: Checkpoint) -> None:
+        with pytest.raises(
+            ValueError, match=r"^unknown argument 'image': write {\"prompt\": text, \"multi_modal_data\":"
+        ):
+            qwen.llm.generate(IMAGE, image=ONE)
+
     def test_an_llm_that_does_not_see_names_the_option(self, qwen: Checkpoint) -> None:
         blind = r"this model is run as text only; LLM\(images=True\) sees, or says why it cannot"
         for folder, options in ((qwen.folder, {"images": False}), (BUNDLED_MODEL, {})):
