@@ -46,6 +46,7 @@ ELSEWHERE = {
         ("truncation", "a prompt that is too long is refused: cut it before"),
         ("load_in_8bit load_in_4bit", "quantization"),
         ("use_cache", "leave it out: it is always so"),
+        ("image multi_modal_data", 'write {"prompt": text, "multi_modal_data": {"image": image}} as the prompt'),
         ("cache_dir token", "download the checkpoint, and pass its folder as model"),
     )
     for name in names.split()

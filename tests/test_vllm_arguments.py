@@ -133,6 +133,7 @@ class TestOptions:
             enable_lora=False,
             max_lora_rank=16,
             limit_mm_per_prompt={"image": 4},
+            mm_processor_kwargs={},
             logits_processors=[],
             max_logprobs=-1,
             disable_log_stats=True,
@@ -296,7 +297,7 @@ class TestCalls:
                 {"tokenization_kwargs": {"truncation": True}},
                 "must be None or empty: pass prompts of token ids to tokeni",
             ),
-            ({"mm_processor_kwargs": {"fps": 2}}, "must be None or empty: models are run as text only"),
+            ({"mm_processor_kwargs": {"fps": 2}}, r"must be None or empty: LLM\(image_options="),
         ],
         ids=repr,
     )
