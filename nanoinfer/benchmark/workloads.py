@@ -171,11 +171,12 @@ class Recipe:
         prompts = [[rand(0, top) for _ in range(rand(*self.prompt_lens))] for _ in range(self.num_seqs)]
         output_lens = [rand(*self.output_lens) for _ in range(self.num_seqs)]
         prefix = [rand(0, top) for _ in range(self.prefix_len)]
-        if self.images:
+        images = min(self.images, self.num_seqs)
+        if images:
             prefix = [eyes.BEGIN, *[eyes.IMAGE] * eyes.TOKENS, eyes.END]
-        shared = len(prefix) if self.images < self.num_seqs else 0
+        shared = len(prefix) if images < self.num_seqs else 0
         prompts = [prefix + prompt for prompt in prompts]
-        return Workload(prompts, output_lens, shared, self.samples, max(1, self.images), self.images)
+        return Workload(prompts, output_lens, shared, self.samples, max(1, images), images)
 
     def __str__(self) -> str:
         prompt, output = ("-".join(map(str, sorted(set(lens)))) for lens in (self.prompt_lens, self.output_lens))
