@@ -24,7 +24,7 @@ from nanoinfer.parallel.group import MAX_RANKS, size_of_group
 from nanoinfer.process.host_memory import check_host_memory
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vision.options import check_image_folder, check_image_options, check_images, has_eyes
-from nanoinfer.vllm_arguments import our_value
+from nanoinfer.vllm_spellings import our_value
 from nanoinfer.weights.formats.table import ON_THE_FLY
 
 if TYPE_CHECKING:

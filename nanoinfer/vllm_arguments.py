@@ -114,7 +114,8 @@ EQUAL_PRIORITIES = Values("None or 0, for all prompts", _are_equal_priorities)
 
 NO_CODE = "no code of yours runs between two tokens; see SamplingParams(logit_bias=..., structured_outputs=...)"
 NO_LORA = "there is no LoRA here"
-NO_MEDIA = "models are run as text only"
+NO_MEDIA = "images are all that models take beside text; see LLM(images=...)"
+ONE_SIZE = "all images of an LLM have one size; write LLM(image_options=...)"
 SNAPSHOTS = "snapshots of states are kept where prompts part, and now and then"
 NO_CACHE_SWITCH = "prompts always share what is computed; llm.reset_prefix_cache() forgets it"
 NO_OFFLOADING = "weights stay on the device; LLM(tensor_parallel_size=...) divides them"
@@ -267,14 +268,14 @@ FOR_LLM: tuple[Line, ...] = (
     ("return_sampling_mask", FALSE, "SamplingParams(kept_tokens=True) tells how many tokens could be drawn"),
     ("enable_trace_replay", FALSE, "llm.score tells how likely given tokens are"),
     # Media
-    ("language_model_only interleave_mm_strings skip_mm_profiling disable_chunked_mm_input", FLAG, NO_MEDIA),
-    ("limit_mm_per_prompt media_io_kwargs mm_processor_kwargs mm_processor_cache_gb", ANY, NO_MEDIA),
+    ("interleave_mm_strings skip_mm_profiling disable_chunked_mm_input", FLAG, NO_MEDIA),
+    ("media_io_kwargs mm_processor_cache_gb", ANY, NO_MEDIA),
     ("mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode", ANY, NO_MEDIA),
     ("mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path", ANY, NO_MEDIA),
     ("mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin mm_tensor_ipc", ANY, NO_MEDIA),
     ("mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize video_pruning_rate", ANY, NO_MEDIA),
     ("video_pruning_method disable_mm_preprocessor_cache renderer_num_workers", ANY, NO_MEDIA),
-    ("allowed_local_media_path allowed_media_domains", ANY, NO_MEDIA),
+    ("allowed_media_domains", EMPTY, "nothing is fetched; LLM(image_folder=...) names a folder of images"),
     ("enable_mm_embeds mm_encoder_only", FALSE, NO_MEDIA),
     # Logs and servers
     ("max_logprobs", ANY, "SamplingParams(logprobs=...) has no limit but the vocabulary"),
@@ -326,7 +327,7 @@ FOR_BEAM_SEARCH: tuple[Line, ...] = (("priority", EQUAL_PRIORITIES, IN_ORDER),)
 FOR_CALLS: tuple[Line, ...] = (
     *FOR_BEAM_SEARCH,
     ("tokenization_kwargs", EMPTY, OWN_TOKENIZATION),
-    ("mm_processor_kwargs media_io_kwargs", EMPTY, NO_MEDIA),
+    ("mm_processor_kwargs media_io_kwargs", EMPTY, ONE_SIZE),
 )
 FOR_GENERATE: tuple[Line, ...] = (
     *FOR_CALLS,
@@ -359,24 +360,6 @@ ARGUMENTS = {
     "reset_prefix_cache": _by_name(FOR_RESET),
 }
 """Who takes the argument -> its name -> what is known of it."""
-
-SAME_VALUES: dict[str, Mapping[Any, Any]] = {
-    "dtype": {"half": "float16", "float": "float32"},
-    "lm_head_dtype": {"float": "float32"},
-    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
-    "attention_backend": {"TRITON_ATTN": "triton", "FLASH_ATTN": "flash_attn"},
-    "max_model_len": {"auto": None, -1: None},
-    "load_format": dict.fromkeys(
-        ("auto", "hf", "fastsafetensors", "instanttensor", "runai_streamer"), "safetensors"
-    ),  # ways to read the same files
-}
-"""Options of LLM that vLLM has too -> its names for values -> ours."""
-
-
-def our_value(option: str, value: Any) -> Any:
-    """Return the value of an option of LLM, by our name where vLLM has another."""
-    known = SAME_VALUES.get(option, {})
-    return known.get(value if isinstance(value, str) else as_int(value), value)
 
 
 def reason_for(name: str) -> str | None:

@@ -275,7 +275,7 @@ class TestCache:
         gpus(monkeypatch, 2)
         config = Config(BUNDLED_MODEL, **{**SMALL, "device": "cuda", **options})
         blocks = {"block_bytes": 1, "blocks": 5, "asked": 5, "tokens": 80, "waste": 0.0, "host_blocks": 0}
-        made = MemoryPlan(1, 1, 1, 1, 1, 0, 1, 0, **blocks, max_model_len=length, max_position=2048)
+        made = MemoryPlan(1, 1, 1, 1, 1, 0, 0, 1, 0, **blocks, max_model_len=length, max_position=2048)
         with caplog.at_level(logging.INFO, logger="nanoinfer"):
             plan.tell(config, made)
         assert why in told(caplog)[0]

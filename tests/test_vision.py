@@ -24,6 +24,7 @@ from cases.vision import IMAGE, SEEING
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL
+from nanoinfer.vision.image_processor import largest_pixels
 from nanoinfer.vision.messages import take_images
 from nanoinfer.vision.pixels import bytes_of
 from nanoinfer.vision.processor import CLASSES, VisionProcessor
@@ -288,6 +289,20 @@ def test_batches_have_at_most_so_many_bytes(checkpoint: Callable[[str], Checkpoi
     assert [len(batch) for batch in tower._batches(pixels)] == [2, 2, 1]
     assert len(tower.encode(pixels)) == 5
     assert tower.encode([]) == []
+
+
+@each_class
+def test_the_largest_batch_can_be_tried_without_the_whole_processor(
+    name: str, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = checkpoint(name)
+    whole, alone = ours.processor.images.largest().pixels, largest_pixels(ours.folder, {})
+    assert all(torch.equal(pixels, alone[key]) for key, pixels in whole.items())
+    tower, batches = ours.make_tower(batch_bytes=2 * bytes_of(whole)), list[Any]()
+    monkeypatch.setattr(tower, "encode", batches.append)
+    tower.try_largest(alone)
+    ((one, other),) = batches
+    assert one.keys() == other.keys() == whole.keys()
 
 
 @pytest.mark.parametrize("name", of_each_kind(SEEING, list(SEEING).index("qwen3-vl"), list(SEEING).index("gemma4")))
