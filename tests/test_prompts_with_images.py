@@ -13,7 +13,6 @@ import torch
 from conftest import greedy, whole_only
 
 pytest.importorskip("PIL")
-pytest.importorskip("torchvision")
 
 from cases import MULTIMODAL, SHAPE
 from cases.multimodal import MROPE

@@ -8,6 +8,7 @@ from nanoinfer.engine.images import HeldImages
 from nanoinfer.engine.scheduler import Chunk, DecodeStep, PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.shared_prefixes import PrefixFinder
+from nanoinfer.runner.image_messages import ImagesMessage
 from nanoinfer.runner.logits.settings import is_plain, needs_tokens
 from nanoinfer.runner.message import (
     ChunkMessage,
@@ -52,9 +53,13 @@ class RowMap:
             seq.row = len(self.seqs)
             self.seqs.append(seq)
         chunks = [_describe_chunk(chunk) for chunk in step.chunks]
-        seen = [(chunk.seq.images, chunk.start, chunk.end) for chunk in step.chunks if chunk.seq.images is not None]
-        images = self._images.plan(seen)
+        images = self.plan_images(step.chunks)
         return PrefillMessage(moves, num_rows, chunks, list(joins.values()), images=images), list(joins)
+
+    def plan_images(self, chunks: list[Chunk]) -> ImagesMessage | None:
+        """Tell the ranks which images the chunks of a prefill step want; None: nothing."""
+        seen = [(chunk.seq.images, chunk.start, chunk.end) for chunk in chunks if chunk.seq.images is not None]
+        return self._images.plan(seen)
 
     def clear(self) -> None:
         """Empty every row, whatever state an interrupt left them in."""

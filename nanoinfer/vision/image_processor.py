@@ -15,33 +15,59 @@ import numpy as np
 from nanoinfer.checks import check_int, short
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, bytes_of
+from nanoinfer.vision.pixels import PIXEL_VALUES, Pixels, PixelsOnDemand, bytes_of
+from nanoinfer.vision.placeholders import Placeholder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 KEY_BYTES = 16
-KEPT_BYTES = 1 << 30  # of pixels: a megapixel has up to 25 MB, and very many prompts may wait
+KEPT_BYTES = 64 << 20  # of what stands for images in prompts: an image has some thousand tokens
+TOKEN_BYTES = 8  # of a token's place in a list
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
 OPTIONS = ("max_soft_tokens", "size")  # that say how large an image becomes in other classes
+COUNTS = ("num_crops", "num_soft_tokens_per_image")  # are made for the prompt alone
 SIDE = 256  # of a blank image, where the size of what is made of an image does not depend on it
 
 
 @dataclass(frozen=True)
+class Standin:
+    """What is made of all images of one size: no pixel is looked at for it.
+
+    text, token_ids: what stands for the image in a prompt
+    count: how many of these tokens are placeholders
+    others: what the tower takes beside the pixel values
+    pixel_bytes: how much memory all takes that the tower takes
+    """
+
+    text: str
+    token_ids: list[int]
+    count: int
+    others: Pixels
+    pixel_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory it takes."""
+        return len(self.text) + TOKEN_BYTES * len(self.token_ids) + bytes_of(self.others)
+
+
+@dataclass(frozen=True)
 class PreparedImage:
-    """What the processor makes of an image.
+    """What a prompt needs to know of an image before it is queued.
 
     key: as ImageSpan has it
-    text, token_ids: what stands for it in a prompt
-    count: how many of these tokens are placeholders
-    pixels: what the tower takes
+    text, token_ids, count: as Standin has them
+    pixels: what the tower takes, made when it is read
     """
 
     key: bytes
     text: str
     token_ids: list[int]
     count: int
-    pixels: Pixels
+    pixels: PixelsOnDemand
 
     @property
     def num_bytes(self) -> int:
@@ -50,78 +76,74 @@ class PreparedImage:
 
 
 class ImageProcessor:
-    """Prepares images, in any number of threads; what it made of the last ones is kept.
+    """Prepares images, in any number of threads.
 
-    processor: transformers'
-    image_id: the token that a placeholder is
+    processor: transformers' image processor
+    tokenizer, placeholder: make the prompt's part
+    image_id: the token in whose place an embedding is put
     options, image_folder: as for VisionProcessor
     """
 
     def __init__(
-        self, processor: Any, image_id: int, options: Mapping[str, Any], image_folder: str | Path | None
+        self,
+        processor: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        placeholder: Placeholder,
+        image_id: int,
+        options: Mapping[str, Any],
+        image_folder: str | Path | None,
     ) -> None:
-        self._processor = processor
+        self._processor, self._tokenizer, self._placeholder = processor, tokenizer, placeholder
         self._image_id = image_id
-        self._options = _resolve_options(processor.image_processor, options)
-        self._settings = f"{processor.image_processor.to_json_string()} {sorted(self._options.items())}".encode()
+        self._options = {**placeholder.options, **_resolve_options(processor, options)}
+        self._settings = f"{processor.to_json_string()} {sorted(self._options.items())}".encode()
         self._opener = Opener(image_folder)
-        self._kept: Kept[PreparedImage] = Kept(KEPT_BYTES)
+        self._of_sizes: Kept[Standin] = Kept(KEPT_BYTES)
         self._blank = f"image_options={dict(options)}: a blank image"
         self.prepare(self._blank, _blank(SIDE))  # an error comes now, not with the first prompt
 
     def prepare(self, name: str, source: Any) -> PreparedImage:
-        """Return what the processor makes of an image.
+        """Return what a prompt needs to know of an image.
 
+        Its pixels are made of the source each time that they are read: then ValueError is raised if it has changed.
         name: begins the messages of errors; source: as Opener takes it
         Raises ValueError if it cannot be opened, or the processor does not take it.
         """
         image = self._opener.open(name, source)
-        key = self._key(image)
-        prepared = self._kept.find(key)
-        if prepared is None:
-            prepared = self._process(name, key, image)
-            self._kept.keep(key, prepared)
-        return prepared
+        key, size = self._key(image), b"%d x %d" % image.size
+        known = self._of_sizes.find(size)
+        if known is None:
+            known = self._stand_in(self._process(name, image))
+            self._of_sizes.keep(size, known)
+        pixels = PixelsOnDemand(known.others, known.pixel_bytes, partial(self._load, name, source, key))
+        return PreparedImage(key, known.text, known.token_ids, known.count, pixels)
 
     def largest(self) -> PreparedImage:
         """Return what is made of a blank image so large that of no square more is made, for plans of memory."""
-        return self.prepare(self._blank, _largest_blank(self._processor.image_processor, self._options))
+        return self.prepare(self._blank, _largest_blank(self._processor, self._options))
 
-    def on_demand(self, name: str, source: Any, key: bytes) -> Pixels:
-        """Return pixels that are made when they are read, of an image that was prepared before and had this key.
-
-        Then a ValueError is raised if the image has changed.
-        """
-        return PixelsOnDemand(partial(self._load, name, source, key))
-
-    def _load(self, name: str, source: Any, key: bytes) -> Pixels:
-        prepared = self._kept.find(key) or self.prepare(name, source)
-        if prepared.key != key:
+    def _load(self, name: str, source: Any, key: bytes) -> Tensor:
+        """Return the pixel values of an image that was prepared before and had this key."""
+        image = self._opener.open(name, source)
+        if self._key(image) != key:
             raise ValueError(f"{name} has changed since it was first read: must not before its prompt begins")
-        return prepared.pixels
+        return self._process(name, image)[PIXEL_VALUES]
 
-    def _process(self, name: str, key: bytes, image: Image) -> PreparedImage:
-        """Let the processor process an image, and write what stands for it in a prompt."""
-        text_kwargs = {
-            "add_special_tokens": False,
-            "padding": False,  # if it were on here and off elsewhere, threads could not share the tokenizer
-        }
+    def _stand_in(self, made: Pixels) -> Standin:
+        """Return what stands for the images of one size, of what the image processor has made of one."""
+        text = self._placeholder.expand(made)
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        pixels = {name: tensor for name, tensor in made.items() if name not in COUNTS}
+        others = {name: tensor for name, tensor in pixels.items() if name != PIXEL_VALUES}
+        return Standin(text, token_ids, token_ids.count(self._image_id), others, bytes_of(pixels))
+
+    def _process(self, name: str, image: Image) -> Pixels:
+        """Let the image processor make pixels."""
         try:
-            made = self._processor(
-                text=self._processor.image_token,
-                images=[image],
-                return_tensors="pt",
-                images_kwargs=self._options,
-                text_kwargs=text_kwargs,
-                return_text_replacement_offsets=True,
-            )
+            made: Pixels = self._processor([image], return_tensors="pt", **self._options)
         except Exception as error:
             raise ValueError(f"{name}, {image.width} x {image.height} pixels: cannot be processed: {error}") from error
-        token_ids: list[int] = made["input_ids"][0].tolist()
-        ((replacement,),) = made["text_replacement_offsets"]
-        names = self._processor.image_processor.model_input_names
-        pixels = {name: made[name] for name in names if name in made}
-        return PreparedImage(key, replacement["replacement"], token_ids, token_ids.count(self._image_id), pixels)
+        return made
 
     def _key(self, image: Image) -> bytes:
         """Return the digest of an image in RGB and of the settings."""
@@ -132,16 +154,13 @@ class ImageProcessor:
 
 
 def largest_pixels(folder: str, options: Mapping[str, Any]) -> Pixels:
-    """Return the pixels of ImageProcessor.largest, and what its processor needs beside them and no tower takes.
-
-    The rest of the processor takes longer to read. folder, options: as for VisionProcessor
-    """
+    """Return the pixels of ImageProcessor.largest, which needs a tokenizer; folder, options: as for VisionProcessor."""
     from transformers import AutoImageProcessor  # here, for a model that cannot see does without
 
-    image_processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-    resolved = _resolve_options(image_processor, options)
-    made = image_processor(images=[_largest_blank(image_processor, resolved)], return_tensors="pt", **resolved)
-    return {name: made[name] for name in image_processor.model_input_names if name in made}
+    processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+    resolved = _resolve_options(processor, options)
+    made = processor([_largest_blank(processor, resolved)], return_tensors="pt", **resolved)
+    return {name: tensor for name, tensor in made.items() if name not in COUNTS}
 
 
 def _largest_blank(image_processor: Any, options: Mapping[str, Any]) -> np.ndarray:

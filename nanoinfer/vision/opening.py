@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -37,8 +38,9 @@ class Opener:
         """Return an image in RGB.
 
         name: begins the messages of errors
-        source: a PIL image; a path or a file: URL, in the folder; a data: URL; the bytes of an image's file; or an
-            array of uint8, [height, width] or [height, width, 1, 3 or 4]
+        source: a PIL image; a path or a file: URL, in the folder; a data: URL; the bytes of an image's file; an array
+            of uint8, [height, width] or [height, width, 1, 3 or 4]; or a mapping with "bytes" or a "path", as tables
+            of the library datasets hold images
 
         Raises ValueError for another source, for one that does not decode or is no file of FORMATS, and for one of more
         pixels than PIL.Image.MAX_IMAGE_PIXELS, before it is decoded.
@@ -58,6 +60,8 @@ class Opener:
         """Return an image, or where to read one."""
         from PIL import Image
 
+        if isinstance(source, Mapping):
+            source = next((source[key] for key in ("bytes", "path") if source.get(key) is not None), source)
         if isinstance(source, Image.Image):
             return source
         if isinstance(source, np.ndarray):
@@ -79,11 +83,16 @@ class Opener:
             raise ValueError(
                 f"{name} is {short(source, MOST_SHOWN)}: no file is read unless image_folder names the folder of images"
             )
-        file = (self._folder / path).resolve()
+        with _named_errors(name):  # a NUL in it, a circle of links
+            file = (self._folder / (path if path == source else unquote(path))).resolve()
         if not file.is_relative_to(self._folder):
             raise ValueError(
                 f"{name} is {short(source, MOST_SHOWN)}: must be in image_folder={str(self._folder)!r}, links followed"
             )
+        with _named_errors(name):  # a name that is too long
+            is_file = file.is_file()
+        if not is_file:  # to open a pipe would wait for whoever writes into it
+            raise ValueError(f"{name} is {short(source, MOST_SHOWN)}: no such file in {str(self._folder)!r}")
         return file
 
 

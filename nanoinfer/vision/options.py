@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoinfer")
 
 AUTO = "auto"
-PACKAGES = ("PIL", "torchvision")  # those of the extra `images`
+PACKAGES = ("PIL",)  # those of the extra `images`
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 

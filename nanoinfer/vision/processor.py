@@ -1,8 +1,8 @@
-"""The processor: transformers' own, which makes room in prompts for the embeddings of images."""
+"""The processor: it makes room in prompts for the embeddings of images."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,39 +11,30 @@ import numpy as np
 
 from nanoinfer.hub import reason_of
 from nanoinfer.vision.image_processor import ImageProcessor, PreparedImage
-from nanoinfer.vision.pixels import Pixels
+from nanoinfer.vision.placeholders import CLASSES, Placeholder
 from nanoinfer.vision.positions import MropePositions
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-CLASSES = (
-    "Gemma3ForConditionalGeneration",
-    "Gemma4ForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-)  # that see
+FILES = ("preprocessor_config.json", "processor_config.json")  # that may say how images are processed
 
 
 class VisionProcessor:
-    """Makes VisionPrompts by the processor of a checkpoint, in any number of threads.
+    """Makes VisionPrompts by the image processor of a checkpoint, in any number of threads.
 
     folder: the checkpoint's; config: its config.json
     options: how large images become: "max_pixels" and "min_pixels" for Qwen, "max_soft_tokens" for Gemma 4, or "size"
         as its image processor has it
     most_images: so many may be in a prompt; None: any number
     image_folder: as for Opener
+    tokenizer: the checkpoint's; None: it is loaded
 
     images: prepares each image
     placeholder: what stands for an image in a prompt's text, before it is made as long as the image's embeddings
 
-    Raises ValueError if the class is none of CLASSES, the folder has no processor, or that does not take an option.
+    Raises ValueError if the class is none of CLASSES, the folder has no image processor, or that takes no such option.
     """
 
     def __init__(
@@ -53,15 +44,19 @@ class VisionProcessor:
         options: Mapping[str, Any] | None = None,
         most_images: int | None = None,
         image_folder: str | Path | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        _check_class(config)
-        self._processor = _read_processor(folder)
+        maker = _maker_of(config)
+        processor, self._tokenizer = _read(folder, tokenizer)
+        placeholder = maker(config, self._tokenizer)
         self._most_images = most_images
         self._positions = MropePositions.of(config)
         self._image_id: int = config.image_token_id  # embeddings are put in its place
-        self.images = ImageProcessor(self._processor, self._image_id, options or {}, image_folder)
-        self.placeholder: str = self._processor.image_token
-        self._placeholder_id: int = self._processor.tokenizer.convert_tokens_to_ids(self.placeholder)
+        self.images = ImageProcessor(
+            processor, self._tokenizer, placeholder, self._image_id, options or {}, image_folder
+        )
+        self.placeholder = placeholder.text
+        self._placeholder_id: int = self._tokenizer.convert_tokens_to_ids(self.placeholder)
 
     def prepare(
         self, name: str, prompt: str | Sequence[int], images: Sequence[Any], add_special_tokens: bool = True
@@ -74,8 +69,8 @@ class VisionProcessor:
         add_special_tokens: the tokenizer adds those that begin a text
 
         Raises ValueError for too many images, if the placeholders are not as many as the images, and for an image that
-        cannot be opened or that the processor does not take. The images are read again for pixels that are not kept:
-        they must not change before.
+        cannot be opened or that the processor does not take. The images are read again for their pixels: they must not
+        change before.
         """
         if not images or (self._most_images is not None and len(images) > self._most_images):
             most = "" if self._most_images is None else f" to limit_images_per_prompt={self._most_images}"
@@ -83,10 +78,8 @@ class VisionProcessor:
         self._check_count(name, prompt, len(images))
         names = [f"image {index} of {name}" for index in range(len(images))]
         prepared = [self.images.prepare(*each) for each in zip(names, images, strict=True)]
-        keys = [image.key for image in prepared]
-        pixels = [self.images.on_demand(*each) for each in zip(names, images, keys, strict=True)]
         token_ids = self._expand(prompt, prepared, add_special_tokens)
-        return self._assemble(name, token_ids, prepared, pixels)
+        return self._assemble(name, token_ids, prepared)
 
     def _check_count(self, name: str, prompt: str | Sequence[int], images: int) -> None:
         """Raise ValueError if a prompt has more placeholders than images, or fewer."""
@@ -103,33 +96,31 @@ class VisionProcessor:
         if isinstance(prompt, str):
             first, *others = prompt.split(self.placeholder)
             text = first + "".join(next(rest).text + other for other in others)
-            ids: list[int] = self._processor.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             return ids
         expanded: list[int] = []
         for token in prompt:
             expanded.extend(next(rest).token_ids if token == self._placeholder_id else (token,))
         return expanded
 
-    def _assemble(
-        self, name: str, token_ids: list[int], images: list[PreparedImage], pixels: list[Pixels]
-    ) -> VisionPrompt:
-        """Return a prompt, of which each image has pixels."""
+    def _assemble(self, name: str, token_ids: list[int], images: list[PreparedImage]) -> VisionPrompt:
+        """Return a prompt with these images."""
         is_placeholder = np.asarray(token_ids) == self._image_id
         places = np.flatnonzero(is_placeholder)
         counts = [image.count for image in images]
         if len(places) != sum(counts):
             raise ValueError(f"{name} has token {self._image_id}, an image's, where no image is: must not")
-        spans, pixels_of_spans = [], []
-        for image, own, given in zip(images, np.split(places, np.cumsum(counts)[:-1]), pixels, strict=True):
+        spans, pixels = [], []
+        for image, own in zip(images, np.split(places, np.cumsum(counts)[:-1]), strict=True):
             for first, start, count in _runs(own):
                 spans.append(ImageSpan(image.key, start, count, first))
-                pixels_of_spans.append(given)
+                pixels.append(image.pixels)
         positions, delta = None, 0
         if self._positions is not None:
             if any(before.start + before.count == after.start for before, after in pairwise(spans)):
                 raise ValueError(f"{name} has two images side by side: this model needs a token between them")
             positions, delta = self._positions.compute(is_placeholder, [image.pixels for image in images])
-        return VisionPrompt(token_ids, tuple(spans), positions, delta, tuple(pixels_of_spans))
+        return VisionPrompt(token_ids, tuple(spans), positions, delta, tuple(pixels))
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
@@ -139,22 +130,25 @@ def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
         yield begin, int(run[0]), len(run)
 
 
-def _check_class(config: PretrainedConfig) -> None:
+def _maker_of(config: PretrainedConfig) -> Callable[[PretrainedConfig, PreTrainedTokenizerBase], Placeholder]:
     name = (config.architectures or [""])[0]
     if name not in CLASSES:
         raise ValueError(f"model: architecture {name!r} takes no images here; those that do: {', '.join(CLASSES)}")
+    return CLASSES[name]
 
 
-def _read_processor(folder: str) -> Any:
-    """Return transformers' processor of a checkpoint."""
-    from transformers import AutoProcessor  # here, for a model that cannot see does without
+def _read(folder: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Return transformers' image processor of a checkpoint, and its tokenizer."""
+    from transformers import AutoImageProcessor, AutoTokenizer  # here, for a model that cannot see does without
 
+    if not any((Path(folder) / name).is_file() for name in FILES):
+        raise ValueError(f"model={folder!r}: must have a {FILES[0]}, which says how images are processed")
     try:
-        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+        processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return processor, tokenizer
     except ImportError as error:
-        raise ValueError("images need pillow and torchvision: pip install 'nanoinfer[images]'") from error
+        raise ValueError("images need pillow: pip install 'nanoinfer[images]'") from error
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot read its processor: {reason_of(error)}") from error
-    if not hasattr(processor, "image_processor"):
-        raise ValueError(f"model={folder!r}: must have a preprocessor_config.json, which says how images are processed")
-    return processor

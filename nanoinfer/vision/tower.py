@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -58,10 +57,8 @@ class TransformersTower:
         return [encoded for batch in self._batches(pixels) for encoded in self._encode(batch)]
 
     def try_largest(self, image: Pixels) -> None:
-        """Encode as many images like the largest one as are encoded at once; image: see largest_pixels."""
-        taken = inspect.signature(self._model.get_image_features).parameters
-        pixels = {name: tensor for name, tensor in image.items() if name in taken}
-        self.encode([pixels] * max(1, self.batch_bytes // bytes_of(pixels)))
+        """Encode as many images like the largest one as are encoded at once."""
+        self.encode([image] * max(1, self.batch_bytes // bytes_of(image)))
 
     def _batches(self, pixels: Sequence[Pixels]) -> Iterator[list[Pixels]]:
         """Cut images into batches of at most batch_bytes."""

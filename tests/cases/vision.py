@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import transformers
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_torchvision_available
 
 from cases.case import Case, build
 from cases.multimodal import MULTIMODAL, QWEN2_VISION, QWEN3_5_VISION, QWEN3_VISION, VISION
@@ -39,12 +43,21 @@ class Seeing:
     outer: dict[str, Any] | None = None
     text: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, folder: Path) -> PreTrainedModel:
-        """Save a checkpoint with a processor; returns transformers' model of it."""
+    def make_processor(self) -> Any:
+        """Return transformers' processor, which takes no videos here: those need torchvision."""
         tokenizer = _tokenizer()
-        processor = self.processor(tokenizer)
-        processor.chat_template = CHAT_TEMPLATE.replace("PLACEHOLDER", self.prompt)
-        processor.save_pretrained(folder)
+        tokenizer.chat_template = CHAT_TEMPLATE.replace("PLACEHOLDER", self.prompt)
+        with patch.object(transformers.ProcessorMixin, "check_argument_for_proper_class"):
+            processor = self.processor(tokenizer)
+        processor.chat_template = tokenizer.chat_template
+        return processor
+
+    def build(self, folder: Path) -> PreTrainedModel:
+        """Save a checkpoint with an image processor; returns transformers' model of it."""
+        processor = self.make_processor()
+        processor.image_processor.save_pretrained(folder)
+        processor.tokenizer.save_pretrained(folder)
+        tokenizer = processor.tokenizer
         outer = {"image_token_id": tokenizer.image_token_id, **(self.outer or {})}
         case: Case = MULTIMODAL[self.case]
         settings = {**case.settings, "vocab_size": VOCAB, **self.text}
@@ -66,34 +79,41 @@ def _tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(BUNDLED_MODEL, extra_special_tokens=tokens)
 
 
-def _qwen(name: str, patch_size: int, video: str) -> Callable[[PreTrainedTokenizerBase], Any]:
+def _backend(name: str) -> Any:
+    """Return the class of an image processor, as transformers would take it."""
+    return getattr(transformers, name if is_torchvision_available() else f"{name}Pil")
+
+
+def _qwen(name: str, patch_size: int) -> Callable[[PreTrainedTokenizerBase], Any]:
     def make(tokenizer: PreTrainedTokenizerBase) -> Any:
         size = {"shortest_edge": 56 * 56, "longest_edge": 128 * 128}
-        image_processor = transformers.Qwen2VLImageProcessor(patch_size=patch_size, size=size)
-        return getattr(transformers, name)(image_processor, tokenizer, getattr(transformers, video)())
+        image_processor = _backend("Qwen2VLImageProcessor")(patch_size=patch_size, size=size)
+        return getattr(transformers, name)(image_processor, tokenizer, None)
 
     return make
 
 
 def _gemma3(tokenizer: PreTrainedTokenizerBase) -> Any:
-    image_processor = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
+    image_processor = _backend("Gemma3ImageProcessor")(size={"height": 56, "width": 56})
     return transformers.Gemma3Processor(image_processor, tokenizer, image_seq_length=4)
 
 
 def _gemma4(tokenizer: PreTrainedTokenizerBase) -> Any:
     return transformers.Gemma4Processor(
         transformers.Gemma4AudioFeatureExtractor(),
-        transformers.Gemma4ImageProcessor(max_soft_tokens=70),
+        _backend("Gemma4ImageProcessor")(max_soft_tokens=70),
         tokenizer,
-        transformers.Gemma4VideoProcessor(),
+        None,
     )
 
 
 def _pixtral(tokenizer: PreTrainedTokenizerBase) -> Any:
-    image_processor = transformers.PixtralImageProcessor(size={"longest_edge": 140}, patch_size=14)
-    return transformers.PixtralProcessor(
-        image_processor, tokenizer, patch_size=14, spatial_merge_size=2, image_token=IMAGE
-    )
+    image_processor = _backend("PixtralImageProcessor")(size={"longest_edge": 140}, patch_size=14)
+    rooms = "transformers.models.pixtral"
+    if not is_torchvision_available():  # the processor's module imports the class that needs it
+        sys.modules[f"{rooms}.image_processing_pixtral"] = import_module(f"{rooms}.image_processing_pil_pixtral")
+    processor = import_module(f"{rooms}.processing_pixtral").PixtralProcessor
+    return processor(image_processor, tokenizer, patch_size=14, spatial_merge_size=2, image_token=IMAGE)
 
 
 PIXTRAL = {**VISION, "head_dim": 16, "image_size": 140, "patch_size": 14}
@@ -101,7 +121,7 @@ QWEN = f"{BEGIN}{IMAGE}{END}"
 QWEN2_5_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
     "fullatt_block_indexes": [1], "window_size": 56}  # fmt: skip
 DEEP = {**QWEN3_VISION, "depth": 3, "deepstack_visual_indexes": [0, 2]}
-QWEN3_PROCESSOR = _qwen("Qwen3VLProcessor", 16, "Qwen3VLVideoProcessor")
+QWEN3_PROCESSOR = _qwen("Qwen3VLProcessor", 16)
 
 SEEING = {
     "gemma3": Seeing(
@@ -120,8 +140,8 @@ SEEING = {
     ),
     "mistral3": Seeing("mistral3 multimodal", PIXTRAL, _pixtral),
     "ministral3": Seeing("ministral3 multimodal", PIXTRAL, _pixtral),
-    "qwen2-vl": Seeing("qwen2-vl", QWEN2_VISION, _qwen("Qwen2VLProcessor", 14, "Qwen2VLVideoProcessor"), QWEN),
-    "qwen2.5-vl": Seeing("qwen2.5-vl", QWEN2_5_VISION, _qwen("Qwen2_5_VLProcessor", 14, "Qwen2VLVideoProcessor"), QWEN),
+    "qwen2-vl": Seeing("qwen2-vl", QWEN2_VISION, _qwen("Qwen2VLProcessor", 14), QWEN),
+    "qwen2.5-vl": Seeing("qwen2.5-vl", QWEN2_5_VISION, _qwen("Qwen2_5_VLProcessor", 14), QWEN),
     "qwen3-vl": Seeing("qwen3-vl", DEEP, QWEN3_PROCESSOR, QWEN),
     "qwen3-vl-moe": Seeing("qwen3-vl-moe", DEEP, QWEN3_PROCESSOR, QWEN),
     "qwen3.5": Seeing("qwen3.5 multimodal", QWEN3_5_VISION, QWEN3_PROCESSOR, QWEN),

@@ -1,0 +1,72 @@
+"""What stands for an image in a prompt, by the rules of each model's own processor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.vision.pixels import Pixels
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"  # Mistral's
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """What the processor of a class writes for an image.
+
+    text: what a prompt has in the image's place
+    expand: returns what that becomes; it takes what the image processor made of the image
+    options: of the image processor
+    """
+
+    text: str
+    expand: Callable[[Pixels], str]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _gemma3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    begin, image, end = tokenizer.boi_token, _image(config, tokenizer), tokenizer.eoi_token
+    text = f"\n\n{begin}{image * config.mm_tokens_per_image}{end}\n\n"
+    return Placeholder(begin, lambda _: text, {"do_convert_rgb": True, "do_pan_and_scan": False})
+
+
+def _gemma4(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    begin, image, end = tokenizer.boi_token, _image(config, tokenizer), tokenizer.eoi_token
+    return Placeholder(image, lambda made: f"{begin}{image * int(made['num_soft_tokens_per_image'])}{end}")
+
+
+def _mistral3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    image, side = _image(config, tokenizer), config.vision_config.patch_size * config.spatial_merge_size
+
+    def expand(made: Pixels) -> str:
+        height, width = (int(length) // side for length in made["image_sizes"][0])
+        return ROW_END.join([image * width] * height) + IMAGE_END
+
+    return Placeholder(image, expand, {"patch_size": side})
+
+
+def _qwen(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    image, merged = _image(config, tokenizer), config.vision_config.spatial_merge_size**2
+    return Placeholder(image, lambda made: image * (int(made["image_grid_thw"].prod()) // merged))
+
+
+def _image(config: PretrainedConfig, tokenizer: Any) -> str:
+    """Return the token in whose place an embedding is put."""
+    return str(tokenizer.convert_ids_to_tokens(config.image_token_id))
+
+
+CLASSES: dict[str, Callable[[PretrainedConfig, Any], Placeholder]] = {
+    "Gemma3ForConditionalGeneration": _gemma3,
+    "Gemma4ForConditionalGeneration": _gemma4,
+    "Mistral3ForConditionalGeneration": _mistral3,
+    "Qwen2VLForConditionalGeneration": _qwen,
+    "Qwen2_5_VLForConditionalGeneration": _qwen,
+    "Qwen3VLForConditionalGeneration": _qwen,
+    "Qwen3VLMoeForConditionalGeneration": _qwen,
+    "Qwen3_5ForConditionalGeneration": _qwen,
+    "Qwen3_5MoeForConditionalGeneration": _qwen,
+}  # that see
