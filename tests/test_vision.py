@@ -305,6 +305,14 @@ def test_embeddings_do_not_depend_on_the_batch(name: str, checkpoint: Callable[[
         torch.testing.assert_close(one.embeddings, other.embeddings, atol=1e-5, rtol=1e-5)
 
 
+def test_an_image_may_have_one_token(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("mistral3")
+    tiny, other = by_image(ours.processor.prepare("prompt", ours.text(2), [picture(3, 5), picture(61, 97)]))
+    (alone,), (beside, _) = ours.tower.encode([tiny]), ours.tower.encode([tiny, other])
+    assert alone.embeddings.shape[0] == 1
+    torch.testing.assert_close(alone.embeddings, beside.embeddings, atol=1e-5, rtol=1e-5)
+
+
 def test_batches_have_at_most_so_many_bytes(checkpoint: Callable[[str], Checkpoint]) -> None:
     ours = checkpoint("gemma3")  # its images all become equally large
     images = [picture(64, 64, seed) for seed in range(5)]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 OTHER_PARTS = ("language_model", "audio_tower", "embed_audio")  # of transformers' model
+LIMITS = ("input_min", "input_max", "output_min", "output_max")  # of clipped products; infinite where nothing is
 BATCH_BYTES = 64 << 20  # of pixels
 
 
@@ -49,7 +50,7 @@ class TransformersTower:
 
     def table(self) -> Table:
         """Return what fills the weights, by names as weights.sources.OfTower gives them."""
-        return {name: [Shard(name, tensor, tuple(tensor.shape))] for name, tensor in self._model.state_dict().items()}
+        return {name: [_shard(name, tensor)] for name, tensor in self._model.state_dict().items()}
 
     @torch.inference_mode()
     def encode(self, pixels: Sequence[Pixels]) -> list[Encoded]:
@@ -76,12 +77,25 @@ class TransformersTower:
             yield batch
 
     def _encode(self, batch: list[Pixels]) -> list[Encoded]:
+        if len(batch) == 1 and self._is_one_token(batch[0]):
+            return self._encode(batch * 2)[:1]  # transformers' Mistral 3 cannot encode one token alone
         inputs = {name: join([image[name] for image in batch]).to(self._device) for name in batch[0]}
         features = self._model.get_image_features(**inputs, return_dict=True)
         embeddings = list(features.pooler_output)
         assert len(embeddings) == len(batch)
         layers = getattr(features, "deepstack_features", None) or []
         return [Encoded(own, tuple(layer[image] for layer in layers)) for image, own in enumerate(embeddings)]
+
+    def _is_one_token(self, image: Pixels) -> bool:
+        if "image_sizes" not in image:
+            return False
+        side = self._model.config.vision_config.patch_size * self._model.config.spatial_merge_size
+        return image["image_sizes"].tolist() == [[side, side]]
+
+
+def _shard(name: str, tensor: Tensor) -> Shard:
+    is_limit = name.endswith(LIMITS)
+    return Shard(name, tensor, tuple(tensor.shape), optional=is_limit, is_constant=is_limit, is_limit=is_limit)
 
 
 def _build(
@@ -107,7 +121,7 @@ def _build(
     model.requires_grad_(False).eval()
     for module in model.modules():
         module._is_hf_initialized = False  # on the meta device nothing was
-    for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # a source fills it
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor._is_hf_initialized = not name.endswith(LIMITS)  # else a source fills it
     model.initialize_weights()
     return model
