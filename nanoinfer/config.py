@@ -23,7 +23,7 @@ from nanoinfer.parallel.devices import resolve_device
 from nanoinfer.parallel.group import MAX_RANKS, size_of_group
 from nanoinfer.process.host_memory import check_host_memory
 from nanoinfer.process.torch_state import fresh_torch_state
-from nanoinfer.vision.options import check_image_folder, check_image_options, check_images, has_eyes
+from nanoinfer.vision.options import can_see, check_image_folder, check_image_options, check_images
 from nanoinfer.vllm_spellings import our_value
 from nanoinfer.weights.formats.table import ON_THE_FLY
 
@@ -89,8 +89,9 @@ class Config:
     routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
         so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
         have experts
-    images: "auto": the LLM sees images if the checkpoint has eyes: a tower and a processor that nanoinfer runs. True: a
-        ValueError says why it has none. False: it takes text alone, and has the speed and the memory of a text model
+    images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
+        not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
+        speed and the memory of a text model
     limit_images_per_prompt: a prompt has at most this many images. None: as many as fit max_model_len
     image_options: how large images become, as the checkpoint's processor names it: {"max_pixels": 1048576} for Qwen,
         {"max_soft_tokens": 280} for Gemma 4, or {"size": {...}}. None: as its files say
@@ -221,7 +222,8 @@ class Config:
         self.eos_token_ids = checkpoint.eos_token_ids
         self.generation_defaults = checkpoint.generation_defaults
         with fresh_torch_state():
-            self.images = has_eyes(self.images, self.model, checkpoint.hf_config, self.is_loaded)
+            files = self.model, checkpoint.hf_config, self.is_loaded
+            self.images = can_see(self.images, *files, self.deterministic)
             how = self.quantization, self.tensor_parallel_size, self.is_loaded, self.sees
             self.description = checkpoint.describe(*how)
         self.hf_config = checkpoint.hf_config if self.sees else None

@@ -22,6 +22,10 @@ class Images:
         self._tower, self._device, self._dtype = tower, device, dtype
         self._held: dict[bytes, Encoded] = {}
 
+    def forget(self) -> None:
+        """Keep nothing of what the tower has made: it changes."""
+        self._held.clear()
+
     def take(self, message: ImagesMessage, chunks: list[ChunkMessage]) -> ImageContext | None:
         """Encode the new images; returns what the decoder gets of all in a step's chunks, None if it gets nothing."""
         if message.new:

@@ -153,11 +153,16 @@ class ImageProcessor:
         return digest.digest()
 
 
-def largest_pixels(folder: str, options: Mapping[str, Any]) -> Pixels:
-    """Return the pixels of ImageProcessor.largest, which needs a tokenizer; folder, options: as for VisionProcessor."""
+def read_image_processor(folder: str) -> Any:
+    """Return transformers' image processor of a checkpoint."""
     from transformers import AutoImageProcessor  # here, for a model that cannot see does without
 
-    processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+    return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+
+
+def largest_pixels(folder: str, options: Mapping[str, Any]) -> Pixels:
+    """Return the pixels of ImageProcessor.largest, which needs a tokenizer; folder, options: as for VisionProcessor."""
+    processor = read_image_processor(folder)
     resolved = _resolve_options(processor, options)
     made = processor([_largest_blank(processor, resolved)], return_tensors="pt", **resolved)
     return {name: tensor for name, tensor in made.items() if name not in COUNTS}

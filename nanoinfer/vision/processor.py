@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoinfer.hub import reason_of
-from nanoinfer.vision.image_processor import ImageProcessor, PreparedImage
+from nanoinfer.vision.image_processor import ImageProcessor, PreparedImage, read_image_processor
 from nanoinfer.vision.placeholders import CLASSES, Placeholder
 from nanoinfer.vision.positions import MropePositions
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
@@ -142,12 +142,12 @@ def _maker_of(config: PretrainedConfig) -> Callable[[PretrainedConfig, PreTraine
 
 def _read(folder: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Any, PreTrainedTokenizerBase, str | None]:
     """Return transformers' image processor of a checkpoint, its tokenizer, and its chat template."""
-    from transformers import AutoImageProcessor, AutoTokenizer  # here, for a model that cannot see does without
+    from transformers import AutoTokenizer  # here, for a model that cannot see does without
 
     if not any((Path(folder) / name).is_file() for name in FILES):
         raise ValueError(f"model={folder!r}: must have a {FILES[0]}, which says how images are processed")
     try:
-        processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+        processor = read_image_processor(folder)
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         return processor, tokenizer, _read_chat_template(folder)

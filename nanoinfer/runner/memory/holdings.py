@@ -85,6 +85,12 @@ class Holdings:
         self.images = Images(tower, self._device, config.torch_dtype)
         return tower
 
+    def begin_weights(self, goes_on: bool) -> None:
+        """Expect new weights; goes_on: as for WeightWriter.begin."""
+        self.weights.begin(goes_on)
+        if self.images is not None:
+            self.images.forget()
+
     def make_cache(self, num_blocks: int, num_slots: int) -> None:
         """Make a KV cache and states in place of those before; raises ValueError when the memory does not hold them."""
         with nullcontext() if self._lender is None else self._lender.for_new_kv_cache():
