@@ -50,6 +50,7 @@ ELSEWHERE = {
         ("limit_mm_per_prompt", "limit_images_per_prompt"),
         ("allowed_local_media_path", "image_folder"),
         ("language_model_only", "images"),
+        ("image multi_modal_data", 'write {"prompt": text, "multi_modal_data": {"image": image}} as the prompt'),
         ("cache_dir token", "download the checkpoint, and pass its folder as model"),
     )
     for name in names.split()

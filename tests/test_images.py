@@ -189,11 +189,3 @@ def test_what_is_too_large_is_not_kept() -> None:
     assert kept.find(b"a") is not None
     kept.clear()
     assert (kept.find(b"a"), kept.num_bytes) == (None, 0)
-
-
-def test_a_copy_on_the_host_shares_no_memory() -> None:
-    batch = torch.ones(4, 8)
-    copy = Encoded(batch[:2], (batch[2:],)).on_host()
-    batch.zero_()
-    assert copy.embeddings.sum() == copy.deep[0].sum() == 16
-    assert copy.num_bytes == copy.embeddings.untyped_storage().nbytes() * 2

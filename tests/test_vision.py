@@ -23,6 +23,7 @@ from cases.vision import IMAGE, SEEING
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL
+from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.image_processor import largest_pixels
 from nanoinfer.vision.messages import take_images
 from nanoinfer.vision.pixels import bytes_of
@@ -311,6 +312,18 @@ def test_an_image_may_have_one_token(checkpoint: Callable[[str], Checkpoint]) ->
     (alone,), (beside, _) = ours.tower.encode([tiny]), ours.tower.encode([tiny, other])
     assert alone.embeddings.shape[0] == 1
     torch.testing.assert_close(alone.embeddings, beside.embeddings, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", of_each_kind([name for name in SEEING if "qwen" in name], 1, 2))
+def test_fewer_passes_over_memory(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    """As on a GPU: images of one size are neighbours, and others are not."""
+    ours = checkpoint(name)
+    images = [picture(*size, seed) for seed, size in enumerate([*SIZES, SIZES[-1]])]
+    pixels = by_image(ours.processor.prepare("prompt", ours.text(len(images)), images))
+    wanted, tower = ours.tower.encode(pixels), ours.make_tower()
+    take_fewer_passes(tower._model)
+    for one, other in zip(tower.encode(pixels), wanted, strict=True):
+        torch.testing.assert_close((one.embeddings, *one.deep), (other.embeddings, *other.deep), atol=1e-5, rtol=1e-5)
 
 
 def test_batches_have_at_most_so_many_bytes(checkpoint: Callable[[str], Checkpoint]) -> None:

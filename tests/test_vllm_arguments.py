@@ -336,7 +336,7 @@ class TestCalls:
                 {"tokenization_kwargs": {"truncation": True}},
                 "must be None or empty: pass prompts of token ids to tokeni",
             ),
-            ({"mm_processor_kwargs": {"fps": 2}}, "must be None or empty: all images of an LLM have"),
+            ({"mm_processor_kwargs": {"fps": 2}}, r"must be None or empty: LLM\(image_options="),
         ],
         ids=repr,
     )

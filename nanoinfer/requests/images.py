@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import short
 from nanoinfer.config import Config
 from nanoinfer.engine.images import check_whole, take_images
 from nanoinfer.process.torch_state import fresh_torch_state
+from nanoinfer.vision.ahead import make_pool
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import VisionPrompt
 
@@ -82,11 +83,14 @@ class ImageInputs:
     def prepare(self, prompts: Sequence[WithImages]) -> list[VisionPrompt]:
         """Return prompts ready to run, in their order. The first one's error is raised.
 
-        Threads prepare them: to decode and to resize takes no turn of the interpreter.
+        Threads prepare them: to decode an image takes no turn of the interpreter.
         """
-        workers = min(len(prompts), len(os.sched_getaffinity(0)))
-        with fresh_torch_state(), ThreadPoolExecutor(workers, "nanoinfer-images") as pool:
-            return list(pool.map(self._prepare, prompts))
+        with fresh_torch_state():
+            return list(self._pool.map(self._prepare, prompts))
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return make_pool()
 
     def _prepare(self, given: WithImages) -> VisionPrompt:
         prompt = self._processor.prepare(*given)

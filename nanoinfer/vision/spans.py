@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol
@@ -84,10 +84,9 @@ class Encoded:
         """How much memory they take."""
         return sum(tensor.nbytes for tensor in (self.embeddings, *self.deep))
 
-    def on_host(self) -> Encoded:
-        """Return a copy in host memory, which shares nothing with other images of a batch."""
-        embeddings, *deep = (tensor.to("cpu", copy=True) for tensor in (self.embeddings, *self.deep))
-        return Encoded(embeddings, tuple(deep))
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Encoded:
+        """Return what `move` makes of each tensor."""
+        return Encoded(move(self.embeddings), tuple(map(move, self.deep)))
 
 
 class Tower(Protocol):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nanoinfer.vision.fewer_passes import take_fewer_passes
+from nanoinfer.vision.grids import derive
 from nanoinfer.vision.pixels import Pixels, bytes_of, join
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.weights.shards import Shard, Table
@@ -16,6 +18,7 @@ from nanoinfer.weights.shards import Shard, Table
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+GRIDS, SIZES = "image_grid_thw", "image_sizes"  # inputs of Qwen's towers and of Mistral's
 OTHER_PARTS = ("language_model", "audio_tower", "embed_audio")  # of transformers' model
 LIMITS = ("input_min", "input_max", "output_min", "output_max")  # of clipped products; infinite where nothing is
 BATCH_BYTES = 64 << 20  # of pixels
@@ -42,6 +45,8 @@ class TransformersTower:
         self.batch_bytes = batch_bytes
         self._device = device
         self._model = _build(config, dtype, device, memory or nullcontext())
+        if device.type == "cuda":
+            take_fewer_passes(self._model)
 
     @property
     def num_bytes(self) -> int:
@@ -79,18 +84,31 @@ class TransformersTower:
     def _encode(self, batch: list[Pixels]) -> list[Encoded]:
         if len(batch) == 1 and self._is_one_token(batch[0]):
             return self._encode(batch * 2)[:1]  # transformers' Mistral 3 cannot encode one token alone
-        inputs = {name: join([image[name] for image in batch]).to(self._device) for name in batch[0]}
-        features = self._model.get_image_features(**inputs, return_dict=True)
+        inputs = {name: join([self._placed(name, image[name]) for image in batch]) for name in batch[0]}
+        features = self._model.get_image_features(**inputs, **self._derived(inputs.get(GRIDS)), return_dict=True)
         embeddings = list(features.pooler_output)
         assert len(embeddings) == len(batch)
         layers = getattr(features, "deepstack_features", None) or []
         return [Encoded(own, tuple(layer[image] for layer in layers)) for image, own in enumerate(embeddings)]
 
     def _is_one_token(self, image: Pixels) -> bool:
-        if "image_sizes" not in image:
+        if SIZES not in image:
             return False
         side = self._model.config.vision_config.patch_size * self._model.config.spatial_merge_size
-        return image["image_sizes"].tolist() == [[side, side]]
+        return image[SIZES].tolist() == [[side, side]]
+
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        """Return an input on the device, or in host memory where a tower reads its numbers: it would wait for them."""
+        if name in (GRIDS, SIZES) or self._device.type == "cpu":
+            return tensor
+        return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self._device, non_blocking=True)
+
+    def _derived(self, grids: Tensor | None) -> dict[str, Tensor]:
+        """Return what towers of GRIDS would compute of these, where they lie."""
+        if grids is None:
+            return {}
+        on_host, on_device = derive(self._model.visual, grids)
+        return on_host | {name: self._placed(name, tensor) for name, tensor in on_device.items()}
 
 
 def _shard(name: str, tensor: Tensor) -> Shard:

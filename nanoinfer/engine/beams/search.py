@@ -144,8 +144,11 @@ class BeamSearches:
         ranks, copies, self._copies = self._engine.ranks, self._copies, []
         if ranks.peers is not None:
             ranks.peers.before_step([chunk.seq for chunk in chunks])
+        images = self._engine.row_map.take_images(chunks)
+        for chunk in chunks:
+            if chunk.seq.images is not None and chunk.seq.images.fault is not None:
+                raise ValueError(chunk.seq.images.fault)
         messages = [self._describe(chunk) for chunk in chunks]
-        images = self._engine.row_map.plan_images(chunks)
         transfers = self._blocks.take_transfers(result.num_prefill_tokens)
         result.note_transfers(transfers)
         pending: PendingTokens = ranks.call("run", PrefillMessage([], 0, messages, [], copies, transfers, images))
