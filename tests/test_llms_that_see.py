@@ -18,9 +18,10 @@ pytest.importorskip("torchvision")
 from cases import MULTIMODAL
 from cases.pictures import picture
 from cases.vision import SEEING
+from test_spmd import Trainer, make
 from transformers import AutoProcessor
 
-from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, WorkerError
+from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerError, reference
 from nanoinfer.config import Config
 from nanoinfer.vision import options
 from nanoinfer.vision.processor import FILES
@@ -54,9 +55,13 @@ class Checkpoint:
         return {name: tensor.flip(0) if changed else tensor for name, tensor in found.items()}
 
     def generate(self, llm: LLM, *prompts: Any, **settings: Any) -> list[RequestOutput]:
+        """Generate by `params`; without prompts, from the one with an image."""
+        return llm.generate(list(prompts or (self.prompt,)), self.params(**settings), use_tqdm=False)
+
+    def params(self, **settings: Any) -> SamplingParams:
         """Greedy, without the image's token."""
         how = {"max_tokens": 4, "ignore_eos": True, "logit_bias": {self.image_id: -100}, "logprobs": 0, **settings}
-        return llm.generate(list(prompts or (self.prompt,)), greedy(**how), use_tqdm=False)
+        return greedy(**how)
 
     def expected(self, changed: Weights | None = None) -> list[int]:
         """The tokens that transformers generates, with some other weights."""
@@ -90,12 +95,21 @@ def blind(qwen: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         if lacks == "processor":
             for name in FILES:
                 (folder / name).unlink(missing_ok=True)
+        elif lacks == "float":
+            eight = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in qwen.of_tower().items()}
+            save_file({**qwen.weights, **eight}, folder / "model.safetensors")
         else:
             text = {name: tensor for name, tensor in qwen.weights.items() if not OfTower().known_name(name)}
             save_file(text, folder / "model.safetensors")
         return str(folder)
 
     return make
+
+
+def generate_with_peers(folder: str, prompt: Any, params: SamplingParams) -> list[list[int]]:
+    """Generate as one rank of a trainer's processes, fresh and cached."""
+    with make(folder, max_model_len=256) as llm:
+        return [llm.generate([prompt], params, use_tqdm=False)[0]["token_ids"] for _ in range(2)]
 
 
 class TestOptions:
@@ -124,6 +138,7 @@ class TestOptions:
         [
             ("processor", "the checkpoint has no processor of images"),
             ("tower", "the checkpoint's files hold no tower for images"),
+            ("float", "the checkpoint's tower has numbers of type F8_E4M3; those of 16 bits or more are run"),
             ("pillow", r"images need pillow: pip install 'nanoinfer\[images\]'"),
             ("order", "deterministic=True goes with text alone"),
         ],
@@ -197,6 +212,21 @@ class TestWeights:
         assert qwen.generate(llm)[0]["token_ids"] == qwen.expected(changed)
         assert llm.update_weights(qwen.weights) == 2
         assert qwen.generate(llm)[0]["token_ids"] == qwen.expected()
+
+    @pytest.mark.parametrize(("in_flight", "is_new"), [("recompute", True), ("abort", False)])
+    def test_new_eyes_while_an_image_is_computed(
+        self, in_flight: str, is_new: bool, qwen: Checkpoint, make_llm: Callable[..., LLM]
+    ) -> None:
+        llm = make_llm(qwen.folder, **{**qwen.options, "max_num_batched_tokens": 4})
+        changed = qwen.of_tower(changed=True)
+        llm.add_request(qwen.prompt, qwen.params())
+        assert llm.step() == []
+        llm.update_weights(changed, partial=True, in_flight=in_flight)
+        outputs = []
+        while llm.has_unfinished_requests():
+            outputs += llm.step()
+        assert [output["token_ids"] for output in outputs] == [qwen.expected(changed) if is_new else []]
+        assert qwen.generate(llm)[0]["token_ids"] == qwen.expected(changed)
 
     def test_a_whole_update_has_the_tower(self, qwen: Checkpoint, llm: LLM) -> None:
         text = {name: tensor for name, tensor in qwen.weights.items() if not OfTower().known_name(name)}
@@ -315,6 +345,19 @@ class TestCompany:
         own = Checkpoint("qwen3-vl-moe", tmp_path)
         (output,) = own.generate(make_llm(own.folder, routed_experts=True, **own.options))
         assert len(output["routed_experts"]) == len(output["prompt_token_ids"]) + len(output["token_ids"]) - 1
+
+    def test_a_trainers_reference_sees_nothing(self, qwen: Checkpoint) -> None:
+        with pytest.raises(ValueError, match="reference has no images"):
+            reference(qwen.folder)
+
+    @pytest.mark.whole
+    def test_ranks_of_a_trainer(self, qwen: Checkpoint, tmp_path: Path) -> None:
+        """Each plans by itself, and has the tower."""
+        trainer = Trainer("cpu", tmp_path)
+        try:
+            assert trainer.run(generate_with_peers, qwen.folder, qwen.prompt, qwen.params()) == [qwen.expected()] * 2
+        finally:
+            trainer.end()
 
     @pytest.mark.whole
     def test_replicas(self, qwen: Checkpoint, make_llm: Callable[..., LLM]) -> None:

@@ -241,6 +241,14 @@ class TestCache:
         assert (made.blocks, made.max_model_len) == (5, 80)
         assert "max_model_len=80: the model allows 2048" in told(caplog)[0]
 
+    def test_images_take_their_share(self) -> None:
+        config, spec = Config(BUNDLED_MODEL, **SMALL), KVCacheSpec(ONE_HEAD, torch.float32, by_head=False)
+        how = config, spec, NO_STATES, torch.device("cpu"), TensorParallel()
+        without, plan = (plan_memory(*how, held=0, steps=0, graphs=0, images=size) for size in (0, 1 << 30))
+        assert without.blocks - plan.blocks == (1 << 30) // spec.block_bytes
+        assert ", images 1.00, " in str(plan)
+        assert "images" not in str(without)
+
     def test_a_replica_leaves_the_log_to_all(self, caplog: pytest.LogCaptureFixture) -> None:
         """Its process may log where the LLM's does, as a script that sets up logging is imported in both."""
         config = Config(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=5, data_parallel_size=2)

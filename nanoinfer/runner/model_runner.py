@@ -39,6 +39,7 @@ from nanoinfer.runner.transfer import keep_for_ever
 from nanoinfer.runner.trials import Trials, peak_bytes
 from nanoinfer.runner.voice import Voice
 from nanoinfer.vision.image_processor import largest_pixels
+from nanoinfer.vision.spans import Encoded
 
 log = logging.getLogger("nanoinfer")
 
@@ -193,14 +194,17 @@ class ModelRunner:
         return step_bytes
 
     def _measure_images(self) -> int:
-        """Encode the largest batch of images; returns the bytes that the tower works in.
+        """Encode the largest batch of images; returns the bytes that images take, beside a step's other memory.
 
         Returns 0 without a tower, and on the CPU, where the plan does not count this memory.
         """
-        tower, config = self.holdings.tower, self.config
+        tower, config, encoded = self.holdings.tower, self.config, list[Encoded]()
         if tower is None or config.device == "cpu":
             return 0
-        return peak_bytes(partial(tower.try_largest, largest_pixels(config.model, config.image_options or {})))
+        image = largest_pixels(config.model, config.image_options or {})
+        peak = peak_bytes(lambda: encoded.extend(tower.try_largest(image)))
+        token_bytes = encoded[0].num_bytes // len(encoded[0].embeddings)
+        return peak + 2 * token_bytes * config.max_num_batched_tokens  # of each image, and of a step together
 
     def _compile(self, trials: Trials) -> None:
         """Compile the kernels of the steps that are to be captured, and of a long prompt, side by side.

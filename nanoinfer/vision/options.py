@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.checks import check_flag, short
 from nanoinfer.vision.placeholders import CLASSES
 from nanoinfer.vision.processor import FILES
+from nanoinfer.weights.roll import FILE_NAMES
+from nanoinfer.weights.shards import FLOATS
 from nanoinfer.weights.sources import FileSource, OfTower
 
 if TYPE_CHECKING:
@@ -76,6 +78,14 @@ def _find_fault(folder: str, config: PretrainedConfig, is_loaded: bool) -> str |
         return f"{', '.join(classes)} sees no images here; those that do are {', '.join(CLASSES)}"
     if not any((Path(folder) / name).is_file() for name in FILES):
         return f"the checkpoint has no processor of images: neither {' nor '.join(FILES)}"
-    if is_loaded and FileSource(folder, OfTower()).is_empty:
-        return "the checkpoint's files hold no tower for images"
+    if is_loaded and (fault := _find_fault_of_tower(FileSource(folder, OfTower()).number_types)):
+        return fault
     return None if find_spec("PIL") else "images need pillow: pip install 'nanoinfer[images]'"
+
+
+def _find_fault_of_tower(number_types: set[str]) -> str | None:
+    """Return why a tower of such numbers cannot be run; None: it can."""
+    others = sorted(number_types - {FILE_NAMES[dtype] for dtype in FLOATS})
+    if others:
+        return f"the checkpoint's tower has numbers of type {', '.join(others)}; those of 16 bits or more are run"
+    return None if number_types else "the checkpoint's files hold no tower for images"

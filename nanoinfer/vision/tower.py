@@ -62,9 +62,9 @@ class TransformersTower:
         """Return what the decoder gets for each image, on the tower's device; see spans.Tower."""
         return [encoded for batch in self._batches(pixels) for encoded in self._encode(batch)]
 
-    def try_largest(self, image: Pixels) -> None:
+    def try_largest(self, image: Pixels) -> list[Encoded]:
         """Encode as many images like the largest one as are encoded at once."""
-        self.encode([image] * max(1, self.batch_bytes // bytes_of(image)))
+        return self.encode([image] * max(1, self.batch_bytes // bytes_of(image)))
 
     def _batches(self, pixels: Sequence[Pixels]) -> Iterator[list[Pixels]]:
         """Cut images into batches of at most batch_bytes."""

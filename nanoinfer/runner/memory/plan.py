@@ -40,7 +40,8 @@ class MemoryPlan:
     used: this much was in use before there was a KV cache, by every process together; on the CPU, by this rank's model
     steps: the largest step takes this much while it runs; on the CPU 0, because it is not measured there
     graphs: the CUDA graphs keep about this much
-    images: the tower takes this much while it encodes the largest batch of images; on the CPU 0, as for steps
+    images: the largest batch of images takes this much while the tower encodes it, and a step's embeddings; on the CPU
+        0, as for steps
     states: the states of layers whose memory of the past has a fixed size take this much
     rows: at most so many sequences run at once: max_num_seqs, or fewer, for whose states there is memory
     slots: so many sequences and snapshots can have states
