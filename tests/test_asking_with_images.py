@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import json
 import re
 from base64 import b64encode
 from collections.abc import Callable
@@ -24,7 +26,7 @@ from cases.vision import IMAGE, SEEING
 from PIL.Image import Image
 from transformers import AutoProcessor
 
-from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams, batch
 
 MAX_TOKENS = 5
 ONE, TWO = picture(61, 97), picture(150, 40, 1)
@@ -43,7 +45,14 @@ class Checkpoint:
         self.llm = self.make_llm()
 
     def make_llm(self, **options: Any) -> LLM:
-        return LLM(self.folder, device="cpu", **{**MULTIMODAL[self.seeing.case].small, **options})
+        return LLM(self.folder, device="cpu", **{**self.small, **options})
+
+    @property
+    def small(self) -> dict[str, int]:
+        return MULTIMODAL[self.seeing.case].small
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.processor.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def params(self, **settings: Any) -> SamplingParams:
         """Greedy, without the image's token: transformers would look for an image."""
@@ -210,6 +219,82 @@ def test_beams(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
         with own.make_llm(**options) as llm:
             (output,) = llm.beam_search([prompt], params)
             assert [sequence.token_ids for sequence in output.sequences] == expected
+
+
+def test_replicas(qwen: Checkpoint) -> None:
+    """And several samples of a prompt, whose images begin alike or not."""
+    chats = [[user(image, f"What is {index}?")] for index, image in enumerate([ONE, TWO, ONE])]
+    with qwen.make_llm(data_parallel_size=2) as llm:
+        outputs = llm.chat(chats, qwen.params(n=2), use_tqdm=False)
+    for chat, output in zip(chats, outputs, strict=True):
+        expected = qwen.of_chat(chat)
+        assert [(output.prompt_token_ids, sample.token_ids) for sample in output.samples] == [expected] * 2
+
+
+def test_batch_files(qwen: Checkpoint, tmp_path: Path) -> None:
+    """OpenAI's chats and plain lines, with images by data: URLs and by files in the folder."""
+    (tmp_path / "two.png").write_bytes(written(TWO))
+    first = {"type": "image_url", "image_url": {"url": url(ONE), "detail": "high"}}
+    second = {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/two.png"}}
+    plain, text = qwen.text(TWO, "?"), qwen.text("See ", ONE, " and ", TWO, ".")
+    chat = {"messages": [user(first, " or ", second)]}
+    lines: list[dict[str, Any]] = [
+        {"custom_id": "openai", "method": "POST", "url": "/v1/chat/completions", "body": chat},
+        {"id": "chat", "messages": [user({"type": "image", "image": "two.png"}, "?")]},
+        {"id": "one", "prompt": plain, "image": "two.png"},
+        {"id": "two", "token_ids": qwen.processor.tokenizer.encode(text), "image": [url(ONE), "two.png"]},
+        {"id": "outside", "prompt": plain, "image": "../secret.png"},
+        {"id": "both", "messages": [user(first)], "image": "two.png"},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "logit_bias": {qwen.image_id: -100}}
+    options = {"device": "cpu", "image_folder": str(tmp_path), "keep_order": True, **qwen.small, **settings}
+    summary = batch.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", qwen.folder, **options)
+    assert (summary.done, summary.errors) == (4, 2)
+    openai, *rows, outside, both = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    counts = [openai["response"]["body"]["usage"]["prompt_tokens"], *(row["num_prompt_tokens"] for row in rows)]
+    expected = [
+        qwen.of_chat([user(ONE, " or ", TWO)]),
+        qwen.of_chat([user(TWO, "?")]),
+        qwen.of_text(plain, [TWO]),
+        qwen.of_text(text, [ONE, TWO]),
+    ]
+    assert counts == [len(prompt) for prompt, _ in expected]
+    assert [row["token_ids"] for row in rows] == [generated for _, generated in expected[1:]]
+    assert openai["response"]["body"]["choices"][0]["message"]["content"] == qwen.decode(expected[0][1])
+    assert outside["error"]["message"].startswith("image 0 of prompt['prompt'] is '../secret.png': must be in image_fo")
+    assert both["error"]["message"].startswith("has 'image' beside 'messages'")
+
+
+def test_columns_of_ray_data(qwen: Checkpoint) -> None:
+    """As tables hold images: bytes, lists of them, and the structures of the library datasets."""
+    pytest.importorskip("ray.data")
+    import pyarrow as pa
+
+    from nanoinfer.integrations.ray_data import Generator
+
+    one, two = {"bytes": written(ONE), "path": None}, {"bytes": written(TWO), "path": None}
+    plain, text = qwen.text(ONE, "?"), qwen.text("See ", ONE, " and ", TWO, ".")
+    messages = [user({"type": "image", "image": written(TWO)}, "?")]
+    tables = [
+        pa.Table.from_pylist([{"prompt": plain, "image": written(ONE)}, {"prompt": "But, soft!", "image": None}]),
+        pa.Table.from_pylist([{"prompt": text, "image": [one, two]}]),
+        pa.Table.from_pylist([{"messages": messages}]),
+    ]
+    expected = [
+        [qwen.of_text(plain, [ONE])[1], qwen.of_text("But, soft!", [])[1]],
+        [qwen.of_text(text, [ONE, TWO])[1]],
+        [qwen.of_chat([user(TWO, "?")])[1]],
+    ]
+    generator = Generator(qwen.folder, vars(qwen.params()), device="cpu", **qwen.small)
+
+    async def make(table: pa.Table) -> list[dict[str, Any]]:
+        return (await anext(generator(table))).to_pylist()
+
+    for table, rows in zip(tables, expected, strict=True):
+        made = asyncio.run(make(table))
+        assert [(row["error"], row["token_ids"]) for row in made] == [(None, row) for row in rows]
+        assert [row.get("image") for row in made] == [row.get("image") for row in table.to_pylist()]
 
 
 class TestErrors:

@@ -17,7 +17,7 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset
 from ray.data.block import BlockAccessor, DataBatch
 
-from nanoinfer.batch.lines import PROMPTS, TEMPLATE, complete, take_prompt
+from nanoinfer.batch.lines import IMAGE, PROMPTS, TEMPLATE, complete, take_prompt
 from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
 from nanoinfer.llm import LLM
@@ -28,7 +28,7 @@ from nanoinfer.sampling_params import SamplingParams
 
 KNOWN = PROMPTS["plain"]  # columns, of which each row has one
 SETTINGS = {field.name for field in fields(SamplingParams)}
-READ = {*KNOWN, *SETTINGS, TEMPLATE, "id"}
+READ = {*KNOWN, *SETTINGS, TEMPLATE, IMAGE, "id"}
 UNKEPT = ("prompt_logprobs", "prompt_logprobs_start", "kept_tokens")  # settings whose results have no column
 NO_COLUMN = "its results have no column"
 GIVEN_IDS = "prompt_token_ids"  # a column token_ids gets this name, because the generated ones have its own
@@ -101,7 +101,9 @@ class Generator:
     sampling_params: a SamplingParams, or a mapping with its fields; a row's columns of their names go before it
 
     A row has a prompt in one of the columns prompt, token_ids and messages; chat_template_kwargs may stand beside
-    messages. In these columns and in those of settings, null or NaN counts as nothing.
+    messages. For a model that sees, a column image beside prompt or token_ids holds an image, or a list of them, and
+    parts of messages may hold some: bytes of files, data: URLs, or paths in the option image_folder. In these columns
+    and in those of settings, null or NaN counts as nothing.
 
     text, token_ids, finish_reason: new columns, of the row's first sample; a column token_ids that was there becomes
         prompt_token_ids
@@ -146,7 +148,10 @@ class Generator:
 
     def _read(self, row: dict[str, Any]) -> tuple[Prompt, SamplingParams]:
         """Return what a row asks for. Raises ValueError for what it cannot have."""
+        image = row.pop(IMAGE, None)
         settings = {name: value for name, given in row.items() if (value := _plain(given)) is not None}
+        if image is not None and self._engine.llm.config.sees:
+            settings[IMAGE] = image
         key = settings.pop("id", None)
         prompt = take_prompt(settings, KNOWN)
         return prompt, SamplingParams(**complete(settings, self._shared, self._seed, prompt if key is None else key))
