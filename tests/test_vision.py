@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from nanoinfer import BUNDLED_MODEL
 from nanoinfer.vision.fewer_passes import take_fewer_passes
+from nanoinfer.vision.image_processor import largest_pixels
 from nanoinfer.vision.messages import take_images
 from nanoinfer.vision.pixels import bytes_of
 from nanoinfer.vision.placeholders import CLASSES
@@ -305,6 +306,14 @@ def test_embeddings_do_not_depend_on_the_batch(name: str, checkpoint: Callable[[
         torch.testing.assert_close(one.embeddings, other.embeddings, atol=1e-5, rtol=1e-5)
 
 
+def test_an_image_may_have_one_token(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("mistral3")
+    tiny, other = by_image(ours.processor.prepare("prompt", ours.text(2), [picture(3, 5), picture(61, 97)]))
+    (alone,), (beside, _) = ours.tower.encode([tiny]), ours.tower.encode([tiny, other])
+    assert alone.embeddings.shape[0] == 1
+    torch.testing.assert_close(alone.embeddings, beside.embeddings, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", of_each_kind([name for name in SEEING if "qwen" in name], 1, 2))
 def test_fewer_passes_over_memory(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
     """As on a GPU: images of one size are neighbours, and others are not."""
@@ -325,6 +334,20 @@ def test_batches_have_at_most_so_many_bytes(checkpoint: Callable[[str], Checkpoi
     assert [len(batch) for batch in tower._batches(pixels)] == [2, 2, 1]
     assert len(tower.encode(pixels)) == 5
     assert tower.encode([]) == []
+
+
+@each_class
+def test_the_largest_batch_can_be_tried_without_the_whole_processor(
+    name: str, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = checkpoint(name)
+    whole, alone = ours.processor.images.largest().pixels, largest_pixels(ours.folder, {})
+    assert all(torch.equal(pixels, alone[key]) for key, pixels in whole.items())
+    tower, batches = ours.make_tower(batch_bytes=2 * bytes_of(whole)), list[Any]()
+    monkeypatch.setattr(tower, "encode", batches.append)
+    tower.try_largest(alone)
+    ((one, other),) = batches
+    assert one.keys() == other.keys() == whole.keys()
 
 
 @pytest.mark.parametrize("name", of_each_kind(SEEING, list(SEEING).index("qwen3-vl"), list(SEEING).index("gemma4")))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import short
 from nanoinfer.config import Config
-from nanoinfer.engine.images import take_images
+from nanoinfer.engine.images import check_whole, take_images
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vision.ahead import make_pool
 from nanoinfer.vision.processor import VisionProcessor
@@ -66,7 +66,7 @@ class ImageInputs:
     """Makes prompts with images ready to run. Raises ValueError for what cannot work, as VisionProcessor does."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """config: of an LLM that sees"""
+        """config: of an LLM that sees. Raises ValueError if its largest image fits no step."""
         assert config.hf_config is not None
         self._config = config
         with fresh_torch_state():
@@ -78,6 +78,7 @@ class ImageInputs:
                 config.image_folder,
                 tokenizer,
             )
+            check_whole(self._processor.images.largest().count, config)
 
     def prepare(self, prompts: Sequence[WithImages]) -> list[VisionPrompt]:
         """Return prompts ready to run, in their order. The first one's error is raised.

@@ -120,9 +120,7 @@ class ImageProcessor:
 
     def largest(self) -> PreparedImage:
         """Return what is made of a blank image so large that of no square more is made, for plans of memory."""
-        size = {**_size_of(self._processor), **self._options.get("size", {})}
-        side = size.get("longest_edge", SIDE)
-        return self.prepare(self._blank, _blank(isqrt(side) if _counts_pixels(size) else side))
+        return self.prepare(self._blank, _largest_blank(self._processor, self._options))
 
     def _load(self, name: str, source: Any, key: bytes) -> Tensor:
         """Return the pixel values of an image that was prepared before and had this key."""
@@ -153,6 +151,28 @@ class ImageProcessor:
         digest.update(b"%d %d " % image.size)
         digest.update(image.tobytes())
         return digest.digest()
+
+
+def read_image_processor(folder: str) -> Any:
+    """Return transformers' image processor of a checkpoint."""
+    from transformers import AutoImageProcessor  # here, for a model that cannot see does without
+
+    return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+
+
+def largest_pixels(folder: str, options: Mapping[str, Any]) -> Pixels:
+    """Return the pixels of ImageProcessor.largest, which needs a tokenizer; folder, options: as for VisionProcessor."""
+    processor = read_image_processor(folder)
+    resolved = _resolve_options(processor, options)
+    made = processor([_largest_blank(processor, resolved)], return_tensors="pt", **resolved)
+    return {name: tensor for name, tensor in made.items() if name not in COUNTS}
+
+
+def _largest_blank(image_processor: Any, options: Mapping[str, Any]) -> np.ndarray:
+    """Return a blank image so large that of no square more is made; options: as the image processor names them."""
+    size = {**_size_of(image_processor), **options.get("size", {})}
+    side = size.get("longest_edge", SIDE)
+    return _blank(isqrt(side) if _counts_pixels(size) else side)
 
 
 def _blank(side: int) -> np.ndarray:

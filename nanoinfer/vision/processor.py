@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoinfer.hub import reason_of
-from nanoinfer.vision.image_processor import ImageProcessor, PreparedImage
+from nanoinfer.vision.image_processor import ImageProcessor, PreparedImage, read_image_processor
 from nanoinfer.vision.placeholders import CLASSES, Placeholder
 from nanoinfer.vision.positions import MropePositions
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 FILES = ("preprocessor_config.json", "processor_config.json")  # that may say how images are processed
+TEMPLATE_FILES = ("processor_config.json", "chat_template.json")
 
 
 class VisionProcessor:
@@ -32,6 +34,7 @@ class VisionProcessor:
     tokenizer: the checkpoint's; None: it is loaded
 
     images: prepares each image
+    chat_template: that which comes with the image processor, not with the tokenizer; None: none does
     placeholder: what stands for an image in a prompt's text, before it is made as long as the image's embeddings
 
     Raises ValueError if the class is none of CLASSES, the folder has no image processor, or that takes no such option.
@@ -47,7 +50,7 @@ class VisionProcessor:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         maker = _maker_of(config)
-        processor, self._tokenizer = _read(folder, tokenizer)
+        processor, self._tokenizer, self.chat_template = _read(folder, tokenizer)
         placeholder = maker(config, self._tokenizer)
         self._most_images = most_images
         self._positions = MropePositions.of(config)
@@ -137,18 +140,28 @@ def _maker_of(config: PretrainedConfig) -> Callable[[PretrainedConfig, PreTraine
     return CLASSES[name]
 
 
-def _read(folder: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Return transformers' image processor of a checkpoint, and its tokenizer."""
-    from transformers import AutoImageProcessor, AutoTokenizer  # here, for a model that cannot see does without
+def _read(folder: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Any, PreTrainedTokenizerBase, str | None]:
+    """Return transformers' image processor of a checkpoint, its tokenizer, and its chat template."""
+    from transformers import AutoTokenizer  # here, for a model that cannot see does without
 
     if not any((Path(folder) / name).is_file() for name in FILES):
         raise ValueError(f"model={folder!r}: must have a {FILES[0]}, which says how images are processed")
     try:
-        processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+        processor = read_image_processor(folder)
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return processor, tokenizer
+        return processor, tokenizer, _read_chat_template(folder)
     except ImportError as error:
         raise ValueError("images need pillow: pip install 'nanoinfer[images]'") from error
     except Exception as error:
         raise ValueError(f"model={folder!r}: cannot read its processor: {reason_of(error)}") from error
+
+
+def _read_chat_template(folder: str) -> str | None:
+    """Return the chat template in a file of which tokenizers know nothing."""
+    for file in (Path(folder) / name for name in TEMPLATE_FILES):
+        if file.is_file():
+            template = json.loads(file.read_text("utf-8")).get("chat_template")
+            if template is not None:
+                return str(template)
+    return None

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 GRIDS, SIZES = "image_grid_thw", "image_sizes"  # inputs of Qwen's towers and of Mistral's
 OTHER_PARTS = ("language_model", "audio_tower", "embed_audio")  # of transformers' model
+LIMITS = ("input_min", "input_max", "output_min", "output_max")  # of clipped products; infinite where nothing is
 BATCH_BYTES = 64 << 20  # of pixels
 
 
@@ -54,12 +55,16 @@ class TransformersTower:
 
     def table(self) -> Table:
         """Return what fills the weights, by names as weights.sources.OfTower gives them."""
-        return {name: [Shard(name, tensor, tuple(tensor.shape))] for name, tensor in self._model.state_dict().items()}
+        return {name: [_shard(name, tensor)] for name, tensor in self._model.state_dict().items()}
 
     @torch.inference_mode()
     def encode(self, pixels: Sequence[Pixels]) -> list[Encoded]:
         """Return what the decoder gets for each image, on the tower's device; see spans.Tower."""
         return [encoded for batch in self._batches(pixels) for encoded in self._encode(batch)]
+
+    def try_largest(self, image: Pixels) -> list[Encoded]:
+        """Encode as many images like the largest one as are encoded at once."""
+        return self.encode([image] * max(1, self.batch_bytes // bytes_of(image)))
 
     def _batches(self, pixels: Sequence[Pixels]) -> Iterator[list[Pixels]]:
         """Cut images into batches of at most batch_bytes."""
@@ -77,12 +82,20 @@ class TransformersTower:
             yield batch
 
     def _encode(self, batch: list[Pixels]) -> list[Encoded]:
+        if len(batch) == 1 and self._is_one_token(batch[0]):
+            return self._encode(batch * 2)[:1]  # transformers' Mistral 3 cannot encode one token alone
         inputs = {name: join([self._placed(name, image[name]) for image in batch]) for name in batch[0]}
         features = self._model.get_image_features(**inputs, **self._derived(inputs.get(GRIDS)), return_dict=True)
         embeddings = list(features.pooler_output)
         assert len(embeddings) == len(batch)
         layers = getattr(features, "deepstack_features", None) or []
         return [Encoded(own, tuple(layer[image] for layer in layers)) for image, own in enumerate(embeddings)]
+
+    def _is_one_token(self, image: Pixels) -> bool:
+        if SIZES not in image:
+            return False
+        side = self._model.config.vision_config.patch_size * self._model.config.spatial_merge_size
+        return image[SIZES].tolist() == [[side, side]]
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:
         """Return an input on the device, or in host memory where a tower reads its numbers: it would wait for them."""
@@ -96,6 +109,11 @@ class TransformersTower:
             return {}
         on_host, on_device = derive(self._model.visual, grids)
         return on_host | {name: self._placed(name, tensor) for name, tensor in on_device.items()}
+
+
+def _shard(name: str, tensor: Tensor) -> Shard:
+    is_limit = name.endswith(LIMITS)
+    return Shard(name, tensor, tuple(tensor.shape), optional=is_limit, is_constant=is_limit, is_limit=is_limit)
 
 
 def _build(
@@ -121,7 +139,7 @@ def _build(
     model.requires_grad_(False).eval()
     for module in model.modules():
         module._is_hf_initialized = False  # on the meta device nothing was
-    for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # a source fills it
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor._is_hf_initialized = not name.endswith(LIMITS)  # else a source fills it
     model.initialize_weights()
     return model

@@ -166,9 +166,9 @@ class FileSource:
         return copied
 
     @property
-    def is_empty(self) -> bool:
-        """Whether the files hold none of the tensors that `names` knows."""
-        return next(self._tensors(), None) is None
+    def number_types(self) -> set[str]:
+        """The types of the numbers that the files hold, as files name them, in tensors that `names` knows."""
+        return {tensor.get_dtype() for _, tensor, _ in self._tensors()}
 
     def has_own_head(self, head: str, embedding: str) -> bool:
         """Return whether the files hold an output projection unlike the embedding. Arguments: the two tensors' names"""

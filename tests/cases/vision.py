@@ -116,6 +116,7 @@ def _pixtral(tokenizer: PreTrainedTokenizerBase) -> Any:
     return processor(image_processor, tokenizer, patch_size=14, spatial_merge_size=2, image_token=IMAGE)
 
 
+CLIPPED = {"use_clipped_linears": True, "standardize": True}
 PIXTRAL = {**VISION, "head_dim": 16, "image_size": 140, "patch_size": 14}
 QWEN = f"{BEGIN}{IMAGE}{END}"
 QWEN2_5_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
@@ -135,7 +136,7 @@ SEEING = {
     ),
     "gemma4": Seeing(
         "gemma4 multimodal, experts",
-        {**VISION, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64},
+        {**VISION, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64, **CLIPPED},
         _gemma4,
     ),
     "mistral3": Seeing("mistral3 multimodal", PIXTRAL, _pixtral),
