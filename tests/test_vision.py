@@ -334,6 +334,16 @@ def test_batches_have_at_most_so_many_bytes(checkpoint: Callable[[str], Checkpoi
     assert [len(batch) for batch in tower._batches(pixels)] == [2, 2, 1]
     assert len(tower.encode(pixels)) == 5
     assert tower.encode([]) == []
+    half = TransformersTower(ours.config, torch.bfloat16, CPU, batch_bytes=tower.batch_bytes)
+    assert [len(batch) for batch in half._batches(pixels)] == [4, 1]
+
+
+def test_an_image_is_encoded_alone_where_a_tower_masks_all_pairs_of_patches(
+    checkpoint: Callable[[str], Checkpoint],
+) -> None:
+    ours = checkpoint("mistral3")
+    pixels = by_image(ours.processor.prepare("prompt", ours.text(2), [picture(64, 64), picture(84, 56)]))
+    assert [len(batch) for batch in ours.tower._batches(pixels)] == [1, 1]
 
 
 @each_class
@@ -346,8 +356,9 @@ def test_the_largest_batch_can_be_tried_without_the_whole_processor(
     tower, batches = ours.make_tower(batch_bytes=2 * bytes_of(whole)), list[Any]()
     monkeypatch.setattr(tower, "encode", batches.append)
     tower.try_largest(alone)
-    ((one, other),) = batches
-    assert one.keys() == other.keys() == whole.keys()
+    (batch,) = batches
+    assert len(batch) == (1 if "image_sizes" in whole else 2)
+    assert all(image.keys() == whole.keys() for image in batch)
 
 
 @pytest.mark.parametrize("name", of_each_kind(SEEING, list(SEEING).index("qwen3-vl"), list(SEEING).index("gemma4")))
