@@ -72,7 +72,7 @@ def embeddings_in(prompt: VisionPrompt, encoded: dict[bytes, Encoded]) -> torch.
     return torch.cat([encoded[span.key].embeddings[span.first : span.first + span.count] for span in prompt.spans])
 
 
-each_class = pytest.mark.parametrize("name", of_each_kind(SEEING, 0, 1, 2, 5, 6, 8))
+each_class = pytest.mark.parametrize("name", of_each_kind(SEEING, 0, 1, 2, 3, 6, 7, 9))
 
 
 @each_class
@@ -97,7 +97,7 @@ def test_prompts_and_embeddings_equal_those_of_transformers(name: str, checkpoin
         torch.testing.assert_close(found, torch.cat(list(deep)), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", of_each_kind(SEEING, 0, 1, 3, 5))
+@pytest.mark.parametrize("name", of_each_kind(SEEING, 0, 1, 4, 6))
 def test_torchvision_makes_the_same_of_an_image_but_for_rounding(
     name: str, checkpoint: Callable[[str], Checkpoint]
 ) -> None:

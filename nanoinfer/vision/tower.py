@@ -11,6 +11,7 @@ from torch import Tensor
 from nanoinfer.vision.pixels import Pixels, bytes_of, join
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.weights.shards import Shard, Table
+from nanoinfer.weights.sources import OfTower
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,7 +39,8 @@ class TransformersTower:
 
     def table(self) -> Table:
         """Return what fills the weights, by names as weights.sources.OfTower gives them."""
-        return {name: [_shard(name, tensor)] for name, tensor in self._model.state_dict().items()}
+        tensors = {OfTower().known_name(name): tensor for name, tensor in self._model.state_dict().items()}
+        return {name: [_shard(name, tensor)] for name, tensor in tensors.items() if name is not None}
 
     @torch.inference_mode()
     def encode(self, pixels: Sequence[Pixels]) -> list[Encoded]:
