@@ -164,6 +164,21 @@ def test_equal_images_have_equal_keys(checkpoint: Callable[[str], Checkpoint]) -
     assert smaller.prepare("prompt", ours.text(1), [first]).spans[0].key != keys[0]
 
 
+def test_gemma_3_may_see_crops(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("gemma3")
+    processor = VisionProcessor(ours.folder, ours.config, {"do_pan_and_scan": True})
+    images = [picture(61, 97), picture(300, 900), picture(900, 400)]
+    wanted = ours.oracle(text=ours.text(3), images=images, return_tensors="pt", images_kwargs={"do_pan_and_scan": True})
+    prompt = processor.prepare("prompt", ours.text(3), images)
+    assert prompt.token_ids == wanted["input_ids"][0].tolist()
+    assert len(prompt.spans) == 1 + (1 + 3) + (1 + 2)
+    encoded = dict(zip(dict.fromkeys(s.key for s in prompt.spans), ours.tower.encode(by_image(prompt)), strict=True))
+    with torch.inference_mode():
+        features = ours.model.model.get_image_features(wanted["pixel_values"], return_dict=True)
+    torch.testing.assert_close(embeddings_in(prompt, encoded), torch.cat(list(features.pooler_output)))
+    assert processor.images.largest().count == (1 + 4) * ours.config.mm_tokens_per_image
+
+
 @each_class
 def test_the_largest_image_is_known(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
     ours = checkpoint(name)
@@ -214,7 +229,8 @@ def test_options_say_how_large_images_become(checkpoint: Callable[[str], Checkpo
             {"size": 56},
             r"image_options\['size'\]=56: must be a mapping, such as \{'height': 56, 'width': 56\}",
         ),
-        ("gemma3", {"max_pixels": 9}, r"this model's are size"),
+        ("gemma3", {"max_pixels": 9}, r"this model's are do_pan_and_scan, size"),
+        ("gemma3", {"do_pan_and_scan": 7}, r"image_options=\{'do_pan_and_scan': 7\}: .*cannot be processed"),
     ],
 )
 def test_options_that_a_processor_does_not_take(
@@ -342,6 +358,9 @@ def test_a_tower_has_no_memory_for_the_language_model(checkpoint: Callable[[str]
         ("model.visual.blocks.0.norm1.bias", "visual.blocks.0.norm1.bias"),
         ("visual.merger.mlp.0.weight", "visual.merger.mlp.0.weight"),
         ("vision_tower.vision_model.post_layernorm.bias", "vision_tower.post_layernorm.bias"),
+        ("model.vision_embedder.patch_ln1.bias", "embed_vision.patch_ln1.bias"),
+        ("model.embed_vision.embedding_projection.weight", "embed_vision.embedding_projection.weight"),
+        ("embed_vision.multimodal_embedder.embedding_projection.weight", "embed_vision.embedding_projection.weight"),
         ("model.vision_tower.patch_conv.weight", "vision_tower.patch_conv.weight"),
         ("multi_modal_projector.linear_1.weight", "multi_modal_projector.linear_1.weight"),
         ("model.language_model.layers.0.mlp.up_proj.weight", None),

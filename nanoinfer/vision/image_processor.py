@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KEY_BYTES = 16
 KEPT_BYTES = 1 << 30  # of pixels: a megapixel has up to 25 MB, and very many prompts may wait
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
-OPTIONS = ("max_soft_tokens", "size")  # that say how large an image becomes in other classes
+OPTIONS = ("do_pan_and_scan", "max_soft_tokens", "size")  # that say how large an image becomes in other classes
 COUNTS = ("num_crops", "num_soft_tokens_per_image")  # are made for the prompt alone
 SIDE = 256  # of a blank image, where the size of what is made of an image does not depend on it
 
@@ -94,7 +94,10 @@ class ImageProcessor:
         return prepared
 
     def largest(self) -> PreparedImage:
-        """Return what is made of a blank image so large that of no square more is made, for plans of memory."""
+        """Return what is made of a blank image so large that of none more is made, for plans of memory."""
+        if self._options.get("do_pan_and_scan"):
+            side, crops = (self._options[f"pan_and_scan_{name}"] for name in ("min_crop_size", "max_num_crops"))
+            return self.prepare(self._blank, _blank(side, crops))
         size = {**_size_of(self._processor), **self._options.get("size", {})}
         side = size.get("longest_edge", SIDE)
         return self.prepare(self._blank, _blank(isqrt(side) if _counts_pixels(size) else side))
@@ -131,8 +134,8 @@ class ImageProcessor:
         return digest.digest()
 
 
-def _blank(side: int) -> np.ndarray:
-    return np.zeros((side, side, 3), np.uint8)
+def _blank(side: int, times: int = 1) -> np.ndarray:
+    return np.zeros((side, side * times, 3), np.uint8)
 
 
 def _size_of(image_processor: Any) -> dict[str, int]:

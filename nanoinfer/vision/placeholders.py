@@ -11,6 +11,13 @@ from nanoinfer.vision.pixels import Pixels
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+CROPS = {
+    "do_convert_rgb": True,
+    "do_pan_and_scan": False,
+    "pan_and_scan_min_crop_size": 256,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}  # Gemma 3's defaults, which its files leave out
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"  # Mistral's
 
 
@@ -32,8 +39,16 @@ class Placeholder:
 
 def _gemma3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     begin, image, end = tokenizer.boi_token, _image(config, tokenizer), tokenizer.eoi_token
-    text = f"\n\n{begin}{image * config.mm_tokens_per_image}{end}\n\n"
-    return Placeholder(begin, lambda _: text, {"do_convert_rgb": True, "do_pan_and_scan": False})
+    whole = f"\n\n{begin}{image * config.mm_tokens_per_image}{end}\n\n"
+
+    def expand(made: Pixels) -> str:
+        crops = int(made["num_crops"])
+        if not crops:
+            return whole
+        text = f"Here is the original image {whole} and here are some crops to help you see better"
+        return " ".join([text, *[whole] * crops])
+
+    return Placeholder(begin, expand, CROPS)
 
 
 def _gemma4(config: PretrainedConfig, tokenizer: Any) -> Placeholder:

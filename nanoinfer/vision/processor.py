@@ -31,7 +31,7 @@ class VisionProcessor:
 
     folder: the checkpoint's; config: its config.json
     options: how large images become: "max_pixels" and "min_pixels" for Qwen, "max_soft_tokens" for Gemma 4, or "size"
-        as its image processor has it
+        as its image processor has it; with "do_pan_and_scan", Gemma 3 also sees crops of long images
     most_images: so many may be in a prompt; None: any number
     image_folder: as for Opener
     tokenizer: the checkpoint's; None: it is loaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +69,9 @@ class TransformersTower:
         inputs = {name: join([image[name] for image in batch]).to(self._device) for name in batch[0]}
         features = self._model.get_image_features(**inputs, return_dict=True)
         embeddings = list(features.pooler_output)
+        if len(embeddings) > len(batch):  # Gemma 3's images may have crops
+            rest = iter(embeddings)
+            embeddings = [torch.cat(list(islice(rest, len(image["pixel_values"])))) for image in batch]
         assert len(embeddings) == len(batch)
         layers = getattr(features, "deepstack_features", None) or []
         return [Encoded(own, tuple(layer[image] for layer in layers)) for image, own in enumerate(embeddings)]
