@@ -101,6 +101,15 @@ FORMS: dict[str, tuple[str, dict[str, Any], int]] = {  # of a class: files, the 
         {PROCESSOR: {"image_processor": GEMMA4, "image_seq_length": 280, "processor_class": "Gemma4Processor"}},
         64,
     ),
+    "one file, unified": (
+        "gemma4 unified",
+        {
+            PROCESSOR: {
+                "image_processor": {**GEMMA4, "patch_size": 4, "image_processor_type": "Gemma4UnifiedImageProcessor"}
+            }
+        },
+        64,
+    ),
     "two files": (
         "mistral3",
         {

@@ -75,7 +75,18 @@ class Checkpoint:
         inputs = {name: join([own[name] for own in pixels]) for name in (pixels[0] if pixels else ())}
         if pixels and "mistral" not in self._seeing.case:
             inputs["token_type_ids" if "gemma3" in self._seeing.case else "mm_token_type_ids"] = types
+        if pixels and "unified" in self._seeing.case:
+            inputs["attention_mask"] = self._masks(types)
         return self.model(input_ids=tokens, **inputs).logits[0].float().log_softmax(dim=-1)
+
+    def _masks(self, types: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the masks that transformers makes where it generates; without them its model lets an image's tokens
+        see each other in all layers, which Gemma 4 was not trained for."""
+        embeddings = torch.empty(*types.shape, 0)
+        places = torch.arange(types.shape[1])[None]
+        return self.model.create_masks_for_generate(
+            self.model.config, embeddings, None, None, places, mm_token_type_ids=types
+        )
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ class Opener:
         self._folder = None if folder is None else Path(folder).expanduser().resolve()
 
     def open(self, name: str, source: Any) -> Image:
-        """Return an image in RGB.
+        """Return an image in RGB, on white where it is transparent.
 
         name: begins the messages of errors
         source: a PIL image; a path or a file: URL, in the folder; a data: URL; the bytes of an image's file; an array
@@ -54,7 +54,7 @@ class Opener:
         if most is not None and image.width * image.height > most:
             raise ValueError(f"{name} has {image.width} x {image.height} pixels: must have at most {most}")
         with _named_errors(name):
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return _on_white(ImageOps.exif_transpose(image)).convert("RGB")
 
     def _find(self, name: str, source: Any) -> Image | BytesIO | Path:
         """Return an image, or where to read one."""
@@ -94,6 +94,16 @@ class Opener:
         if not is_file:  # to open a pipe would wait for whoever writes into it
             raise ValueError(f"{name} is {short(source, MOST_SHOWN)}: no such file in {str(self._folder)!r}")
         return file
+
+
+def _on_white(image: Image) -> Image:
+    """Lay what is transparent on white, as transformers and vLLM do."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
 
 
 @contextmanager
