@@ -165,13 +165,11 @@ def _read_tokenizer(folder: str) -> Any:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def _read_processor(folder: str, name: str | None) -> Any:
-    """Return transformers' image processor: that which the checkpoint names, or of the class that is named."""
+def _read_processor(folder: str, name: str) -> Any:
+    """Return transformers' image processor of a class, by torchvision if there is one, for it is faster than PIL."""
     import transformers
     from transformers.utils import is_torchvision_available
 
-    if name is None:
-        return transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
     return getattr(transformers, name if is_torchvision_available() else f"{name}Pil").from_pretrained(folder)
 
 
