@@ -80,7 +80,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], int]] = {  # of a class: files, the 
                 **QWEN,
                 **PIXELS,
                 "size": {"shortest_edge": 9, "longest_edge": 10**9},
-                "image_processor_type": "Qwen2VLImageProcessor",
+                "image_processor_type": "Qwen2_5_VLImageProcessor",  # which transformers does not know any more
                 "processor_class": "Qwen2_5_VLProcessor",
             }
         },
@@ -99,6 +99,15 @@ FORMS: dict[str, tuple[str, dict[str, Any], int]] = {  # of a class: files, the 
     "one file": (
         "gemma4",
         {PROCESSOR: {"image_processor": GEMMA4, "image_seq_length": 280, "processor_class": "Gemma4Processor"}},
+        64,
+    ),
+    "one file, unified": (
+        "gemma4 unified",
+        {
+            PROCESSOR: {
+                "image_processor": {**GEMMA4, "patch_size": 4, "image_processor_type": "Gemma4UnifiedImageProcessor"}
+            }
+        },
         64,
     ),
     "two files": (

@@ -130,6 +130,7 @@ class TestOptions:
         assert qwen.generate(seeing, TEXT)[0]["token_ids"] == qwen.generate(blind, TEXT)[0]["token_ids"]
         assert blind.memory.used < seeing.memory.used
         assert blind.engine.ranks.runner.holdings.images is None
+        assert [", sees images, " in repr(llm) for llm in (seeing, blind)] == [True, False]
         with pytest.raises(ValueError, match=r"multi_modal_data.* LLM\(images=True\) sees"):
             qwen.generate(blind)
 

@@ -36,9 +36,8 @@ from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
-from nanoinfer.runner.trials import Trials, peak_bytes
+from nanoinfer.runner.trials import Trials, largest_image, peak_bytes
 from nanoinfer.runner.voice import Voice
-from nanoinfer.vision.image_processor import largest_pixels
 from nanoinfer.vision.spans import Encoded
 
 log = logging.getLogger("nanoinfer")
@@ -201,7 +200,7 @@ class ModelRunner:
         tower, config, encoded = self.holdings.tower, self.config, list[Encoded]()
         if tower is None or config.device == "cpu":
             return 0
-        image = largest_pixels(config.model, config.image_options or {})
+        image = largest_image(config)
         peak = peak_bytes(lambda: encoded.extend(tower.try_largest(image)))
         token_bytes = encoded[0].num_bytes // len(encoded[0].embeddings)
         return peak + 2 * token_bytes * config.max_num_batched_tokens  # of each image, and of a step together

@@ -27,7 +27,7 @@ KEY_BYTES = 16
 KEPT_BYTES = 64 << 20  # of what stands for images in prompts: an image has some thousand tokens
 TOKEN_BYTES = 8  # of a token's place in a list
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
-OPTIONS = ("max_soft_tokens", "size")  # that say how large an image becomes in other classes
+OPTIONS = ("do_pan_and_scan", "max_soft_tokens", "size")  # that say how large an image becomes in other classes
 COUNTS = ("num_crops", "num_soft_tokens_per_image")  # are made for the prompt alone
 SIDE = 256  # of a blank image, where the size of what is made of an image does not depend on it
 
@@ -119,8 +119,13 @@ class ImageProcessor:
         return PreparedImage(key, known.text, known.token_ids, known.count, pixels)
 
     def largest(self) -> PreparedImage:
-        """Return what is made of a blank image so large that of no square more is made, for plans of memory."""
-        return self.prepare(self._blank, _largest_blank(self._processor, self._options))
+        """Return what is made of a blank image so large that of none more is made, for plans of memory."""
+        if self._options.get("do_pan_and_scan"):
+            side, crops = (self._options[f"pan_and_scan_{name}"] for name in ("min_crop_size", "max_num_crops"))
+            return self.prepare(self._blank, _blank(side, crops))
+        size = {**_size_of(self._processor), **self._options.get("size", {})}
+        side = size.get("longest_edge", SIDE)
+        return self.prepare(self._blank, _blank(isqrt(side) if _counts_pixels(size) else side))
 
     def _load(self, name: str, source: Any, key: bytes) -> Tensor:
         """Return the pixel values of an image that was prepared before and had this key."""
@@ -153,30 +158,8 @@ class ImageProcessor:
         return digest.digest()
 
 
-def read_image_processor(folder: str) -> Any:
-    """Return transformers' image processor of a checkpoint."""
-    from transformers import AutoImageProcessor  # here, for a model that cannot see does without
-
-    return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-
-
-def largest_pixels(folder: str, options: Mapping[str, Any]) -> Pixels:
-    """Return the pixels of ImageProcessor.largest, which needs a tokenizer; folder, options: as for VisionProcessor."""
-    processor = read_image_processor(folder)
-    resolved = _resolve_options(processor, options)
-    made = processor([_largest_blank(processor, resolved)], return_tensors="pt", **resolved)
-    return {name: tensor for name, tensor in made.items() if name not in COUNTS}
-
-
-def _largest_blank(image_processor: Any, options: Mapping[str, Any]) -> np.ndarray:
-    """Return a blank image so large that of no square more is made; options: as the image processor names them."""
-    size = {**_size_of(image_processor), **options.get("size", {})}
-    side = size.get("longest_edge", SIDE)
-    return _blank(isqrt(side) if _counts_pixels(size) else side)
-
-
-def _blank(side: int) -> np.ndarray:
-    return np.zeros((side, side, 3), np.uint8)
+def _blank(side: int, times: int = 1) -> np.ndarray:
+    return np.zeros((side, side * times, 3), np.uint8)
 
 
 def _size_of(image_processor: Any) -> dict[str, int]:

@@ -37,7 +37,7 @@ class Opener:
         self._folder = None if folder is None else Path(folder).expanduser().resolve()
 
     def open(self, name: str, source: Any) -> Image:
-        """Return an image in RGB.
+        """Return an image in RGB, on white where it is transparent.
 
         name: begins the messages of errors
         source: a PIL image; a path or a file: URL, in the folder; a data: URL; the bytes of an image's file; an array
@@ -105,7 +105,17 @@ def _turned(image: Image) -> Image:
     image.load()
     if image.getexif().get(ExifTags.Base.Orientation, UPRIGHT) != UPRIGHT:
         image = ImageOps.exif_transpose(image)
-    return image if image.mode == RGB else image.convert(RGB)
+    return image if image.mode == RGB else _on_white(image).convert(RGB)
+
+
+def _on_white(image: Image) -> Image:
+    """Lay what is transparent on white, as transformers and vLLM do."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
 
 
 @contextmanager

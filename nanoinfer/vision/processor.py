@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoinfer.hub import reason_of
-from nanoinfer.vision.image_processor import ImageProcessor, PreparedImage, read_image_processor
+from nanoinfer.vision.image_processor import ImageProcessor, PreparedImage
 from nanoinfer.vision.placeholders import CLASSES, Placeholder
 from nanoinfer.vision.positions import MropePositions
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 FILES = ("preprocessor_config.json", "processor_config.json")  # that may say how images are processed
+MOST_SHOWN = 300  # characters of transformers' reason
 TEMPLATE_FILES = ("processor_config.json", "chat_template.json")
 
 
@@ -28,7 +30,7 @@ class VisionProcessor:
 
     folder: the checkpoint's; config: its config.json
     options: how large images become: "max_pixels" and "min_pixels" for Qwen, "max_soft_tokens" for Gemma 4, or "size"
-        as its image processor has it
+        as its image processor has it; with "do_pan_and_scan", Gemma 3 also sees crops of long images
     most_images: so many may be in a prompt; None: any number
     image_folder: as for Opener
     tokenizer: the checkpoint's; None: it is loaded
@@ -50,8 +52,11 @@ class VisionProcessor:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         maker = _maker_of(config)
-        processor, self._tokenizer, self.chat_template = _read(folder, tokenizer)
-        placeholder = maker(config, self._tokenizer)
+        with _named_errors(folder):
+            self._tokenizer = _read_tokenizer(folder) if tokenizer is None else tokenizer
+            self.chat_template = _read_chat_template(folder)
+            placeholder = maker(config, self._tokenizer)
+            processor = _read_processor(folder, placeholder.image_processor)
         self._most_images = most_images
         self._positions = MropePositions.of(config)
         self._image_id: int = config.image_token_id  # embeddings are put in its place
@@ -140,21 +145,32 @@ def _maker_of(config: PretrainedConfig) -> Callable[[PretrainedConfig, PreTraine
     return CLASSES[name]
 
 
-def _read(folder: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Any, PreTrainedTokenizerBase, str | None]:
-    """Return transformers' image processor of a checkpoint, its tokenizer, and its chat template."""
-    from transformers import AutoTokenizer  # here, for a model that cannot see does without
-
+@contextmanager
+def _named_errors(folder: str) -> Iterator[None]:
+    """Say what is wrong with a checkpoint's files, or missing."""
     if not any((Path(folder) / name).is_file() for name in FILES):
         raise ValueError(f"model={folder!r}: must have a {FILES[0]}, which says how images are processed")
     try:
-        processor = read_image_processor(folder)
-        if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return processor, tokenizer, _read_chat_template(folder)
+        yield
     except ImportError as error:
         raise ValueError("images need pillow: pip install 'nanoinfer[images]'") from error
     except Exception as error:
-        raise ValueError(f"model={folder!r}: cannot read its processor: {reason_of(error)}") from error
+        reason = reason_of(error)[:MOST_SHOWN]
+        raise ValueError(f"model={folder!r}: cannot read how images are processed: {reason}") from error
+
+
+def _read_tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _read_processor(folder: str, name: str) -> Any:
+    """Return transformers' image processor of a class, by torchvision if there is one, for it is faster than PIL."""
+    import transformers
+    from transformers.utils import is_torchvision_available
+
+    return getattr(transformers, name if is_torchvision_available() else f"{name}Pil").from_pretrained(folder)
 
 
 def _read_chat_template(folder: str) -> str | None:

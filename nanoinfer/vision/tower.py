@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from nanoinfer.vision.grids import derive
 from nanoinfer.vision.pixels import Pixels, join
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.weights.shards import Shard, Table
+from nanoinfer.weights.sources import OfTower
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,7 +57,8 @@ class TransformersTower:
 
     def table(self) -> Table:
         """Return what fills the weights, by names as weights.sources.OfTower gives them."""
-        return {name: [_shard(name, tensor)] for name, tensor in self._model.state_dict().items()}
+        tensors = {OfTower().known_name(name): tensor for name, tensor in self._model.state_dict().items()}
+        return {name: [_shard(name, tensor)] for name, tensor in tensors.items() if name is not None}
 
     @torch.inference_mode()
     def encode(self, pixels: Sequence[Pixels]) -> list[Encoded]:
@@ -96,6 +99,9 @@ class TransformersTower:
         inputs = {name: join([self._placed(name, image[name]) for image in batch]) for name in batch[0]}
         features = self._model.get_image_features(**inputs, **self._derived(inputs.get(GRIDS)), return_dict=True)
         embeddings = list(features.pooler_output)
+        if len(embeddings) > len(batch):  # Gemma 3's images may have crops
+            rest = iter(embeddings)
+            embeddings = [torch.cat(list(islice(rest, len(image["pixel_values"])))) for image in batch]
         assert len(embeddings) == len(batch)
         layers = getattr(features, "deepstack_features", None) or []
         return [Encoded(own, tuple(layer[image] for layer in layers)) for image, own in enumerate(embeddings)]
