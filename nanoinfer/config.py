@@ -23,8 +23,8 @@ from nanoinfer.parallel.devices import resolve_device
 from nanoinfer.parallel.group import MAX_RANKS, size_of_group
 from nanoinfer.process.host_memory import check_host_memory
 from nanoinfer.process.torch_state import fresh_torch_state
-from nanoinfer.vision.options import check_image_folder, check_image_options, check_images, has_eyes
-from nanoinfer.vllm_arguments import our_value
+from nanoinfer.vision.options import can_see, check_image_folder, check_image_options, check_images
+from nanoinfer.vllm_spellings import our_value
 from nanoinfer.weights.formats.table import ON_THE_FLY
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ class Config:
     lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An
         embedding that is the same matrix keeps `dtype` beside it. "auto": all of this has `dtype`
     quantization: "fp8": a checkpoint of 16 or 32 bits is quantized to eight bits (e4m3) as it loads: its matrices, but
-        not embeddings, head, norms and routers. "int8", "int4" and "mxfp4": they are rounded to so many bits, with a
-        scale for each group of neighbouring inputs: 128 of them, or 64 where 128 does not divide, and 32 in MXFP4.
-        None: the weights stay as the checkpoint has them. See the README's limits for what multiplies them as they are
+        not embeddings, head, norms, routers and tower. "int8", "int4" and "mxfp4": they are rounded to so many bits,
+        with a scale for each group of neighbouring inputs: 128 of them, or 64 where 128 does not divide, and 32 in
+        MXFP4. None: the weights stay as the checkpoint has them. See the README's limits for what multiplies them
     kv_cache_dtype: "fp8": the KV cache holds keys and values in eight bits (e4m3), by the checkpoint's own scales if it
         has some; flash_attn cannot read it; "auto": the cache has `dtype`
     state_dtype: "float32" or "bfloat16": the dtype of a recurrence's states; "bfloat16" halves them, and loses digits
@@ -89,8 +89,9 @@ class Config:
     routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
         so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
         have experts
-    images: "auto": the LLM sees images if the checkpoint has eyes: a tower and a processor that nanoinfer runs. True: a
-        ValueError says why it has none. False: it takes text alone, and has the speed and the memory of a text model
+    images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
+        not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
+        speed and the memory of a text model
     limit_images_per_prompt: a prompt has at most this many images. None: as many as fit max_model_len
     image_options: how large images become, as the checkpoint's processor names it: {"max_pixels": 1048576} for Qwen,
         {"max_soft_tokens": 280} for Gemma 4, or {"size": {...}}. None: as its files say
@@ -221,7 +222,8 @@ class Config:
         self.eos_token_ids = checkpoint.eos_token_ids
         self.generation_defaults = checkpoint.generation_defaults
         with fresh_torch_state():
-            self.images = has_eyes(self.images, self.model, checkpoint.hf_config, self.is_loaded)
+            files = self.model, checkpoint.hf_config, self.is_loaded
+            self.images = can_see(self.images, *files, self.deterministic)
             how = self.quantization, self.tensor_parallel_size, self.is_loaded, self.sees
             self.description = checkpoint.describe(*how)
         self.hf_config = checkpoint.hf_config if self.sees else None

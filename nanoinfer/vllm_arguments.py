@@ -270,10 +270,6 @@ FOR_LLM: tuple[Line, ...] = (
     ("return_sampling_mask", FALSE, "SamplingParams(kept_tokens=True) tells how many tokens could be drawn"),
     ("enable_trace_replay", FALSE, "llm.score tells how likely given tokens are"),
     # Media
-    ("language_model_only", FLAG, "LLM(images=False) takes no room for images"),
-    ("limit_mm_per_prompt", ANY, "LLM(limit_images_per_prompt=...) limits images"),
-    ("mm_processor_kwargs", EMPTY, IMAGE_SIZES),
-    ("allowed_local_media_path", EMPTY, "write LLM(image_folder=...)"),
     ("allowed_media_domains", ANY, NOT_FETCHED),
     ("media_io_kwargs video_pruning_rate video_pruning_method", EMPTY, IMAGES_ALONE),
     ("interleave_mm_strings", FLAG, "a template gets each image where its message has it"),
@@ -373,24 +369,6 @@ ARGUMENTS = {
     "reset_prefix_cache": _by_name(FOR_RESET),
 }
 """Who takes the argument -> its name -> what is known of it."""
-
-SAME_VALUES: dict[str, Mapping[Any, Any]] = {
-    "dtype": {"half": "float16", "float": "float32"},
-    "lm_head_dtype": {"float": "float32"},
-    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
-    "attention_backend": {"TRITON_ATTN": "triton", "FLASH_ATTN": "flash_attn"},
-    "max_model_len": {"auto": None, -1: None},
-    "load_format": dict.fromkeys(
-        ("auto", "hf", "fastsafetensors", "instanttensor", "runai_streamer"), "safetensors"
-    ),  # ways to read the same files
-}
-"""Options of LLM that vLLM has too -> its names for values -> ours."""
-
-
-def our_value(option: str, value: Any) -> Any:
-    """Return the value of an option of LLM, by our name where vLLM has another."""
-    known = SAME_VALUES.get(option, {})
-    return known.get(value if isinstance(value, str) else as_int(value), value)
 
 
 def reason_for(name: str) -> str | None:

@@ -16,6 +16,7 @@ pytest.importorskip("PIL")
 
 from cases.pictures import picture
 from PIL import Image
+from transformers.image_transforms import convert_to_rgb
 
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.messages import take_images
@@ -49,6 +50,19 @@ def test_an_image_is_turned_as_its_camera_noted() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned by a quarter
     assert Opener().open("image", written(picture(8, 16), "JPEG", exif=exif)).size == (16, 8)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L"])
+def test_what_is_transparent_is_white(mode: str) -> None:
+    """As in transformers."""
+    image = picture(5, 7)
+    image.putalpha(picture(5, 7, seed=1).convert("L"))
+    image = image.convert(mode)
+    if mode == "P":
+        image.info["transparency"] = 3
+    file = written(image)
+    for source, given in ((image, image), (file, Image.open(BytesIO(file)))):
+        assert np.array_equal(np.asarray(Opener().open("image", source)), convert_to_rgb(given, return_numpy=True))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ from cases.vision import IMAGE, SEEING
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL
+from nanoinfer.config import Config
+from nanoinfer.runner.trials import largest_image
+from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.messages import take_images
 from nanoinfer.vision.pixels import bytes_of
 from nanoinfer.vision.placeholders import CLASSES
@@ -72,7 +75,7 @@ def embeddings_in(prompt: VisionPrompt, encoded: dict[bytes, Encoded]) -> torch.
     return torch.cat([encoded[span.key].embeddings[span.first : span.first + span.count] for span in prompt.spans])
 
 
-each_class = pytest.mark.parametrize("name", of_each_kind(SEEING, 0, 1, 2, 5, 6, 8))
+each_class = pytest.mark.parametrize("name", of_each_kind(SEEING, 0, 1, 2, 3, 6, 7, 9))
 
 
 @each_class
@@ -97,7 +100,7 @@ def test_prompts_and_embeddings_equal_those_of_transformers(name: str, checkpoin
         torch.testing.assert_close(found, torch.cat(list(deep)), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", of_each_kind(SEEING, 0, 1, 3, 5))
+@pytest.mark.parametrize("name", of_each_kind(SEEING, 0, 1, 4, 6))
 def test_torchvision_makes_the_same_of_an_image_but_for_rounding(
     name: str, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
@@ -163,6 +166,21 @@ def test_equal_images_have_equal_keys(checkpoint: Callable[[str], Checkpoint]) -
     assert smaller.prepare("prompt", ours.text(1), [first]).spans[0].key != keys[0]
 
 
+def test_gemma_3_may_see_crops(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("gemma3")
+    processor = VisionProcessor(ours.folder, ours.config, {"do_pan_and_scan": True})
+    images = [picture(61, 97), picture(300, 900), picture(900, 400)]
+    wanted = ours.oracle(text=ours.text(3), images=images, return_tensors="pt", images_kwargs={"do_pan_and_scan": True})
+    prompt = processor.prepare("prompt", ours.text(3), images)
+    assert prompt.token_ids == wanted["input_ids"][0].tolist()
+    assert len(prompt.spans) == 1 + (1 + 3) + (1 + 2)
+    encoded = dict(zip(dict.fromkeys(s.key for s in prompt.spans), ours.tower.encode(by_image(prompt)), strict=True))
+    with torch.inference_mode():
+        features = ours.model.model.get_image_features(wanted["pixel_values"], return_dict=True)
+    torch.testing.assert_close(embeddings_in(prompt, encoded), torch.cat(list(features.pooler_output)))
+    assert processor.images.largest().count == (1 + 4) * ours.config.mm_tokens_per_image
+
+
 @each_class
 def test_the_largest_image_is_known(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
     ours = checkpoint(name)
@@ -213,7 +231,8 @@ def test_options_say_how_large_images_become(checkpoint: Callable[[str], Checkpo
             {"size": 56},
             r"image_options\['size'\]=56: must be a mapping, such as \{'height': 56, 'width': 56\}",
         ),
-        ("gemma3", {"max_pixels": 9}, r"this model's are size"),
+        ("gemma3", {"max_pixels": 9}, r"this model's are do_pan_and_scan, size"),
+        ("gemma3", {"do_pan_and_scan": 7}, r"image_options=\{'do_pan_and_scan': 7\}: .*cannot be processed"),
     ],
 )
 def test_options_that_a_processor_does_not_take(
@@ -304,6 +323,26 @@ def test_embeddings_do_not_depend_on_the_batch(name: str, checkpoint: Callable[[
         torch.testing.assert_close(one.embeddings, other.embeddings, atol=1e-5, rtol=1e-5)
 
 
+def test_an_image_may_have_one_token(checkpoint: Callable[[str], Checkpoint]) -> None:
+    ours = checkpoint("mistral3")
+    tiny, other = by_image(ours.processor.prepare("prompt", ours.text(2), [picture(3, 5), picture(61, 97)]))
+    (alone,), (beside, _) = ours.tower.encode([tiny]), ours.tower.encode([tiny, other])
+    assert alone.embeddings.shape[0] == 1
+    torch.testing.assert_close(alone.embeddings, beside.embeddings, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", of_each_kind([name for name in SEEING if "qwen" in name], 1, 2))
+def test_fewer_passes_over_memory(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    """As on a GPU: images of one size are neighbours, and others are not."""
+    ours = checkpoint(name)
+    images = [picture(*size, seed) for seed, size in enumerate([*SIZES, SIZES[-1]])]
+    pixels = by_image(ours.processor.prepare("prompt", ours.text(len(images)), images))
+    wanted, tower = ours.tower.encode(pixels), ours.make_tower()
+    take_fewer_passes(tower._model)
+    for one, other in zip(tower.encode(pixels), wanted, strict=True):
+        torch.testing.assert_close((one.embeddings, *one.deep), (other.embeddings, *other.deep), atol=1e-5, rtol=1e-5)
+
+
 def test_batches_have_at_most_so_many_bytes(checkpoint: Callable[[str], Checkpoint]) -> None:
     ours = checkpoint("gemma3")  # its images all become equally large
     images = [picture(64, 64, seed) for seed in range(5)]
@@ -312,6 +351,19 @@ def test_batches_have_at_most_so_many_bytes(checkpoint: Callable[[str], Checkpoi
     assert [len(batch) for batch in tower._batches(pixels)] == [2, 2, 1]
     assert len(tower.encode(pixels)) == 5
     assert tower.encode([]) == []
+
+
+@each_class
+def test_the_largest_batch_is_tried(
+    name: str, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = checkpoint(name)
+    image, batches = largest_image(Config(ours.folder)), list[Any]()
+    tower = ours.make_tower(batch_bytes=2 * bytes_of(image))
+    monkeypatch.setattr(tower, "_encode", lambda batch: batches.append(batch) or [])
+    assert tower.try_largest(image) == []
+    ((one, other),) = batches
+    assert one.keys() == other.keys() == ours.processor.images.largest().pixels.keys()
 
 
 @pytest.mark.parametrize("name", of_each_kind(SEEING, list(SEEING).index("qwen3-vl"), list(SEEING).index("gemma4")))
@@ -340,6 +392,9 @@ def test_a_tower_has_no_memory_for_the_language_model(checkpoint: Callable[[str]
         ("model.visual.blocks.0.norm1.bias", "visual.blocks.0.norm1.bias"),
         ("visual.merger.mlp.0.weight", "visual.merger.mlp.0.weight"),
         ("vision_tower.vision_model.post_layernorm.bias", "vision_tower.post_layernorm.bias"),
+        ("model.vision_embedder.patch_ln1.bias", "embed_vision.patch_ln1.bias"),
+        ("model.embed_vision.embedding_projection.weight", "embed_vision.embedding_projection.weight"),
+        ("embed_vision.multimodal_embedder.embedding_projection.weight", "embed_vision.embedding_projection.weight"),
         ("model.vision_tower.patch_conv.weight", "vision_tower.patch_conv.weight"),
         ("multi_modal_projector.linear_1.weight", "multi_modal_projector.linear_1.weight"),
         ("model.language_model.layers.0.mlp.up_proj.weight", None),

@@ -81,22 +81,30 @@ class PromptImages:
 
 
 def take_images(prompt: VisionPrompt, config: Config) -> PromptImages:
-    """Return a prompt's images; raises ValueError if an engine of these options cannot compute them."""
-    whole = any(config.description.whole_images)
-    images, most = PromptImages(prompt, whole), config.max_num_batched_tokens
-    if config.deterministic:
-        raise ValueError("deterministic=True: must be False for a prompt with images")
-    if whole and config.attention_backend == "flash_attn":
+    """Return a prompt's images; raises ValueError as check_whole does."""
+    images = PromptImages(prompt, any(config.description.whole_images))
+    check_whole(images.largest, config)
+    return images
+
+
+def check_whole(largest: int, config: Config) -> None:
+    """Raise ValueError if an engine of these options cannot compute an image of so many tokens, which see each other.
+
+    Nothing is raised for a model whose tokens see only what is before them.
+    """
+    if not any(config.description.whole_images):
+        return
+    most = config.max_num_batched_tokens
+    if config.attention_backend == "flash_attn":
         raise ValueError(
             "attention_backend='flash_attn': cannot let the tokens of an image see each other, as this model does;"
-            " 'triton' and 'torch' can"
+            " 'triton' and 'torch' can, and images=False needs no such thing"
         )
-    if images.largest > most:
+    if largest > most:
         raise ValueError(
-            f"max_num_batched_tokens={most}: must be at least {images.largest} for a prompt with an image of so many"
-            " tokens: they see each other, so that one step computes them all"
+            f"max_num_batched_tokens={most}: must be at least {largest}, the tokens of an image: they see each other,"
+            " so that one step computes them all; raise it, make images smaller by image_options, or set images=False"
         )
-    return images
 
 
 class ImageFeed:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import short
 from nanoinfer.config import Config
-from nanoinfer.engine.images import take_images
+from nanoinfer.engine.images import check_whole, take_images
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vision.ahead import make_pool
 from nanoinfer.vision.image_processor import PreparedImage
@@ -67,7 +67,7 @@ class ImageInputs:
     """Makes prompts with images ready to run. Raises ValueError for what cannot work, as VisionProcessor does."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """config: of an LLM that sees"""
+        """config: of an LLM that sees. Raises ValueError if its largest image fits no step."""
         assert config.hf_config is not None
         self._config = config
         with fresh_torch_state():
@@ -79,6 +79,7 @@ class ImageInputs:
                 config.image_folder,
                 tokenizer,
             )
+            check_whole(self._processor.images.largest().count, config)
 
     def open(self, name: str, images: Sequence[Any]) -> list[PreparedImage]:
         """Return images that several prompts will have; name: begins the messages of errors."""

@@ -36,8 +36,9 @@ from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
-from nanoinfer.runner.trials import Trials, peak_bytes
+from nanoinfer.runner.trials import Trials, largest_image, peak_bytes
 from nanoinfer.runner.voice import Voice
+from nanoinfer.vision.spans import Encoded
 
 log = logging.getLogger("nanoinfer")
 
@@ -91,7 +92,7 @@ class ModelRunner:
                 self._connect()
                 with torch.inference_mode():
                     self._choose_threads()
-                    self._size(self._measure())
+                    self._size(self._measure(), self._measure_images())
                     self._capture()
         except BaseException:
             self.close(failed=True)
@@ -191,6 +192,19 @@ class ModelRunner:
         )
         return step_bytes
 
+    def _measure_images(self) -> int:
+        """Encode the largest batch of images; returns the bytes that images take, beside a step's other memory.
+
+        Returns 0 without a tower, and on the CPU, where the plan does not count this memory.
+        """
+        tower, config, encoded = self.holdings.tower, self.config, list[Encoded]()
+        if tower is None or config.device == "cpu":
+            return 0
+        image = largest_image(config)
+        peak = peak_bytes(lambda: encoded.extend(tower.try_largest(image)))
+        token_bytes = encoded[0].num_bytes // len(encoded[0].embeddings)
+        return peak + 2 * token_bytes * config.max_num_batched_tokens  # of each image, and of a step together
+
     def _compile(self, trials: Trials) -> None:
         """Compile the kernels of the steps that are to be captured, and of a long prompt, side by side.
 
@@ -215,12 +229,13 @@ class ModelRunner:
             with recording():
                 self.steps.decode_rows(rows, max_len, shares)
 
-    def _size(self, step_bytes: int) -> None:
+    def _size(self, step_bytes: int, image_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
         graph_bytes = (len(self._graph_sizes) + len(self._sharing_sizes)) * BYTES_PER_GRAPH
         specs, held = (self.holdings.cache_spec, self.holdings.state_spec), self.holdings.model_bytes
         slots = 0 if self.offload is None else self.offload.slots
-        self.memory = plan_memory(self.config, *specs, self.device, self.tp, held, step_bytes, graph_bytes, slots)
+        needs = held, step_bytes, graph_bytes, image_bytes, slots
+        self.memory = plan_memory(self.config, *specs, self.device, self.tp, *needs)
         self.config.max_model_len = self.memory.max_model_len
         self._make_cache(self.memory.blocks, self.memory.slots)
         if slots:

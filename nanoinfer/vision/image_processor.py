@@ -27,7 +27,7 @@ KEY_BYTES = 16
 KEPT_BYTES = 64 << 20  # of what stands for images in prompts: an image has some thousand tokens
 TOKEN_BYTES = 8  # of a token's place in a list
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
-OPTIONS = ("max_soft_tokens", "size")  # that say how large an image becomes in other classes
+OPTIONS = ("do_pan_and_scan", "max_soft_tokens", "size")  # that say how large an image becomes in other classes
 COUNTS = ("num_crops", "num_soft_tokens_per_image")  # are made for the prompt alone
 SIDE = 256  # of a blank image, where the size of what is made of an image does not depend on it
 
@@ -121,7 +121,10 @@ class ImageProcessor:
         return PreparedImage(key, known.text, known.token_ids, known.count, pixels)
 
     def largest(self) -> PreparedImage:
-        """Return what is made of a blank image so large that of no square more is made, for plans of memory."""
+        """Return what is made of a blank image so large that of none more is made, for plans of memory."""
+        if self._options.get("do_pan_and_scan"):
+            side, crops = (self._options[f"pan_and_scan_{name}"] for name in ("min_crop_size", "max_num_crops"))
+            return self.prepare(self._blank, _blank(side, crops))
         size = {**_size_of(self._processor), **self._options.get("size", {})}
         side = size.get("longest_edge", SIDE)
         return self.prepare(self._blank, _blank(isqrt(side) if _counts_pixels(size) else side))
@@ -157,8 +160,8 @@ class ImageProcessor:
         return digest.digest()
 
 
-def _blank(side: int) -> np.ndarray:
-    return np.zeros((side, side, 3), np.uint8)
+def _blank(side: int, times: int = 1) -> np.ndarray:
+    return np.zeros((side, side * times, 3), np.uint8)
 
 
 def _size_of(image_processor: Any) -> dict[str, int]:

@@ -22,6 +22,8 @@ FILE, DATA = "file://", "data:"
 A_SOURCE = "a PIL image, a path, a data: URL, the bytes of a file, or an array of uint8, [height, width, 3]"
 CHANNELS = (1, 3, 4)  # that an array may have
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of files; PIL runs a program for some others
+RGB = "RGB"
+UPRIGHT = 1  # an image's orientation (EXIF 2.3)
 MOST_SHOWN = 60  # characters of a URL or a path in an error message
 
 
@@ -35,7 +37,7 @@ class Opener:
         self._folder = None if folder is None else Path(folder).expanduser().resolve()
 
     def open(self, name: str, source: Any) -> Image:
-        """Return an image in RGB.
+        """Return an image in RGB, on white where it is transparent.
 
         name: begins the messages of errors
         source: a PIL image; a path or a file: URL, in the folder; a data: URL; the bytes of an image's file; an array
@@ -45,7 +47,7 @@ class Opener:
         Raises ValueError for another source, for one that does not decode or is no file of FORMATS, and for one of more
         pixels than PIL.Image.MAX_IMAGE_PIXELS, before it is decoded.
         """
-        from PIL import Image, ImageOps  # here, for it comes with an extra
+        from PIL import Image  # here, for it comes with an extra
 
         found = self._find(name, source)
         with _named_errors(name):
@@ -54,7 +56,7 @@ class Opener:
         if most is not None and image.width * image.height > most:
             raise ValueError(f"{name} has {image.width} x {image.height} pixels: must have at most {most}")
         with _named_errors(name):
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return _turned(image)
 
     def _find(self, name: str, source: Any) -> Image | BytesIO | Path:
         """Return an image, or where to read one."""
@@ -94,6 +96,26 @@ class Opener:
         if not is_file:  # to open a pipe would wait for whoever writes into it
             raise ValueError(f"{name} is {short(source, MOST_SHOWN)}: no such file in {str(self._folder)!r}")
         return file
+
+
+def _turned(image: Image) -> Image:
+    """Return an image in RGB, turned as its camera noted; one that is so already is not copied."""
+    from PIL import ExifTags, ImageOps
+
+    image.load()
+    if image.getexif().get(ExifTags.Base.Orientation, UPRIGHT) != UPRIGHT:
+        image = ImageOps.exif_transpose(image)
+    return image if image.mode == RGB else _on_white(image).convert(RGB)
+
+
+def _on_white(image: Image) -> Image:
+    """Lay what is transparent on white, as transformers and vLLM do."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
 
 
 @contextmanager

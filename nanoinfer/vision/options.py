@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import check_flag, short
-from nanoinfer.vision.processor import CLASSES
+from nanoinfer.vision.placeholders import CLASSES
+from nanoinfer.vision.processor import FILES
+from nanoinfer.weights.roll import FILE_NAMES
+from nanoinfer.weights.shards import FLOATS
 from nanoinfer.weights.sources import FileSource, OfTower
 
 if TYPE_CHECKING:
@@ -18,8 +21,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoinfer")
 
 AUTO = "auto"
-PACKAGES = ("PIL",)  # those of the extra `images`
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def check_images(value: Any) -> bool | str:
@@ -51,10 +52,10 @@ def check_image_folder(value: Any) -> str | None:
     return str(folder)
 
 
-def has_eyes(images: bool | str, folder: str, config: PretrainedConfig, is_loaded: bool) -> bool:
+def can_see(images: bool | str, folder: str, config: PretrainedConfig, is_loaded: bool, deterministic: bool) -> bool:
     """Return whether an LLM sees; a warning says why not, if the checkpoint has other parts than a language model.
 
-    images: the option
+    images, deterministic: the options
     folder: the checkpoint's; config: its config.json
     is_loaded: the weights come from the folder
 
@@ -62,7 +63,7 @@ def has_eyes(images: bool | str, folder: str, config: PretrainedConfig, is_loade
     """
     if images is False:
         return False
-    fault = _find_fault(folder, config, is_loaded)
+    fault = "deterministic=True goes with text alone" if deterministic else _find_fault(folder, config, is_loaded)
     if fault is not None and images is True:
         raise ValueError(f"images=True: must be 'auto' or False: {fault}")
     if fault is not None and config.get_text_config() is not config:
@@ -75,10 +76,16 @@ def _find_fault(folder: str, config: PretrainedConfig, is_loaded: bool) -> str |
     classes = config.architectures or []
     if not any(name in CLASSES for name in classes):
         return f"{', '.join(classes)} sees no images here; those that do are {', '.join(CLASSES)}"
-    if not any((Path(folder) / name).is_file() for name in PROCESSOR_FILES):
-        return f"the checkpoint has no processor of images: neither {' nor '.join(PROCESSOR_FILES)}"
-    if is_loaded and FileSource(folder, OfTower()).is_empty:
-        return "the checkpoint's files hold no tower for images"
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        return f"images need {' and '.join(missing)}: pip install 'nanoinfer[images]'"
-    return None
+    if not any((Path(folder) / name).is_file() for name in FILES):
+        return f"the checkpoint has no processor of images: neither {' nor '.join(FILES)}"
+    if is_loaded and (fault := _find_fault_of_tower(FileSource(folder, OfTower()).number_types)):
+        return fault
+    return None if find_spec("PIL") else "images need pillow: pip install 'nanoinfer[images]'"
+
+
+def _find_fault_of_tower(number_types: set[str]) -> str | None:
+    """Return why a tower of such numbers cannot be run; None: it can."""
+    others = sorted(number_types - {FILE_NAMES[dtype] for dtype in FLOATS})
+    if others:
+        return f"the checkpoint's tower has numbers of type {', '.join(others)}; those of 16 bits or more are run"
+    return None if number_types else "the checkpoint's files hold no tower for images"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.vision.pixels import Pixels
@@ -11,6 +11,13 @@ from nanoinfer.vision.pixels import Pixels
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+CROPS = {
+    "do_convert_rgb": True,
+    "do_pan_and_scan": False,
+    "pan_and_scan_min_crop_size": 256,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}  # Gemma 3's defaults, which its files leave out
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"  # Mistral's
 
 
@@ -21,22 +28,38 @@ class Placeholder:
     text: what a prompt has in the image's place
     expand: returns what that becomes; it takes what the image processor made of the image
     options: of the image processor
+    image_processor: the class of transformers' that makes pixels; None: that which the checkpoint names
     """
 
     text: str
     expand: Callable[[Pixels], str]
     options: Mapping[str, Any] = field(default_factory=dict)
+    image_processor: str | None = None
 
 
 def _gemma3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     begin, image, end = tokenizer.boi_token, _image(config, tokenizer), tokenizer.eoi_token
-    text = f"\n\n{begin}{image * config.mm_tokens_per_image}{end}\n\n"
-    return Placeholder(begin, lambda _: text, {"do_convert_rgb": True, "do_pan_and_scan": False})
+    whole = f"\n\n{begin}{image * config.mm_tokens_per_image}{end}\n\n"
+
+    def expand(made: Pixels) -> str:
+        crops = int(made["num_crops"])
+        if not crops:
+            return whole
+        text = f"Here is the original image {whole} and here are some crops to help you see better"
+        return " ".join([text, *[whole] * crops])
+
+    return Placeholder(begin, expand, CROPS)
 
 
 def _gemma4(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     begin, image, end = tokenizer.boi_token, _image(config, tokenizer), tokenizer.eoi_token
     return Placeholder(image, lambda made: f"{begin}{image * int(made['num_soft_tokens_per_image'])}{end}")
+
+
+def _gemma4_unified(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
+    """Its own image processor needs torchvision. Gemma 4's makes the same, of patches as large as a token's."""
+    options = {"patch_size": config.vision_config.model_patch_size, "pooling_kernel_size": 1}
+    return replace(_gemma4(config, tokenizer), options=options, image_processor="Gemma4ImageProcessor")
 
 
 def _mistral3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
@@ -62,6 +85,7 @@ def _image(config: PretrainedConfig, tokenizer: Any) -> str:
 CLASSES: dict[str, Callable[[PretrainedConfig, Any], Placeholder]] = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "Gemma4ForConditionalGeneration": _gemma4,
+    "Gemma4UnifiedForConditionalGeneration": _gemma4_unified,
     "Mistral3ForConditionalGeneration": _mistral3,
     "Qwen2VLForConditionalGeneration": _qwen,
     "Qwen2_5_VLForConditionalGeneration": _qwen,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 FILES = ("preprocessor_config.json", "processor_config.json")  # that may say how images are processed
+MOST_SHOWN = 300  # characters of transformers' reason
+TEMPLATE_FILES = ("processor_config.json", "chat_template.json")
 
 
 class VisionProcessor:
@@ -26,12 +30,13 @@ class VisionProcessor:
 
     folder: the checkpoint's; config: its config.json
     options: how large images become: "max_pixels" and "min_pixels" for Qwen, "max_soft_tokens" for Gemma 4, or "size"
-        as its image processor has it
+        as its image processor has it; with "do_pan_and_scan", Gemma 3 also sees crops of long images
     most_images: so many may be in a prompt; None: any number
     image_folder: as for Opener
     tokenizer: the checkpoint's; None: it is loaded
 
     images: prepares each image
+    chat_template: that which comes with the image processor, not with the tokenizer; None: none does
     placeholder: what stands for an image in a prompt's text, before it is made as long as the image's embeddings
 
     Raises ValueError if the class is none of CLASSES, the folder has no image processor, or that takes no such option.
@@ -47,8 +52,11 @@ class VisionProcessor:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         maker = _maker_of(config)
-        processor, self._tokenizer = _read(folder, tokenizer)
-        placeholder = maker(config, self._tokenizer)
+        with _named_errors(folder):
+            self._tokenizer = _read_tokenizer(folder) if tokenizer is None else tokenizer
+            self.chat_template = _read_chat_template(folder)
+            placeholder = maker(config, self._tokenizer)
+            processor = _read_processor(folder, placeholder.image_processor)
         self._most_images = most_images
         self._positions = MropePositions.of(config)
         self._image_id: int = config.image_token_id  # embeddings are put in its place
@@ -137,18 +145,41 @@ def _maker_of(config: PretrainedConfig) -> Callable[[PretrainedConfig, PreTraine
     return CLASSES[name]
 
 
-def _read(folder: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Return transformers' image processor of a checkpoint, and its tokenizer."""
-    from transformers import AutoImageProcessor, AutoTokenizer  # here, for a model that cannot see does without
-
+@contextmanager
+def _named_errors(folder: str) -> Iterator[None]:
+    """Say what is wrong with a checkpoint's files, or missing."""
     if not any((Path(folder) / name).is_file() for name in FILES):
         raise ValueError(f"model={folder!r}: must have a {FILES[0]}, which says how images are processed")
     try:
-        processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-        if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return processor, tokenizer
+        yield
     except ImportError as error:
         raise ValueError("images need pillow: pip install 'nanoinfer[images]'") from error
     except Exception as error:
-        raise ValueError(f"model={folder!r}: cannot read its processor: {reason_of(error)}") from error
+        reason = reason_of(error)[:MOST_SHOWN]
+        raise ValueError(f"model={folder!r}: cannot read how images are processed: {reason}") from error
+
+
+def _read_tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _read_processor(folder: str, name: str | None) -> Any:
+    """Return transformers' image processor: that which the checkpoint names, or of the class that is named."""
+    import transformers
+    from transformers.utils import is_torchvision_available
+
+    if name is None:
+        return transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+    return getattr(transformers, name if is_torchvision_available() else f"{name}Pil").from_pretrained(folder)
+
+
+def _read_chat_template(folder: str) -> str | None:
+    """Return the chat template in a file of which tokenizers know nothing."""
+    for file in (Path(folder) / name for name in TEMPLATE_FILES):
+        if file.is_file():
+            template = json.loads(file.read_text("utf-8")).get("chat_template")
+            if template is not None:
+                return str(template)
+    return None

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from nanoinfer.vision.fewer_passes import take_fewer_passes
+from nanoinfer.vision.grids import derive
 from nanoinfer.vision.pixels import Pixels, bytes_of, join
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.weights.shards import Shard, Table
+from nanoinfer.weights.sources import OfTower
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+GRIDS, SIZES = "image_grid_thw", "image_sizes"  # inputs of Qwen's towers and of Mistral's
 OTHER_PARTS = ("language_model", "audio_tower", "embed_audio")  # of transformers' model
+LIMITS = ("input_min", "input_max", "output_min", "output_max")  # of clipped products; infinite where nothing is
 BATCH_BYTES = 64 << 20  # of pixels
 
 
@@ -41,6 +47,8 @@ class TransformersTower:
         self.batch_bytes = batch_bytes
         self._device = device
         self._model = _build(config, dtype, device, memory or nullcontext())
+        if device.type == "cuda":
+            take_fewer_passes(self._model)
 
     @property
     def num_bytes(self) -> int:
@@ -49,12 +57,17 @@ class TransformersTower:
 
     def table(self) -> Table:
         """Return what fills the weights, by names as weights.sources.OfTower gives them."""
-        return {name: [Shard(name, tensor, tuple(tensor.shape))] for name, tensor in self._model.state_dict().items()}
+        tensors = {OfTower().known_name(name): tensor for name, tensor in self._model.state_dict().items()}
+        return {name: [_shard(name, tensor)] for name, tensor in tensors.items() if name is not None}
 
     @torch.inference_mode()
     def encode(self, pixels: Sequence[Pixels]) -> list[Encoded]:
         """Return what the decoder gets for each image, on the tower's device; see spans.Tower."""
         return [encoded for batch in self._batches(pixels) for encoded in self._encode(batch)]
+
+    def try_largest(self, image: Pixels) -> list[Encoded]:
+        """Encode as many images like the largest one as are encoded at once."""
+        return self.encode([image] * max(1, self.batch_bytes // bytes_of(image)))
 
     def _batches(self, pixels: Sequence[Pixels]) -> Iterator[list[Pixels]]:
         """Cut images into batches of at most batch_bytes."""
@@ -72,12 +85,41 @@ class TransformersTower:
             yield batch
 
     def _encode(self, batch: list[Pixels]) -> list[Encoded]:
-        inputs = {name: join([image[name] for image in batch]).to(self._device) for name in batch[0]}
-        features = self._model.get_image_features(**inputs, return_dict=True)
+        if len(batch) == 1 and self._is_one_token(batch[0]):
+            return self._encode(batch * 2)[:1]  # transformers' Mistral 3 cannot encode one token alone
+        inputs = {name: join([self._placed(name, image[name]) for image in batch]) for name in batch[0]}
+        features = self._model.get_image_features(**inputs, **self._derived(inputs.get(GRIDS)), return_dict=True)
         embeddings = list(features.pooler_output)
+        if len(embeddings) > len(batch):  # Gemma 3's images may have crops
+            rest = iter(embeddings)
+            embeddings = [torch.cat(list(islice(rest, len(image["pixel_values"])))) for image in batch]
         assert len(embeddings) == len(batch)
         layers = getattr(features, "deepstack_features", None) or []
         return [Encoded(own, tuple(layer[image] for layer in layers)) for image, own in enumerate(embeddings)]
+
+    def _is_one_token(self, image: Pixels) -> bool:
+        if SIZES not in image:
+            return False
+        side = self._model.config.vision_config.patch_size * self._model.config.spatial_merge_size
+        return image[SIZES].tolist() == [[side, side]]
+
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        """Return an input on the device, or in host memory where a tower reads its numbers: it would wait for them."""
+        if name in (GRIDS, SIZES) or self._device.type == "cpu":
+            return tensor
+        return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self._device, non_blocking=True)
+
+    def _derived(self, grids: Tensor | None) -> dict[str, Tensor]:
+        """Return what towers of GRIDS would compute of these, where they lie."""
+        if grids is None:
+            return {}
+        on_host, on_device = derive(self._model.visual, grids)
+        return on_host | {name: self._placed(name, tensor) for name, tensor in on_device.items()}
+
+
+def _shard(name: str, tensor: Tensor) -> Shard:
+    is_limit = name.endswith(LIMITS)
+    return Shard(name, tensor, tuple(tensor.shape), optional=is_limit, is_constant=is_limit, is_limit=is_limit)
 
 
 def _build(
@@ -103,7 +145,7 @@ def _build(
     model.requires_grad_(False).eval()
     for module in model.modules():
         module._is_hf_initialized = False  # on the meta device nothing was
-    for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # a source fills it
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor._is_hf_initialized = not name.endswith(LIMITS)  # else a source fills it
     model.initialize_weights()
     return model

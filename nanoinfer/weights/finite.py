@@ -14,12 +14,12 @@ FEW = 8
 
 
 def find_not_finite(table: Table, names: Iterable[str]) -> str | None:
-    """Return the first of the tensors whose targets hold NaN or infinity; None: no target does.
+    """Return the first of the tensors whose targets hold NaN or infinity; None: no target does, but for limits.
 
     The search looks at each target only if a sum of numbers is not finite: that of a parameter, or if there are few
     targets, that of a target, for these may be small parts of large parameters.
     """
-    targets = [(name, shard.target) for name in names for shard in table[name]]
+    targets = [(name, shard.target) for name in names for shard in table[name] if not shard.is_limit]
     if not targets:
         return None
     summed = [target if len(targets) <= FEW else _whole(target) for _, target in targets]

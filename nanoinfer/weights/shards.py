@@ -68,6 +68,7 @@ class Shard:
     replaces: names of the tensors that a checkpoint may store instead
     optional: few checkpoints have the tensor; the target holds what it needs without it
     is_constant: no training changes it, and a trainer's named_parameters() lack it: an update may leave it out
+    is_limit: it bounds other numbers, and may be infinite
     dtypes: the types of numbers that the tensor may have
     needs: the names of the tensors, such as scales, that must come too if the tensor has none of FLOATS
     refusal: why no such tensor can be taken; "": it can
@@ -87,6 +88,7 @@ class Shard:
     replaces: tuple[str, ...] = ()
     optional: bool = False
     is_constant: bool = False
+    is_limit: bool = False
     dtypes: frozenset[torch.dtype] = FLOATS
     needs: tuple[str, ...] = ()
     refusal: str = ""

@@ -25,8 +25,15 @@ from nanoinfer.weights.shards import SPREAD, Drawn, Fill, Table, Target, device_
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 LANGUAGE_MODEL = "language_model."  # stands in the tensor names of a multimodal checkpoint's language model
-TOWER = ("vision_tower.", "multi_modal_projector.", "visual.", "embed_vision.")  # begin those of its tower
-OTHER_MODELS = (*TOWER, "audio_tower.", "embed_audio.", "vision_embedder.")  # begin those of all its other tensors
+TOWER = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "visual.",
+    "embed_vision.",
+    "vision_embedder.",
+)  # those of its tower
+OTHER_MODELS = (*TOWER, "audio_tower.", "embed_audio.")  # begin those of all its other tensors
+SPELLINGS = ((".vision_model.", "."), ("vision_embedder.", "embed_vision."), (".multimodal_embedder.", "."))
 NEEDED = "must be pairs of a name and a torch.Tensor, as named_parameters() gives them"
 
 
@@ -44,7 +51,11 @@ class OfTower:
     def known_name(self, name: str) -> str | None:
         """Return a tensor's name in the tower; None if the tensor belongs to another part."""
         known = name.removeprefix("model.")
-        return known.replace(".vision_model.", ".", 1) if known.startswith(TOWER) else None
+        if not known.startswith(TOWER):
+            return None
+        for spelling, ours in SPELLINGS:
+            known = known.replace(spelling, ours, 1)
+        return known
 
 
 @dataclass(frozen=True)
@@ -166,9 +177,9 @@ class FileSource:
         return copied
 
     @property
-    def is_empty(self) -> bool:
-        """Whether the files hold none of the tensors that `names` knows."""
-        return next(self._tensors(), None) is None
+    def number_types(self) -> set[str]:
+        """The types of the numbers that the files hold, as files name them, in tensors that `names` knows."""
+        return {tensor.get_dtype() for _, tensor, _ in self._tensors()}
 
     def has_own_head(self, head: str, embedding: str) -> bool:
         """Return whether the files hold an output projection unlike the embedding. Arguments: the two tensors' names"""

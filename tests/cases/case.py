@@ -80,6 +80,8 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
+        elif name.endswith("down_proj.input_max"):  # the other limits of Gemma 4's tower are infinite
+            buffer.fill_(0.1)
     for name, parameter in model.named_parameters():
         if name.endswith(
             "A_log"

@@ -107,6 +107,17 @@ def _gemma4(tokenizer: PreTrainedTokenizerBase) -> Any:
     )
 
 
+def _gemma4_unified(tokenizer: PreTrainedTokenizerBase) -> Any:
+    return transformers.Gemma4UnifiedProcessor(
+        transformers.Gemma4UnifiedAudioFeatureExtractor(),
+        transformers.Gemma4UnifiedImageProcessor(max_soft_tokens=70, patch_size=4)
+        if is_torchvision_available()  # else that which makes the same of larger patches
+        else transformers.Gemma4ImageProcessorPil(max_soft_tokens=70, patch_size=12, pooling_kernel_size=1),
+        tokenizer,
+        None,
+    )
+
+
 def _pixtral(tokenizer: PreTrainedTokenizerBase) -> Any:
     image_processor = _backend("PixtralImageProcessor")(size={"longest_edge": 140}, patch_size=14)
     rooms = "transformers.models.pixtral"
@@ -116,6 +127,7 @@ def _pixtral(tokenizer: PreTrainedTokenizerBase) -> Any:
     return processor(image_processor, tokenizer, patch_size=14, spatial_merge_size=2, image_token=IMAGE)
 
 
+CLIPPED = {"use_clipped_linears": True, "standardize": True}
 PIXTRAL = {**VISION, "head_dim": 16, "image_size": 140, "patch_size": 14}
 QWEN = f"{BEGIN}{IMAGE}{END}"
 QWEN2_5_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
@@ -135,8 +147,13 @@ SEEING = {
     ),
     "gemma4": Seeing(
         "gemma4 multimodal, experts",
-        {**VISION, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64},
+        {**VISION, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 64, **CLIPPED},
         _gemma4,
+    ),
+    "gemma4 unified": Seeing(
+        "gemma4unified multimodal",
+        {"patch_size": 4, "mm_embed_dim": 48, "mm_posemb_size": 70, "output_proj_dims": 48},
+        _gemma4_unified,
     ),
     "mistral3": Seeing("mistral3 multimodal", PIXTRAL, _pixtral),
     "ministral3": Seeing("ministral3 multimodal", PIXTRAL, _pixtral),

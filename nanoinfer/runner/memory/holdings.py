@@ -27,7 +27,8 @@ class Holdings:
     model: built, and not filled
     model_bytes: its parameters and tables take this much, packed ones and those of the tower for images too
     weights: writes into the model and the tower
-    images: those of prompts that are being computed; None: the LLM sees none
+    tower: the one for images; None: the LLM sees none
+    images: those of prompts that are being computed, if there is a tower
     routing: where there is a host, if outputs are to have the experts
     cache_spec, state_spec: the shapes of the KV cache and of the states
     kv_cache, states: the last ones that `make_cache` has made
@@ -35,6 +36,7 @@ class Holdings:
 
     model: CausalLM
     model_bytes: int
+    tower: TransformersTower | None
     weights: WeightWriter
     kv_cache: KVCache
     states: StatePool
@@ -65,13 +67,13 @@ class Holdings:
         with self._device, default_dtype(config.torch_dtype), memory:
             self.model = build(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
         self.model_bytes = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
-        tower = self._build_tower()
+        self.tower = self._build_tower()
         if config.is_one_by_one:
             self.model.fix_parts()
         if config.routed_experts and self._has_host:
             assert description.experts is not None
             self.routing = Routing(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
-        return WeightWriter(self.model, tower, self._tp, self._device)
+        return WeightWriter(self.model, self.tower, self._tp, self._device)
 
     def _build_tower(self) -> TransformersTower | None:
         config = self._config
@@ -82,6 +84,12 @@ class Holdings:
         self.model_bytes += tower.num_bytes
         self.images = Images(tower, self._device, config.torch_dtype)
         return tower
+
+    def begin_weights(self, goes_on: bool) -> None:
+        """Expect new weights; goes_on: as for WeightWriter.begin."""
+        self.weights.begin(goes_on)
+        if self.images is not None:
+            self.images.forget()
 
     def make_cache(self, num_blocks: int, num_slots: int) -> None:
         """Make a KV cache and states in place of those before; raises ValueError when the memory does not hold them."""
@@ -116,7 +124,7 @@ class Holdings:
         self.__dict__.pop("kv_cache", None)
         self.__dict__.pop("states", None)
         if not keep_weights:
-            self.routing = self.images = None
+            self.routing = self.images = self.tower = None
             self.__dict__.pop("model", None)
             self.__dict__.pop("weights", None)
 
@@ -153,7 +161,7 @@ class Holdings:
 
     def close(self) -> None:
         """Give all memory back for good."""
-        self.routing = self.images = None
+        self.routing = self.images = self.tower = None
         for name in ("model", "weights", "kv_cache", "states"):
             self.__dict__.pop(name, None)
         if self._lender is not None:
