@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,15 +14,12 @@ import numpy as np
 from nanoinfer.checks import check_int, short
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import PIXEL_VALUES, Pixels, PixelsOnDemand, bytes_of
+from nanoinfer.vision.pixels import PIXEL_VALUES, PixelReader, Pixels, PixelsOnDemand, bytes_of
 from nanoinfer.vision.placeholders import Placeholder
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-KEY_BYTES = 16
 KEPT_BYTES = 64 << 20  # of what stands for images in prompts: an image has some thousand tokens
 TOKEN_BYTES = 8  # of a token's place in a list
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
@@ -96,8 +92,7 @@ class ImageProcessor:
         self._processor, self._tokenizer, self._placeholder = processor, tokenizer, placeholder
         self._image_id = image_id
         self._options = {**placeholder.options, **_resolve_options(processor, options)}
-        self._settings = f"{processor.to_json_string()} {sorted(self._options.items())}".encode()
-        self._opener = Opener(image_folder)
+        self._reader = PixelReader(processor, self._options, Opener(image_folder))
         self._of_sizes: Kept[Standin] = Kept(KEPT_BYTES)
         self._blank = f"image_options={dict(options)}: a blank image"
         self.prepare(self._blank, _blank(SIDE))  # an error comes now, not with the first prompt
@@ -111,13 +106,13 @@ class ImageProcessor:
         """
         if isinstance(source, PreparedImage):
             return source
-        image = self._opener.open(name, source)
-        key, size = self._key(image), b"%d x %d" % image.size
+        image, key = self._reader.open(name, source)
+        size = b"%d x %d" % image.size
         known = self._of_sizes.find(size)
         if known is None:
-            known = self._stand_in(self._process(name, image))
+            known = self._stand_in(self._reader.process(name, image))
             self._of_sizes.keep(size, known)
-        pixels = PixelsOnDemand(known.others, known.pixel_bytes, partial(self._load, name, source, key))
+        pixels = PixelsOnDemand(known.others, known.pixel_bytes, partial(self._reader.read, name, source, key))
         return PreparedImage(key, known.text, known.token_ids, known.count, pixels)
 
     def largest(self) -> PreparedImage:
@@ -129,13 +124,6 @@ class ImageProcessor:
         side = size.get("longest_edge", SIDE)
         return self.prepare(self._blank, _blank(isqrt(side) if _counts_pixels(size) else side))
 
-    def _load(self, name: str, source: Any, key: bytes) -> Tensor:
-        """Return the pixel values of an image that was prepared before and had this key."""
-        image = self._opener.open(name, source)
-        if self._key(image) != key:
-            raise ValueError(f"{name} has changed since it was first read: must not before its prompt begins")
-        return self._process(name, image)[PIXEL_VALUES]
-
     def _stand_in(self, made: Pixels) -> Standin:
         """Return what stands for the images of one size, of what the image processor has made of one."""
         text = self._placeholder.expand(made)
@@ -143,21 +131,6 @@ class ImageProcessor:
         pixels = {name: tensor for name, tensor in made.items() if name not in COUNTS}
         others = {name: tensor for name, tensor in pixels.items() if name != PIXEL_VALUES}
         return Standin(text, token_ids, token_ids.count(self._image_id), others, bytes_of(pixels))
-
-    def _process(self, name: str, image: Image) -> Pixels:
-        """Let the image processor make pixels."""
-        try:
-            made: Pixels = self._processor([image], return_tensors="pt", **self._options)
-        except Exception as error:
-            raise ValueError(f"{name}, {image.width} x {image.height} pixels: cannot be processed: {error}") from error
-        return made
-
-    def _key(self, image: Image) -> bytes:
-        """Return the digest of an image in RGB and of the settings."""
-        digest = hashlib.blake2b(self._settings, digest_size=KEY_BYTES)
-        digest.update(b"%d %d " % image.size)
-        digest.update(image.tobytes())
-        return digest.digest()
 
 
 def _blank(side: int, times: int = 1) -> np.ndarray:
