@@ -26,6 +26,7 @@ import torch
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.benchmark.compare import SAMPLING_OPTIONS, report_transformers, run_transformers
+from nanoinfer.benchmark.eyes import TOWERS
 from nanoinfer.benchmark.files import check_files, write_files
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
 from nanoinfer.benchmark.least_steps import Limits
@@ -55,8 +56,9 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         work = recipe.draw(config.description.vocab_size)
         check_fits(work, llm)
         status.begin("warming up")
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
         count = args.repeats or (3 if config.device == "cuda" else 1)
+        first = work.repeat(count, config.description.vocab_size)[:1] if work.images else [[1, 2, 3]]
+        llm.generate(first, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
         repeats = []
         for index in range(count):
             status.begin(f"repeat {index + 1} of {count}")
@@ -71,7 +73,8 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         config.torch_state_dtype.itemsize,
     )
     limits = limits_of(llm)
-    floor = Floor.of(work, config.description, limits, *itemsizes)
+    vision = None if config.hf_config is None else config.hf_config.vision_config
+    floor = Floor.of(work, config.description, limits, *itemsizes, vision)
     floor_seconds = floor.seconds(bandwidth, flops, args.tp * args.dp, rates)
     seconds = statistics.median(repeat.seconds for repeat in repeats)
     return {
@@ -266,6 +269,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.command = shlex.join(sys.argv[1:] if argv is None else argv)
     if args.routing == "skewed" and not (args.config and has_experts(args.config)):
         parser.error("--routing skewed: needs a --config with experts")
+    if args.workload and WORKLOADS[args.workload].images and (args.config not in TOWERS or args.compare):
+        parser.error(f"--workload {args.workload}: needs --config {' or '.join(TOWERS)}, and no --compare")
     if args.weights and (args.compare or args.plot):
         parser.error("--weights: runs no requests to compare or to plot")
     if args.weights and args.dp > 1:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.checks import as_int
+import torch
+
+from nanoinfer.checks import as_int, check_choice
 from nanoinfer.hints import ELSEWHERE
 from nanoinfer.hub import CONVERT, GGUF, reason_of
-from nanoinfer.models import check_architectures
+from nanoinfer.models import check_architectures, describe
+from nanoinfer.models.description import EMBEDDING, HEAD, Description
 from nanoinfer.process.collector import no_collection
+from nanoinfer.weights.formats.table import quantized_as_loaded
+from nanoinfer.weights.sources import FileSource
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MODELOPT_FILE = "hf_quant_config.json"
 GENERATION_SETTINGS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "stop_strings",
@@ -26,11 +32,13 @@ GENERATION_SETTINGS = (
 class Checkpoint:
     """The settings that a checkpoint's own files give.
 
+    folder: where they are
     hf_config: config.json, as transformers reads it
     eos_token_ids: every end-of-sequence id that config.json or generation_config.json names
     generation_defaults: the settings of generation_config.json, as SamplingParams names them
     """
 
+    folder: str
     hf_config: PretrainedConfig
     eos_token_ids: frozenset[int]
     generation_defaults: dict[str, Any]
@@ -40,7 +48,43 @@ class Checkpoint:
         """Read a folder. Raises ValueError if a file is missing or cannot be read."""
         hf_config = _read_config(folder)
         generation = _read_generation_config(folder)
-        return cls(hf_config, _find_eos_token_ids(folder, hf_config, generation), _find_generation_defaults(generation))
+        ends = _find_eos_token_ids(folder, hf_config, generation)
+        return cls(folder, hf_config, ends, _find_generation_defaults(generation))
+
+    def describe(self, quantization: str | None, ranks: int, is_loaded: bool, sees: bool) -> Description:
+        """Describe the model as these options have it; raises ValueError if it cannot be so.
+
+        is_loaded: the weights come from the folder; sees: the LLM has the tower
+        """
+        model = describe(self.hf_config)
+        model = replace(model, has_tower=True) if sees else model.without_images()
+        if quantization is not None:
+            model = replace(model, formats=quantized_as_loaded(model.formats, quantization))
+            model.check_formats(f"quantization={quantization!r}")
+        model.check_ranks(ranks)
+        if model.tied and is_loaded:
+            # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
+            own_head = FileSource(self.folder, model.beside).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")
+            return replace(model, tied=not own_head)
+        return model
+
+    def resolve_dtype(self, dtype: str | torch.dtype, device: str) -> str:
+        """Return the name of the dtype that the option asks for; raises ValueError if there is none."""
+        name = check_choice("dtype", dtype_name(dtype), ["auto", *DTYPES])
+        if name != "auto":
+            return name
+        if device == "cpu":
+            return "float32"
+        stored = self.hf_config.dtype or self.hf_config.get_text_config().dtype or torch.float32
+        name = dtype_name(stored)
+        if name not in DTYPES:
+            raise ValueError(f"dtype='auto': the checkpoint's is {name}; choose one of {', '.join(DTYPES)}")
+        return name
+
+
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """Return torch's name of a dtype; a name stays as it is."""
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
 def _read_config(folder: str) -> PretrainedConfig:

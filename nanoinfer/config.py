@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,25 +13,23 @@ from torch.distributed import ProcessGroup
 
 from nanoinfer.attention import block_unit, choose_backend
 from nanoinfer.attention.cache_layout import CacheLayout, lay_out
-from nanoinfer.checkpoint import Checkpoint
+from nanoinfer.checkpoint import DTYPES, Checkpoint, dtype_name
 from nanoinfer.checks import check_choice, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
 from nanoinfer.hub import CHECKPOINT_FILES, find_folder, find_tokenizer
 from nanoinfer.kernels.fp8 import FP8
-from nanoinfer.models import describe
-from nanoinfer.models.description import EMBEDDING, HEAD, Description
+from nanoinfer.models.description import Description
 from nanoinfer.parallel.devices import resolve_device
 from nanoinfer.parallel.group import MAX_RANKS, size_of_group
 from nanoinfer.process.host_memory import check_host_memory
 from nanoinfer.process.torch_state import fresh_torch_state
-from nanoinfer.vllm_arguments import our_value
-from nanoinfer.weights.formats.table import ON_THE_FLY, quantized_as_loaded
-from nanoinfer.weights.sources import FileSource
+from nanoinfer.vision.options import can_see, check_image_folder, check_image_options, check_images
+from nanoinfer.vllm_spellings import our_value
+from nanoinfer.weights.formats.table import ON_THE_FLY
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LOAD_FORMATS = ["safetensors", "dummy", "dummy_skewed"]
 SAVE_FIRST = "; transformers' save_pretrained writes *.safetensors"
 OWN_QUANTIZATION = "; leave it out if the checkpoint is quantized: its config.json says how"
@@ -75,9 +73,9 @@ class Config:
     lm_head_dtype: "float32": the model computes its logits in float32, and keeps its output projection in float32. An
         embedding that is the same matrix keeps `dtype` beside it. "auto": all of this has `dtype`
     quantization: "fp8": a checkpoint of 16 or 32 bits is quantized to eight bits (e4m3) as it loads: its matrices, but
-        not embeddings, head, norms and routers. "int8", "int4" and "mxfp4": they are rounded to so many bits, with a
-        scale for each group of neighbouring inputs: 128 of them, or 64 where 128 does not divide, and 32 in MXFP4.
-        None: the weights stay as the checkpoint has them. See the README's limits for what multiplies them as they are
+        not embeddings, head, norms, routers and tower. "int8", "int4" and "mxfp4": they are rounded to so many bits,
+        with a scale for each group of neighbouring inputs: 128 of them, or 64 where 128 does not divide, and 32 in
+        MXFP4. None: the weights stay as the checkpoint has them. See the README's limits for what multiplies them
     kv_cache_dtype: "fp8": the KV cache holds keys and values in eight bits (e4m3), by the checkpoint's own scales if it
         has some; flash_attn cannot read it; "auto": the cache has `dtype`
     state_dtype: "float32" or "bfloat16": the dtype of a recurrence's states; "bfloat16" halves them, and loses digits
@@ -91,6 +89,13 @@ class Config:
     routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
         so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
         have experts
+    images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
+        not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
+        speed and the memory of a text model
+    limit_images_per_prompt: a prompt has at most this many images. None: as many as fit max_model_len
+    image_options: how large images become, as the checkpoint's processor names it: {"max_pixels": 1048576} for Qwen,
+        {"max_soft_tokens": 280} for Gemma 4, or {"size": {...}}. None: as its files say
+    image_folder: images may be read from files in this folder, by paths and file: URLs. None: no file is read
     device: "cuda" or "cpu", or a torch.device; "auto" is CUDA if there is a GPU; the environment's CUDA_VISIBLE_DEVICES
         chooses the GPUs; with tensor_parallel_group, "cuda" is the process's current device
     seed: a request without a seed of its own gets one that is made from this number
@@ -135,6 +140,10 @@ class Config:
     logprobs_mode: str = RAW
     deterministic: bool = False
     routed_experts: bool = False
+    images: bool | str = "auto"
+    limit_images_per_prompt: int | None = None
+    image_options: Mapping[str, Any] | None = None
+    image_folder: str | None = None
     device: str = "auto"
     seed: int = 0
     load_format: str = "safetensors"
@@ -154,6 +163,7 @@ class Config:
     cache_layout: CacheLayout = field(init=False, repr=False)  # what a block of the KV cache holds
     fits_memory: bool = field(init=False, repr=False)  # num_kvcache_blocks was left out: it is what fits
     description: Description = field(init=False, repr=False)  # the model's structure
+    hf_config: PretrainedConfig | None = field(init=False, repr=False)  # of a model that sees, for processor and tower
     eos_token_ids: frozenset[int] = field(init=False, repr=False)  # the checkpoint's, and the tokenizer's once loaded
     generation_defaults: dict[str, Any] = field(init=False, repr=False)  # as SamplingParams names them
 
@@ -193,9 +203,12 @@ class Config:
         self.device = resolve_device(self.device, ranks, self.data_parallel_size)
         if self.quantization is not None:
             self.quantization = check_choice("quantization", self.quantization, list(ON_THE_FLY), OWN_QUANTIZATION)
-        self.lm_head_dtype = check_choice("lm_head_dtype", _name(self.lm_head_dtype), ["auto", "float32"])
+        self.lm_head_dtype = check_choice("lm_head_dtype", dtype_name(self.lm_head_dtype), ["auto", "float32"])
         self.kv_cache_dtype = check_choice("kv_cache_dtype", self.kv_cache_dtype, ["auto", "fp8"])
         self.state_dtype = check_choice("state_dtype", self.state_dtype, ["float32", "bfloat16"])
+        self.images = check_images(self.images)
+        self.image_options = check_image_options(self.image_options)
+        self.image_folder = check_image_folder(self.image_folder)
 
     def _find_files(self) -> None:
         """Find the folders, or download them."""
@@ -209,11 +222,15 @@ class Config:
         self.eos_token_ids = checkpoint.eos_token_ids
         self.generation_defaults = checkpoint.generation_defaults
         with fresh_torch_state():
-            self.description = self._describe(checkpoint.hf_config)
+            files = self.model, checkpoint.hf_config, self.is_loaded
+            self.images = can_see(self.images, *files, self.deterministic)
+            how = self.quantization, self.tensor_parallel_size, self.is_loaded, self.sees
+            self.description = checkpoint.describe(*how)
+        self.hf_config = checkpoint.hf_config if self.sees else None
         self.description.check_head(self.lm_head_dtype)
         if self.routed_experts and self.description.experts is None:
             raise ValueError(f"routed_experts={self.routed_experts}: must be False: the model has no experts")
-        self.dtype = _resolve_dtype(self.dtype, self.device, checkpoint.hf_config)
+        self.dtype = checkpoint.resolve_dtype(self.dtype, self.device)
         self.attention_backend = choose_backend(
             self.attention_backend,
             self.device,
@@ -231,6 +248,16 @@ class Config:
         """Count the tokenizer's end of sequence as one, too; an id that the model lacks ends nothing."""
         if token_id < self.description.vocab_size:
             self.eos_token_ids |= {token_id}
+
+    @property
+    def sees(self) -> bool:
+        """Whether the LLM has a tower for images."""
+        return self.images is True
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are those of the checkpoint's files."""
+        return self.load_format == "safetensors"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -290,18 +317,6 @@ class Config:
             return None
         return find_tokenizer(self.model if self.tokenizer is None else self.tokenizer, self.tokenizer_revision)
 
-    def _describe(self, hf_config: PretrainedConfig) -> Description:
-        model = describe(hf_config)
-        if self.quantization is not None:
-            model = replace(model, formats=quantized_as_loaded(model.formats, self.quantization))
-            model.check_formats(f"quantization={self.quantization!r}")
-        model.check_ranks(self.tensor_parallel_size)
-        if model.tied and self.load_format == "safetensors":
-            # Some configs call a head tied that the files hold as another tensor. Like transformers, use that tensor.
-            own_head = FileSource(self.model, model.beside).has_own_head(f"{HEAD}.weight", f"{EMBEDDING}.weight")
-            return replace(model, tied=not own_head)
-        return model
-
     def _check_numbers(self) -> None:
         """Check the numbers that do not depend on the model, and convert them to Python's own types."""
         for name, low, high in (
@@ -320,6 +335,8 @@ class Config:
         self.gpu_memory_utilization = check_number(
             "gpu_memory_utilization", self.gpu_memory_utilization, math.ulp(0), 1, "above 0, at most 1"
         )
+        if self.limit_images_per_prompt is not None:
+            self.limit_images_per_prompt = check_int("limit_images_per_prompt", self.limit_images_per_prompt, 1)
         if self.kv_offload_gib is not None:
             self.kv_offload_gib = check_host_memory("kv_offload_gib", self.kv_offload_gib)
         self.worker_timeout = check_number("worker_timeout", self.worker_timeout, 1, math.inf, "of seconds, at least 1")
@@ -380,20 +397,3 @@ class Config:
         if self.num_kvcache_blocks is None:
             return
         self.num_kvcache_blocks = check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
-
-
-def _name(dtype: str | torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-
-
-def _resolve_dtype(dtype: str | torch.dtype, device: str, hf_config: PretrainedConfig) -> str:
-    dtype = check_choice("dtype", _name(dtype), ["auto", *DTYPES])
-    if dtype != "auto":
-        return dtype
-    if device == "cpu":
-        return "float32"
-    stored = hf_config.dtype or hf_config.get_text_config().dtype or torch.float32
-    name = str(stored).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"dtype='auto': the checkpoint's is {name}; choose one of {', '.join(DTYPES)}")
-    return name

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from nanoinfer.vllm_arguments import ARGUMENTS, reason_for
+from nanoinfer.vllm_spellings import OTHER_NAMES
 
 ELSEWHERE = {
     name: ours
@@ -46,6 +47,10 @@ ELSEWHERE = {
         ("truncation", "a prompt that is too long is refused: cut it before"),
         ("load_in_8bit load_in_4bit", "quantization"),
         ("use_cache", "leave it out: it is always so"),
+        ("limit_mm_per_prompt", "limit_images_per_prompt"),
+        ("allowed_local_media_path", "image_folder"),
+        ("language_model_only", "images"),
+        ("image multi_modal_data", 'write {"prompt": text, "multi_modal_data": {"image": image}} as the prompt'),
         ("cache_dir token", "download the checkpoint, and pass its folder as model"),
     )
     for name in names.split()
@@ -65,10 +70,11 @@ def hints_for(taker: str, its_own: Collection[str] | None = None) -> Callable[[T
     taker: the name by which users call the function or the class
     its_own: the arguments for which other calls point to it; None: all
 
-    An argument of vLLM's that is at a value that changes nothing is left out. A function that passes other arguments on
+    An argument of vLLM's that is at a value that changes nothing is left out, and one that we name otherwise gets our
+    name. A function that passes other arguments on
     refuses only those that are clearly meant for us.
     """
-    others = ARGUMENTS.get(taker, {})
+    others, renamed = ARGUMENTS.get(taker, {}), OTHER_NAMES.get(taker, {})
 
     def decorate(call: T) -> T:
         function = cast(Any, call).__init__ if isinstance(call, type) else call
@@ -86,6 +92,8 @@ def hints_for(taker: str, its_own: Collection[str] | None = None) -> Callable[[T
                 if name in others:
                     others[name].check(name, named[name], {**dict(zip(["self", *known], args, strict=False)), **named})
                     del named[name]
+                elif name in renamed:
+                    _rename(name, renamed[name], named)
                 elif hint := _hint(name, known, is_open):
                     raise ValueError(f"unknown argument {name!r}: {hint}")
             return function(*args, **named)
@@ -96,6 +104,15 @@ def hints_for(taker: str, its_own: Collection[str] | None = None) -> Callable[[T
         return call
 
     return decorate
+
+
+def _rename(name: str, ours: Callable[[Any], Mapping[str, Any]], named: dict[str, Any]) -> None:
+    """Put our arguments in place of one; raises ValueError if the caller has given them, too."""
+    value = named.pop(name)
+    for own, meant in ({} if value is None else ours(value)).items():
+        if named.get(own) is not None:
+            raise ValueError(f"{name}={value!r}: must be left out: {own}={named[own]!r} says the same")
+        named[own] = meant
 
 
 def _hint(name: str, known: list[str], is_open: bool) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as ListLike
-from typing import Any, overload
+from typing import Any
 
 from torch import Tensor
 
@@ -17,18 +17,19 @@ from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start, Started
 from nanoinfer.requests.beam_search import SearchesBeams
-from nanoinfer.requests.inputs import Chats, Inputs, Prepared, Prompt, Tokens
+from nanoinfer.requests.inputs import Chats, ComingRequest, Inputs, Prepared, Prompt, Tokens
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
 from nanoinfer.requests.stats import KeepsStats
 from nanoinfer.requests.text.tokenizer import load_tokenizer
+from nanoinfer.requests.tokenizing import TokenizesTexts
 from nanoinfer.requests.vllm_methods import VllmMethods
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 
-class LLM(SearchesBeams, KeepsStats, VllmMethods, Started):
+class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
     """A Hugging Face language model, ready to generate.
 
     model: a folder with config.json and *.safetensors, a Hub id, or "bundled", nanoinfer's small model
@@ -64,10 +65,10 @@ class LLM(SearchesBeams, KeepsStats, VllmMethods, Started):
             self.config = Config(model, **options, when_checked=start.spawn)
             start.begin(self.config)
             self.tokenizer = load_tokenizer(self.config)
+            self._inputs = Inputs(self.config, self.tokenizer)
             self.engine, self._requests, self._line = start.finish(self.config, self.tokenizer)
         self.memory = self.engine.memory
         self.config.num_kvcache_blocks, self.config.max_model_len = self.memory.asked, self.memory.max_model_len
-        self._inputs = Inputs(self.config, self.tokenizer)
         self._busy = threading.Lock()
 
     @hints_for("generate")
@@ -84,7 +85,11 @@ class LLM(SearchesBeams, KeepsStats, VllmMethods, Started):
 
         prompts: strings, lists of token ids, or mappings: {"prompt": text}, {"prompt_token_ids": ids}, or for a chat
             {"messages": [...]}, beside which "chat_template_kwargs" may hold the template's arguments. Of a text beside
-            its token ids, the ids count. A lone string or mapping counts as a list of one
+            its token ids, the ids count. A lone string or mapping counts as a list of one. A prompt has images as
+            {"prompt": text, "multi_modal_data": {"image": [...]}}, or with "prompt_token_ids". For each it holds what
+            the model's chat template writes for one, such as <|vision_start|><|image_pad|><|vision_end|>. An image is a
+            PIL image, the bytes of its file, a data: URL, an array of uint8, [height, width, 3], or a path or a file:
+            URL in the option image_folder. Nothing is fetched
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode; or a function that makes it, as tqdm does
         lora_request: None, which vLLM's callers may pass: there is no LoRA here
@@ -109,8 +114,10 @@ class LLM(SearchesBeams, KeepsStats, VllmMethods, Started):
     ) -> list[RequestOutput]:
         """Generate the next message of a chat, or of each chat in a list, by the tokenizer's chat template.
 
-        messages: one chat, a list of mappings with "role" and "content", which is a string or a list of text parts; or
-            a list of chats. The template gets content, and arguments of tool calls, in the form that it takes
+        messages: one chat, a list of mappings with "role" and "content", which is a string or a list of parts; or a
+            list of chats. The template gets content, and arguments of tool calls, in the form that it takes. A part is
+            {"type": "text", "text": text}, {"type": "image", "image": image} or {"type": "image_url", "image_url":
+            {"url": ...}}, with an image as for generate
         sampling_params: one for all chats, or one for each; None: SamplingParams()
         use_tqdm: as for generate
         lora_request: None, as for generate
@@ -148,14 +155,14 @@ class LLM(SearchesBeams, KeepsStats, VllmMethods, Started):
         with self.engine.alike():
             prepared = self._inputs.check(prompts, sampling_params)
             if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
-                self._inputs.check_detokenizer("stream")
+                self._inputs.texts.check_detokenizer("stream")
         return Stream(self._stream(prepared))
 
     @hints_for("score")
     def score(self, prompt: Prompt, continuations: Tokens | ListLike[Tokens]) -> list[Score]:
         """Compute how likely the model finds each continuation of a prompt; returns a Score for each.
 
-        prompt: a string, a list of token ids, or a mapping with one of these, as for generate
+        prompt: a string, a list of token ids, or a mapping with one of these, also with images, as for generate
         continuations: strings or lists of token ids; a lone one counts as a list of one
 
         The LLM tokenizes prompt and continuation together, if both are text. The first part, as long as the prompt's
@@ -169,50 +176,33 @@ class LLM(SearchesBeams, KeepsStats, VllmMethods, Started):
             prepared = self._inputs.check_continuations(prompt, continuations)
         return [score_of(output) for output in self._generate(prepared, use_tqdm=False)]
 
-    @overload
-    def tokenize(self, texts: str) -> list[int]: ...
-
-    @overload
-    def tokenize(self, texts: list[str]) -> list[list[int]]: ...
-
-    @hints_for("tokenize")
-    def tokenize(self, texts: str | ListLike[str]) -> list[int] | list[list[int]]:
-        """Return the tokens that generate makes of a text as a prompt, or of each text in a list.
-
-        texts: a string, or a list of strings
-
-        Raises ValueError for what is no text, and without a tokenizer.
-        """
-        return self._inputs.tokenize(texts)
-
-    @overload
-    def detokenize(self, ids: ListLike[int]) -> str: ...
-
-    @overload
-    def detokenize(self, ids: ListLike[ListLike[int]]) -> list[str]: ...
-
-    @hints_for("detokenize")
-    def detokenize(self, ids: ListLike[int] | ListLike[ListLike[int]]) -> str | list[str]:
-        """Return the whole text of a list of tokens, or of each list in a list, without special tokens.
-
-        ids: a list of token ids, or a list of such lists; where `tokenize` has added a first space, it is dropped
-
-        Raises ValueError for what is no token of the model's, and without a tokenizer.
-        """
-        return self._inputs.detokenize(ids)
-
-    @hints_for("add_request")
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue a prompt for `step`; returns the request_id that its output will have.
+    @hints_for("prepare")
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> ComingRequest:
+        """Check a prompt and let threads prepare its images, while requests run; returns what add_request takes.
 
         prompt: a string, a list of token ids, or a mapping, as for generate
         sampling_params: the request's settings; None: SamplingParams()
+
+        The result has an attribute is_ready: add_request does not wait any more.
+        Raises ValueError as generate does, but for what is wrong with images: add_request raises that.
+        """
+        self.engine.check_open()
+        with self.engine.alike():
+            return self._inputs.begin(prompt, sampling_params)
+
+    @hints_for("add_request")
+    def add_request(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None = None) -> int:
+        """Queue a prompt for `step`; returns the request_id that its output will have.
+
+        prompt: a string, a list of token ids, or a mapping, as for generate; or what `prepare` has returned
+        sampling_params: the request's settings; None: SamplingParams(), or those that `prepare` got
 
         Raises ValueError as generate does.
         """
         self.engine.check_ready()
         with self.engine.alike():
-            prepared = self._inputs.check_one(prompt, sampling_params)
+            coming = prompt if isinstance(prompt, ComingRequest) else self._inputs.begin(prompt, sampling_params)
+            prepared = self._inputs.finish(coming)
         with self._turn(), self._requests:
             return self._requests.add(prepared).id
 

@@ -114,7 +114,10 @@ EQUAL_PRIORITIES = Values("None or 0, for all prompts", _are_equal_priorities)
 
 NO_CODE = "no code of yours runs between two tokens; see SamplingParams(logit_bias=..., structured_outputs=...)"
 NO_LORA = "there is no LoRA here"
-NO_MEDIA = "models are run as text only"
+IMAGES_ALONE = "of other media than texts there are images; see LLM(images=...)"
+IMAGE_SIZES = "LLM(image_options=...) says how large images become"
+OWN_TOWERS = "towers are those of transformers"
+NOT_FETCHED = "nothing is fetched; see LLM(image_folder=...)"
 SNAPSHOTS = "snapshots of states are kept where prompts part, and now and then"
 NO_CACHE_SWITCH = "prompts always share what is computed; llm.reset_prefix_cache() forgets it"
 NO_OFFLOADING = "weights stay on the device; LLM(tensor_parallel_size=...) divides them"
@@ -175,7 +178,7 @@ FOR_LLM: tuple[Line, ...] = (
     ("cpu_offload_params offload_params", EMPTY, NO_OFFLOADING),
     ("offload_backend offload_num_in_group offload_prefetch_step kv_offloading_backend", ANY, NO_OFFLOADING),
     ("kv_transfer_config kv_events_config ec_transfer_config", EMPTY, "no other engine takes part in a prompt"),
-    ("ec_manager_config engram_config", DEFAULT, NO_MEDIA),
+    ("ec_manager_config engram_config", DEFAULT, "no other engine takes part in a prompt"),
     ("enable_sleep_mode enable_cumem_allocator sleep_mode_offload_cudagraph", FLAG, "every LLM can sleep"),
     ("sleep_mode_backend enable_nccl_comm_suspend", ANY, "every LLM can sleep"),
     ("sleep_preserve_parameter_names", EMPTY, "llm.sleep keeps all weights or none; see llm.update_weights"),
@@ -267,15 +270,21 @@ FOR_LLM: tuple[Line, ...] = (
     ("return_sampling_mask", FALSE, "SamplingParams(kept_tokens=True) tells how many tokens could be drawn"),
     ("enable_trace_replay", FALSE, "llm.score tells how likely given tokens are"),
     # Media
-    ("language_model_only interleave_mm_strings skip_mm_profiling disable_chunked_mm_input", FLAG, NO_MEDIA),
-    ("limit_mm_per_prompt media_io_kwargs mm_processor_kwargs mm_processor_cache_gb", ANY, NO_MEDIA),
-    ("mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode", ANY, NO_MEDIA),
-    ("mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path", ANY, NO_MEDIA),
-    ("mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin mm_tensor_ipc", ANY, NO_MEDIA),
-    ("mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize video_pruning_rate", ANY, NO_MEDIA),
-    ("video_pruning_method disable_mm_preprocessor_cache renderer_num_workers", ANY, NO_MEDIA),
-    ("allowed_local_media_path allowed_media_domains", ANY, NO_MEDIA),
-    ("enable_mm_embeds mm_encoder_only", FALSE, NO_MEDIA),
+    ("allowed_media_domains", ANY, NOT_FETCHED),
+    ("media_io_kwargs video_pruning_rate video_pruning_method", EMPTY, IMAGES_ALONE),
+    ("interleave_mm_strings", FLAG, "a template gets each image where its message has it"),
+    ("skip_mm_profiling disable_chunked_mm_input disable_mm_preprocessor_cache", FLAG, NOT_HERE),
+    (
+        "mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm",
+        ANY,
+        "equal images are known by their pixels",
+    ),
+    ("mm_shm_cache_max_object_size_mb mm_tensor_ipc mm_ipc_gpu_memory_gb renderer_num_workers", ANY, NOT_HERE),
+    ("mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path", ANY, OWN_TOWERS),
+    ("mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin", ANY, OWN_TOWERS),
+    ("mm_processor_device mm_device_do_normalize", ANY, "the CPU processes images"),
+    ("enable_mm_embeds", FALSE, "images are given as they are, not as embeddings"),
+    ("mm_encoder_only", FALSE, IMAGES_ALONE),
     # Logs and servers
     ("max_logprobs", ANY, "SamplingParams(logprobs=...) has no limit but the vocabulary"),
     ("disable_log_stats disable_log_requests enable_log_requests aggregate_engine_logging", FLAG, NOT_LOGGED),
@@ -290,7 +299,7 @@ FOR_LLM: tuple[Line, ...] = (
     ("enable_layerwise_nvtx_tracing", FALSE, "use torch.profiler around a call"),
     ("per_request_spec_decode_metrics", _only("none"), "there is no speculative decoding here"),
     ("kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_logging_iteration_details", FALSE, "see llm.memory"),
-    ("enable_mm_processor_stats", FALSE, NO_MEDIA),
+    ("enable_mm_processor_stats", FALSE, "see llm.stats()"),
     ("kv_cache_metrics_sample custom_histogram_buckets", ANY, "there is no server here"),
 )
 
@@ -326,7 +335,8 @@ FOR_BEAM_SEARCH: tuple[Line, ...] = (("priority", EQUAL_PRIORITIES, IN_ORDER),)
 FOR_CALLS: tuple[Line, ...] = (
     *FOR_BEAM_SEARCH,
     ("tokenization_kwargs", EMPTY, OWN_TOKENIZATION),
-    ("mm_processor_kwargs media_io_kwargs", EMPTY, NO_MEDIA),
+    ("mm_processor_kwargs", EMPTY, IMAGE_SIZES),
+    ("media_io_kwargs", EMPTY, IMAGES_ALONE),
 )
 FOR_GENERATE: tuple[Line, ...] = (
     *FOR_CALLS,
@@ -359,24 +369,6 @@ ARGUMENTS = {
     "reset_prefix_cache": _by_name(FOR_RESET),
 }
 """Who takes the argument -> its name -> what is known of it."""
-
-SAME_VALUES: dict[str, Mapping[Any, Any]] = {
-    "dtype": {"half": "float16", "float": "float32"},
-    "lm_head_dtype": {"float": "float32"},
-    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
-    "attention_backend": {"TRITON_ATTN": "triton", "FLASH_ATTN": "flash_attn"},
-    "max_model_len": {"auto": None, -1: None},
-    "load_format": dict.fromkeys(
-        ("auto", "hf", "fastsafetensors", "instanttensor", "runai_streamer"), "safetensors"
-    ),  # ways to read the same files
-}
-"""Options of LLM that vLLM has too -> its names for values -> ours."""
-
-
-def our_value(option: str, value: Any) -> Any:
-    """Return the value of an option of LLM, by our name where vLLM has another."""
-    known = SAME_VALUES.get(option, {})
-    return known.get(value if isinstance(value, str) else as_int(value), value)
 
 
 def reason_for(name: str) -> str | None:

@@ -286,7 +286,7 @@ def test_words_need_a_tokenizer(make_llm: Callable[..., LLM], make_qwen3: Callab
 
 def test_a_word_is_looked_up_once_for_all_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = []
-    monkeypatch.setattr(llm._inputs, "_tokenize", lambda name, text, **how: encoded.append(text) or [5])
+    monkeypatch.setattr(llm._inputs.texts, "tokenize", lambda name, text, **how: encoded.append(text) or [5])
     params = SamplingParams(bad_words=["the"])
     for settings in (params, [params] * 50):
         prepared = llm._inputs.check([[30]] * 50, settings)

@@ -47,7 +47,11 @@ class NullLLM:
         self._asked: list[tuple[int, Any, SamplingParams]] = []
         self._count = 0
 
-    def add_request(self, prompt: Any, params: SamplingParams) -> int:
+    def prepare(self, prompt: Any, params: SamplingParams) -> SimpleNamespace:
+        return SimpleNamespace(prompt=prompt, params=params, is_ready=random.random() < 0.5, cancel=lambda: None)
+
+    def add_request(self, coming: SimpleNamespace) -> int:
+        prompt, params = coming.prompt, coming.params
         if prompt == "refused":
             raise ValueError("prompt is refused")
         self._asked.append((self._count, prompt, params))
@@ -709,13 +713,30 @@ class TestCommandLine:
             "--stop": ('["a", "b"]', ["a", "b"]),
             "--structured-outputs": ('{"choice": ["yes"]}', {"choice": ["yes"]}),
             "--max-errors": ("3", 3),
+            "--image-options": ('{"max_pixels": 4096}', {"max_pixels": 4096}),
+            "--limit-images-per-prompt": ("3", 3),
         }
         given = [text for name, (value, _) in arguments.items() for text in (name, value)]
-        assert main(["in", "out", "--model", "m", "--enforce-eager", "--no-detokenize", "--keep-order", *given]) == 0
+        assert (
+            main(
+                [
+                    "in",
+                    "out",
+                    "--model",
+                    "m",
+                    "--enforce-eager",
+                    "--no-detokenize",
+                    "--no-images",
+                    *given,
+                    "--keep-order",
+                ]
+            )
+            == 0
+        )
         assert passed == {
             **{name[2:].replace("-", "_"): value for name, (_, value) in arguments.items()},
             **{"input": "in", "output": "out", "model": "m"},
-            **{"enforce_eager": True, "detokenize": False, "keep_order": True},
+            **{"enforce_eager": True, "detokenize": False, "images": False, "keep_order": True},
         }
 
     @pytest.mark.parametrize("text", ["###", "5", "\n"])

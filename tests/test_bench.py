@@ -20,6 +20,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import alike
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModel
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -29,6 +31,7 @@ from example import QUESTIONS
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.benchmark import figures as figures_command
 from nanoinfer.benchmark import status_line
+from nanoinfer.benchmark.eyes import tower_products
 from nanoinfer.benchmark.files import check_writable
 from nanoinfer.benchmark.least_steps import Steps, decode_steps
 from nanoinfer.benchmark.plot import binned_rate, plot
@@ -42,6 +45,7 @@ from nanoinfer.layers.layer_inputs import LayerInputSizes
 from nanoinfer.models import describe
 from nanoinfer.models.description import Description, Experts, Names
 from nanoinfer.models.heads import KVHeads
+from nanoinfer.vision.grids import derive
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, all_in
 from nanoinfer.weights.formats.fp8.format import Fp8Format
 from nanoinfer.weights.formats.plain.format import PLAIN
@@ -78,6 +82,8 @@ def test_weights_times_updates_and_sleep(tmp_path: Path) -> None:
         ("stream", 1, 128, 512, 128 + 512),
         ("prefix", 256, 142_827 + 256 * 1024, 133_966, 1024 + 2011),
         ("long", 8, 8 * 32768, 8 * 256, 32768 + 256),
+        ("images", 256, 256 * 1090, 256 * 128, 1090 + 128),
+        ("same-images", 256, 256 * 1090, 256 * 128, 1090 + 128),
     ],
 )
 def test_the_workloads(name: str, num_seqs: int, tokens_in: int, tokens_out: int, longest: int) -> None:
@@ -98,7 +104,7 @@ def test_nanos_requests_are_nano_vllms_and_prefix_has_them_behind_its_prefix() -
     assert len({tuple(prompt[:1024]) for prompt in prefix.prompts}) == 1
 
 
-@pytest.mark.parametrize("name", bench.WORKLOADS)
+@pytest.mark.parametrize("name", [name for name, recipe in bench.WORKLOADS.items() if not recipe.images])
 def test_every_repeat_has_other_tokens(name: str) -> None:
     work = replace(bench.WORKLOADS[name], num_seqs=4).draw(vocab_size=100)
     first, second = work.repeat(0, 100), work.repeat(1, 100)
@@ -466,6 +472,7 @@ def test_the_floor_counts_states() -> None:
         ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8),
         ("glm-4.5-air", 106.9),
         ("gemma4-12b", 11.91), ("gemma4-26b-a4b", 25.23),
+        ("qwen3-vl-2b", 1.72), ("qwen3-vl-8b", 8.19),
     ],
 )  # fmt: skip
 def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, billions: float, tmp_path: Path) -> None:
@@ -482,6 +489,58 @@ def test_a_published_shape_has_as_many_parameters_as_its_name_says(name: str, bi
     layers = model.hidden_size * (mixers + mlps)
     matrices = layers + model.vocab_size * model.hidden_size * (1 if model.tied else 2)
     assert matrices / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_prompts_with_images_have_the_tokens_that_the_floor_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("PIL")
+    from nanoinfer.vision.processor import VisionProcessor
+
+    bench.write_config("qwen3-vl-2b", str(tmp_path))
+    processor = VisionProcessor(str(tmp_path), Checkpoint.open(str(tmp_path)).hf_config)
+    for images, keys in ((4, 4), (2, 2)):
+        work = replace(bench.WORKLOADS["images"], num_seqs=4, images=images).draw(vocab_size=151936)
+        first, second = (
+            [processor.prepare("prompt", each["prompt_token_ids"], each["multi_modal_data"]["image"]) for each in given]
+            for given in (work.repeat(0, 151936), work.repeat(1, 151936))
+        )
+        assert [prompt.token_ids for prompt in first] == work.prompts
+        assert all(one.token_ids != other.token_ids for one, other in zip(first, second, strict=True))
+        assert len({span.key for prompt in (*first, *second) for span in prompt.spans}) == 2 * keys
+
+
+@pytest.mark.parametrize(("name", "millions"), [("qwen3-vl-2b", 404.6), ("qwen3-vl-8b", 574.9)])
+def test_the_floor_of_a_tower(name: str, millions: float, tmp_path: Path) -> None:
+    """Its operations are those that torch counts, of an image of 64 x 64 patches."""
+    bench.write_config(name, str(tmp_path))
+    vision = Checkpoint.open(str(tmp_path)).hf_config.vision_config
+    weights, operations = tower_products(vision, 3)
+    assert weights / 1e6 == pytest.approx(millions, rel=0.005)
+    with torch.device("meta"):
+        tower = AutoModel.from_config(vision)
+        patches = torch.empty(4096, 1536)
+    grid = torch.tensor([[1, 64, 64]])
+    ends, derived = derive(tower, grid)
+    with FlopCounterMode(display=False) as counter:
+        tower(patches, grid_thw=grid, **ends, **{name: tensor.to("meta") for name, tensor in derived.items()})
+    assert operations == 3 * counter.get_total_flops()
+
+
+def test_prompts_of_several_prefixes_are_computed_and_read_once_each() -> None:
+    """Two prefixes of 8 tokens, of two prompts each, and so twice what one of them takes alone, but for weights."""
+    one = floor_of(bench.Workload([[1] * 9] * 2, [4] * 2, prefix_len=8))
+    two = floor_of(bench.Workload([[1] * 9] * 4, [4] * 4, prefix_len=8, prefixes=2))
+    for load, other in zip(one.loads, two.loads, strict=True):
+        assert other.operations == 2 * load.operations
+    assert two.loads[0].num_bytes == 2 * one.loads[0].num_bytes > 0
+
+
+@pytest.mark.parametrize("options", [[], ["--config", "8b"], ["--config", "qwen3-vl-2b", "--compare", "transformers"]])
+def test_images_for_a_model_that_does_not_see(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse_args(["--workload", "images", *options])
+    assert "--workload images: needs --config qwen3-vl-2b or qwen3-vl-8b" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", [[], ["--config", "8b"]])

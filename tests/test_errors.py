@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
 from nanoinfer.attention import choose_backend
 from nanoinfer.checkpoint import Checkpoint
-from nanoinfer.config import Config, _resolve_dtype
+from nanoinfer.config import Config
 from nanoinfer.hints import ELSEWHERE
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.memory.kv_cache import KVCacheSpec
@@ -656,9 +656,9 @@ class TestModel:
         assert len(output["token_ids"]) == 4
 
     def test_a_dtype_that_we_lack(self, tmp_path: Path) -> None:
-        hf_config = Checkpoint.open(copy_of(BUNDLED_MODEL, tmp_path / "m", dtype="float64")).hf_config
+        checkpoint = Checkpoint.open(copy_of(BUNDLED_MODEL, tmp_path / "m", dtype="float64"))
         with pytest.raises(ValueError, match="dtype='auto': the checkpoint's is float64; choose one of float32"):
-            _resolve_dtype("auto", "cuda", hf_config)
+            checkpoint.resolve_dtype("auto", "cuda")
 
     @pytest.mark.parametrize(
         "changes",

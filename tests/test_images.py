@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from base64 import b64encode
 from io import BytesIO
 from pathlib import Path
@@ -69,11 +70,6 @@ def test_what_is_transparent_is_white(mode: str) -> None:
     [
         ("http://host/a.png", "nothing is fetched"),
         ("https://host/a.png", "is 'https://host/a.png': nothing is fetched; must be a PIL image"),
-        ("../secret.png", "must be in image_folder="),
-        ("/etc/passwd", "must be in image_folder="),
-        ("file:///etc/passwd", "must be in image_folder="),
-        ("link.png", "must be in image_folder=.*, links followed"),
-        ("nothing.png", "cannot be read as an image: .*No such file"),
         ("data:image/png,abc", "must be data:image/...;base64,..."),
         ("data:image/png;base64,%%%", "must be base64"),
         (b"no image", "cannot be read as an image"),
@@ -86,12 +82,60 @@ def test_what_is_transparent_is_white(mode: str) -> None:
     ],
 )
 def test_what_is_no_image_is_named(source: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^image 0.*{message}"):
+        Opener(tmp_path).open("image 0", source)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("../secret.png", "must be in image_folder=.*, links followed"),
+        ("sub/../../secret.png", "must be in"),
+        ("../images secret/a.png", "must be in"),
+        ("/etc/passwd", "must be in"),
+        ("file:///etc/passwd", "must be in"),
+        ("file://../secret.png", "must be in"),
+        ("file://%2e%2e/secret.png", "must be in"),
+        ("file://sub/%2E%2E%2f%2E%2E%2fsecret.png", "must be in"),
+        ("file://%252e%252e/secret.png", "no such file in"),
+        ("%2e%2e/secret.png", "no such file in"),
+        ("FILE:///etc/passwd", "nothing is fetched"),
+        ("link.png", "must be in"),
+        ("out/secret.png", "must be in"),
+        ("circle.png", "cannot be read as an image: Symlink loop"),
+        ("a.png\0", "cannot be read as an image: embedded null"),
+        ("file://a.png%00", "cannot be read as an image: embedded null"),
+        ("a" * 5000, "cannot be read as an image"),
+        ("~/secret.png", "no such file in"),
+        ("nothing.png", "is 'nothing.png': no such file in"),
+        ("sub", "no such file in"),
+        ("", "no such file in"),
+        ("pipe", "no such file in"),
+        (Path("../secret.png"), "must be in"),
+    ],
+)
+def test_no_file_outside_the_folder_is_read(source: str | Path, message: str, tmp_path: Path) -> None:
     folder = tmp_path / "images"
-    folder.mkdir()
-    (tmp_path / "secret.png").write_bytes(written(picture(2, 2)))
+    for place in (folder / "sub", tmp_path / "images secret"):
+        place.mkdir(parents=True)
+    for file in (tmp_path / "secret.png", tmp_path / "images secret" / "a.png", folder / "a.png"):
+        file.write_bytes(written(picture(2, 2)))
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    (folder / "out").symlink_to(tmp_path)
+    (folder / "circle.png").symlink_to(folder / "circle.png")
+    os.mkfifo(folder / "pipe")
     with pytest.raises(ValueError, match=f"^image 0.*{message}"):
         Opener(folder).open("image 0", source)
+
+
+def test_links_may_lead_to_other_places_in_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "folder").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "sub").mkdir(parents=True)
+    (tmp_path / "real" / "a b.png").write_bytes(written(picture(2, 2)))
+    (tmp_path / "real" / "sub" / "link.png").symlink_to("../a b.png")
+    opener = Opener(tmp_path / "folder")
+    for source in ("sub/link.png", "sub/../a b.png", "file://a%20b.png", tmp_path / "real" / "a b.png"):
+        assert opener.open("image", source).size == (2, 2)
 
 
 def test_no_file_is_read_without_a_folder(tmp_path: Path) -> None:
@@ -159,11 +203,3 @@ def test_what_is_too_large_is_not_kept() -> None:
     assert kept.find(b"a") is not None
     kept.clear()
     assert (kept.find(b"a"), kept.num_bytes) == (None, 0)
-
-
-def test_a_copy_on_the_host_shares_no_memory() -> None:
-    batch = torch.ones(4, 8)
-    copy = Encoded(batch[:2], (batch[2:],)).on_host()
-    batch.zero_()
-    assert copy.embeddings.sum() == copy.deep[0].sum() == 16
-    assert copy.num_bytes == copy.embeddings.untyped_storage().nbytes() * 2

@@ -51,6 +51,7 @@ from nanoinfer.kernels.ranks.all_reduce_norm import all_reduce_add_rms_norm
 from nanoinfer.kernels.ranks.best_of_ranks import best_of_ranks
 from nanoinfer.kernels.ranks.gather import gather_features
 from nanoinfer.kernels.ranks.send_receive import VectorLane
+from nanoinfer.kernels.rotation import rotate_heads_reference, rotate_heads_triton
 from nanoinfer.kernels.rows import (
     advance_rows_reference,
     advance_rows_triton,
@@ -168,6 +169,18 @@ def activated(out: torch.Tensor, activation: Activation | None) -> torch.Tensor:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim"), [(4, 16), (6, 72)])
+def test_rotate_heads(heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """The heads lie among others, which stay as they are."""
+    x, angles = randn(5, 3, heads // 2, head_dim, dtype=dtype), randn(5, head_dim)
+    ours, theirs = x.clone(), x.clone()
+    rotate_heads_triton(ours[:, :2].flatten(1, 2), angles.cos(), angles.sin())
+    rotate_heads_reference(theirs[:, :2].flatten(1, 2), angles.cos(), angles.sin())
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(ours[:, 2], x[:, 2])
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", ClampedSwiGLU(1.702, 1.5)])

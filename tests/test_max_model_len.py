@@ -241,6 +241,14 @@ class TestCache:
         assert (made.blocks, made.max_model_len) == (5, 80)
         assert "max_model_len=80: the model allows 2048" in told(caplog)[0]
 
+    def test_images_take_their_share(self) -> None:
+        config, spec = Config(BUNDLED_MODEL, **SMALL), KVCacheSpec(ONE_HEAD, torch.float32, by_head=False)
+        how = config, spec, NO_STATES, torch.device("cpu"), TensorParallel()
+        without, plan = (plan_memory(*how, held=0, steps=0, graphs=0, images=size) for size in (0, 1 << 30))
+        assert without.blocks - plan.blocks == (1 << 30) // spec.block_bytes
+        assert ", images 1.00, " in str(plan)
+        assert "images" not in str(without)
+
     def test_a_replica_leaves_the_log_to_all(self, caplog: pytest.LogCaptureFixture) -> None:
         """Its process may log where the LLM's does, as a script that sets up logging is imported in both."""
         config = Config(BUNDLED_MODEL, **SMALL, num_kvcache_blocks=5, data_parallel_size=2)
@@ -275,7 +283,7 @@ class TestCache:
         gpus(monkeypatch, 2)
         config = Config(BUNDLED_MODEL, **{**SMALL, "device": "cuda", **options})
         blocks = {"block_bytes": 1, "blocks": 5, "asked": 5, "tokens": 80, "waste": 0.0, "host_blocks": 0}
-        made = MemoryPlan(1, 1, 1, 1, 1, 0, 1, 0, **blocks, max_model_len=length, max_position=2048)
+        made = MemoryPlan(1, 1, 1, 1, 1, 0, 0, 1, 0, **blocks, max_model_len=length, max_position=2048)
         with caplog.at_level(logging.INFO, logger="nanoinfer"):
             plan.tell(config, made)
         assert why in told(caplog)[0]

@@ -229,7 +229,7 @@ def test_a_multimodal_checkpoint_says_that_it_is_run_as_text_only(
 ) -> None:
     make_llm(family("gemma3 multimodal")[0], max_model_len=64)
     (warning,) = [record for record in caplog.records if record.name == "nanoinfer"]
-    assert "images are not supported" in warning.getMessage()
+    assert "its language model is run, as text only: the checkpoint has no processor of images" in warning.getMessage()
 
 
 def test_keys_and_values_in_fp8_beside_states(

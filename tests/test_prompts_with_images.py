@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,20 +24,19 @@ from PIL.Image import Image
 from transformers import AutoConfig, AutoTokenizer
 
 from nanoinfer import LLM
-from nanoinfer.engine.images import HeldImages, PromptImages
+from nanoinfer.engine.images import ImageFeed, PromptImages
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.models import describe
-from nanoinfer.vision.pixels import join
+from nanoinfer.vision.ahead import PixelsAhead
+from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, join
 from nanoinfer.vision.processor import VisionProcessor
-from nanoinfer.vision.spans import ImageSpan, VisionPrompt
-from nanoinfer.vision.tower import TransformersTower
-from nanoinfer.weights.sources import FileSource, OfTower
+from nanoinfer.vision.spans import Encoded, ImageSpan, Tower, VisionPrompt
 
 MAX_TOKENS = 6
 
 
 class Checkpoint:
-    """A small checkpoint that sees, its processor and tower, and transformers' model of it."""
+    """A small checkpoint that sees, its processor, and transformers' model of it."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.folder, self.case, self._seeing = str(folder), MULTIMODAL[SEEING[name].case], SEEING[name]
@@ -44,8 +45,6 @@ class Checkpoint:
         self.processor = VisionProcessor(self.folder, config)
         self.image_id: int = config.image_token_id
         self._image: list[int] = AutoTokenizer.from_pretrained(folder).encode(self._seeing.prompt)
-        self.tower = TransformersTower(config, torch.float32, torch.device("cpu"))
-        FileSource(self.folder, OfTower()).fill(self.tower.table())
 
     def prompt(self, *parts: list[int] | Image) -> VisionPrompt:
         """Put a prompt of text and images together."""
@@ -94,18 +93,6 @@ class Checkpoint:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
     """Return a function that makes a case's checkpoint, once each."""
     return functools.cache(lambda name: Checkpoint(name, tmp_path_factory.mktemp("seeing")))
-
-
-@pytest.fixture
-def make_seeing_llm(make_llm: Callable[..., LLM]) -> Callable[..., LLM]:
-    """Return a function that makes the LLM of a checkpoint that sees."""
-
-    def make(checkpoint: Checkpoint, **options: object) -> LLM:
-        llm = make_llm(checkpoint.folder, **options)
-        llm.engine.ranks.call("holdings.see", checkpoint.tower)
-        return llm
-
-    return make
 
 
 def text(count: int, seed: int) -> list[int]:
@@ -157,29 +144,28 @@ FURTHER = [name for name in SEEING if name not in OF_KINDS]
 
 @pytest.mark.parametrize("name", [*OF_KINDS, *whole_only(FURTHER)])
 def test_images_equal_transformers(
-    name: str, checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+    name: str, checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     """Prompts are fresh, then prefix-cached, then in chunks, several of which cut an image of causal tokens."""
     own = checkpoint(name)
-    llm = make_seeing_llm(own, **own.case.small)
+    llm = make_llm(own.folder, **own.case.small)
     run(llm, own, prompt_logprobs=0)
     assert sum(seq.num_cached_tokens for seq in run(llm, own)) > 0
-    whole = any(llm.config.description.whole_images)
-    largest = max(PromptImages(prompt, whole).largest for prompt in own.prompts())
+    largest = own.processor.images.largest().count if any(llm.config.description.whole_images) else 1
     most = 64 if own.case.keeps_states else max(19, largest)
-    run(make_seeing_llm(own, **own.case.small, max_num_batched_tokens=most), own)
+    run(make_llm(own.folder, **own.case.small, max_num_batched_tokens=most), own)
 
 
 @pytest.mark.usefixtures("no_foresight")
 @pytest.mark.parametrize("name", ["gemma3", *whole_only(["qwen2.5-vl"]), "qwen3-vl"])
 def test_company_samples_and_preemption(
-    name: str, checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+    name: str, checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     """Prompts with images run beside text, with several samples, in too few blocks for all."""
     own = checkpoint(name)
     texts = [VisionPrompt(text(count, count), (), None, 0, ()) for count in (1, 30, 60)]
     prompts = [*own.prompts(), *texts]
-    llm = make_seeing_llm(own, **own.case.small, num_kvcache_blocks=24)
+    llm = make_llm(own.folder, **own.case.small, num_kvcache_blocks=24)
     asked = [prompt if prompt.spans else prompt.token_ids for prompt in prompts]
     for seqs, prompt in zip(generate(llm, own, asked, max_tokens=24, n=2), prompts, strict=True):
         for seq in seqs:
@@ -188,22 +174,22 @@ def test_company_samples_and_preemption(
 
 
 @pytest.mark.whole
-def test_triton(checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]) -> None:
+def test_triton(checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]) -> None:
     own = checkpoint("gemma3")
-    run(make_seeing_llm(own, **own.case.small, attention_backend="triton"), own)
+    run(make_llm(own.folder, **own.case.small, attention_backend="triton"), own)
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", *whole_only(name for name in SEEING if name != "qwen3-vl")])
-def test_two_ranks(name: str, checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]) -> None:
+def test_two_ranks(name: str, checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]) -> None:
     own = checkpoint(name)
-    run(make_seeing_llm(own, device="cpu", tensor_parallel_size=2, **own.case.small), own)
+    run(make_llm(own.folder, device="cpu", tensor_parallel_size=2, **own.case.small), own)
 
 
 def test_equal_images_share_blocks_and_others_do_not(
-    checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+    checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     own = checkpoint("qwen3-vl")
-    llm = make_seeing_llm(own, **own.case.small)
+    llm = make_llm(own.folder, **own.case.small)
     image, equal, other = (picture(130, 120, seed) for seed in (0, 0, 1))
     before, behind = text(20, 0), text(20, 1)
     for picked, cached in ((image, 0), (equal, 48), (other, 16), (image, 48), (other, 48)):
@@ -213,24 +199,95 @@ def test_equal_images_share_blocks_and_others_do_not(
         assert seq.num_cached_tokens == cached
 
 
-def test_an_image_that_one_step_cannot_hold(
-    checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+class Watched:
+    """An LLM's tower, and how many images it has encoded in each call."""
+
+    def __init__(self, tower: Tower) -> None:
+        self._tower = tower
+        self.counts: list[int] = []
+
+    def encode(self, pixels: Seq[Pixels]) -> list[Encoded]:
+        if pixels:
+            self.counts.append(len(pixels))
+        return self._tower.encode(pixels)
+
+
+def watch(llm: LLM) -> Watched:
+    images = llm.engine.ranks.runner.holdings.images
+    assert images is not None
+    images._tower = tower = Watched(images._tower)
+    return tower
+
+
+@pytest.mark.usefixtures("no_foresight")
+def test_embeddings_are_kept_for_images_that_come_again(
+    checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
-    """Where an image's tokens see each other. Of other models, chunks cut images."""
-    own = checkpoint("gemma3")
-    llm = make_seeing_llm(own, **own.case.small, max_num_batched_tokens=3)
-    with pytest.raises(ValueError, match=r"max_num_batched_tokens=3: must be at least 4 for a prompt with an image"):
-        llm.engine.add_request(own.prompts()[0], greedy())
+    """For later chunks, after preemption, and for other prompts; until the tower changes."""
+    own = checkpoint("qwen3-vl")
+    llm = make_llm(own.folder, **own.case.small, max_num_batched_tokens=64, num_kvcache_blocks=24)
+    tower = watch(llm)
+    for seqs, prompt in zip(generate(llm, own, own.prompts(), max_tokens=40, n=2), own.prompts(), strict=True):
+        check(seqs[0], prompt, own)
+    assert llm.engine.scheduler.num_preemptions > 0
+    llm.engine.reset_prefix_cache()
+    run(llm, own)
+    assert sum(tower.counts) == 3
+    llm.engine.reset_prefix_cache()
+    llm.engine.ranks.call("holdings.images.forget")
+    run(llm, own)
+    assert sum(tower.counts) == 6
+
+
+def test_no_room_to_keep_embeddings(checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]) -> None:
+    own = checkpoint("qwen3-vl")
+    llm = make_llm(own.folder, **own.case.small, max_num_batched_tokens=19)
+    images = llm.engine.ranks.runner.holdings.images
+    assert images is not None
+    images._kept.most_bytes = 0
+    run(llm, own)
+
+
+def test_images_are_encoded_beside_decode(
+    checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
+) -> None:
+    """While prompts wait for a row."""
+    own = checkpoint("qwen3-vl")
+    llm = make_llm(own.folder, **own.case.small, max_num_seqs=1)
+    tower = watch(llm)
+    seen: list[tuple[bool, int]] = []  # for each step whether it computed a prompt, and the images encoded by then
+    llm.engine.on_step = lambda step: seen.append((step.num_prefill_tokens > 0, sum(tower.counts)))
+    prompts = own.prompts()[:2]
+    for (seq,), prompt in zip(generate(llm, own, prompts, max_tokens=60), prompts, strict=True):
+        check(seq, prompt, own)
+    ((last_prefill, _),) = [(number, is_prefill) for number, (is_prefill, _) in enumerate(seen) if is_prefill][1:]
+    assert seen[last_prefill - 2][1] == 2
+
+
+def test_a_changed_image_ends_its_requests_alone(
+    checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
+) -> None:
+    own = checkpoint("qwen3-vl")
+    llm = make_llm(own.folder, **own.case.small)
+    image = np.asarray(picture(64, 64)).copy()
+    good = own.prompts()[0]
+    bad = own.processor.prepare("prompts[1]", own._image + text(5, 0), [image])
+    image[0, 0] ^= 1
+    (fine,), *faulty = generate(llm, own, [good, bad, bad])
+    check(fine, good, own)
+    for (seq,) in faulty:
+        assert (seq.finish_reason, seq.num_output_tokens) == ("error", 0)
+        assert "image 0 of prompts[1] has changed since it was first read" in str(seq.stop_reason)
     assert llm.engine.is_finished
 
 
-def test_what_cannot_be_kept_is_refused(
-    checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+def test_an_image_that_one_step_cannot_hold(
+    checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
-    own = checkpoint("qwen3-vl")
-    llm = make_seeing_llm(own, **own.case.small, deterministic=True)
-    with pytest.raises(ValueError, match="deterministic=True: must be False for a prompt with images"):
-        llm.engine.add_request(own.prompts()[0], greedy())
+    """Where an image's tokens see each other. Of other models, chunks cut images."""
+    own = checkpoint("gemma3")
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=3: must be at least 4, the tokens of an image"):
+        make_llm(own.folder, **own.case.small, max_num_batched_tokens=3)
 
 
 A, B, TEXT = b"a" * 16, b"b" * 16, 7
@@ -271,20 +328,47 @@ def test_a_chunk_ends_before_an_image_that_it_would_cut() -> None:
     assert (whole.largest, causal.largest) == (4, 1)
 
 
-def test_ranks_keep_the_images_that_a_prompt_wants_again() -> None:
-    images = images_of((A, 1, 4), (B, 6, 2))
-    held = HeldImages()
+def test_ranks_get_the_images_of_a_step_that_they_do_not_keep() -> None:
+    images, kept = images_of((A, 1, 4), (B, 6, 2)), set[bytes]()
+    feed = ImageFeed(kept.__contains__, torch.float32, is_pinned=False)
 
-    def plan(*chunks: tuple[int, int]) -> tuple[list[bytes], list[bytes]] | None:
-        message = held.plan((images, *chunk) for chunk in chunks)
-        return None if message is None else ([key for key, _ in message.new], message.kept)
+    def take(*chunks: tuple[int, int]) -> list[bytes]:
+        return list(feed.take((images, *chunk) for chunk in chunks))
 
-    assert plan((0, 1)) is None
-    assert plan((0, 3)) == ([A], [A])
-    assert plan((3, 7), (0, 10)) == ([B], [B])
-    assert plan((8, 10)) == ([], [])  # somebody else's chunk: B goes, and comes again
-    assert plan((7, 10)) == ([B], [])
-    assert plan() is None
+    assert take((0, 1)) == []
+    assert take((0, 3)) == take((0, 5), (5, 6)) == [A]
+    assert take((3, 7), (0, 10)) == [A, B]
+    kept.add(A)
+    assert take((0, 10)) == [B]
+
+
+def test_pixels_are_made_ahead_and_once() -> None:
+    made: list[int] = []
+
+    def load(number: int) -> torch.Tensor:
+        made.append(number)
+        return torch.full((2, 2), float(number))
+
+    wanted = {
+        bytes([number]): PixelsOnDemand({"grid": torch.ones(1, dtype=torch.int64)}, 24, partial(load, number))
+        for number in range(3)
+    }
+    ahead = PixelsAhead(torch.bfloat16, is_pinned=False)
+    ahead.look(wanted)
+    ahead.look(wanted)
+    for future in ahead._made.values():
+        future.result()
+    assert sorted(made) == [0, 1, 2]
+    assert list(ahead.take_made(40)) == [b"\0", b"\1"]  # each has 16 bytes
+    taken = ahead.take(wanted)
+    assert sorted(made) == [0, 0, 1, 1, 2]
+    for number, pixels in enumerate(taken.values()):
+        assert isinstance(pixels, dict)
+        assert torch.equal(pixels["pixel_values"], torch.full((2, 2), number, dtype=torch.bfloat16))
+        assert pixels["grid"].dtype == torch.int64
+    ahead.look(wanted)
+    ahead.look({})
+    assert not ahead._made
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ from cases.vision import IMAGE, SEEING
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL
+from nanoinfer.config import Config
+from nanoinfer.runner.trials import largest_image
+from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.messages import take_images
 from nanoinfer.vision.pixels import bytes_of
 from nanoinfer.vision.placeholders import CLASSES
@@ -159,7 +162,6 @@ def test_equal_images_have_equal_keys(checkpoint: Callable[[str], Checkpoint]) -
     assert keys[0] == keys[2]
     assert len(set(keys)) == 3
     assert {len(key) for key in keys} == {16}
-    assert prompt.pixels[0]["pixel_values"] is prompt.pixels[2]["pixel_values"]  # and are processed once
     smaller = VisionProcessor(ours.folder, ours.config, {"max_pixels": 64 * 64})
     assert smaller.prepare("prompt", ours.text(1), [first]).spans[0].key != keys[0]
 
@@ -300,20 +302,27 @@ def test_images_side_by_side_have_no_positions_of_three_parts(checkpoint: Callab
         checkpoint("qwen3-vl").processor.prepare("prompt", IMAGE * 2, [picture(64, 64)] * 2)
 
 
-def test_pixels_are_made_again_if_they_are_not_kept(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_pixels_are_made_when_they_are_read(checkpoint: Callable[[str], Checkpoint]) -> None:
     ours = checkpoint("qwen3-vl")
-    processor = VisionProcessor(ours.folder, ours.config)
     image = np.asarray(picture(64, 64)).copy()
-    (pixels,) = processor.prepare("prompt", ours.text(1), [image]).pixels
+    (pixels,) = ours.processor.prepare("prompt", ours.text(1), [image]).pixels
     first = dict(pixels)
-    processor.images._kept.clear()
-    assert dict(pixels)["pixel_values"] is not first["pixel_values"]
-    assert pickle.loads(pickle.dumps(pixels)).keys() == first.keys() == set(pixels)
-    torch.testing.assert_close(dict(pixels), first, atol=0, rtol=0)
-    processor.images._kept.clear()
+    assert bytes_of(pixels) == bytes_of(first)
+    sent = pickle.loads(pickle.dumps(pixels))
+    assert type(sent) is dict
+    torch.testing.assert_close(sent, first, atol=0, rtol=0)
     image[0, 0] ^= 1
     with pytest.raises(ValueError, match="image 0 of prompt has changed since it was first read"):
         dict(pixels)
+
+
+def test_images_of_one_size_are_processed_for_their_pixels_alone(
+    checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = checkpoint("qwen3-vl")
+    ours.processor.prepare("prompt", ours.text(1), [picture(70, 90)])
+    monkeypatch.setattr(ours.processor.images, "_stand_in", None)
+    ours.processor.prepare("prompt", ours.text(1), [picture(70, 90, seed=1)])
 
 
 def test_threads_share_a_processor(checkpoint: Callable[[str], Checkpoint]) -> None:
@@ -344,6 +353,18 @@ def test_an_image_may_have_one_token(checkpoint: Callable[[str], Checkpoint]) ->
     torch.testing.assert_close(alone.embeddings, beside.embeddings, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", of_each_kind([name for name in SEEING if "qwen" in name], 1, 2))
+def test_fewer_passes_over_memory(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
+    """As on a GPU: images of one size are neighbours, and others are not."""
+    ours = checkpoint(name)
+    images = [picture(*size, seed) for seed, size in enumerate([*SIZES, SIZES[-1]])]
+    pixels = by_image(ours.processor.prepare("prompt", ours.text(len(images)), images))
+    wanted, tower = ours.tower.encode(pixels), ours.make_tower()
+    take_fewer_passes(tower._model)
+    for one, other in zip(tower.encode(pixels), wanted, strict=True):
+        torch.testing.assert_close((one.embeddings, *one.deep), (other.embeddings, *other.deep), atol=1e-5, rtol=1e-5)
+
+
 def test_batches_have_at_most_so_many_bytes(checkpoint: Callable[[str], Checkpoint]) -> None:
     ours = checkpoint("gemma3")  # its images all become equally large
     images = [picture(64, 64, seed) for seed in range(5)]
@@ -352,6 +373,19 @@ def test_batches_have_at_most_so_many_bytes(checkpoint: Callable[[str], Checkpoi
     assert [len(batch) for batch in tower._batches(pixels)] == [2, 2, 1]
     assert len(tower.encode(pixels)) == 5
     assert tower.encode([]) == []
+
+
+@each_class
+def test_the_largest_batch_is_tried(
+    name: str, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = checkpoint(name)
+    image, batches = largest_image(Config(ours.folder)), list[Any]()
+    tower = ours.make_tower(batch_bytes=2 * bytes_of(image))
+    monkeypatch.setattr(tower, "_encode", lambda batch: batches.append(batch) or [])
+    assert tower.try_largest(image) == []
+    ((one, other),) = batches
+    assert one.keys() == other.keys() == ours.processor.images.largest().pixels.keys()
 
 
 @pytest.mark.parametrize("name", of_each_kind(SEEING, list(SEEING).index("qwen3-vl"), list(SEEING).index("gemma4")))

@@ -25,6 +25,7 @@ from nanoinfer.hints import ELSEWHERE
 from nanoinfer.requests.chat.renderer import ChatRenderer
 from nanoinfer.requests.chat.template_names import TemplateNames
 from nanoinfer.vllm_arguments import ANY, ARGUMENTS, FLAG, reason_for
+from nanoinfer.vllm_spellings import OTHER_NAMES
 
 OWN = {
     "LLM": set(inspect.signature(Config).parameters),
@@ -93,7 +94,8 @@ class TestTable:
     def test_elsewhere_the_hint_is_the_reason(self, taker: str) -> None:
         """And no name that happens to look alike."""
         for other, call in (("LLM", partial(Config, BUNDLED_MODEL)), ("SamplingParams", SamplingParams)):
-            for name in ARGUMENTS[taker].keys() - ARGUMENTS[other].keys() - OWN[other] - ELSEWHERE.keys():
+            taken = OWN[other] | ARGUMENTS[other].keys() | OTHER_NAMES.get(other, {}).keys()
+            for name in ARGUMENTS[taker].keys() - taken - ELSEWHERE.keys():
                 with pytest.raises(ValueError, match=f"^unknown argument '{name}': ") as error:
                     call(**{name: 5})
                 assert str(error.value).endswith(f": {reason_for(name)}")
@@ -132,13 +134,51 @@ class TestOptions:
             max_seq_len_to_capture=8192,
             enable_lora=False,
             max_lora_rank=16,
-            limit_mm_per_prompt={"image": 4},
             logits_processors=[],
             max_logprobs=-1,
             disable_log_stats=True,
             enable_return_routed_experts=False,
         )
         assert config == Config(BUNDLED_MODEL)
+
+    @pytest.mark.parametrize(
+        ("theirs", "ours"),
+        [
+            ({"limit_mm_per_prompt": {"image": 4, "video": 0}}, {"limit_images_per_prompt": 4}),
+            ({"limit_mm_per_prompt": {"image": {"count": 4, "width": 64}}}, {"limit_images_per_prompt": 4}),
+            ({"limit_mm_per_prompt": {"image": 0}}, {"images": False}),
+            ({"limit_mm_per_prompt": {"audio": 0}}, {}),
+            ({"limit_mm_per_prompt": None}, {}),
+            ({"mm_processor_kwargs": {"max_pixels": 4096}}, {"image_options": {"max_pixels": 4096}}),
+            ({"allowed_local_media_path": BUNDLED_MODEL}, {"image_folder": BUNDLED_MODEL}),
+            ({"allowed_local_media_path": ""}, {}),
+            ({"language_model_only": True}, {"images": False}),
+            ({"language_model_only": False}, {}),
+        ],
+        ids=repr,
+    )
+    def test_options_of_images_by_their_names(self, theirs: dict, ours: dict) -> None:
+        assert Config(BUNDLED_MODEL, **theirs) == Config(BUNDLED_MODEL, **ours)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"limit_mm_per_prompt": {"image": 4, "video": 1}}, "limit_mm_per_prompt has 'video': 1: must be 0: of"),
+            ({"limit_mm_per_prompt": 4}, "limit_mm_per_prompt=4: must be a mapping, such as {'image': 4}"),
+            ({"limit_mm_per_prompt": {"image": -1}}, "limit_images_per_prompt=-1: must be an integer of at least 1"),
+            ({"mm_processor_kwargs": 3}, "image_options=3: must be a mapping"),
+            ({"allowed_local_media_path": "/nowhere"}, "image_folder='/nowhere': must be a folder"),
+            ({"language_model_only": 3}, "language_model_only=3: must be True or False"),
+            (
+                {"allowed_local_media_path": "/", "image_folder": "."},
+                "allowed_local_media_path='/': must be left out: image_folder='.' says the same",
+            ),
+        ],
+        ids=repr,
+    )
+    def test_options_of_images_that_cannot_be(self, options: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            Config(BUNDLED_MODEL, **options)
 
     @pytest.mark.parametrize("length", [None, "auto", -1, np.int64(-1)])
     def test_the_longest_sequence_that_fits(self, length: Any) -> None:
@@ -296,7 +336,7 @@ class TestCalls:
                 {"tokenization_kwargs": {"truncation": True}},
                 "must be None or empty: pass prompts of token ids to tokeni",
             ),
-            ({"mm_processor_kwargs": {"fps": 2}}, "must be None or empty: models are run as text only"),
+            ({"mm_processor_kwargs": {"fps": 2}}, r"must be None or empty: LLM\(image_options="),
         ],
         ids=repr,
     )

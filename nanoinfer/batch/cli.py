@@ -79,7 +79,7 @@ def _documented(documented: Any) -> list[tuple[Field[Any], str]]:
 
 def _add(group: argparse._ArgumentGroup, field: Field[Any], text: str) -> None:
     name, text = f"--{field.name.replace('_', '-')}", text.replace("%", "%%")
-    if field.type == "bool":
+    if "bool" in str(field.type):
         group.add_argument(name, action=argparse.BooleanOptionalAction, help=text)
     else:
         group.add_argument(name, type=_reader(str(field.type)), metavar="VALUE", help=text)

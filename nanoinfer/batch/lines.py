@@ -20,6 +20,7 @@ PROMPTS: dict[Kind, tuple[str, ...]] = {
     "completion": ("prompt",),
 }
 TEMPLATE = "chat_template_kwargs"  # may stand beside messages
+IMAGE = "image"  # may stand beside other prompts: an image, or a list of them
 UNUSED = ("model", "user", "metadata", "store")  # of OpenAI's bodies; they change no token
 REFUSED = {
     "stream": "a batch file's results come whole",
@@ -120,7 +121,7 @@ def take_prompt(settings: dict[str, Any], known: tuple[str, ...]) -> Prompt:
 
     known: the names that it may have. Raises ValueError if not exactly one of them is there; None counts as missing
     """
-    for name in (*known, TEMPLATE):
+    for name in (*known, TEMPLATE, IMAGE):
         if settings.get(name) is None:
             settings.pop(name, None)
     given = [name for name in known if name in settings]
@@ -128,9 +129,14 @@ def take_prompt(settings: dict[str, Any], known: tuple[str, ...]) -> Prompt:
         had = f"has {' and '.join(given)}" if given else "has no prompt"
         raise ValueError(f"{had}: must have {' or '.join(map(repr, known))}")
     prompt: Prompt = settings.pop(given[0])
-    if given[0] != "messages":
+    if given[0] == "messages":
+        if IMAGE in settings:
+            raise ValueError(f"has {IMAGE!r} beside 'messages': must be in a part of a message")
+        return {"messages": prompt, TEMPLATE: settings.pop(TEMPLATE, {})}
+    if IMAGE not in settings:
         return prompt
-    return {"messages": prompt, TEMPLATE: settings.pop(TEMPLATE, {})}
+    kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    return {kind: prompt, "multi_modal_data": {IMAGE: settings.pop(IMAGE)}}
 
 
 def complete(settings: Mapping[str, Any], defaults: Mapping[str, Any], seed: int, key: Any) -> dict[str, Any]:
@@ -142,9 +148,15 @@ def complete(settings: Mapping[str, Any], defaults: Mapping[str, Any], seed: int
     if "logit_bias" in known:
         known["logit_bias"] = with_integer_keys(known["logit_bias"])
     if known.get("seed") in (None, -1):
-        own = f"{seed} {json.dumps(key, default=str)}".encode()
+        own = f"{seed} {json.dumps(key, default=_stand_in)}".encode()
         known["seed"] = int.from_bytes(blake2b(own, digest_size=8).digest(), "big") >> 1
     return known
+
+
+def _stand_in(value: Any) -> str:
+    """Return what stands for a value that JSON lacks; for an image, a digest."""
+    data = value.tobytes() if hasattr(value, "tobytes") else value
+    return blake2b(data).hexdigest() if isinstance(data, bytes) else str(data)
 
 
 def _translate(kind: Kind, body: dict[str, Any]) -> dict[str, Any]:

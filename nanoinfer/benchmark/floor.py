@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
+from nanoinfer.benchmark.eyes import tower_products
 from nanoinfer.benchmark.least_steps import Limits, Steps, decode_steps, prefill_steps
 from nanoinfer.benchmark.workloads import Workload
 from nanoinfer.kernels.fp8 import FP8
@@ -51,11 +53,13 @@ class Floor:
         itemsize: int,
         cache_itemsize: int | None = None,
         state_itemsize: int = 4,
+        vision: Any = None,
     ) -> Floor:
         """Count each step's products, the keys, values and states that decode reads, and the prompts' attention.
 
         itemsize: bytes of a number of the model's dtype; cache_itemsize: in the KV cache, None: as many;
             state_itemsize: in states
+        vision: the config of the tower, if prompts have images
 
         All matrices of one format take as many bytes and operations for a weight, so that their loads add up.
         Each decode step reads and writes each row's states once; prompts only compute with them.
@@ -71,6 +75,7 @@ class Floor:
         dense, expert = _layer_weights(model), _expert_weights(model)
         num_steps = sum(steps.count for steps in decode)
         loads = [
+            *_tower_loads(work, vision, itemsize),
             Load(2 * _keys_read(work, model, num_steps) * (cache_itemsize or itemsize), 0),
             Load(0, 4 * model.num_heads * _pairs(work, model)),
             *_state_loads(model, sum(steps.rows for steps in decode), prefill.rows, (itemsize, 2 * state_itemsize)),
@@ -103,6 +108,14 @@ class Floor:
         return sum(map(of, self.loads)) / devices
 
 
+def _tower_loads(work: Workload, vision: Any, itemsize: int) -> list[Load]:
+    """Count what a tower reads, its matrices once, and computes: each different image once."""
+    if not work.images:
+        return []
+    weights, operations = tower_products(vision, work.images)
+    return [Load(weights * itemsize, operations)]
+
+
 def _keys_read(work: Workload, model: Description, num_steps: int) -> int:
     """Count the numbers in the keys that so many decode steps read, over all layers: values have as many."""
     own = [len(prompt) - work.prefix_len for prompt in work.prompts]
@@ -113,7 +126,9 @@ def _keys_read(work: Workload, model: Description, num_steps: int) -> int:
     for window, heads in zip(model.attention_windows, model.attending, strict=True):
         keys = work.samples * sum(_seen(n + 1, out, window) for n, out in zip(firsts, decoded, strict=True))
         if not window:
-            keys += num_steps * work.prefix_len + sum(n * out for n, out in zip(shared, decoded, strict=True))
+            keys += num_steps * work.prefixes * work.prefix_len + sum(
+                n * out for n, out in zip(shared, decoded, strict=True)
+            )
         numbers += keys * heads.count * heads.dim
     return numbers
 
@@ -123,7 +138,7 @@ def _pairs(work: Workload, model: Description) -> float:
     areas = (
         heads.dim
         * (
-            _area(work.prefix_len, window) * (1 - len(work.prompts))
+            _area(work.prefix_len, window) * (work.prefixes - len(work.prompts))
             + sum(_area(len(prompt), window) for prompt in work.prompts)
         )
         for window, heads in zip(model.attention_windows, model.attending, strict=True)

@@ -52,7 +52,7 @@ def decode_steps(work: Workload, limits: Limits, used: float) -> list[Steps]:
     """
     rows, held, most = _begun_together(work, limits.groups)
     total, longest = int(rows.sum()), len(rows)
-    shared = sum(work.prefix_len // group.block_size for group in limits.groups if group.window is None)
+    shared = work.prefixes * sum(work.prefix_len // group.block_size for group in limits.groups if not group.window)
     room = limits.blocks - shared
     if not longest or (rows[0] <= limits.rows and held.max() <= room):
         counts = zip(*np.unique(rows, return_counts=True), strict=True)
@@ -67,7 +67,7 @@ def prefill_steps(work: Workload, limits: Limits, used: float) -> Steps:
 
     used: the share of the experts that a token uses
     """
-    tokens = work.tokens_in - work.prefix_len * (len(work.prompts) - 1)
+    tokens = work.tokens_in - work.prefix_len * (len(work.prompts) - work.prefixes)
     return Steps(math.ceil(tokens / limits.tokens), tokens, _least_reads(tokens, limits.tokens, used))
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.benchmark import eyes
+
 SHAPE_FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "tie_word_embeddings", "vocab_size",
@@ -130,6 +132,8 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
         },
     ),
     "olmo2-7b": ((4096, 11008, 32, 32, 32, 128, False, 100352), OLMO),
+    "qwen3-vl-2b": ((2048, 6144, 28, 16, 8, 128, True, 151936), eyes.TEXT),
+    "qwen3-vl-8b": ((4096, 12288, 36, 32, 8, 128, False, 151936), eyes.TEXT),
 }  # published shapes, but for the first
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM",
@@ -151,23 +155,33 @@ class Recipe:
     prompt_lens: tuple[int, int] = (100, 1024)
     output_lens: tuple[int, int] = (100, 1024)
     prefix_len: int = 0  # tokens that come before every prompt, the same for all
+    images: int = 0  # so many different ones come before the prompts, in turn
     samples: int = 1  # of each prompt
     max_num_seqs: int = 512
     max_model_len: int = 4096
     kv_tokens: int | None = None  # the KV cache has the fewest blocks that hold so many; None: what the memory holds
 
     def draw(self, vocab_size: int) -> Workload:
-        """Draw prompts and output lengths from seed 0, in nano-vLLM's order; the shared prefix is drawn last."""
+        """Draw prompts and output lengths from seed 0, in nano-vLLM's order; the shared prefix is drawn last.
+
+        Images are drawn for each repeat.
+        """
         rand = random.Random(0).randint
         top = min(MAX_TOKEN, vocab_size - 1)
         prompts = [[rand(0, top) for _ in range(rand(*self.prompt_lens))] for _ in range(self.num_seqs)]
         output_lens = [rand(*self.output_lens) for _ in range(self.num_seqs)]
         prefix = [rand(0, top) for _ in range(self.prefix_len)]
-        return Workload([prefix + prompt for prompt in prompts], output_lens, self.prefix_len, self.samples)
+        images = min(self.images, self.num_seqs)
+        if images:
+            prefix = [eyes.BEGIN, *[eyes.IMAGE] * eyes.TOKENS, eyes.END]
+        shared = len(prefix) if images < self.num_seqs else 0
+        prompts = [prefix + prompt for prompt in prompts]
+        return Workload(prompts, output_lens, shared, self.samples, max(1, images), images)
 
     def __str__(self) -> str:
         prompt, output = ("-".join(map(str, sorted(set(lens)))) for lens in (self.prompt_lens, self.output_lens))
         prefix = f"{self.prefix_len} + " if self.prefix_len else ""
+        prefix += f"one of {self.images} images of {eyes.SIDE} x {eyes.SIDE} + " if self.images else ""
         samples = f", {self.samples} samples" if self.samples > 1 else ""
         cache = f", {self.kv_tokens:,} in the KV cache" if self.kv_tokens else ""
         return f"{prefix}{prompt} in, {output} out{samples}{cache}"
@@ -186,22 +200,43 @@ WORKLOADS = {
     "samples": Recipe(num_seqs=32, prompt_lens=(1024, 1024), output_lens=(512, 512), samples=16),
     "window": Recipe(num_seqs=16, prompt_lens=(16384, 16384), output_lens=(256, 256), max_model_len=16640),
     "long": Recipe(num_seqs=8, prompt_lens=(32768, 32768), output_lens=(256, 256), max_model_len=33024),
+    "images": Recipe(prompt_lens=(64, 64), output_lens=(128, 128), images=256),
+    "same-images": Recipe(prompt_lens=(64, 64), output_lens=(128, 128), images=16),
 }
 
 
 @dataclass
 class Workload:
-    """Prompts, the first prefix_len tokens of all of them the same, and how many tokens to generate for each sample."""
+    """Prompts, and how many tokens to generate for each sample.
+
+    prompts: their tokens, in which an image has all of its placeholders
+    prefix_len: so many first tokens they share, with those of `prefixes` that have the same; in turn
+    samples: of each prompt
+    images: how many come before the prompts, in turn
+    """
 
     prompts: list[list[int]]
     output_lens: list[int]
     prefix_len: int = 0
-    samples: int = 1  # of each prompt
+    samples: int = 1
+    prefixes: int = 1
+    images: int = 0
 
-    def repeat(self, index: int, vocab_size: int) -> list[list[int]]:
-        """Return the prompts with other tokens in each repeat, so that none finds the last one's prefixes cached."""
+    def repeat(self, index: int, vocab_size: int) -> list[Any]:
+        """Return the prompts as generate takes them.
+
+        Each repeat has other tokens, and other images, so that none finds the last one's prefixes cached.
+        """
         top = min(MAX_TOKEN, vocab_size - 1) + 1
-        return [[(token + index) % top for token in prompt] for prompt in self.prompts]
+        if not self.images:
+            return [[(token + index) % top for token in prompt] for prompt in self.prompts]
+        images = eyes.draw_images(self.images, index)
+        begin = [eyes.BEGIN, eyes.IMAGE, eyes.END]
+        texts = [[(token + index) % top for token in prompt[eyes.TOKENS + 2 :]] for prompt in self.prompts]
+        return [
+            {"prompt_token_ids": begin + text, "multi_modal_data": {"image": [images[number % self.images]]}}
+            for number, text in enumerate(texts)
+        ]
 
     @property
     def tokens_in(self) -> int:
@@ -220,10 +255,10 @@ def has_experts(name: str) -> bool:
 
 
 def write_config(name: str, folder: str) -> None:
-    """Write the config.json of a published shape."""
+    """Write the config.json of a published shape, and of one that sees what processes images."""
     shape, family = SHAPES[name]
     config = {
-        "architectures": [ARCHITECTURES[family["model_type"]]],
+        "architectures": [ARCHITECTURES.get(family["model_type"])],
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "torch_dtype": "bfloat16",
@@ -231,4 +266,7 @@ def write_config(name: str, folder: str) -> None:
         **family,
         **dict(zip(SHAPE_FIELDS, shape, strict=True)),
     }
+    if name in eyes.TOWERS:
+        eyes.write_processor(folder)
+        config = eyes.with_eyes(name, config)
     (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")

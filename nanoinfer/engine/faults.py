@@ -1,7 +1,8 @@
-"""Faults: where logits are not finite, or settings leave no token, there is no token, and the sequence ends."""
+"""Faults: where logits are not finite, or there is no token or no image, the sequence ends."""
 
 from __future__ import annotations
 
+from nanoinfer.engine.scheduler import PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.kernels.sampling.draw import NO_TOKEN
 from nanoinfer.runner.logits.processors import NONE_LEFT
@@ -22,6 +23,15 @@ def without_token(seqs: list[Sequence], token_ids: list[int], dtype: str) -> dic
         for seq, token_id in tokens
         if token_id < 0 and not seq.is_finished
     }
+
+
+def without_images(step: Step) -> dict[Sequence, str]:
+    """Return the sequences of a step that have an image which could not be made again, each with what is wrong."""
+    if not isinstance(step, PrefillStep):
+        return {}
+    seqs = [*(chunk.seq for chunk in step.chunks), *(fork.seq for fork in step.forks)]
+    seen = {seq: seq.images.fault for seq in seqs if seq.images is not None and not seq.is_finished}
+    return {seq: fault for seq, fault in seen.items() if fault is not None}
 
 
 def none_left(seq: Sequence) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import Config
-from nanoinfer.runner.image_messages import ChunkImages, ImagePart, ImagesMessage
+from nanoinfer.runner.image_messages import ChunkImages, ImagePart, NewImages
+from nanoinfer.vision.ahead import PixelsAhead
 from nanoinfer.vision.spans import VisionPrompt
 
 if TYPE_CHECKING:
+    import torch
+
+    from nanoinfer.engine.sequence import Sequence
     from nanoinfer.vision.pixels import Pixels
 
 
@@ -18,6 +22,7 @@ class PromptImages:
     """The images of one prompt, which its samples share.
 
     delta: of VisionPrompt
+    fault: why an image cannot be computed: then the ranks are told of none, and the request ends
     """
 
     def __init__(self, prompt: VisionPrompt, whole: bool = False) -> None:
@@ -25,6 +30,7 @@ class PromptImages:
         assert prompt.delta <= 0  # rotary tables have as many rows as a sequence may have tokens
         self._prompt, self._whole = prompt, whole
         self.delta = prompt.delta
+        self.fault: str | None = None
 
     @property
     def largest(self) -> int:
@@ -47,7 +53,7 @@ class PromptImages:
     def chunk(self, start: int, end: int) -> ChunkImages | None:
         """Describe the tokens between two places to the ranks; None: they are those of a prompt without images."""
         parts = []
-        for span in self._prompt.spans:
+        for span in self._prompt.spans if self.fault is None else ():
             first, behind = max(span.start, start), min(span.start + span.count, end)
             if first < behind:
                 parts.append(ImagePart(span.key, span.first + first - span.start, first - start, behind - first))
@@ -75,48 +81,73 @@ class PromptImages:
 
 
 def take_images(prompt: VisionPrompt, config: Config) -> PromptImages:
-    """Return a prompt's images; raises ValueError if an engine of these options cannot compute them."""
-    whole = any(config.description.whole_images)
-    images, most = PromptImages(prompt, whole), config.max_num_batched_tokens
-    if config.deterministic:
-        raise ValueError("deterministic=True: must be False for a prompt with images")
-    if whole and config.attention_backend == "flash_attn":
-        raise ValueError(
-            "attention_backend='flash_attn': cannot let the tokens of an image see each other, as this model does;"
-            " 'triton' and 'torch' can"
-        )
-    if images.largest > most:
-        raise ValueError(
-            f"max_num_batched_tokens={most}: must be at least {images.largest} for a prompt with an image of so many"
-            " tokens: they see each other, so that one step computes them all"
-        )
+    """Return a prompt's images; raises ValueError as check_whole does."""
+    images = PromptImages(prompt, any(config.description.whole_images))
+    check_whole(images.largest, config)
     return images
 
 
-class HeldImages:
-    """Whose embeddings the ranks hold behind the newest step: those that its prompts want again.
+def check_whole(largest: int, config: Config) -> None:
+    """Raise ValueError if an engine of these options cannot compute an image of so many tokens, which see each other.
 
-    Ranks hold what the newest message with images said. An image that is dropped too early, as when another prompt
-    passes, is encoded again: so nobody has to tell of sequences that end or start again.
+    Nothing is raised for a model whose tokens see only what is before them.
+    """
+    if not any(config.description.whole_images):
+        return
+    most = config.max_num_batched_tokens
+    if config.attention_backend == "flash_attn":
+        raise ValueError(
+            "attention_backend='flash_attn': cannot let the tokens of an image see each other, as this model does;"
+            " 'triton' and 'torch' can, and images=False needs no such thing"
+        )
+    if largest > most:
+        raise ValueError(
+            f"max_num_batched_tokens={most}: must be at least {largest}, the tokens of an image: they see each other,"
+            " so that one step computes them all; raise it, make images smaller by image_options, or set images=False"
+        )
+
+
+class ImageFeed:
+    """Brings to the ranks the images whose embeddings they do not keep.
+
+    is_used: whether a prompt had images
     """
 
-    def __init__(self) -> None:
-        self._keys: set[bytes] = set()
+    def __init__(self, keeps: Callable[[bytes], bool], dtype: torch.dtype, is_pinned: bool) -> None:
+        """keeps: whether the ranks keep an image's embeddings, behind the newest step; the others: of PixelsAhead."""
+        self.is_used = False
+        self._keeps, self._ahead = keeps, PixelsAhead(dtype, is_pinned)
 
-    def plan(self, chunks: Iterable[tuple[PromptImages, int, int]]) -> ImagesMessage | None:
-        """Tell the ranks what a prefill step wants; chunks: those of prompts with images, from a place to another."""
+    def look_ahead(self, waiting: Iterable[Sequence], room: int) -> None:
+        """Let threads make the pixels that the next step of so many tokens wants, and hold those of no other."""
         wanted: dict[bytes, Pixels] = {}
-        kept: set[bytes] = set()
-        for images, start, end in chunks:
-            own = images.pixels(start, end)
-            wanted |= own
-            kept |= own.keys() & images.pixels(end).keys()
-        if not wanted and not self._keys:
-            return None
-        new = [(key, pixels) for key, pixels in wanted.items() if key not in self._keys]
-        self._keys = kept
-        return ImagesMessage(new, sorted(kept))
+        for seq in waiting:
+            if room <= 0:
+                break
+            room -= len(seq)
+            if seq.images is not None:
+                wanted |= seq.images.pixels(0)
+        self._ahead.look(self._not_kept(wanted))
 
-    def clear(self) -> None:
-        """Let the ranks encode all anew."""
-        self._keys.clear()
+    def take_made(self, most_bytes: int) -> NewImages:
+        """Return images that the ranks can encode before a step wants them, at most so many bytes or one image."""
+        return self._ahead.take_made(most_bytes)
+
+    def take(self, chunks: Iterable[tuple[PromptImages, int, int]]) -> NewImages:
+        """Return the new images of a prefill step; chunks: those of prompts with images, from a place to another.
+
+        An image that cannot be made is the fault of its prompts.
+        """
+        chunks = list(chunks)
+        wanted: dict[bytes, Pixels] = {}
+        for images, start, end in chunks:
+            wanted |= images.pixels(start, end)
+        taken = self._ahead.take(self._not_kept(wanted))
+        for images, _, _ in chunks:
+            for key in images.pixels(0):  # what another chunk of the step computes of an image, it may share
+                if isinstance(fault := taken.get(key), ValueError):
+                    images.fault = str(fault)
+        return {key: pixels for key, pixels in taken.items() if not isinstance(pixels, ValueError)}
+
+    def _not_kept(self, wanted: dict[bytes, Pixels]) -> dict[bytes, Pixels]:
+        return {key: pixels for key, pixels in wanted.items() if not self._keeps(key)}

@@ -10,8 +10,8 @@ from functools import partial
 
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager, MakeTier
-from nanoinfer.engine.faults import without_token
-from nanoinfer.engine.images import take_images
+from nanoinfer.engine.faults import without_images, without_token
+from nanoinfer.engine.images import ImageFeed, take_images
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.ranks.ranks import Ranks
@@ -21,7 +21,7 @@ from nanoinfer.engine.ranks.workers import Workers
 from nanoinfer.engine.record import record_extras
 from nanoinfer.engine.routed_experts import RoutedExperts
 from nanoinfer.engine.row_map import RowMap
-from nanoinfer.engine.scheduler import Scheduler, Step
+from nanoinfer.engine.scheduler import DecodeStep, Scheduler, Step
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.engine.stats import Counters
@@ -33,6 +33,7 @@ from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.spans import VisionPrompt
+from nanoinfer.vision.tower import BATCH_BYTES
 
 
 class LLMEngine:
@@ -48,7 +49,8 @@ class LLMEngine:
             config.max_num_batched_tokens,
             config.description.long_from,
         )
-        self.row_map = RowMap(_prefix_finder(config) if config.shares_prefixes else None)
+        self.feed = ImageFeed(self._keeps_image, config.torch_dtype, config.device == "cuda") if config.sees else None
+        self.row_map = RowMap(_prefix_finder(config) if config.shares_prefixes else None, self.feed)
         self.matchers = Matchers()
         self.updater = Updater(self.ranks, self.scheduler, config.description.tied)
         self.sleeper = Sleeper(self.ranks.call)
@@ -57,6 +59,10 @@ class LLMEngine:
         self.num_requests = 0  # that have been added so far, ended ones included
         self.counters = Counters()
         self._ready_at = 0.0  # when the device was done with the newest step that was read back
+
+    def _keeps_image(self, key: bytes) -> bool:
+        images = self.ranks.runner.holdings.images
+        return images is not None and images.keeps(key)
 
     def _make_tier(self) -> MakeTier | None:
         runner = self.ranks.runner
@@ -83,6 +89,8 @@ class LLMEngine:
         images = None
         if isinstance(prompt, VisionPrompt):
             images = take_images(prompt, self.config)
+            assert self.feed is not None  # who makes such prompts has looked at config.sees
+            self.feed.is_used = True
             self.ranks.note("images", *prompt.spans)
             prompt = prompt.token_ids
         self.ranks.note("prompt", prompt)
@@ -141,6 +149,8 @@ class LLMEngine:
                 launched = self._launch(step)
                 launched.result.num_preemptions = self.scheduler.num_preemptions - preempted_before
                 self.in_flight.append(launched)
+            if self.feed is not None and self.feed.is_used:
+                self._look_ahead(self.feed, beside_decode=isinstance(step, DecodeStep))
             if self.in_flight and (launched is None or len(self.in_flight) > 1):
                 result = self._read_back(self.in_flight.popleft())
             if launched is not None and launched.guided:
@@ -148,10 +158,18 @@ class LLMEngine:
                 launched.tokens = self.ranks.call("draw_guided", masks)
             return result
 
+    def _look_ahead(self, feed: ImageFeed, beside_decode: bool) -> None:
+        """Let images be prepared for the next step of prompts, and encoded beside a step that decodes."""
+        feed.look_ahead(self.scheduler.waiting, self.config.max_num_batched_tokens)
+        if beside_decode and (new := feed.take_made(BATCH_BYTES)):
+            self.ranks.call("holdings.images.encode", new)
+
     def _launch(self, step: Step) -> InFlight:
         now = time.perf_counter()
         result = planned(step, now)
         message, seqs = self.row_map.describe(step)
+        for seq in without_images(step):
+            self.scheduler.block_manager.forget(seq)  # no later step may share what this one computes
         message.transfers = self.scheduler.block_manager.take_transfers(step.num_tokens)
         result.note_transfers(message.transfers)
         guided = self.matchers.guided(seqs)
@@ -209,7 +227,7 @@ class LLMEngine:
         done.note_load(self.scheduler)
         with fresh_torch_state():
             token_ids = self.ranks.wait(done.tokens)
-            failed = without_token(done.seqs, token_ids, self.config.dtype)
+            failed = without_token(done.seqs, token_ids, self.config.dtype) | without_images(done.step)
             for seq, why in failed.items():
                 self.scheduler.block_manager.forget(seq)  # a NaN may have come to tokens before its own, by 0 * NaN
                 self.finish(seq, "error", why)
@@ -237,6 +255,8 @@ class LLMEngine:
         self.matchers.clear()
         self.scheduler.abort_all()
         self.row_map.clear()
+        if self.feed is not None:
+            self.feed.look_ahead((), 0)
 
     def close(self) -> None:
         """End the other ranks and give back all memory; safe to call twice."""

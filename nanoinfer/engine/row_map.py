@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from array import array
 
-from nanoinfer.engine.images import HeldImages
+from nanoinfer.engine.images import ImageFeed
 from nanoinfer.engine.scheduler import Chunk, DecodeStep, PrefillStep, Step
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.shared_prefixes import PrefixFinder
+from nanoinfer.runner.image_messages import NewImages
 from nanoinfer.runner.logits.settings import is_plain, needs_tokens
 from nanoinfer.runner.message import (
     ChunkMessage,
@@ -29,11 +30,11 @@ class RowMap:
     seqs: row i holds seqs[i]
     """
 
-    def __init__(self, finder: PrefixFinder | None = None) -> None:
-        """finder: given if decode attention reads shared prefixes once"""
+    def __init__(self, finder: PrefixFinder | None = None, feed: ImageFeed | None = None) -> None:
+        """finder: given if decode attention reads shared prefixes once; feed: if prompts may have images"""
         self.seqs: list[Sequence] = []
         self._finder = finder
-        self._images = HeldImages()  # by the ranks
+        self._feed = feed
         self._shares = False  # whether rows share prefixes, since they last changed
         self._has_changed = False  # whether rows have come or gone since the last decode step
 
@@ -51,15 +52,21 @@ class RowMap:
         for seq in joins:
             seq.row = len(self.seqs)
             self.seqs.append(seq)
+        images = self.take_images(step.chunks)  # some may be faulty, which their chunks tell
         chunks = [_describe_chunk(chunk) for chunk in step.chunks]
-        seen = [(chunk.seq.images, chunk.start, chunk.end) for chunk in step.chunks if chunk.seq.images is not None]
-        images = self._images.plan(seen)
         return PrefillMessage(moves, num_rows, chunks, list(joins.values()), images=images), list(joins)
+
+    def take_images(self, chunks: list[Chunk]) -> NewImages | None:
+        """Take what is made of the images in the chunks of a prefill step; None: the ranks need nothing."""
+        seen = [(chunk.seq.images, chunk.start, chunk.end) for chunk in chunks if chunk.seq.images is not None]
+        if not seen:
+            return None
+        assert self._feed is not None
+        return self._feed.take(seen)
 
     def clear(self) -> None:
         """Empty every row, whatever state an interrupt left them in."""
         self.seqs = []
-        self._images.clear()
 
     def _describe_decode(self, step: DecodeStep) -> tuple[DecodeMessage, list[Sequence]]:
         moves = self._pack(step.seqs)

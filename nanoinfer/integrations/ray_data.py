@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from dataclasses import fields
+from operator import attrgetter
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
@@ -17,18 +18,18 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset
 from ray.data.block import BlockAccessor, DataBatch
 
-from nanoinfer.batch.lines import PROMPTS, TEMPLATE, complete, take_prompt
+from nanoinfer.batch.lines import IMAGE, PROMPTS, TEMPLATE, complete, take_prompt
 from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
 from nanoinfer.llm import LLM
 from nanoinfer.replicas.requests import UNBEGUN
-from nanoinfer.requests.inputs import Prompt
+from nanoinfer.requests.inputs import ComingRequest, Prompt
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput
 from nanoinfer.sampling_params import SamplingParams
 
 KNOWN = PROMPTS["plain"]  # columns, of which each row has one
 SETTINGS = {field.name for field in fields(SamplingParams)}
-READ = {*KNOWN, *SETTINGS, TEMPLATE, "id"}
+READ = {*KNOWN, *SETTINGS, TEMPLATE, IMAGE, "id"}
 UNKEPT = ("prompt_logprobs", "prompt_logprobs_start", "kept_tokens")  # settings whose results have no column
 NO_COLUMN = "its results have no column"
 GIVEN_IDS = "prompt_token_ids"  # a column token_ids gets this name, because the generated ones have its own
@@ -101,7 +102,9 @@ class Generator:
     sampling_params: a SamplingParams, or a mapping with its fields; a row's columns of their names go before it
 
     A row has a prompt in one of the columns prompt, token_ids and messages; chat_template_kwargs may stand beside
-    messages. In these columns and in those of settings, null or NaN counts as nothing.
+    messages. For a model that sees, a column image beside prompt or token_ids holds an image, or a list of them, and
+    parts of messages may hold some: bytes of files, data: URLs, or paths in the option image_folder. In these columns
+    and in those of settings, null or NaN counts as nothing.
 
     text, token_ids, finish_reason: new columns, of the row's first sample; a column token_ids that was there becomes
         prompt_token_ids
@@ -146,7 +149,10 @@ class Generator:
 
     def _read(self, row: dict[str, Any]) -> tuple[Prompt, SamplingParams]:
         """Return what a row asks for. Raises ValueError for what it cannot have."""
+        image = row.pop(IMAGE, None)
         settings = {name: value for name, given in row.items() if (value := _plain(given)) is not None}
+        if image is not None and self._engine.llm.config.sees:
+            settings[IMAGE] = image
         key = settings.pop("id", None)
         prompt = take_prompt(settings, KNOWN)
         return prompt, SamplingParams(**complete(settings, self._shared, self._seed, prompt if key is None else key))
@@ -162,8 +168,10 @@ class _Asked(NamedTuple):
     future: Future[RequestOutput]
 
 
-def _most_tokens(asked: _Asked) -> float:
-    return math.inf if asked.params.max_tokens is None else asked.params.max_tokens
+class _Waiting(NamedTuple):
+    coming: ComingRequest
+    most_tokens: float
+    future: Future[RequestOutput]
 
 
 class _Engine:
@@ -190,23 +198,36 @@ class _Engine:
 
     def _run(self) -> None:
         most = math.ceil((1 + UNBEGUN) * self.llm.config.max_num_seqs * self.llm.config.data_parallel_size)
-        waiting: list[_Asked] = []  # those that may get more tokens first, as in generate
+        waiting: list[_Waiting] = []  # those that may get more tokens first, as in generate
         while True:
             while not self._asked.empty() or not (self._running or waiting):
                 asked = self._asked.get()
                 if asked is None:
                     return
-                waiting.append(asked)
-            waiting.sort(key=_most_tokens, reverse=True)
-            while waiting and len(self._running) < most:
-                self._add(*waiting.pop(0))
+                waiting += self._prepare(*asked)
+            waiting.sort(key=attrgetter("most_tokens"), reverse=True)
+            while len(self._running) < most and (place := self._choose(waiting)) is not None:
+                self._add(waiting.pop(place))
             self._step()
 
-    def _add(self, prompt: Prompt, params: SamplingParams, future: Future[RequestOutput]) -> None:
+    def _prepare(self, prompt: Prompt, params: SamplingParams, future: Future[RequestOutput]) -> list[_Waiting]:
+        """Return the request that waits now, or none if it cannot run."""
         try:
-            self._running[self.llm.add_request(prompt, params)] = future
+            coming = self.llm.prepare(prompt, params)
         except Exception as error:
             future.set_exception(error)
+            return []
+        return [_Waiting(coming, math.inf if params.max_tokens is None else params.max_tokens, future)]
+
+    def _choose(self, waiting: list[_Waiting]) -> int | None:
+        """Return the place of the first whose images are prepared; if nothing runs, that of the first."""
+        return next((i for i, each in enumerate(waiting) if each.coming.is_ready or not self._running), None)
+
+    def _add(self, chosen: _Waiting) -> None:
+        try:
+            self._running[self.llm.add_request(chosen.coming)] = chosen.future
+        except Exception as error:
+            chosen.future.set_exception(error)
 
     def _step(self) -> None:
         try:

@@ -139,7 +139,8 @@ class Description:
     formats: those of the matrices, but for embeddings and routers
     module: the class that computes the model, by its full name: a CausalLM (models/causal_lm.py)
     whole_images: for each layer, whether each token of an image sees the whole image; empty: no layer's does
-    is_multimodal: the checkpoint holds other models beside this one; nanoinfer does not read those
+    is_multimodal: the checkpoint holds other models beside this one
+    has_tower: of these, nanoinfer runs the one for images; it does not read the others
     skipped: how the names of other tensors begin that checkpoints may hold and nanoinfer does not read
     """
 
@@ -178,13 +179,14 @@ class Description:
     module: str = "nanoinfer.models.decoder.Decoder"
     whole_images: tuple[bool, ...] = ()
     is_multimodal: bool = False
+    has_tower: bool = False
     skipped: tuple[str, ...] = ()
     formats: Formats = PLAIN_FORMATS
 
     @property
     def beside(self) -> Beside:
         """What the model's checkpoints hold beside it."""
-        return Beside(self.is_multimodal, self.skipped)
+        return Beside(self.is_multimodal, self.has_tower, self.skipped)
 
     @property
     def different_layers(self) -> list[int]:
@@ -272,6 +274,11 @@ class Description:
     def has_sections(self) -> bool:
         """Whether a token of an image has three positions (see Rope.sections)."""
         return any(rope is not None and rope.sections is not None for rope in self.ropes)
+
+    def without_images(self) -> Description:
+        """Return this model without what only images need."""
+        ropes = tuple(rope and replace(rope, sections=None) for rope in self.ropes)
+        return replace(self, ropes=ropes, whole_images=(), has_tower=False)
 
     @property
     def long_from(self) -> int | None:

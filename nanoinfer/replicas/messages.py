@@ -7,19 +7,21 @@ from typing import Any, NamedTuple
 from nanoinfer.requests.results import SampleResult
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vision.spans import VisionPrompt
 
 
 class Task(NamedTuple):
     """Samples of a request that a replica is to compute.
 
     number: the request's
+    prompt: its tokens, with images if there are some; pixels are made when it is pickled
     seed: the request's, from which each sample's is made
     first, num_samples: the first sample's number, and how many there are from it on
     streams: the replica tells of each step's tokens
     """
 
     number: int
-    token_ids: list[int]
+    prompt: list[int] | VisionPrompt
     params: SamplingParams
     seed: int
     first: int

@@ -29,9 +29,11 @@ from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.collector import frozen
 from nanoinfer.replicas.freight import Crate, Shape, unload
 from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures, Task
-from nanoinfer.requests.inputs import Inputs, Prepared
+from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.request import Request, Requests
+from nanoinfer.requests.settings import SettingsReader
+from nanoinfer.requests.text.texts import Texts
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.runner.voice import name_hardware
 from nanoinfer.weights.sources import FileSource, TensorSource
@@ -133,7 +135,7 @@ class Replica:
         self.engine = LLMEngine(config)
         tokenizer = load_tokenizer(config, is_replica=True)
         self._requests = Requests(self.engine, tokenizer)
-        self._inputs = Inputs(config, tokenizer)
+        self._settings = SettingsReader(config, Texts(config, tokenizer))
         self._pipe, self._outbox, self._life = pipe, outbox, life
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         self._round = 0
@@ -204,8 +206,8 @@ class Replica:
         self._round = round
         for task in tasks:
             samples = range(task.first, task.first + task.num_samples)
-            grammar = self._inputs.compile("sampling_params", task.params)
-            prompt = Prepared(task.token_ids, None, task.params, grammar, task.seed, samples)
+            grammar = self._settings.compile("sampling_params", task.params)
+            prompt = Prepared(task.prompt, None, task.params, grammar, task.seed, samples)
             request = self._requests.add(prompt, task.streams)
             self._numbers[request.id] = task.number
             self._unbegun += [sample.seq for sample in request.samples]

@@ -186,7 +186,7 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
     def _make(self, prompt: Prepared, streams: bool) -> ReplicaRequest:
         id, self._num_added = self._num_added, self._num_added + 1
         block = self._config.cache_layout.prefix_size
-        key = hash(tuple(prompt.token_ids[:block])) if len(prompt.token_ids) > block else ("request", id)
+        key = prompt.beginning(block) if len(prompt.token_ids) > block else ("request", id)
         seed = seed_of(prompt.params, self._config.seed, id)
         decode, version = self._decode if prompt.params.detokenize else None, self._replicas.updater.version
         request = self._running[id] = ReplicaRequest(id, prompt, seed, key, streams, decode, version)
@@ -230,7 +230,7 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
             request, samples = self._running[number], [sample for _, sample in group]
             for first, count in _runs(samples):
                 prompt = request.prompt
-                tasks.append(Task(number, prompt.token_ids, prompt.params, request.seed, first, count, request.streams))
+                tasks.append(Task(number, prompt.prompt, prompt.params, request.seed, first, count, request.streams))
         return tasks
 
     def _take(self, index: int, report: Report) -> None:

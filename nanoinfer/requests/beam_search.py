@@ -17,6 +17,7 @@ from nanoinfer.engine.beams.hypotheses import Finished, Hypotheses
 from nanoinfer.engine.beams.rules import Rules, TransformersRules
 from nanoinfer.engine.beams.search import BeamSearch, BeamSearches
 from nanoinfer.engine.faults import not_finite
+from nanoinfer.engine.images import take_images
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
@@ -29,6 +30,7 @@ from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
 from nanoinfer.requests.text.spelling import decoder, whole_decoder
 from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vision.spans import VisionPrompt
 from nanoinfer.vllm_arguments import NO_LORA
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class BeamSearchOutput(Output):
     """What a beam search has found for a prompt, a dictionary whose keys are attributes too.
 
     prompt: the prompt's text; None if the prompt was token ids
-    prompt_token_ids: the prompt's tokens
+    prompt_token_ids: the prompt's tokens, as in RequestOutput
     sequences: the beam_width best sequences, the best first
     """
 
@@ -169,7 +171,8 @@ class SearchesBeams(ABC):
     def _beams_of(self, index: int, prompt: Prepared, rules: Rules) -> BeamSearch:
         """Return the search of a prompt. Raises ValueError if the KV cache cannot hold its beams."""
         stop_ids = self._stop_ids(rules.params)
-        seq = Sequence(prompt.token_ids, prompt.params, 0, self.config.max_model_len, stop_ids)
+        images = take_images(prompt.prompt, self.config) if isinstance(prompt.prompt, VisionPrompt) else None
+        seq = Sequence(prompt.token_ids, prompt.params, 0, self.config.max_model_len, stop_ids, images=images)
         search = BeamSearch(rules, seq)
         layout, asked = self.config.cache_layout, self.config.num_kvcache_blocks
         assert asked is not None  # since the engine has started

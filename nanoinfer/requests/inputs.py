@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
-from dataclasses import fields
-from functools import partial
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.config import Config
-from nanoinfer.grammar import Grammar, Grammars
-from nanoinfer.requests.bans import find_bans
-from nanoinfer.requests.chat.renderer import ChatRenderer, other_medium
+from nanoinfer.grammar import Grammar
+from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medium
+from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
+from nanoinfer.requests.settings import GivenSettings, Settings, SettingsReader
 from nanoinfer.requests.text.spelling import whole_decoder
+from nanoinfer.requests.text.texts import Texts
 from nanoinfer.runner.memory.room import room_for
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vision.messages import take_images
+from nanoinfer.vision.spans import VisionPrompt
 from nanoinfer.vllm_arguments import NO_LORA
 
 if TYPE_CHECKING:
@@ -25,36 +28,76 @@ TEXT, TOKEN_IDS = "prompt", "prompt_token_ids"  # the keys of a prompt that is a
 MESSAGES, TEMPLATE = "messages", "chat_template_kwargs"  # the keys of a prompt that is a chat
 A_PROMPT = "a string or a list of token ids"
 A_MAPPING = f"a mapping with {TEXT!r} or {TOKEN_IDS!r}, and nothing else"
-ALL = -1  # log-probabilities
+WITH_IMAGES = f"{A_MAPPING} but {DATA!r}"
+SMALLER = "; image_options can make images smaller"
 MOST_SHOWN = 60  # characters of a prompt in an error message
 
 Tokens = str | ListLike[int]
+SomeTokens = list[int] | VisionPrompt
 Prompt = Tokens | Mapping[str, object]
 ChatMessage = Mapping[str, Any]
 Chats = ListLike[ChatMessage] | ListLike[ListLike[ChatMessage]]
 
 
-class Settings(NamedTuple):
-    """The settings of a prompt that can run, and the grammar of its structured outputs."""
+class Asked(NamedTuple):
+    """A prompt as it was asked for.
 
-    params: SamplingParams
-    grammar: Grammar | None
+    name: begins the messages of errors
+    prompt: its text or tokens, with a placeholder for each image
+    text: its text; None if the user passed token ids alone
+    images: as users give them
+    is_chat: a template wrote it, with the special tokens
+    """
+
+    name: str
+    prompt: Tokens
+    text: str | None
+    images: ListLike[Any] = ()
+    is_chat: bool = False
+
+
+class ComingRequest(NamedTuple):
+    """A request whose images threads prepare; add_request takes it. seen: its prompt with them; None: it has none."""
+
+    asked: Asked
+    settings: Settings
+    seen: Future[VisionPrompt] | None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its images are prepared, or cannot be: then add_request does not wait."""
+        return self.seen is None or self.seen.done()
+
+    def cancel(self) -> None:
+        """Let no thread begin to prepare its images."""
+        if self.seen is not None:
+            self.seen.cancel()
 
 
 class Prepared(NamedTuple):
     """A prompt that can run.
 
-    token_ids, params, grammar: its tokens, and its settings
-    text: the text of these tokens, as the user or a template gave it; None if the user passed token ids alone
+    prompt, params, grammar: its tokens, with images if there are some, and its settings
+    text: the text that became these tokens, as the user or a template gave it; None if the user passed token ids alone
     seed, samples: as for LLMEngine.add_request
     """
 
-    token_ids: list[int]
+    prompt: SomeTokens
     text: str | None
     params: SamplingParams
     grammar: Grammar | None
     seed: int | None = None
     samples: range | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens, in which each image has all of its placeholders."""
+        return _ids_of(self.prompt)
+
+    def beginning(self, count: int) -> int:
+        """Return a hash of its first tokens, and of the images there."""
+        spans = self.prompt.spans if isinstance(self.prompt, VisionPrompt) else ()
+        return hash((*self.token_ids[:count], *(span.key for span in spans if span.start < count)))
 
 
 class Inputs:
@@ -62,15 +105,15 @@ class Inputs:
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.config = config
-        self.tokenizer = tokenizer
-        self._chats = None if tokenizer is None else ChatRenderer(tokenizer)
-        self._folder = config.tokenizer or config.model  # the tokenizer's
-        self._grammars: Grammars | None = None  # made for the first request that needs it
+        self.texts = Texts(config, tokenizer)
+        self._settings = SettingsReader(config, self.texts)
+        self._images = ImageInputs(config, tokenizer) if config.sees else None
+        self._chats = None if tokenizer is None else ChatRenderer(tokenizer, config.sees)
 
     def check(
         self,
         prompts: Prompt | ListLike[Prompt],
-        sampling_params: SamplingParams | ListLike[SamplingParams] | None,
+        sampling_params: GivenSettings,
         lora_request: None = None,
     ) -> list[Prepared]:
         """Return the prompts of generate or stream, ready to run."""
@@ -81,49 +124,61 @@ class Inputs:
             raise ValueError(
                 f"prompts={short(items, MOST_SHOWN)}: must be a list of prompts; pass one prompt's ids as [[...]]"
             )
-        settings = self._check_params(len(items), sampling_params)
-        return [self._prepare(f"prompts[{i}]", item, settings[i]) for i, item in enumerate(items)]
+        settings = self._settings.check(len(items), sampling_params)
+        return self._prepare([self._read(f"prompts[{i}]", item) for i, item in enumerate(items)], settings)
 
     def check_one(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Prepared:
         """Return the prompt of add_request, ready to run."""
-        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
-            raise ValueError(
-                f"sampling_params={short(sampling_params, MOST_SHOWN)}: must be a SamplingParams, for one prompt;"
-                " generate and stream take lists"
-            )
-        (settings,) = self._check_params(1, sampling_params)
-        return self._prepare("prompt", prompt, settings)
+        return self.finish(self.begin(prompt, sampling_params))
+
+    def begin(self, prompt: Prompt, sampling_params: SamplingParams | None) -> ComingRequest:
+        """Check the prompt of add_request, and let its images be prepared in other threads."""
+        settings = self._settings.check_one(sampling_params)
+        asked = self._read("prompt", prompt)
+        return ComingRequest(asked, settings, self._see(asked))
+
+    def finish(self, coming: ComingRequest) -> Prepared:
+        """Return a prompt ready to run, when its images are prepared."""
+        asked, settings = coming.asked, coming.settings
+        prompt = self._tokens_of(asked, coming.seen)
+        return Prepared(self._check_tokens(asked.name, prompt, settings.params), asked.text, *settings)
 
     def check_continuations(self, prompt: Prompt, continuations: Tokens | ListLike[Tokens]) -> list[Prepared]:
         """Return the prompt with each of its continuations, ready to be scored."""
-        name, given, _ = _unwrap("prompt", prompt)
-        given = given if isinstance(given, str) else _token_ids(name, given)
+        asked = self._unwrap("prompt", prompt)
+        if not isinstance(asked.prompt, str):
+            asked = asked._replace(prompt=_token_ids(asked.name, asked.prompt))
+        if self._images is not None and asked.images:
+            asked = asked._replace(images=self._images.open(asked.name, asked.images))
         items = [continuations] if isinstance(continuations, str) else continuations
         entries = _list("continuations", items, f"{A_PROMPT}, or a list of these")
         if entries and as_int(entries[0]) is not None:
             entries = [entries]
-        return [self._follow(name, given, f"continuations[{i}]", entry) for i, entry in enumerate(entries)]
+        return [self._follow(asked, f"continuations[{i}]", entry) for i, entry in enumerate(entries)]
 
-    def _follow(self, prompt_name: str, prompt: Tokens, name: str, continuation: Tokens) -> Prepared:
+    def _follow(self, asked: Asked, name: str, continuation: Tokens) -> Prepared:
         """Return a prompt with one continuation. LLM.score says where the tokens of two texts are divided."""
-        if isinstance(prompt, str) and isinstance(continuation, str):
-            first = self._tokenize(prompt_name, prompt.rstrip())
-            rest = self._tokenize(name, prompt + continuation)[len(first) :]
+        given = asked.prompt
+        if isinstance(given, str) and isinstance(continuation, str):
+            both = asked._replace(name=name, prompt=given + continuation)
+            asked = asked._replace(prompt=given.rstrip())
+            first = self._tokens_of(asked, self._see(asked))
+            rest = _ids_of(self._tokens_of(both, self._see(both)))[len(_ids_of(first)) :]
         else:
-            first = self._to_token_ids(prompt_name, prompt)
+            first = self._tokens_of(asked, self._see(asked))
             rest = self._to_token_ids(name, continuation, add_special_tokens=False)
         if not first:
-            raise ValueError(f"{prompt_name} is empty: it must have at least one token")
+            raise ValueError(f"{asked.name} is empty: it must have at least one token")
         if not rest:
             raise ValueError(f"{name} is {short(continuation, MOST_SHOWN)}: must add a token to the prompt's")
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=len(first))
-        token_ids = self._check_token_ids(f"{prompt_name} + {name}", first + rest, params)
-        return Prepared(token_ids, None, params, None)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=len(_ids_of(first)))
+        prompt = first.followed_by(rest) if isinstance(first, VisionPrompt) else first + rest
+        return Prepared(self._check_tokens(f"{asked.name} + {name}", prompt, params), None, params, None)
 
     def check_chats(
         self,
         messages: Chats,
-        sampling_params: SamplingParams | ListLike[SamplingParams] | None,
+        sampling_params: GivenSettings,
         given: dict[str, Any],
         others: Mapping[str, Any] | None = None,
         lora_request: None = None,
@@ -141,34 +196,38 @@ class Inputs:
         chats = _list("messages", messages, "a list of messages, or of such lists")
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
-        settings = self._check_params(len(chats), sampling_params)
-        return [self._prepare_chat(f"messages[{i}]", chat, template, settings[i]) for i, chat in enumerate(chats)]
+        settings = self._settings.check(len(chats), sampling_params)
+        asked = [self._read_chat(f"messages[{i}]", chat, template) for i, chat in enumerate(chats)]
+        return self._prepare(asked, settings)
 
     def _check_template(self, template: Mapping[str, Any]) -> None:
         """Raise ValueError if there is no chat template."""
-        if self.tokenizer is None or not (self.tokenizer.chat_template or template.get("chat_template") is not None):
-            raise ValueError(f"{self._folder!r} has no chat template: use generate with prompts of your own")
+        tokenizer = self.texts.tokenizer
+        if tokenizer is None or not (tokenizer.chat_template or template.get("chat_template") is not None):
+            raise ValueError(f"{self.texts.folder!r} has no chat template: use generate with prompts of your own")
 
-    def _prepare_chat(self, name: str, chat: Any, template: Mapping[str, Any], settings: Settings) -> Prepared:
+    def _read_chat(self, name: str, chat: Any, template: Mapping[str, Any]) -> Asked:
         assert self._chats is not None
-        text = self._chats.render(name, _list(name, chat, "a list of messages"), template)
-        token_ids = self._tokenize(name, text, add_special_tokens=False)  # the template has written them
-        return Prepared(self._check_token_ids(name, token_ids, settings.params), text, *settings)
+        messages, images = _list(name, chat, "a list of messages"), list[Any]()
+        if self._images is not None:
+            messages, images = take_images(name, messages)
+        text = self._chats.render(name, messages, template)
+        return Asked(name, text, text, images, is_chat=True)
 
     def tokenize(self, texts: str | ListLike[str]) -> list[int] | list[list[int]]:
         """Return the tokens of a text, or of each text in a list."""
-        self._known_tokenizer("tokenize")
+        self.texts.known_tokenizer("tokenize")
         if isinstance(texts, str):
-            return self._tokenize("texts", texts)
+            return self.texts.tokenize("texts", texts)
         entries = _list("texts", texts, "a string or a list of strings")
         for index, entry in enumerate(entries):
             if not isinstance(entry, str):
                 raise ValueError(f"texts[{index}] is {short(entry, MOST_SHOWN)}: must be a string")
-        return [self._tokenize(f"texts[{index}]", entry) for index, entry in enumerate(entries)]
+        return [self.texts.tokenize(f"texts[{index}]", entry) for index, entry in enumerate(entries)]
 
     def detokenize(self, ids: ListLike[int] | ListLike[ListLike[int]]) -> str | list[str]:
         """Return the text of a list of tokens, or of each list in a list."""
-        decode = whole_decoder(self._known_tokenizer("detokenize"), skip_special_tokens=True)
+        decode = whole_decoder(self.texts.known_tokenizer("detokenize"), skip_special_tokens=True)
         entries = _list("ids", ids, "a list of token ids, or a list of such lists")
         if not entries or as_int(entries[0]) is not None:
             return decode(self._check_ids("ids", entries))
@@ -177,111 +236,81 @@ class Inputs:
     def _check_ids(self, name: str, ids: object) -> list[int]:
         return self._check_range(name, _token_ids(name, ids, "a list of token ids"))
 
-    def _check_params(
-        self, count: int, sampling_params: SamplingParams | ListLike[SamplingParams] | None
-    ) -> list[Settings]:
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
-            return [self._check_setting("sampling_params", sampling_params)] * count
-        params = _list("sampling_params", sampling_params, "a SamplingParams, or a list of them, from nanoinfer")
-        if len(params) != count:
-            raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one each")
-        for index, entry in enumerate(params):
-            if not isinstance(entry, SamplingParams):
-                raise ValueError(f"sampling_params[{index}] is {short(entry)}: must be a SamplingParams")
-        settings: dict[int, Settings] = {}  # by the id of the user's object, which many prompts may share
-        for index, entry in enumerate(params):
-            if id(entry) not in settings:
-                settings[id(entry)] = self._check_setting(f"sampling_params[{index}]", entry)
-        return [settings[id(entry)] for entry in params]
-
-    def _check_setting(self, name: str, params: SamplingParams) -> Settings:
-        """Check settings by the model's vocabulary and tokenizer, which SamplingParams does not know; return a copy."""
-        vocab_size = self.config.description.vocab_size
-        for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            for token_id in getattr(params, field) or ():
-                if token_id >= vocab_size:
-                    raise ValueError(
-                        f"{name}.{field} has token id {short(token_id)}: must be from 0 to {vocab_size - 1}"
-                    )
-        for field in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, field)
-            if count is not None and count > vocab_size:
-                raise ValueError(f"{name}.{field}={short(count)}: the model has {vocab_size} tokens")
-        if params.stop:
-            self.check_detokenizer(f"{name}.stop={params.stop!r}")
-        return Settings(self._resolve(name, params), self.compile(name, params))
-
-    def _resolve(self, name: str, params: SamplingParams) -> SamplingParams:
-        """Return a copy for the engine, which knows numbers of tokens and token ids alone."""
-        params = _copy(params)
-        for field in ("logprobs", "prompt_logprobs"):
-            if getattr(params, field) == ALL:
-                vars(params)[field] = self.config.description.vocab_size
-        if params.bad_words:
-            self._known_tokenizer(f"{name}.bad_words={short(params.bad_words)}")
-        encode = partial(self._tokenize, f"{name}.bad_words", add_special_tokens=False)
-        if (bans := find_bans(name, params, self.config, encode)) is not None:
-            vars(params)["bans"] = bans
-        return params
-
-    def compile(self, name: str, params: SamplingParams) -> Grammar | None:
-        """Compile the grammar of a request with structured outputs; `name` begins the messages of errors."""
-        if params.structured_outputs is None:
-            return None
-        name = f"{name}.structured_outputs={short(params.structured_outputs)}"
-        self.check_detokenizer(name)
-        assert self.tokenizer is not None
-        try:
-            if self._grammars is None:
-                config = self.config
-                self._grammars = Grammars(self.tokenizer, config.description.vocab_size, config.eos_token_ids)
-            return self._grammars.compile(params.structured_outputs)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-
-    def check_detokenizer(self, name: str) -> None:
-        """Raise ValueError if the tokenizer cannot make text token by token, which `name` needs."""
-        if not self._known_tokenizer(name).is_fast:
-            raise ValueError(f"{name} needs a tokenizer.json, which {self._folder!r} does not have")
-
-    def _known_tokenizer(self, name: str) -> PreTrainedTokenizerBase:
-        if self.tokenizer is None:
-            raise ValueError(f"{name} needs text, but {self.config.model!r} has no tokenizer")
-        return self.tokenizer
-
-    def _prepare(self, name: str, prompt: object, settings: Settings) -> Prepared:
+    def _read(self, name: str, prompt: object) -> Asked:
         if isinstance(prompt, Mapping) and MESSAGES in prompt:
             template = _template_of(name, prompt)
             self._check_template(template)
-            return self._prepare_chat(f"{name}[{MESSAGES!r}]", prompt[MESSAGES], template, settings)
-        name, prompt, text = _unwrap(name, prompt)
-        token_ids = self._check_token_ids(name, self._to_token_ids(name, prompt), settings.params)
-        return Prepared(token_ids, text, *settings)
+            return self._read_chat(f"{name}[{MESSAGES!r}]", prompt[MESSAGES], template)
+        return self._unwrap(name, prompt)
+
+    def _unwrap(self, name: str, prompt: Any) -> Asked:
+        """Read a prompt that is text, token ids, or a mapping, which may hold both."""
+        if not isinstance(prompt, Mapping):
+            return Asked(name, prompt, prompt if isinstance(prompt, str) else None)
+        given = {key: value for key, value in prompt.items() if value is not None}
+        images = [] if self._images is None else take_beside(name, given)
+        known = A_MAPPING if self._images is None else WITH_IMAGES
+        if self._images is None and (medium := other_medium(given)):
+            raise ValueError(f"{name} has {medium!r}: {TEXT_ONLY}; pass {known}")
+        kinds = [key for key in (TEXT, TOKEN_IDS) if key in (given or prompt)]
+        if not kinds or not given.keys() <= {*kinds}:
+            raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: must be text, a list of token ids, or {known}")
+        for key in kinds:
+            if isinstance(prompt[key], str) != (key == TEXT):
+                what = "a string" if key == TEXT else "a list of token ids"
+                raise ValueError(f"{name}[{key!r}] is {short(prompt[key], MOST_SHOWN)}: must be {what}")
+        return Asked(f"{name}[{kinds[-1]!r}]", prompt[kinds[-1]], given.get(TEXT), images)
+
+    def _prepare(self, asked: list[Asked], settings: list[Settings]) -> list[Prepared]:
+        """Return the prompts, ready to run; the first one's error is raised."""
+        coming = [ComingRequest(each, own, self._see(each)) for each, own in zip(asked, settings, strict=True)]
+        try:
+            return [self.finish(each) for each in coming]
+        except BaseException:
+            for each in coming:
+                each.cancel()
+            raise
+
+    def _see(self, asked: Asked) -> Future[VisionPrompt] | None:
+        """Let a prompt's images be prepared; None: it has none."""
+        if self._images is None or not asked.images:
+            return None
+        prompt = asked.prompt if isinstance(asked.prompt, str) else _token_ids(asked.name, asked.prompt)
+        return self._images.begin(WithImages(asked.name, prompt, asked.images, not asked.is_chat))
+
+    def _tokens_of(self, asked: Asked, seen: Future[VisionPrompt] | None) -> SomeTokens:
+        """Return a prompt's tokens; seen: with its images, if it has some."""
+        if seen is not None:
+            return seen.result()
+        if self._images is not None and isinstance(asked.prompt, str):
+            self._images.check_text(asked.name, asked.prompt)
+        return self._to_token_ids(asked.name, asked.prompt, not asked.is_chat)
 
     def _to_token_ids(self, name: str, prompt: object, add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, str):
-            return self._tokenize(name, prompt, add_special_tokens)
+            return self.texts.tokenize(name, prompt, add_special_tokens)
         return _token_ids(name, prompt)
 
-    def _check_token_ids(self, name: str, token_ids: list[int], params: SamplingParams) -> list[int]:
+    def _check_tokens(self, name: str, prompt: SomeTokens, params: SamplingParams) -> SomeTokens:
+        token_ids = _ids_of(prompt)
         if not token_ids:
             raise ValueError(f"{name} is empty: it must have at least one token")
         self._check_range(name, token_ids)
         length, most = len(token_ids), self.config.max_model_len
         if params.max_tokens == 0 and length > most:
+            has, hint = _describe_length(prompt)
             room = room_for(self.config, length)
-            raise ValueError(f"{name} has {length} tokens: must be at most max_model_len={most}; {room}")
+            raise ValueError(f"{name} has {has}: must be at most max_model_len={most}; {room}{hint}")
         if params.max_tokens != 0 and length >= most:
+            has, hint = _describe_length(prompt)
             raise ValueError(
-                f"{name} has {length} tokens: must be fewer than max_model_len={most}, to leave room for a token;"
-                f" {room_for(self.config, length + 1)}"
+                f"{name} has {has}: must be fewer than max_model_len={most}, to leave room for a token;"
+                f" {room_for(self.config, length + 1)}{hint}"
             )
         if params.prompt_logprobs_start >= length:
             start = short(params.prompt_logprobs_start)
             raise ValueError(f"prompt_logprobs_start={start}: must be less than {length}, the tokens of {name}")
-        return token_ids
+        return prompt
 
     def _check_range(self, name: str, token_ids: list[int]) -> list[int]:
         vocab_size = self.config.description.vocab_size
@@ -289,14 +318,6 @@ class Inputs:
             if not 0 <= token_id < vocab_size:
                 raise ValueError(f"{name} has token id {short(token_id)}: must be from 0 to {vocab_size - 1}")
         return token_ids
-
-    def _tokenize(self, name: str, text: str, add_special_tokens: bool = True) -> list[int]:
-        if self.tokenizer is None:
-            raise ValueError(f"{name} is text, but {self.config.model!r} has no tokenizer: pass a list of token ids")
-        try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError:  # the text has half a surrogate pair, for one
-            raise ValueError(f"{name} is {short(text, MOST_SHOWN)}: the tokenizer does not take it") from None
 
 
 def _list(name: str, value: Any, what: str) -> list[Any]:
@@ -328,21 +349,16 @@ def _as_template(begin: str, template: Any) -> Mapping[str, Any]:
     return template
 
 
-def _unwrap(name: str, prompt: Any) -> tuple[str, Any, str | None]:
-    """Return a prompt as text or token ids, its name, and its text if the user gave it; a mapping may hold both."""
-    if not isinstance(prompt, Mapping):
-        return name, prompt, prompt if isinstance(prompt, str) else None
-    given = {key: value for key, value in prompt.items() if value is not None}
-    if medium := other_medium(given):
-        raise ValueError(f"{name} has {medium!r}: this model is run as text only; pass {A_MAPPING}")
-    kinds = [key for key in (TEXT, TOKEN_IDS) if key in (given or prompt)]
-    if not kinds or not given.keys() <= {*kinds}:
-        raise ValueError(f"{name} is {short(prompt, MOST_SHOWN)}: must be text, a list of token ids, or {A_MAPPING}")
-    for key in kinds:
-        if isinstance(prompt[key], str) != (key == TEXT):
-            what = "a string" if key == TEXT else "a list of token ids"
-            raise ValueError(f"{name}[{key!r}] is {short(prompt[key], MOST_SHOWN)}: must be {what}")
-    return f"{name}[{kinds[-1]!r}]", prompt[kinds[-1]], given.get(TEXT)
+def _ids_of(prompt: SomeTokens) -> list[int]:
+    return prompt.token_ids if isinstance(prompt, VisionPrompt) else prompt
+
+
+def _describe_length(prompt: SomeTokens) -> tuple[str, str]:
+    """Return how many tokens a prompt has, and a hint how it could have fewer."""
+    if not isinstance(prompt, VisionPrompt):
+        return f"{len(prompt)} tokens", ""
+    image, count = prompt.largest
+    return f"{len(prompt.token_ids)} tokens, of which image {image} has {count}", SMALLER
 
 
 def _token_ids(name: str, prompt: Any, what: str = A_PROMPT) -> list[int]:
@@ -358,8 +374,3 @@ def _token_ids(name: str, prompt: Any, what: str = A_PROMPT) -> list[int]:
             raise ValueError(f"{name} is {shown}: must be {what}, and {wrong} is none")
         token_ids.append(token_id)
     return token_ids
-
-
-def _copy(params: SamplingParams) -> SamplingParams:
-    """Copy the fields into a plain SamplingParams: users may change theirs, and ranks may not know its subclass."""
-    return SamplingParams(**{field.name: getattr(params, field.name) for field in fields(SamplingParams)})

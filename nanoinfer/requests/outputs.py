@@ -168,7 +168,7 @@ class RequestOutput(SampleOutput):
 
     request_id: the number that add_request returned; generate, chat and stream number their requests too
     prompt: the prompt's text, for a chat as its template wrote it; None if the prompt was token ids
-    prompt_token_ids: the prompt's tokens
+    prompt_token_ids: the prompt's tokens, in which each image has as many placeholders as it has embeddings
     prompt_logprobs: like logprobs, for each token of the prompt; None for the first token, which nothing precedes, and
         for tokens before prompt_logprobs_start; None as a whole if SamplingParams did not ask
     num_cached_tokens: this many tokens of the prompt came from the KV cache

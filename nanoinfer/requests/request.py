@@ -145,7 +145,7 @@ class Request:
         """streams: the caller takes each sample's new text and tokens as they come."""
         if not prompt.params.detokenize:
             tokenizer = None
-        seqs = engine.add_request(prompt.token_ids, prompt.params, prompt.grammar, prompt.seed, prompt.samples)
+        seqs = engine.add_request(prompt.prompt, prompt.params, prompt.grammar, prompt.seed, prompt.samples)
         self.prompt = prompt
         self.samples = [Sample(seq, engine, tokenizer, streams) for seq in seqs]
         self.num_running = len(self.samples)  # kept by Requests

@@ -34,7 +34,7 @@ ABSENT = {
         ("model_config", "llm.config has the options; llm.llm_engine.model_config answers by vLLM's names"),
         ("set_tokenizer", "LLM(tokenizer=...) takes a folder or a Hub id"),
         ("release_kv_cache_memory", "llm.sleep gives memory back, and llm.wake_up takes it again"),
-        ("reset_mm_cache", "leave it out: images are not cached"),
+        ("reset_mm_cache", "leave it out: equal images are known by their pixels"),
         ("preprocess_chat", "llm.get_tokenizer().apply_chat_template makes a chat's text"),
         ("supported_tasks", "leave it out: a model here generates"),
         ("from_engine_args", "LLM(model, ...) takes the options themselves"),
@@ -137,10 +137,11 @@ class ModelConfig:
     model, tokenizer: the folders that were read
     dtype: the weights' torch.dtype
     max_model_len: a sequence has at most this many tokens; max_seq_len_to_capture: the same, for graphs serve them all
+    is_multimodal_model: whether it sees images
     seed, revision, tokenizer_revision, quantization, logprobs_mode, enforce_eager, trust_remote_code: LLM's options
     """
 
-    tokenizer_mode, runner_type, is_encoder_decoder, is_multimodal_model = "auto", "generate", False, False
+    tokenizer_mode, runner_type, is_encoder_decoder = "auto", "generate", False
 
     def __init__(self, config: Config) -> None:
         self.model = self.served_model_name = config.model
@@ -149,6 +150,7 @@ class ModelConfig:
         self.max_model_len = self.max_seq_len_to_capture = config.max_model_len
         self.seed, self.quantization, self.logprobs_mode = config.seed, config.quantization, config.logprobs_mode
         self.revision, self.tokenizer_revision = config.revision, config.tokenizer_revision
+        self.is_multimodal_model = config.sees
         self.enforce_eager, self.trust_remote_code = config.enforce_eager, config.trust_remote_code
         self._vocab_size = config.description.vocab_size
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from nanoinfer.vision.pixels import Pixels
 
+NewImages = dict[bytes, "Pixels"]  # those whose embeddings the ranks do not keep, by their keys
+
 
 class ImagePart(NamedTuple):
     """Neighbouring placeholders of an image in a chunk."""
@@ -25,11 +27,3 @@ class ChunkImages:
 
     parts: list[ImagePart]
     positions: array[int] | None  # the tokens' rotary ones, [3, tokens]; None: they are their places
-
-
-@dataclass(slots=True)
-class ImagesMessage:
-    """The images of a prefill step whose embeddings the ranks do not have yet, and those that later steps want."""
-
-    new: list[tuple[bytes, Pixels]]  # by the images' keys
-    kept: list[bytes]  # of all that the step has; the others go with it

@@ -1,4 +1,4 @@
-"""Images: the embeddings that one rank has of images whose prompts are being computed."""
+"""Images: the embeddings that one rank makes of images, and keeps for those that come again."""
 
 from __future__ import annotations
 
@@ -8,34 +8,47 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.context import ImageContext
-from nanoinfer.runner.image_messages import ImagesMessage
+from nanoinfer.runner.image_messages import NewImages
 from nanoinfer.runner.message import ChunkMessage
-from nanoinfer.runner.transfer import upload
+from nanoinfer.runner.transfer import to_host, upload
+from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.spans import Encoded, Tower
+
+# Of host memory: twice the embeddings of a step of 16,384 tokens of Qwen3-VL-8B, which are four for each token. They
+# are there for the next chunk of a prompt, for one that was preempted, and for prompts that share an image.
+KEPT_BYTES = 1 << 30
 
 
 class Images:
-    """They come with the first prefill step that wants them, and go with the last: as ImagesMessage says."""
+    """Every rank is told of the same images in the same order, so that all keep those of the same ones."""
 
-    def __init__(self, tower: Tower, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, tower: Tower, device: torch.device, dtype: torch.dtype, kept_bytes: int = KEPT_BYTES) -> None:
         """dtype: the decoder's."""
         self._tower, self._device, self._dtype = tower, device, dtype
-        self._held: dict[bytes, Encoded] = {}
+        self._kept: Kept[Encoded] = Kept(kept_bytes)
 
-    def take(self, message: ImagesMessage, chunks: list[ChunkMessage]) -> ImageContext | None:
+    def keeps(self, key: bytes) -> bool:
+        """Whether an image's embeddings are kept."""
+        return key in self._kept
+
+    def encode(self, new: NewImages) -> dict[bytes, Encoded]:
+        """Encode images, keep their embeddings, and return them on the tower's device."""
+        encoded = dict(zip(new, self._tower.encode(list(new.values())), strict=True))
+        for key, own in encoded.items():
+            self._kept.keep(key, own.moved(to_host))  # the copies share no memory with other images of a batch
+        return encoded
+
+    def forget(self) -> None:
+        """Keep nothing of what the tower has made: it changes."""
+        self._kept.clear()
+
+    def gather(self, new: NewImages, chunks: list[ChunkMessage]) -> ImageContext | None:
         """Encode the new images; returns what the decoder gets of all in a step's chunks, None if it gets nothing."""
-        if message.new:
-            keys, pixels = zip(*message.new, strict=True)
-            self._held.update(zip(keys, self._tower.encode(pixels), strict=True))
-        context = self._gather(chunks)
-        self._held = {key: self._held[key] for key in message.kept}
-        return context
-
-    def _gather(self, chunks: list[ChunkMessage]) -> ImageContext | None:
+        found = self._find(new, chunks) | self.encode(new)  # in this order: new ones may push out others
         places, rows, begin = array("q"), list[tuple[Tensor, ...]](), 0
         for chunk in chunks:
             for part in [] if chunk.images is None else chunk.images.parts:
-                own, some = self._held[part.key], slice(part.first, part.first + part.length)
+                own, some = found[part.key], slice(part.first, part.first + part.length)
                 places.extend(range(begin + part.place, begin + part.place + part.length))
                 rows.append(tuple(x[some] for x in (own.embeddings, *own.deep)))
             begin += len(chunk.token_ids)
@@ -43,3 +56,12 @@ class Images:
             return None
         embeddings, *deep = (torch.cat(x).to(self._device, self._dtype) for x in zip(*rows, strict=True))
         return ImageContext(upload(places, self._device), embeddings, deep)
+
+    def _find(self, new: NewImages, chunks: list[ChunkMessage]) -> dict[bytes, Encoded]:
+        """Return the kept embeddings of a step's images, on the device."""
+        parts = [part for chunk in chunks if chunk.images is not None for part in chunk.images.parts]
+        found = {key: self._kept.find(key) for key in dict.fromkeys(part.key for part in parts) if key not in new}
+        return {key: own.moved(self._to_device) for key, own in found.items() if own is not None}
+
+    def _to_device(self, x: Tensor) -> Tensor:
+        return x.to(self._device, non_blocking=True)

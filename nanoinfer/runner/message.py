@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nanoinfer.runner.image_messages import ChunkImages, ImagesMessage
+from nanoinfer.runner.image_messages import ChunkImages, NewImages
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -86,7 +86,7 @@ class PrefillMessage:
     joins: list[JoinMessage]
     copies: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied before the step runs
     transfers: Transfers | None = None
-    images: ImagesMessage | None = None
+    images: NewImages | None = None  # None: no chunk has any
 
     @property
     def num_tokens(self) -> int:

@@ -36,8 +36,9 @@ from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
-from nanoinfer.runner.trials import Trials, peak_bytes
+from nanoinfer.runner.trials import Trials, largest_image, peak_bytes
 from nanoinfer.runner.voice import Voice
+from nanoinfer.vision.spans import Encoded
 
 log = logging.getLogger("nanoinfer")
 
@@ -91,7 +92,7 @@ class ModelRunner:
                 self._connect()
                 with torch.inference_mode():
                     self._choose_threads()
-                    self._size(self._measure())
+                    self._size(self._measure(), self._measure_images())
                     self._capture()
         except BaseException:
             self.close(failed=True)
@@ -100,8 +101,6 @@ class ModelRunner:
     def _load(self) -> None:
         """Build the model and fill its weights."""
         config, model = self.config, self.config.description
-        if model.is_multimodal and self.tp.rank == 0:
-            log.warning("%s: its language model is run, as text only; images are not supported", config.model)
         if model.has_states and config.kv_cache_dtype == "fp8" and self.tp.rank == 0:
             kept = config.state_dtype
             log.info("kv_cache_dtype='fp8': keys and values are in FP8; the states of other layers stay in %s", kept)
@@ -193,6 +192,19 @@ class ModelRunner:
         )
         return step_bytes
 
+    def _measure_images(self) -> int:
+        """Encode the largest batch of images; returns the bytes that images take, beside a step's other memory.
+
+        Returns 0 without a tower, and on the CPU, where the plan does not count this memory.
+        """
+        tower, config, encoded = self.holdings.tower, self.config, list[Encoded]()
+        if tower is None or config.device == "cpu":
+            return 0
+        image = largest_image(config)
+        peak = peak_bytes(lambda: encoded.extend(tower.try_largest(image)))
+        token_bytes = encoded[0].num_bytes // len(encoded[0].embeddings)
+        return peak + 2 * token_bytes * config.max_num_batched_tokens  # of each image, and of a step together
+
     def _compile(self, trials: Trials) -> None:
         """Compile the kernels of the steps that are to be captured, and of a long prompt, side by side.
 
@@ -217,12 +229,13 @@ class ModelRunner:
             with recording():
                 self.steps.decode_rows(rows, max_len, shares)
 
-    def _size(self, step_bytes: int) -> None:
+    def _size(self, step_bytes: int, image_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
         graph_bytes = (len(self._graph_sizes) + len(self._sharing_sizes)) * BYTES_PER_GRAPH
         specs, held = (self.holdings.cache_spec, self.holdings.state_spec), self.holdings.model_bytes
         slots = 0 if self.offload is None else self.offload.slots
-        self.memory = plan_memory(self.config, *specs, self.device, self.tp, held, step_bytes, graph_bytes, slots)
+        needs = held, step_bytes, graph_bytes, image_bytes, slots
+        self.memory = plan_memory(self.config, *specs, self.device, self.tp, *needs)
         self.config.max_model_len = self.memory.max_model_len
         self._make_cache(self.memory.blocks, self.memory.slots)
         if slots:

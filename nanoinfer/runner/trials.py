@@ -11,6 +11,8 @@ from nanoinfer.config import Config
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.runner.message import ChunkMessage, JoinMessage, PrefillMessage
+from nanoinfer.vision.pixels import Pixels
+from nanoinfer.vision.processor import VisionProcessor
 
 
 class Trials:
@@ -40,6 +42,16 @@ class Trials:
             # cuDNN takes more memory. Behind a multiple of MOST_KEYS, our kernel and cuDNN both attend.
             steps.append(self.prompt(length, min(MOST_KEYS + 1, most - length)))
         return steps
+
+
+def largest_image(config: Config) -> Pixels:
+    """Return the pixels of an image so large that of none more is made, for an LLM that sees."""
+    from transformers import AutoTokenizer  # here, for a model that cannot see does without
+
+    assert config.hf_config is not None
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.model, trust_remote_code=False)
+    processor = VisionProcessor(config.model, config.hf_config, config.image_options, tokenizer=tokenizer)
+    return dict(processor.images.largest().pixels)
 
 
 def peak_bytes(step: Callable[[], object]) -> int:

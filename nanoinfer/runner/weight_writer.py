@@ -13,6 +13,7 @@ from nanoinfer.layers.experts import skew_routers
 from nanoinfer.parallel.buckets import Bucket, BucketReader, Piece
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.runner.voice import Voice
+from nanoinfer.vision.tower import TransformersTower
 from nanoinfer.weights.finite import describe_not_finite, find_not_finite
 from nanoinfer.weights.formats.experts import Experts
 from nanoinfer.weights.formats.matrix import Matrix
@@ -26,8 +27,11 @@ SMALL_BYTES = 16 << 20  # CUDA copies a larger tensor faster by itself
 class WeightWriter:
     """Writes tensors where the table of shards says. Parameters stay where they are, so that CUDA graphs stay valid."""
 
-    def __init__(self, model: nn.Module, tp: TensorParallel, device: torch.device) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, tower: TransformersTower | None, tp: TensorParallel, device: torch.device
+    ) -> None:
+        """tower: the one for images, if there is one"""
+        self._model, self._tower = model, tower
         self._tp = tp
         self._device = device
         self._reader = BucketReader(device)
@@ -38,17 +42,20 @@ class WeightWriter:
 
     @cached_property
     def table(self) -> Table:
-        """The model's table of shards, once its matrices are finished."""
-        return table_of(self._model)
+        """The table of shards of model and tower, once the model's matrices are finished."""
+        return self._make_table()
+
+    def _make_table(self) -> Table:
+        return table_of(self._model) | ({} if self._tower is None else self._tower.table())
 
     def load(self, config: Config, voice: Voice) -> None:
-        """Fill the weights of a model that has just been built; raises ValueError as Source.fill does."""
+        """Fill the weights of model and tower, which have just been built; raises ValueError as Source.fill does."""
         source: Source
         if config.load_format == "safetensors":
             source = FileSource(config.model, config.description.beside)
         else:
             source = RandomSource(config.seed, self._device)
-        source.fill(table_of(self._model), partial(voice.bar, "Weights", "B"))
+        source.fill(self._make_table(), partial(voice.bar, "Weights", "B"))
         if config.load_format == "dummy_skewed":
             skew_routers(self._model)
         self.finish()

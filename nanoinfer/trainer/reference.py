@@ -51,6 +51,7 @@ def reference(
         max_model_len=max_model_len,  # type: ignore[arg-type]  # None is the option's default
         load_format="dummy",  # leaves the files to FileSource
         deterministic=True,
+        images=False,
     )
     if (other := _find_other(config.description)) is not None:
         raise ValueError(f"model={model!r}: reference has no {other}; it is for models as Llama and Qwen3 are")

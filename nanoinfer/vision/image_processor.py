@@ -15,15 +15,17 @@ import numpy as np
 from nanoinfer.checks import check_int, short
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, bytes_of
+from nanoinfer.vision.pixels import PIXEL_VALUES, Pixels, PixelsOnDemand, bytes_of
 from nanoinfer.vision.placeholders import Placeholder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 KEY_BYTES = 16
-KEPT_BYTES = 1 << 30  # of pixels: a megapixel has up to 25 MB, and very many prompts may wait
+KEPT_BYTES = 64 << 20  # of what stands for images in prompts: an image has some thousand tokens
+TOKEN_BYTES = 8  # of a token's place in a list
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
 OPTIONS = ("do_pan_and_scan", "max_soft_tokens", "size")  # that say how large an image becomes in other classes
 COUNTS = ("num_crops", "num_soft_tokens_per_image")  # are made for the prompt alone
@@ -32,20 +34,41 @@ SIDE = 256  # of a blank image, where the size of what is made of an image does 
 
 
 @dataclass(frozen=True)
+class Standin:
+    """What is made of all images of one size: no pixel is looked at for it.
+
+    text, token_ids: what stands for the image in a prompt
+    count: how many of these tokens are placeholders
+    others: what the tower takes beside the pixel values
+    pixel_bytes: how much memory all takes that the tower takes
+    """
+
+    text: str
+    token_ids: list[int]
+    count: int
+    others: Pixels
+    pixel_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory it takes."""
+        return len(self.text) + TOKEN_BYTES * len(self.token_ids) + bytes_of(self.others)
+
+
+@dataclass(frozen=True)
 class PreparedImage:
-    """What the processor makes of an image.
+    """What a prompt needs to know of an image before it is queued.
 
     key: as ImageSpan has it
-    text, token_ids: what stands for it in a prompt
-    count: how many of these tokens are placeholders
-    pixels: what the tower takes
+    text, token_ids, count: as Standin has them
+    pixels: what the tower takes, made when it is read
     """
 
     key: bytes
     text: str
     token_ids: list[int]
     count: int
-    pixels: Pixels
+    pixels: PixelsOnDemand
 
     @property
     def num_bytes(self) -> int:
@@ -54,7 +77,7 @@ class PreparedImage:
 
 
 class ImageProcessor:
-    """Prepares images, in any number of threads; what it made of the last ones is kept.
+    """Prepares images, in any number of threads.
 
     processor: transformers' image processor
     tokenizer, placeholder: make the prompt's part
@@ -76,23 +99,27 @@ class ImageProcessor:
         self._options = {**placeholder.options, **_resolve_options(processor, options)}
         self._settings = f"{processor.to_json_string()} {sorted(self._options.items())}".encode()
         self._opener = Opener(image_folder)
-        self._kept: Kept[PreparedImage] = Kept(KEPT_BYTES)
+        self._of_sizes: Kept[Standin] = Kept(KEPT_BYTES)
         self._blank = f"image_options={dict(options)}: a blank image"
         self.prepare(self._blank, _blank(SIDE, SIDE))  # an error comes now, not with the first prompt
 
     def prepare(self, name: str, source: Any) -> PreparedImage:
-        """Return what the processor makes of an image.
+        """Return what a prompt needs to know of an image.
 
-        name: begins the messages of errors; source: as Opener takes it
+        Its pixels are made of the source each time that they are read: then ValueError is raised if it has changed.
+        name: begins the messages of errors; source: as Opener takes it, or what this has returned before
         Raises ValueError if it cannot be opened, or the processor does not take it.
         """
+        if isinstance(source, PreparedImage):
+            return source
         image = self._opener.open(name, source)
-        key = self._key(image)
-        prepared = self._kept.find(key)
-        if prepared is None:
-            prepared = self._process(name, key, image)
-            self._kept.keep(key, prepared)
-        return prepared
+        key, size = self._key(image), b"%d x %d" % image.size
+        known = self._of_sizes.find(size)
+        if known is None:
+            known = self._stand_in(self._process(name, image))
+            self._of_sizes.keep(size, known)
+        pixels = PixelsOnDemand(known.others, known.pixel_bytes, partial(self._load, name, source, key))
+        return PreparedImage(key, known.text, known.token_ids, known.count, pixels)
 
     def largest(self) -> PreparedImage:
         """Return what is made of a blank image so large that of none more is made, for plans of memory."""
@@ -115,29 +142,28 @@ class ImageProcessor:
     def _setting(self, name: str) -> Any:
         return self._options.get(name, getattr(self._processor, name, None))
 
-    def on_demand(self, name: str, source: Any, key: bytes) -> Pixels:
-        """Return pixels that are made when they are read, of an image that was prepared before and had this key.
-
-        Then a ValueError is raised if the image has changed.
-        """
-        return PixelsOnDemand(partial(self._load, name, source, key))
-
-    def _load(self, name: str, source: Any, key: bytes) -> Pixels:
-        prepared = self._kept.find(key) or self.prepare(name, source)
-        if prepared.key != key:
+    def _load(self, name: str, source: Any, key: bytes) -> Tensor:
+        """Return the pixel values of an image that was prepared before and had this key."""
+        image = self._opener.open(name, source)
+        if self._key(image) != key:
             raise ValueError(f"{name} has changed since it was first read: must not before its prompt begins")
-        return prepared.pixels
+        return self._process(name, image)[PIXEL_VALUES]
 
-    def _process(self, name: str, key: bytes, image: Image) -> PreparedImage:
-        """Let the image processor make pixels, and write what stands for the image in a prompt."""
-        try:
-            made = self._processor([image], return_tensors="pt", **self._options)
-        except Exception as error:
-            raise ValueError(f"{name}, {image.width} x {image.height} pixels: cannot be processed: {error}") from error
+    def _stand_in(self, made: Pixels) -> Standin:
+        """Return what stands for the images of one size, of what the image processor has made of one."""
         text = self._placeholder.expand(made)
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         pixels = {name: tensor for name, tensor in made.items() if name not in COUNTS}
-        return PreparedImage(key, text, token_ids, token_ids.count(self._image_id), pixels)
+        others = {name: tensor for name, tensor in pixels.items() if name != PIXEL_VALUES}
+        return Standin(text, token_ids, token_ids.count(self._image_id), others, bytes_of(pixels))
+
+    def _process(self, name: str, image: Image) -> Pixels:
+        """Let the image processor make pixels."""
+        try:
+            made: Pixels = self._processor([image], return_tensors="pt", **self._options)
+        except Exception as error:
+            raise ValueError(f"{name}, {image.width} x {image.height} pixels: cannot be processed: {error}") from error
+        return made
 
     def _key(self, image: Image) -> bytes:
         """Return the digest of an image in RGB and of the settings."""

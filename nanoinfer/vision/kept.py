@@ -31,6 +31,11 @@ class Kept(Generic[T]):
         self._things: OrderedDict[bytes, T] = OrderedDict()  # the most recently used last
         self._lock = Lock()
 
+    def __contains__(self, key: bytes) -> bool:
+        """Whether something is kept of an image; that is no use of it."""
+        with self._lock:
+            return key in self._things
+
     def find(self, key: bytes) -> T | None:
         """Return what is kept of an image; None: nothing."""
         with self._lock:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -21,6 +22,8 @@ FILE, DATA = "file://", "data:"
 A_SOURCE = "a PIL image, a path, a data: URL, the bytes of a file, or an array of uint8, [height, width, 3]"
 CHANNELS = (1, 3, 4)  # that an array may have
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of files; PIL runs a program for some others
+RGB = "RGB"
+UPRIGHT = 1  # an image's orientation (EXIF 2.3)
 MOST_SHOWN = 60  # characters of a URL or a path in an error message
 
 
@@ -37,13 +40,14 @@ class Opener:
         """Return an image in RGB, on white where it is transparent.
 
         name: begins the messages of errors
-        source: a PIL image; a path or a file: URL, in the folder; a data: URL; the bytes of an image's file; or an
-            array of uint8, [height, width] or [height, width, 1, 3 or 4]
+        source: a PIL image; a path or a file: URL, in the folder; a data: URL; the bytes of an image's file; an array
+            of uint8, [height, width] or [height, width, 1, 3 or 4]; or a mapping with "bytes" or a "path", as tables
+            of the library datasets hold images
 
         Raises ValueError for another source, for one that does not decode or is no file of FORMATS, and for one of more
         pixels than PIL.Image.MAX_IMAGE_PIXELS, before it is decoded.
         """
-        from PIL import Image, ImageOps  # here, for it comes with an extra
+        from PIL import Image  # here, for it comes with an extra
 
         found = self._find(name, source)
         with _named_errors(name):
@@ -52,12 +56,14 @@ class Opener:
         if most is not None and image.width * image.height > most:
             raise ValueError(f"{name} has {image.width} x {image.height} pixels: must have at most {most}")
         with _named_errors(name):
-            return _on_white(ImageOps.exif_transpose(image)).convert("RGB")
+            return _turned(image)
 
     def _find(self, name: str, source: Any) -> Image | BytesIO | Path:
         """Return an image, or where to read one."""
         from PIL import Image
 
+        if isinstance(source, Mapping):
+            source = next((source[key] for key in ("bytes", "path") if source.get(key) is not None), source)
         if isinstance(source, Image.Image):
             return source
         if isinstance(source, np.ndarray):
@@ -79,12 +85,27 @@ class Opener:
             raise ValueError(
                 f"{name} is {short(source, MOST_SHOWN)}: no file is read unless image_folder names the folder of images"
             )
-        file = (self._folder / path).resolve()
+        with _named_errors(name):  # a NUL in it, a circle of links
+            file = (self._folder / (path if path == source else unquote(path))).resolve()
         if not file.is_relative_to(self._folder):
             raise ValueError(
                 f"{name} is {short(source, MOST_SHOWN)}: must be in image_folder={str(self._folder)!r}, links followed"
             )
+        with _named_errors(name):  # a name that is too long
+            is_file = file.is_file()
+        if not is_file:  # to open a pipe would wait for whoever writes into it
+            raise ValueError(f"{name} is {short(source, MOST_SHOWN)}: no such file in {str(self._folder)!r}")
         return file
+
+
+def _turned(image: Image) -> Image:
+    """Return an image in RGB, turned as its camera noted; one that is so already is not copied."""
+    from PIL import ExifTags, ImageOps
+
+    image.load()
+    if image.getexif().get(ExifTags.Base.Orientation, UPRIGHT) != UPRIGHT:
+        image = ImageOps.exif_transpose(image)
+    return image if image.mode == RGB else _on_white(image).convert(RGB)
 
 
 def _on_white(image: Image) -> Image:

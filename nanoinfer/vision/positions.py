@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from nanoinfer.vision.pixels import Pixels, join
+from nanoinfer.vision.pixels import PIXEL_VALUES, Pixels, join
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-PIXEL_VALUES = "pixel_values"  # the one input of a tower that says nothing of an image's shape
 IMAGE_TOKEN = 1  # the type of a placeholder, as transformers numbers types
 
 

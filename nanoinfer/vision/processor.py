@@ -13,7 +13,6 @@ import numpy as np
 
 from nanoinfer.hub import reason_of
 from nanoinfer.vision.image_processor import ImageProcessor, PreparedImage
-from nanoinfer.vision.pixels import Pixels
 from nanoinfer.vision.placeholders import CLASSES, Placeholder
 from nanoinfer.vision.positions import MropePositions
 from nanoinfer.vision.spans import ImageSpan, VisionPrompt
@@ -78,8 +77,8 @@ class VisionProcessor:
         add_special_tokens: the tokenizer adds those that begin a text
 
         Raises ValueError for too many images, if the placeholders are not as many as the images, and for an image that
-        cannot be opened or that the processor does not take. The images are read again for pixels that are not kept:
-        they must not change before.
+        cannot be opened or that the processor does not take. The images are read again for their pixels: they must not
+        change before.
         """
         if not images or (self._most_images is not None and len(images) > self._most_images):
             most = "" if self._most_images is None else f" to limit_images_per_prompt={self._most_images}"
@@ -87,10 +86,8 @@ class VisionProcessor:
         self._check_count(name, prompt, len(images))
         names = [f"image {index} of {name}" for index in range(len(images))]
         prepared = [self.images.prepare(*each) for each in zip(names, images, strict=True)]
-        keys = [image.key for image in prepared]
-        pixels = [self.images.on_demand(*each) for each in zip(names, images, keys, strict=True)]
         token_ids = self._expand(prompt, prepared, add_special_tokens)
-        return self._assemble(name, token_ids, prepared, pixels)
+        return self._assemble(name, token_ids, prepared)
 
     def _check_count(self, name: str, prompt: str | Sequence[int], images: int) -> None:
         """Raise ValueError if a prompt has more placeholders than images, or fewer."""
@@ -114,26 +111,24 @@ class VisionProcessor:
             expanded.extend(next(rest).token_ids if token == self._placeholder_id else (token,))
         return expanded
 
-    def _assemble(
-        self, name: str, token_ids: list[int], images: list[PreparedImage], pixels: list[Pixels]
-    ) -> VisionPrompt:
-        """Return a prompt, of which each image has pixels."""
+    def _assemble(self, name: str, token_ids: list[int], images: list[PreparedImage]) -> VisionPrompt:
+        """Return a prompt with these images."""
         is_placeholder = np.asarray(token_ids) == self._image_id
         places = np.flatnonzero(is_placeholder)
         counts = [image.count for image in images]
         if len(places) != sum(counts):
             raise ValueError(f"{name} has token {self._image_id}, an image's, where no image is: must not")
-        spans, pixels_of_spans = [], []
-        for image, own, given in zip(images, np.split(places, np.cumsum(counts)[:-1]), pixels, strict=True):
+        spans, pixels = [], []
+        for image, own in zip(images, np.split(places, np.cumsum(counts)[:-1]), strict=True):
             for first, start, count in _runs(own):
                 spans.append(ImageSpan(image.key, start, count, first))
-                pixels_of_spans.append(given)
+                pixels.append(image.pixels)
         positions, delta = None, 0
         if self._positions is not None:
             if any(before.start + before.count == after.start for before, after in pairwise(spans)):
                 raise ValueError(f"{name} has two images side by side: this model needs a token between them")
             positions, delta = self._positions.compute(is_placeholder, [image.pixels for image in images])
-        return VisionPrompt(token_ids, tuple(spans), positions, delta, tuple(pixels_of_spans))
+        return VisionPrompt(token_ids, tuple(spans), positions, delta, tuple(pixels))
 
 
 def _runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:

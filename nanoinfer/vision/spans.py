@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -46,6 +47,25 @@ class VisionPrompt:
     delta: int
     pixels: tuple[Mapping[str, Tensor], ...]
 
+    def followed_by(self, token_ids: list[int]) -> VisionPrompt:
+        """Return this prompt with further tokens, which are no image's."""
+        count, positions = len(self.token_ids), self.positions
+        if positions is not None:
+            added = array("i", range(count + self.delta, count + self.delta + len(token_ids)))
+            parts = (positions[part * count : (part + 1) * count] + added for part in range(3))
+            positions = sum(parts, array("i"))
+        return replace(self, token_ids=self.token_ids + token_ids, positions=positions)
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Which of its images has the most placeholders, and how many."""
+        counts: list[int] = []
+        for span in self.spans:
+            if span.first == 0:
+                counts.append(0)
+            counts[-1] += span.count
+        return max(enumerate(counts), key=itemgetter(1))
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -64,10 +84,9 @@ class Encoded:
         """How much memory they take."""
         return sum(tensor.nbytes for tensor in (self.embeddings, *self.deep))
 
-    def on_host(self) -> Encoded:
-        """Return a copy in host memory, which shares nothing with other images of a batch."""
-        embeddings, *deep = (tensor.to("cpu", copy=True) for tensor in (self.embeddings, *self.deep))
-        return Encoded(embeddings, tuple(deep))
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Encoded:
+        """Return what `move` makes of each tensor."""
+        return Encoded(move(self.embeddings), tuple(map(move, self.deep)))
 
 
 class Tower(Protocol):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nanoinfer.vision.pixels import Pixels, bytes_of, join
+from nanoinfer.vision.fewer_passes import take_fewer_passes
+from nanoinfer.vision.grids import derive
+from nanoinfer.vision.pixels import Pixels, join
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.weights.shards import Shard, Table
 from nanoinfer.weights.sources import OfTower
@@ -17,26 +20,40 @@ from nanoinfer.weights.sources import OfTower
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+GRIDS, SIZES = "image_grid_thw", "image_sizes"  # inputs of Qwen's towers and of Mistral's
 OTHER_PARTS = ("language_model", "audio_tower", "embed_audio")  # of transformers' model
 LIMITS = ("input_min", "input_max", "output_min", "output_max")  # of clipped products; infinite where nothing is
-BATCH_BYTES = 64 << 20  # of pixels
+BATCH_BYTES = 64 << 20  # of pixels: five images of a megapixel keep an H100 as busy as more
 
 
 class TransformersTower:
     """The vision tower and the projector of transformers' model of a multimodal checkpoint, in one dtype.
 
     config: the checkpoint's
-    batch_bytes: so many bytes of pixels are encoded at once, or one image if it alone has more
+    memory: a context in which torch.empty makes the weights
+    batch_bytes: so many bytes of pixels, in this dtype, are encoded at once, or one image if it alone has more
 
     The weights hold any numbers until a source fills `table()`.
     """
 
     def __init__(
-        self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, batch_bytes: int = BATCH_BYTES
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: AbstractContextManager[object] | None = None,
+        batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self.batch_bytes = batch_bytes
-        self._device = device
-        self._model = _build(config, dtype, device)
+        self._dtype, self._device = dtype, device
+        self._model = _build(config, dtype, device, memory or nullcontext())
+        if device.type == "cuda":
+            take_fewer_passes(self._model)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory its weights and tables take."""
+        return sum(tensor.nbytes for tensor in (*self._model.parameters(), *self._model.buffers()))
 
     def table(self) -> Table:
         """Return what fills the weights, by names as weights.sources.OfTower gives them."""
@@ -48,13 +65,17 @@ class TransformersTower:
         """Return what the decoder gets for each image, on the tower's device; see spans.Tower."""
         return [encoded for batch in self._batches(pixels) for encoded in self._encode(batch)]
 
+    def try_largest(self, image: Pixels) -> list[Encoded]:
+        """Encode as many images like the largest one as are encoded at once."""
+        return self.encode([image] * max(1, self.batch_bytes // self._share(image)))
+
     def _batches(self, pixels: Sequence[Pixels]) -> Iterator[list[Pixels]]:
         """Cut images into batches of at most batch_bytes."""
         batch: list[Pixels] = []
         room = self.batch_bytes
         for given in pixels:
             image = dict(given)  # made now, if they are made on demand
-            size = bytes_of(image)
+            size = self._share(image)
             if batch and size > room:
                 yield batch
                 batch, room = [], self.batch_bytes
@@ -63,11 +84,20 @@ class TransformersTower:
         if batch:
             yield batch
 
+    def _share(self, image: Pixels) -> int:
+        """Return how many of a batch's bytes an image takes: all, where a tower masks each pair of patches in it."""
+        if SIZES in image:
+            return self.batch_bytes
+        return sum(tensor.numel() * self._itemsize(tensor) for tensor in image.values())
+
+    def _itemsize(self, tensor: Tensor) -> int:
+        return self._dtype.itemsize if tensor.is_floating_point() else tensor.itemsize
+
     def _encode(self, batch: list[Pixels]) -> list[Encoded]:
         if len(batch) == 1 and self._is_one_token(batch[0]):
             return self._encode(batch * 2)[:1]  # transformers' Mistral 3 cannot encode one token alone
-        inputs = {name: join([image[name] for image in batch]).to(self._device) for name in batch[0]}
-        features = self._model.get_image_features(**inputs, return_dict=True)
+        inputs = {name: join([self._placed(name, image[name]) for image in batch]) for name in batch[0]}
+        features = self._model.get_image_features(**inputs, **self._derived(inputs.get(GRIDS)), return_dict=True)
         embeddings = list(features.pooler_output)
         if len(embeddings) > len(batch):  # Gemma 3's images may have crops
             rest = iter(embeddings)
@@ -77,10 +107,23 @@ class TransformersTower:
         return [Encoded(own, tuple(layer[image] for layer in layers)) for image, own in enumerate(embeddings)]
 
     def _is_one_token(self, image: Pixels) -> bool:
-        if "image_sizes" not in image:
+        if SIZES not in image:
             return False
         side = self._model.config.vision_config.patch_size * self._model.config.spatial_merge_size
-        return image["image_sizes"].tolist() == [[side, side]]
+        return image[SIZES].tolist() == [[side, side]]
+
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        """Return an input on the device, or in host memory where a tower reads its numbers: it would wait for them."""
+        if name in (GRIDS, SIZES) or self._device.type == "cpu":
+            return tensor
+        return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(self._device, non_blocking=True)
+
+    def _derived(self, grids: Tensor | None) -> dict[str, Tensor]:
+        """Return what towers of GRIDS would compute of these, where they lie."""
+        if grids is None:
+            return {}
+        on_host, on_device = derive(self._model.visual, grids)
+        return on_host | {name: self._placed(name, tensor) for name, tensor in on_device.items()}
 
 
 def _shard(name: str, tensor: Tensor) -> Shard:
@@ -88,7 +131,9 @@ def _shard(name: str, tensor: Tensor) -> Shard:
     return Shard(name, tensor, tuple(tensor.shape), optional=is_limit, is_constant=is_limit, is_limit=is_limit)
 
 
-def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+def _build(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, memory: AbstractContextManager[object]
+) -> Any:
     """Build the parts that see, without memory for the others; buffers that no checkpoint stores are computed."""
     from transformers import AutoModel  # here, for a model that cannot see does without
 
@@ -97,7 +142,16 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -
     for part in OTHER_PARTS:
         if hasattr(model, part):
             setattr(model, part, None)
-    model.to_empty(device=device).requires_grad_(False).eval()
+    stored = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+
+    def with_memory(tensor: Tensor) -> Tensor:
+        if id(tensor) in stored:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty_like(tensor, device=device)
+
+    with memory:
+        model._apply(with_memory)
+    model.requires_grad_(False).eval()
     for module in model.modules():
         module._is_hf_initialized = False  # on the meta device nothing was
     for name, tensor in model.state_dict(keep_vars=True).items():

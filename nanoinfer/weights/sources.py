@@ -45,28 +45,6 @@ class Names(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What a checkpoint holds beside the language model.
-
-    is_multimodal: other models' tensors; the language model's have a prefix
-    skipped: how the names of further tensors begin that nobody reads
-    """
-
-    is_multimodal: bool = False
-    skipped: tuple[str, ...] = ()
-
-    def known_name(self, name: str) -> str | None:
-        """Return a tensor's name in the language model; None if the tensor belongs to another part."""
-        if self.is_multimodal and name.removeprefix("model.").startswith(OTHER_MODELS):
-            return None
-        known = name.replace(LANGUAGE_MODEL, "", 1) if self.is_multimodal else name
-        return None if known.startswith(self.skipped) else known
-
-
-NOTHING = Beside()
-
-
 class OfTower:
     """The names in the tower of a multimodal checkpoint, which older and newer checkpoints write differently."""
 
@@ -78,6 +56,30 @@ class OfTower:
         for spelling, ours in SPELLINGS:
             known = known.replace(spelling, ours, 1)
         return known
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a checkpoint holds beside the language model.
+
+    is_multimodal: other models' tensors; the language model's have a prefix
+    has_tower: of these, the tower's are read too
+    skipped: how the names of further tensors begin that nobody reads
+    """
+
+    is_multimodal: bool = False
+    has_tower: bool = False
+    skipped: tuple[str, ...] = ()
+
+    def known_name(self, name: str) -> str | None:
+        """Return a tensor's name in the language model or in the tower; None if nobody reads it."""
+        if self.is_multimodal and name.removeprefix("model.").startswith(OTHER_MODELS):
+            return OfTower().known_name(name) if self.has_tower else None
+        known = name.replace(LANGUAGE_MODEL, "", 1) if self.is_multimodal else name
+        return None if known.startswith(self.skipped) else known
+
+
+NOTHING = Beside()
 
 
 class Source(Protocol):
@@ -173,6 +175,11 @@ class FileSource:
                 copied.append(name)
         uploads.finish()
         return copied
+
+    @property
+    def number_types(self) -> set[str]:
+        """The types of the numbers that the files hold, as files name them, in tensors that `names` knows."""
+        return {tensor.get_dtype() for _, tensor, _ in self._tensors()}
 
     def has_own_head(self, head: str, embedding: str) -> bool:
         """Return whether the files hold an output projection unlike the embedding. Arguments: the two tensors' names"""

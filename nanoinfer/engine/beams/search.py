@@ -115,7 +115,9 @@ class BeamSearches:
                 continue  # a chunk before it has the blocks for now
             start = seq.num_scheduled
             end = self._blocks.extend(seq, min(len(seq), start + budget))
-            if end == start:
+            if seq.images is not None:
+                end = seq.images.last_end(end)
+            if end <= start:
                 continue
             chunks.append(Chunk(seq, start, end, is_last=end == len(seq)))
             self._blocks.plan(seq, start, end)
@@ -142,10 +144,14 @@ class BeamSearches:
         ranks, copies, self._copies = self._engine.ranks, self._copies, []
         if ranks.peers is not None:
             ranks.peers.before_step([chunk.seq for chunk in chunks])
+        images = self._engine.row_map.take_images(chunks)
+        for chunk in chunks:
+            if chunk.seq.images is not None and chunk.seq.images.fault is not None:
+                raise ValueError(chunk.seq.images.fault)
         messages = [self._describe(chunk) for chunk in chunks]
         transfers = self._blocks.take_transfers(result.num_prefill_tokens)
         result.note_transfers(transfers)
-        pending: PendingTokens = ranks.call("run", PrefillMessage([], 0, messages, [], copies, transfers))
+        pending: PendingTokens = ranks.call("run", PrefillMessage([], 0, messages, [], copies, transfers, images))
         with fresh_torch_state():
             ranks.wait(pending)
             for logprobs in pending.extras.prompt_logprobs:
@@ -158,6 +164,8 @@ class BeamSearches:
         seq = chunk.seq
         message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_tables)
         message.is_long = seq.is_long
+        if seq.images is not None:
+            message.images = seq.images.chunk(chunk.start, chunk.end)
         if chunk.is_last:
             message.num_logprobs = self._num_likeliest
             message.num_unscored = len(message.token_ids) - 1
@@ -206,7 +214,7 @@ class BeamSearches:
 
     def _fork(self, seq: Sequence) -> Sequence:
         """Return another sequence of the same tokens, which shares the blocks that `seq` has, if it has any."""
-        child = Sequence(seq.token_ids.tolist(), seq.params, seq.seed, seq.max_len, seq.stop_ids)
+        child = Sequence(seq.token_ids.tolist(), seq.params, seq.seed, seq.max_len, seq.stop_ids, images=seq.images)
         child.num_prompt_tokens, child.is_long, child.num_scheduled = seq.num_prompt_tokens, seq.is_long, len(seq)
         if seq.block_tables:
             self._copies += self._blocks.fork(seq, child)

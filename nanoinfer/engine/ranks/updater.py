@@ -116,7 +116,7 @@ class Updater:
             if buckets is not None:
                 with fresh_torch_state():
                     buckets.open(room)
-            self._ranks.call("holdings.weights.begin", goes_on)
+            self._ranks.call("holdings.begin_weights", goes_on)
         self.missing = self._needed
 
     def _write(self, name: str, tensor: Tensor, stays: bool, buckets: Buckets | None) -> None:

@@ -15,6 +15,7 @@ class TextPrompt(TypedDict, total=False):
 
     prompt: str
     multi_modal_data: Any
+    multi_modal_uuids: Any
     mm_processor_kwargs: Any
 
 
@@ -24,6 +25,7 @@ class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
     prompt: str
     multi_modal_data: Any
+    multi_modal_uuids: Any
     mm_processor_kwargs: Any
 
 

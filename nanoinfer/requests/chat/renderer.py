@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.checks import as_list, short
 from nanoinfer.requests.chat.template_forms import CALL, Message, Takes, TemplateForms
 from nanoinfer.requests.chat.template_names import TemplateNames
+from nanoinfer.vision.messages import BARE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,15 +21,21 @@ log = logging.getLogger("nanoinfer")
 
 # In the keys of messages and prompts, such as image_url and images:
 MEDIA = ("image", "video", "audio", "multi_modal", "mm_processor")
+TEXT_ONLY = "this model is run as text only; LLM(images=True) sees, or says why it cannot"
+TEXT_AND_IMAGES = "must be texts, and images as {'type': 'image', 'image': ...}; give frames of a video as images"
 MOST_SHOWN = 60  # characters of a message in an error message
 MOST_TEMPLATES = 16  # so many are remembered
 
 
 class ChatRenderer:
-    """Renders chats by a tokenizer's chat templates. Raises ValueError for what is no chat or no text."""
+    """Renders chats by a tokenizer's chat templates. Raises ValueError for what is no chat or no text.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    sees: a part of a message may be BARE, for which the template writes what stands for an image
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, sees: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._sees = sees
         self._forms_of = lru_cache(MOST_TEMPLATES)(_untried)
         self._names_of = lru_cache(MOST_TEMPLATES)(TemplateNames)
         self._warned: set[str] = set()  # names of arguments
@@ -48,7 +55,7 @@ class ChatRenderer:
         Where the template takes a string, the texts of parts are joined by line breaks. Where it takes parts alone, a
         string becomes one. Arguments of tool calls become mappings or JSON, as the template takes them.
         """
-        checked = [_check(name, message) for message in messages]
+        checked = [_check(name, message, self._sees) for message in messages]
         template = self._find_template(name, arguments)
         arguments = self._only_read(template, arguments)
         generates = not arguments.get("continue_final_message", False)
@@ -94,14 +101,14 @@ def _named_errors(name: str) -> Iterator[None]:
         raise ValueError(f"{name}: the chat template does not take it: {error}") from error
 
 
-def _check(name: str, message: Any) -> Message:
+def _check(name: str, message: Any, sees: bool) -> Message:
     """Return a copy of a message, with lists for any library's arrays, and without keys that have no value."""
     copy = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     for key in ("content", "tool_calls"):
         if (entries := as_list(copy.get(key))) is not None:
             copy[key] = entries
     if kind := _other_content(copy):
-        raise ValueError(f"{name} has content of type {kind!r}: this model is run as text only")
+        raise ValueError(f"{name} has content of type {kind!r}: {TEXT_AND_IMAGES if sees else TEXT_ONLY}")
     is_content = isinstance(copy["content"], (str, list)) if "content" in copy else bool(copy.get("tool_calls"))
     if not isinstance(copy.get("role"), str) or not is_content:
         raise ValueError(f"{name} has {short(message, MOST_SHOWN)}: must be mappings with a role and content")
@@ -109,11 +116,11 @@ def _check(name: str, message: Any) -> Message:
 
 
 def _other_content(message: Message) -> str | None:
-    """Return the type of a message's content that is no text, or the key that names it; None if all is text."""
+    """Return the type of content that is neither text nor a BARE, or the key that names it; None if there is none."""
     content = message.get("content")
     entries = [content] if isinstance(content, Mapping) else content if isinstance(content, list) else []
     for entry in entries:
-        if isinstance(entry, Mapping) and entry.get("type") not in (None, "text"):
+        if isinstance(entry, Mapping) and entry.get("type") not in (None, "text") and entry is not BARE:
             return str(entry["type"])
     given = [key for item in (message, *entries) if isinstance(item, Mapping) for key in item if _is_given(item[key])]
     return other_medium(given)
@@ -137,12 +144,18 @@ def _form(name: str, message: Message, takes: Callable[[str], Takes]) -> Message
     if isinstance(content, str):
         return message if forms.plain else {**message, "content": forms.write([content] if content else [])}
     parts = [_part(name, part) for part in content]
+    if any(part is BARE for part in parts):
+        if forms.plain and not forms.structured:
+            raise ValueError(f"{name}: the chat template takes no images in a message of role {message['role']!r}")
+        return {**message, "content": parts}
     texts = [part["text"] for part in parts]
     return {**message, "content": parts if forms.structured and not forms.whole else forms.write(texts)}
 
 
 def _part(name: str, part: Any) -> dict[str, Any]:
     """Return a part of a message's content as templates expect it."""
+    if part is BARE:
+        return BARE
     if isinstance(part, str):
         part = {"text": part}
     if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):

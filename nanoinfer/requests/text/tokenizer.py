@@ -27,6 +27,7 @@ TEXT = "Hello world, how are you?\nIt's  12345 YES: naïve 日本 🤗"  # begin
 SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}  # modules and their packages
 TIKTOKEN = {"tiktoken": "tiktoken"}
 PIECES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+PROCESSORS_TEMPLATE = "chat_template.json"
 SHOWN = 6  # tokens, in a warning
 
 Reading = tuple[list[int], str]  # the tokens of a text, and what these are as text
@@ -52,6 +53,8 @@ def load_tokenizer(config: Config, is_replica: bool = False) -> PreTrainedTokeni
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = _read_processors_template(folder)
     except Exception as error:
         raise ValueError(
             f"{option}={folder!r}: cannot load its tokenizer: {_missing_packages(folder) or reason_of(error)}"
@@ -62,6 +65,12 @@ def load_tokenizer(config: Config, is_replica: bool = False) -> PreTrainedTokeni
     if end is not None and tokenizer.convert_ids_to_tokens(end) == tokenizer.eos_token:  # not the unknown token's id
         config.add_end(end)
     return tokenizer
+
+
+def _read_processors_template(folder: str) -> str | None:
+    """Return the chat template in a file that transformers reads for processors alone; None: there is none."""
+    file = Path(folder) / PROCESSORS_TEMPLATE
+    return json.loads(file.read_text("utf-8")).get("chat_template") if file.is_file() else None
 
 
 def _missing_packages(folder: str) -> str | None:

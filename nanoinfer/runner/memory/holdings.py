@@ -18,16 +18,17 @@ from nanoinfer.runner.memory.lender import Lender, Tag
 from nanoinfer.runner.memory.state_pool import StatePool, StateSpec
 from nanoinfer.runner.routing import Routing
 from nanoinfer.runner.weight_writer import WeightWriter
-from nanoinfer.vision.spans import Tower
+from nanoinfer.vision.tower import TransformersTower
 
 
 class Holdings:
     """On a GPU, memory that comes back has its old addresses. On the CPU, a model that was dropped is built anew.
 
     model: built, and not filled
-    model_bytes: its parameters and tables take this much, packed ones too
-    weights: writes into the model
-    images: those of prompts that are being computed; None: the model sees none
+    model_bytes: its parameters and tables take this much, packed ones and those of the tower for images too
+    weights: writes into the model and the tower
+    tower: the one for images; None: the LLM sees none
+    images: those of prompts that are being computed, if there is a tower
     routing: where there is a host, if outputs are to have the experts
     cache_spec, state_spec: the shapes of the KV cache and of the states
     kv_cache, states: the last ones that `make_cache` has made
@@ -35,6 +36,7 @@ class Holdings:
 
     model: CausalLM
     model_bytes: int
+    tower: TransformersTower | None
     weights: WeightWriter
     kv_cache: KVCache
     states: StatePool
@@ -65,16 +67,29 @@ class Holdings:
         with self._device, default_dtype(config.torch_dtype), memory:
             self.model = build(description, config.max_model_len, self._backend, self._tp, config.torch_head_dtype)
         self.model_bytes = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+        self.tower = self._build_tower()
         if config.is_one_by_one:
             self.model.fix_parts()
         if config.routed_experts and self._has_host:
             assert description.experts is not None
             self.routing = Routing(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
-        return WeightWriter(self.model, self._tp, self._device)
+        return WeightWriter(self.model, self.tower, self._tp, self._device)
 
-    def see(self, tower: Tower) -> None:
-        """Let a tower encode the images of prompts."""
-        self.images = Images(tower, self._device, self._config.torch_dtype)
+    def _build_tower(self) -> TransformersTower | None:
+        config = self._config
+        if config.hf_config is None:
+            return None
+        memory = None if self._lender is None else self._lender.for_weights()
+        tower = TransformersTower(config.hf_config, config.torch_dtype, self._device, memory)
+        self.model_bytes += tower.num_bytes
+        self.images = Images(tower, self._device, config.torch_dtype)
+        return tower
+
+    def begin_weights(self, goes_on: bool) -> None:
+        """Expect new weights; goes_on: as for WeightWriter.begin."""
+        self.weights.begin(goes_on)
+        if self.images is not None:
+            self.images.forget()
 
     def make_cache(self, num_blocks: int, num_slots: int) -> None:
         """Make a KV cache and states in place of those before; raises ValueError when the memory does not hold them."""
@@ -109,7 +124,7 @@ class Holdings:
         self.__dict__.pop("kv_cache", None)
         self.__dict__.pop("states", None)
         if not keep_weights:
-            self.routing = None
+            self.routing = self.images = self.tower = None
             self.__dict__.pop("model", None)
             self.__dict__.pop("weights", None)
 
@@ -146,7 +161,7 @@ class Holdings:
 
     def close(self) -> None:
         """Give all memory back for good."""
-        self.routing = self.images = None
+        self.routing = self.images = self.tower = None
         for name in ("model", "weights", "kv_cache", "states"):
             self.__dict__.pop(name, None)
         if self._lender is not None:

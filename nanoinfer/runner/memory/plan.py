@@ -32,14 +32,16 @@ log = logging.getLogger("nanoinfer")
 class MemoryPlan:
     """How one rank's device memory is divided. All sizes are bytes.
 
-    blocks = (limit - used - steps - graphs - states) / block_bytes, unless num_kvcache_blocks is set. The rank with the
-    least left decides for all, and the KV cache has at most 2^31 tokens.
+    blocks = (limit - used - steps - graphs - images - states) / block_bytes, unless num_kvcache_blocks is set. The rank
+    with the least left decides for all, and the KV cache has at most 2^31 tokens.
 
     total: the device's memory; on the CPU, the machine's
     limit: at most this much may be in use once the engine is up; on the CPU, 4 GiB and what is used
     used: this much was in use before there was a KV cache, by every process together; on the CPU, by this rank's model
     steps: the largest step takes this much while it runs; on the CPU 0, because it is not measured there
     graphs: the CUDA graphs keep about this much
+    images: the largest batch of images takes this much while the tower encodes it, and a step's embeddings; on the CPU
+        0, as for steps
     states: the states of layers whose memory of the past has a fixed size take this much
     rows: at most so many sequences run at once: max_num_seqs, or fewer, for whose states there is memory
     slots: so many sequences and snapshots can have states
@@ -58,6 +60,7 @@ class MemoryPlan:
     used: int
     steps: int
     graphs: int
+    images: int
     states: int
     rows: int
     slots: int
@@ -77,6 +80,7 @@ class MemoryPlan:
             "used": self.used,
             "steps": self.steps,
             "graphs": self.graphs,
+            **({"images": self.images} if self.images else {}),
             **({f"states in {self.slots:,} slots": self.states} if self.slots else {}),
             "KV cache": self.blocks * self.block_bytes,
         }
@@ -107,9 +111,11 @@ def named_memory_errors(config: Config, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        images = ", make images smaller by image_options" if config.sees else ""
         raise ValueError(
             f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: the GPU's"
-            f" memory does not hold the model and its largest step; lower them, or raise tensor_parallel_size: {error}"
+            f" memory does not hold the model and its largest step; lower them{images}, or raise tensor_parallel_size:"
+            f" {error}"
         ) from error
 
 
@@ -155,11 +161,12 @@ def plan_memory(
     held: int,
     steps: int,
     graphs: int,
+    images: int = 0,
     host_blocks: int = 0,
 ) -> MemoryPlan:
     """Divide the device's memory: what MemoryPlan says of blocks.
 
-    host_blocks: see MemoryPlan
+    steps, graphs, images, host_blocks: see MemoryPlan
     held: the bytes of the model; on a GPU, `used` counts these and all else, of every process
     The rank with the least left decides for all.
     Raises ValueError, on every rank, when not even one sequence of max_model_len fits.
@@ -169,7 +176,7 @@ def plan_memory(
         torch.cuda.empty_cache()
         used = total - torch.cuda.mem_get_info(device)[0]
     layout = spec.layout
-    budget = tp.min(limit - used - steps - graphs, device)
+    budget = tp.min(limit - used - steps - graphs - images, device)
     rows, slots = config.max_num_seqs, 0
     if layout.states:
         rows = _rows_that_fit(config, spec, state_spec.slot_bytes, budget)
@@ -184,6 +191,7 @@ def plan_memory(
         used=used,
         steps=steps,
         graphs=graphs,
+        images=images,
         states=states,
         rows=rows,
         slots=slots,

@@ -42,6 +42,8 @@ def what_makes_room(config: Config) -> str:
     if raised:
         parts.append(f"raise {' or '.join(raised)}")
     parts.append(f"lower max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}")
+    if config.sees:
+        parts.append("make images smaller by image_options")
     smaller = ["kv_cache_dtype='fp8'"] if _may_cache_fp8(config) else []
     if formats := _quantizations(config):
         smaller.append(f"quantization={' or '.join(map(repr, formats))}")

@@ -84,7 +84,7 @@ class Steps:
         prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.states, self._whole_images)
         if message.images is not None:
             assert self.holdings.images is not None
-            prompts.context.images = self.holdings.images.take(message.images, message.chunks)
+            prompts.context.images = self.holdings.images.gather(message.images, message.chunks)
         hidden = self._run_chunks(message.chunks, prompts)
         extras = self.extras(message.num_tokens)
         extras.prompt_logprobs = prompt_logprobs(

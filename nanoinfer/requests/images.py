@@ -1,0 +1,111 @@
+"""The images of prompts: what stands beside a prompt, and what becomes of both before an engine takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nanoinfer.checks import short
+from nanoinfer.config import Config
+from nanoinfer.engine.images import check_whole, take_images
+from nanoinfer.process.torch_state import fresh_torch_state
+from nanoinfer.vision.ahead import make_pool
+from nanoinfer.vision.image_processor import PreparedImage
+from nanoinfer.vision.processor import VisionProcessor
+from nanoinfer.vision.spans import VisionPrompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DATA, PROCESSING, NAMES = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"  # vLLM's keys beside a prompt
+IMAGE = "image"
+MOST_SHOWN = 60  # characters of a value in an error message
+
+
+def take_beside(name: str, prompt: dict[str, Any]) -> list[Any]:
+    """Take what vLLM's callers write beside a prompt's text or tokens out of a mapping; returns the images.
+
+    Raises ValueError for what changes how images are processed, and for other media.
+    """
+    prompt.pop(NAMES, None)  # an image's pixels tell it from others
+    if (processing := prompt.pop(PROCESSING, None)) is not None and processing != {}:
+        raise ValueError(
+            f"{name}[{PROCESSING!r}] is {short(processing, MOST_SHOWN)}: must be left out: LLM(image_options=...) says"
+            " for all prompts how large images become"
+        )
+    data = prompt.pop(DATA, None)
+    if data is None:
+        return []
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{name}[{DATA!r}] is {short(data, MOST_SHOWN)}: must be a mapping with {IMAGE!r}")
+    for kind, value in data.items():
+        if kind != IMAGE and value is not None:
+            raise ValueError(
+                f"{name}[{DATA!r}] has {kind!r}: must have {IMAGE!r} alone; give frames of a video as images"
+            )
+    images = data.get(IMAGE)
+    if images is None:
+        return []
+    return list(images) if isinstance(images, (list, tuple)) else [images]
+
+
+class WithImages(NamedTuple):
+    """A prompt with images, as a user gave it.
+
+    name, prompt, images, add_special_tokens: as for VisionProcessor.prepare
+    """
+
+    name: str
+    prompt: str | list[int]
+    images: Sequence[Any]
+    add_special_tokens: bool
+
+
+class ImageInputs:
+    """Makes prompts with images ready to run. Raises ValueError for what cannot work, as VisionProcessor does."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """config: of an LLM that sees. Raises ValueError if its largest image fits no step."""
+        assert config.hf_config is not None
+        self._config = config
+        with fresh_torch_state():
+            self._processor = VisionProcessor(
+                config.model,
+                config.hf_config,
+                config.image_options,
+                config.limit_images_per_prompt,
+                config.image_folder,
+                tokenizer,
+            )
+            check_whole(self._processor.images.largest().count, config)
+
+    def open(self, name: str, images: Sequence[Any]) -> list[PreparedImage]:
+        """Return images that several prompts will have; name: begins the messages of errors."""
+        names = (f"image {index} of {name}" for index in range(len(images)))
+        return list(self._pool.map(self._processor.images.prepare, names, images))
+
+    def begin(self, prompt: WithImages) -> Future[VisionPrompt]:
+        """Let a thread make a prompt ready to run: to decode an image takes no turn of the interpreter."""
+        return self._pool.submit(self._prepare, prompt)
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return make_pool()
+
+    def _prepare(self, given: WithImages) -> VisionPrompt:
+        with fresh_torch_state():
+            prompt = self._processor.prepare(*given)
+        try:
+            take_images(prompt, self._config)  # now, for the engine would raise it while others run
+        except ValueError as error:
+            raise ValueError(f"{given.name}: {error}") from None
+        return prompt
+
+    def check_text(self, name: str, text: str) -> None:
+        """Raise ValueError if a text without images has placeholders. Token ids are their caller's."""
+        if count := text.count(self._processor.placeholder):
+            raise ValueError(
+                f"{name} has {count} placeholders, {self._processor.placeholder!r}, and no image: must not"
+            )

@@ -1,0 +1,119 @@
+"""Settings of requests: checks them by the model's vocabulary and tokenizer, which SamplingParams does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+from dataclasses import fields
+from functools import partial
+from typing import NamedTuple
+
+from nanoinfer.checks import as_list, short
+from nanoinfer.config import Config
+from nanoinfer.grammar import Grammar, Grammars
+from nanoinfer.requests.bans import find_bans
+from nanoinfer.requests.text.texts import Texts
+from nanoinfer.sampling_params import SamplingParams
+
+ALL = -1  # log-probabilities
+MOST_SHOWN = 60  # characters of a value in an error message
+
+GivenSettings = SamplingParams | ListLike[SamplingParams] | None  # by a user
+
+
+class Settings(NamedTuple):
+    """The settings of a prompt that can run, and the grammar of its structured outputs."""
+
+    params: SamplingParams
+    grammar: Grammar | None
+
+
+class SettingsReader:
+    """Checks settings, and makes of them what an engine takes. Raises ValueError for those that cannot work."""
+
+    def __init__(self, config: Config, texts: Texts) -> None:
+        self._config = config
+        self._texts = texts
+        self._grammars: Grammars | None = None  # made for the first request that needs it
+
+    def check_one(self, given: SamplingParams | None) -> Settings:
+        """Return the settings of one prompt."""
+        if given is not None and not isinstance(given, SamplingParams):
+            raise ValueError(
+                f"sampling_params={short(given, MOST_SHOWN)}: must be a SamplingParams, for one prompt;"
+                " generate and stream take lists"
+            )
+        (settings,) = self.check(1, given)
+        return settings
+
+    def check(self, count: int, given: GivenSettings) -> list[Settings]:
+        """Return the settings of so many prompts, which are given one for all or one each."""
+        if given is None:
+            given = SamplingParams()
+        if isinstance(given, SamplingParams):
+            return [self._check("sampling_params", given)] * count
+        params = as_list(given)
+        if params is None:
+            raise ValueError(
+                f"sampling_params={short(given, MOST_SHOWN)}: must be a SamplingParams, or a list of them, from"
+                " nanoinfer"
+            )
+        if len(params) != count:
+            raise ValueError(f"sampling_params has {len(params)} entries for {count} prompts: give one, or one each")
+        for index, entry in enumerate(params):
+            if not isinstance(entry, SamplingParams):
+                raise ValueError(f"sampling_params[{index}] is {short(entry)}: must be a SamplingParams")
+        settings: dict[int, Settings] = {}  # by the id of the user's object, which many prompts may share
+        for index, entry in enumerate(params):
+            if id(entry) not in settings:
+                settings[id(entry)] = self._check(f"sampling_params[{index}]", entry)
+        return [settings[id(entry)] for entry in params]
+
+    def _check(self, name: str, params: SamplingParams) -> Settings:
+        """Check settings, and return a copy of them."""
+        vocab_size = self._config.description.vocab_size
+        for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            for token_id in getattr(params, field) or ():
+                if token_id >= vocab_size:
+                    raise ValueError(
+                        f"{name}.{field} has token id {short(token_id)}: must be from 0 to {vocab_size - 1}"
+                    )
+        for field in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, field)
+            if count is not None and count > vocab_size:
+                raise ValueError(f"{name}.{field}={short(count)}: the model has {vocab_size} tokens")
+        if params.stop:
+            self._texts.check_detokenizer(f"{name}.stop={params.stop!r}")
+        return Settings(self._resolve(name, params), self.compile(name, params))
+
+    def _resolve(self, name: str, params: SamplingParams) -> SamplingParams:
+        """Return a copy for the engine, which knows numbers of tokens and token ids alone."""
+        params = _copy(params)
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(params, field) == ALL:
+                vars(params)[field] = self._config.description.vocab_size
+        if params.bad_words:
+            self._texts.known_tokenizer(f"{name}.bad_words={short(params.bad_words)}")
+        encode = partial(self._texts.tokenize, f"{name}.bad_words", add_special_tokens=False)
+        if (bans := find_bans(name, params, self._config, encode)) is not None:
+            vars(params)["bans"] = bans
+        return params
+
+    def compile(self, name: str, params: SamplingParams) -> Grammar | None:
+        """Compile the grammar of a request with structured outputs; `name` begins the messages of errors."""
+        if params.structured_outputs is None:
+            return None
+        name = f"{name}.structured_outputs={short(params.structured_outputs)}"
+        self._texts.check_detokenizer(name)
+        assert self._texts.tokenizer is not None
+        try:
+            if self._grammars is None:
+                config = self._config
+                self._grammars = Grammars(self._texts.tokenizer, config.description.vocab_size, config.eos_token_ids)
+            return self._grammars.compile(params.structured_outputs)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+
+def _copy(params: SamplingParams) -> SamplingParams:
+    """Copy the fields into a plain SamplingParams: users may change theirs, and ranks may not know its subclass."""
+    return SamplingParams(**{field.name: getattr(params, field.name) for field in fields(SamplingParams)})

@@ -1,0 +1,46 @@
+"""Texts: what becomes of texts by an LLM's tokenizer, which may be missing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanoinfer.checks import short
+from nanoinfer.config import Config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_SHOWN = 60  # characters of a text in an error message
+
+
+class Texts:
+    """Makes tokens of texts. Raises ValueError for what a tokenizer cannot do, or for want of one.
+
+    tokenizer: the LLM's; None: there is none
+    folder: the tokenizer's
+    """
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.tokenizer = tokenizer
+        self.folder = config.tokenizer or config.model
+        self._model = config.model
+
+    def tokenize(self, name: str, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text; name: begins the messages of errors."""
+        if self.tokenizer is None:
+            raise ValueError(f"{name} is text, but {self._model!r} has no tokenizer: pass a list of token ids")
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:  # the text has half a surrogate pair, for one
+            raise ValueError(f"{name} is {short(text, MOST_SHOWN)}: the tokenizer does not take it") from None
+
+    def known_tokenizer(self, name: str) -> PreTrainedTokenizerBase:
+        """Return the tokenizer, which `name` needs."""
+        if self.tokenizer is None:
+            raise ValueError(f"{name} needs text, but {self._model!r} has no tokenizer")
+        return self.tokenizer
+
+    def check_detokenizer(self, name: str) -> None:
+        """Raise ValueError if the tokenizer cannot make text token by token, which `name` needs."""
+        if not self.known_tokenizer(name).is_fast:
+            raise ValueError(f"{name} needs a tokenizer.json, which {self.folder!r} does not have")

@@ -1,0 +1,59 @@
+"""vLLM's names for options of LLM, and for their values, where ours are others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanoinfer.checks import as_int, check_flag, short
+
+Options = Mapping[str, Any]
+
+
+def _limit_images(limits: Any) -> Options:
+    """Return our options for vLLM's limits: a number for each medium, or a mapping that has it as "count"."""
+    name = "limit_mm_per_prompt"
+    if not isinstance(limits, Mapping):
+        raise ValueError(f"{name}={short(limits)}: must be a mapping, such as {{'image': 4}}")
+    counts = {medium: limit.get("count") if isinstance(limit, Mapping) else limit for medium, limit in limits.items()}
+    for medium, count in counts.items():
+        if medium != "image" and as_int(count) != 0:
+            raise ValueError(
+                f"{name} has {short(medium)}: {short(limits[medium])}: must be 0: of media, an LLM takes images alone"
+            )
+    count = counts.get("image")
+    return {"images": False} if as_int(count) == 0 else {"limit_images_per_prompt": count}
+
+
+def _without_media(value: Any) -> Options:
+    flag = check_flag("language_model_only", value)
+    return {"images": False} if flag else {}
+
+
+OTHER_NAMES: dict[str, dict[str, Callable[[Any], Options]]] = {
+    "LLM": {
+        "limit_mm_per_prompt": _limit_images,
+        "mm_processor_kwargs": lambda value: {"image_options": value or None},
+        "allowed_local_media_path": lambda value: {"image_folder": value or None},
+        "language_model_only": _without_media,
+    }
+}
+"""Who takes an argument of vLLM's that we name otherwise -> its name -> our arguments for a value that is not None."""
+
+SAME_VALUES: dict[str, Mapping[Any, Any]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "lm_head_dtype": {"float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "attention_backend": {"TRITON_ATTN": "triton", "FLASH_ATTN": "flash_attn"},
+    "max_model_len": {"auto": None, -1: None},
+    "load_format": dict.fromkeys(
+        ("auto", "hf", "fastsafetensors", "instanttensor", "runai_streamer"), "safetensors"
+    ),  # ways to read the same files
+}
+"""Options of LLM that vLLM has too -> its names for values -> ours."""
+
+
+def our_value(option: str, value: Any) -> Any:
+    """Return the value of an option of LLM, by our name where vLLM has another."""
+    known = SAME_VALUES.get(option, {})
+    return known.get(value if isinstance(value, str) else as_int(value), value)
