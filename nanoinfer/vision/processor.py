@@ -89,6 +89,11 @@ class VisionProcessor:
         token_ids = self._expand(prompt, prepared, add_special_tokens)
         return self._assemble(name, token_ids, prepared)
 
+    def longest_span(self) -> int:
+        """Return how many neighbouring placeholders an image can have at most; those of crops are no neighbours."""
+        is_placeholder = np.asarray(self.images.largest().token_ids) == self._image_id
+        return max(count for _, _, count in _runs(np.flatnonzero(is_placeholder)))
+
     def _check_count(self, name: str, prompt: str | Sequence[int], images: int) -> None:
         """Raise ValueError if a prompt has more placeholders than images, or fewer."""
         if isinstance(prompt, str):
@@ -152,8 +157,6 @@ def _named_errors(folder: str) -> Iterator[None]:
         raise ValueError(f"model={folder!r}: must have a {FILES[0]}, which says how images are processed")
     try:
         yield
-    except ImportError as error:
-        raise ValueError("images need pillow: pip install 'nanoinfer[images]'") from error
     except Exception as error:
         reason = reason_of(error)[:MOST_SHOWN]
         raise ValueError(f"model={folder!r}: cannot read how images are processed: {reason}") from error
@@ -170,7 +173,11 @@ def _read_processor(folder: str, name: str) -> Any:
     import transformers
     from transformers.utils import is_torchvision_available
 
-    return getattr(transformers, name if is_torchvision_available() else f"{name}Pil").from_pretrained(folder)
+    name = name if is_torchvision_available() else f"{name}Pil"
+    try:
+        return getattr(transformers, name).from_pretrained(folder)
+    except ImportError as error:
+        raise ValueError("images need pillow: pip install 'nanoinfer[images]'") from error
 
 
 def _read_chat_template(folder: str) -> str | None:
