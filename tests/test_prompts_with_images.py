@@ -6,7 +6,6 @@ import functools
 import re
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from nanoinfer.engine.images import ImageFeed, PromptImages
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.models import describe
 from nanoinfer.vision.ahead import PixelsAhead
-from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, join
+from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, Source, join
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import Encoded, ImageSpan, Tower, VisionPrompt
 
@@ -357,14 +356,13 @@ def test_ranks_get_the_images_of_a_step_that_they_do_not_keep() -> None:
 def test_pixels_are_made_ahead_and_once() -> None:
     made: list[int] = []
 
-    def load(number: int) -> torch.Tensor:
-        made.append(number)
-        return torch.full((2, 2), float(number))
+    def load(source: Source) -> torch.Tensor:
+        made.append(source.image)
+        return torch.full((2, 2), float(source.image))
 
-    wanted = {
-        bytes([number]): PixelsOnDemand({"grid": torch.ones(1, dtype=torch.int64)}, 24, partial(load, number))
-        for number in range(3)
-    }
+    grid = {"grid": torch.ones(1, dtype=torch.int64)}
+    sources = [Source("image", number, bytes([number])) for number in range(3)]
+    wanted = {source.key: PixelsOnDemand(grid, 24, source, load) for source in sources}
     ahead = PixelsAhead(torch.bfloat16, is_pinned=False)
     ahead.look(wanted)
     ahead.look(wanted)
