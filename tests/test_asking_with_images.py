@@ -229,6 +229,8 @@ def test_requests_are_prepared_beside_others(qwen: Checkpoint) -> None:
     assert plain.is_ready
     with pytest.raises(ValueError, match=r"image 0 of prompt\['prompt'\] cannot be read as an image"):
         qwen.llm.add_request(bad)
+    with pytest.raises(ValueError, match=r"^sampling_params=.*: must be None: llm.prepare has got those"):
+        qwen.llm.add_request(good, qwen.params())
     assert bad.is_ready
     numbers = [qwen.llm.add_request(coming) for coming in (good, plain)]
     outputs: list[RequestOutput] = []
