@@ -17,7 +17,7 @@ from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start, Started
 from nanoinfer.requests.beam_search import SearchesBeams
-from nanoinfer.requests.inputs import Chats, Inputs, Prepared, Prompt, Tokens
+from nanoinfer.requests.inputs import Chats, ComingRequest, Inputs, Prepared, Prompt, Tokens
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
@@ -176,18 +176,33 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
             prepared = self._inputs.check_continuations(prompt, continuations)
         return [score_of(output) for output in self._generate(prepared, use_tqdm=False)]
 
-    @hints_for("add_request")
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue a prompt for `step`; returns the request_id that its output will have.
+    @hints_for("prepare")
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> ComingRequest:
+        """Check a prompt and let threads prepare its images, while requests run; returns what add_request takes.
 
         prompt: a string, a list of token ids, or a mapping, as for generate
         sampling_params: the request's settings; None: SamplingParams()
+
+        The result has an attribute is_ready: add_request does not wait any more.
+        Raises ValueError as generate does, but for what is wrong with images: add_request raises that.
+        """
+        self.engine.check_open()
+        with self.engine.alike():
+            return self._inputs.begin(prompt, sampling_params)
+
+    @hints_for("add_request")
+    def add_request(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None = None) -> int:
+        """Queue a prompt for `step`; returns the request_id that its output will have.
+
+        prompt: a string, a list of token ids, or a mapping, as for generate; or what `prepare` has returned
+        sampling_params: the request's settings; None: SamplingParams(), or those that `prepare` got
 
         Raises ValueError as generate does.
         """
         self.engine.check_ready()
         with self.engine.alike():
-            prepared = self._inputs.check_one(prompt, sampling_params)
+            coming = prompt if isinstance(prompt, ComingRequest) else self._inputs.begin(prompt, sampling_params)
+            prepared = self._inputs.finish(coming)
         with self._turn(), self._requests:
             return self._requests.add(prepared).id
 

@@ -221,6 +221,25 @@ def test_beams(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
             assert [sequence.token_ids for sequence in output.sequences] == expected
 
 
+def test_requests_are_prepared_beside_others(qwen: Checkpoint) -> None:
+    text = qwen.text("It is ", ONE, ".")
+    given = [{"prompt": text, "multi_modal_data": {"image": image}} for image in (ONE, b"no image")]
+    good, bad = (qwen.llm.prepare(prompt, qwen.params()) for prompt in given)
+    plain = qwen.llm.prepare("Who is there?", qwen.params())
+    assert plain.is_ready
+    with pytest.raises(ValueError, match=r"image 0 of prompt\['prompt'\] cannot be read as an image"):
+        qwen.llm.add_request(bad)
+    assert bad.is_ready
+    numbers = [qwen.llm.add_request(coming) for coming in (good, plain)]
+    outputs: list[RequestOutput] = []
+    while qwen.llm.has_unfinished_requests():
+        outputs += qwen.llm.step()
+    made = {output.request_id: tokens(output) for output in outputs}
+    assert [made[number] for number in numbers] == [qwen.of_text(text, [ONE]), qwen.of_text("Who is there?", [])]
+    with pytest.raises(ValueError, match="must be a SamplingParams"):
+        qwen.llm.prepare("Who?", 7)
+
+
 def test_replicas(qwen: Checkpoint) -> None:
     """And several samples of a prompt, whose images begin alike or not."""
     chats = [[user(image, f"What is {index}?")] for index, image in enumerate([ONE, TWO, ONE])]

@@ -47,7 +47,11 @@ class NullLLM:
         self._asked: list[tuple[int, Any, SamplingParams]] = []
         self._count = 0
 
-    def add_request(self, prompt: Any, params: SamplingParams) -> int:
+    def prepare(self, prompt: Any, params: SamplingParams) -> SimpleNamespace:
+        return SimpleNamespace(prompt=prompt, params=params, is_ready=random.random() < 0.5, cancel=lambda: None)
+
+    def add_request(self, coming: SimpleNamespace) -> int:
+        prompt, params = coming.prompt, coming.params
         if prompt == "refused":
             raise ValueError("prompt is refused")
         self._asked.append((self._count, prompt, params))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from nanoinfer.batch.report.report import Report
 from nanoinfer.batch.results import encode, error_row, result_row
 from nanoinfer.checks import short
 from nanoinfer.llm import LLM
+from nanoinfer.requests.inputs import ComingRequest
 
 AHEAD = 2  # times max_num_seqs of all replicas: so many requests the LLM has, that no step waits for the next line
 HELD = 16  # times max_num_seqs of all replicas: so many rows wait for an earlier line, before no more lines are read
@@ -61,6 +63,7 @@ class Loop:
         self._report = report
         self._keep_order = keep_order
         self._max_errors = max_errors
+        self._coming: deque[tuple[int, Job, ComingRequest]] = deque()  # whose images are not prepared yet
         self._running: dict[int, tuple[int, Job]] = {}  # by request id; the number is that of the row's turn
         self._held: dict[int, bytes] = {}  # rows that have come before their turn
         self._turn = self._num_turns = 0  # the turn of the next row to be written; of the next line
@@ -70,10 +73,17 @@ class Loop:
 
         jobs: of these lines
         """
+        try:
+            self._run(lines, jobs, interrupts)
+        finally:
+            for _, _, coming in self._coming:
+                coming.cancel()
+
+    def _run(self, lines: Lines, jobs: Iterator[Job | LineError | None], interrupts: Interrupts) -> None:
         has_more = True
-        while (has_more or self._running) and not interrupts.asked:
-            while has_more and self._has_room and not interrupts.asked and (lines.is_ready() or not self._running):
-                interrupts.waits = not self._running
+        while (has_more or self._is_busy) and not interrupts.asked:
+            while has_more and self._has_room and not interrupts.asked and (lines.is_ready() or not self._is_busy):
+                interrupts.waits = not self._is_busy
                 try:
                     job = next(jobs)
                 except StopIteration:
@@ -83,14 +93,19 @@ class Loop:
                     interrupts.waits = False
                 self._add(job)
                 self._progress.show()
+            self._begin()
             if self._running:
                 self._step()
             self._progress.show()
 
     @property
+    def _is_busy(self) -> bool:
+        return bool(self._running or self._coming)
+
+    @property
     def _has_room(self) -> bool:
         rows = self._llm.config.max_num_seqs * self._llm.config.data_parallel_size
-        return len(self._running) < AHEAD * rows and len(self._held) < HELD * rows
+        return len(self._running) + len(self._coming) < AHEAD * rows and len(self._held) < HELD * rows
 
     def _add(self, job: Job | LineError | None) -> None:
         if job is None:
@@ -101,11 +116,20 @@ class Loop:
             self._fail(turn, job)
             return
         try:
-            request_id = self._llm.add_request(job.prompt, job.params)
+            self._coming.append((turn, job, self._llm.prepare(job.prompt, job.params)))
         except ValueError as error:
             self._fail(turn, LineError(job.line, str(error)))
-        else:
-            self._running[request_id] = turn, job
+
+    def _begin(self) -> None:
+        """Queue the requests whose images are prepared, in the order of their lines; wait for one if none runs."""
+        while self._coming and (self._coming[0][2].is_ready or not self._running):
+            turn, job, coming = self._coming.popleft()
+            try:
+                request_id = self._llm.add_request(coming)
+            except ValueError as error:
+                self._fail(turn, LineError(job.line, str(error)))
+            else:
+                self._running[request_id] = turn, job
 
     def _step(self) -> None:
         for output in self._llm.step():

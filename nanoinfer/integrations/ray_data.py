@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from dataclasses import fields
+from operator import attrgetter
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
 from nanoinfer.llm import LLM
 from nanoinfer.replicas.requests import UNBEGUN
-from nanoinfer.requests.inputs import Prompt
+from nanoinfer.requests.inputs import ComingRequest, Prompt
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput
 from nanoinfer.sampling_params import SamplingParams
 
@@ -167,8 +168,10 @@ class _Asked(NamedTuple):
     future: Future[RequestOutput]
 
 
-def _most_tokens(asked: _Asked) -> float:
-    return math.inf if asked.params.max_tokens is None else asked.params.max_tokens
+class _Waiting(NamedTuple):
+    coming: ComingRequest
+    most_tokens: float
+    future: Future[RequestOutput]
 
 
 class _Engine:
@@ -195,23 +198,36 @@ class _Engine:
 
     def _run(self) -> None:
         most = math.ceil((1 + UNBEGUN) * self.llm.config.max_num_seqs * self.llm.config.data_parallel_size)
-        waiting: list[_Asked] = []  # those that may get more tokens first, as in generate
+        waiting: list[_Waiting] = []  # those that may get more tokens first, as in generate
         while True:
             while not self._asked.empty() or not (self._running or waiting):
                 asked = self._asked.get()
                 if asked is None:
                     return
-                waiting.append(asked)
-            waiting.sort(key=_most_tokens, reverse=True)
-            while waiting and len(self._running) < most:
-                self._add(*waiting.pop(0))
+                waiting += self._prepare(*asked)
+            waiting.sort(key=attrgetter("most_tokens"), reverse=True)
+            while len(self._running) < most and (place := self._choose(waiting)) is not None:
+                self._add(waiting.pop(place))
             self._step()
 
-    def _add(self, prompt: Prompt, params: SamplingParams, future: Future[RequestOutput]) -> None:
+    def _prepare(self, prompt: Prompt, params: SamplingParams, future: Future[RequestOutput]) -> list[_Waiting]:
+        """Return the request that waits now, or none if it cannot run."""
         try:
-            self._running[self.llm.add_request(prompt, params)] = future
+            coming = self.llm.prepare(prompt, params)
         except Exception as error:
             future.set_exception(error)
+            return []
+        return [_Waiting(coming, math.inf if params.max_tokens is None else params.max_tokens, future)]
+
+    def _choose(self, waiting: list[_Waiting]) -> int | None:
+        """Return the place of the first whose images are prepared; if nothing runs, that of the first."""
+        return next((i for i, each in enumerate(waiting) if each.coming.is_ready or not self._running), None)
+
+    def _add(self, chosen: _Waiting) -> None:
+        try:
+            self._running[self.llm.add_request(chosen.coming)] = chosen.future
+        except Exception as error:
+            chosen.future.set_exception(error)
 
     def _step(self) -> None:
         try:

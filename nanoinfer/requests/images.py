@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +12,7 @@ from nanoinfer.config import Config
 from nanoinfer.engine.images import check_whole, take_images
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vision.ahead import make_pool
+from nanoinfer.vision.image_processor import PreparedImage
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import VisionPrompt
 
@@ -80,20 +81,22 @@ class ImageInputs:
             )
             check_whole(self._processor.images.largest().count, config)
 
-    def prepare(self, prompts: Sequence[WithImages]) -> list[VisionPrompt]:
-        """Return prompts ready to run, in their order. The first one's error is raised.
+    def open(self, name: str, images: Sequence[Any]) -> list[PreparedImage]:
+        """Return images that several prompts will have; name: begins the messages of errors."""
+        names = (f"image {index} of {name}" for index in range(len(images)))
+        return list(self._pool.map(self._processor.images.prepare, names, images))
 
-        Threads prepare them: to decode an image takes no turn of the interpreter.
-        """
-        with fresh_torch_state():
-            return list(self._pool.map(self._prepare, prompts))
+    def begin(self, prompt: WithImages) -> Future[VisionPrompt]:
+        """Let a thread make a prompt ready to run: to decode an image takes no turn of the interpreter."""
+        return self._pool.submit(self._prepare, prompt)
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
         return make_pool()
 
     def _prepare(self, given: WithImages) -> VisionPrompt:
-        prompt = self._processor.prepare(*given)
+        with fresh_torch_state():
+            prompt = self._processor.prepare(*given)
         try:
             take_images(prompt, self._config)  # now, for the engine would raise it while others run
         except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import as_int, as_list, check_none, short
@@ -53,6 +54,24 @@ class Asked(NamedTuple):
     text: str | None
     images: ListLike[Any] = ()
     is_chat: bool = False
+
+
+class ComingRequest(NamedTuple):
+    """A request whose images threads prepare; add_request takes it. seen: its prompt with them; None: it has none."""
+
+    asked: Asked
+    settings: Settings
+    seen: Future[VisionPrompt] | None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its images are prepared, or cannot be: then add_request does not wait."""
+        return self.seen is None or self.seen.done()
+
+    def cancel(self) -> None:
+        """Let no thread begin to prepare its images."""
+        if self.seen is not None:
+            self.seen.cancel()
 
 
 class Prepared(NamedTuple):
@@ -110,15 +129,27 @@ class Inputs:
 
     def check_one(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Prepared:
         """Return the prompt of add_request, ready to run."""
+        return self.finish(self.begin(prompt, sampling_params))
+
+    def begin(self, prompt: Prompt, sampling_params: SamplingParams | None) -> ComingRequest:
+        """Check the prompt of add_request, and let its images be prepared in other threads."""
         settings = self._settings.check_one(sampling_params)
-        (prepared,) = self._prepare([self._read("prompt", prompt)], [settings])
-        return prepared
+        asked = self._read("prompt", prompt)
+        return ComingRequest(asked, settings, self._see(asked))
+
+    def finish(self, coming: ComingRequest) -> Prepared:
+        """Return a prompt ready to run, when its images are prepared."""
+        asked, settings = coming.asked, coming.settings
+        prompt = self._tokens_of(asked, coming.seen)
+        return Prepared(self._check_tokens(asked.name, prompt, settings.params), asked.text, *settings)
 
     def check_continuations(self, prompt: Prompt, continuations: Tokens | ListLike[Tokens]) -> list[Prepared]:
         """Return the prompt with each of its continuations, ready to be scored."""
         asked = self._unwrap("prompt", prompt)
         if not isinstance(asked.prompt, str):
             asked = asked._replace(prompt=_token_ids(asked.name, asked.prompt))
+        if self._images is not None and asked.images:
+            asked = asked._replace(images=self._images.open(asked.name, asked.images))
         items = [continuations] if isinstance(continuations, str) else continuations
         entries = _list("continuations", items, f"{A_PROMPT}, or a list of these")
         if entries and as_int(entries[0]) is not None:
@@ -130,10 +161,11 @@ class Inputs:
         given = asked.prompt
         if isinstance(given, str) and isinstance(continuation, str):
             both = asked._replace(name=name, prompt=given + continuation)
-            first, whole = self._tokens_of([asked._replace(prompt=given.rstrip()), both])
-            rest = _ids_of(whole)[len(_ids_of(first)) :]
+            asked = asked._replace(prompt=given.rstrip())
+            first = self._tokens_of(asked, self._see(asked))
+            rest = _ids_of(self._tokens_of(both, self._see(both)))[len(_ids_of(first)) :]
         else:
-            (first,) = self._tokens_of([asked])
+            first = self._tokens_of(asked, self._see(asked))
             rest = self._to_token_ids(name, continuation, add_special_tokens=False)
         if not first:
             raise ValueError(f"{asked.name} is empty: it must have at least one token")
@@ -230,25 +262,28 @@ class Inputs:
         return Asked(f"{name}[{kinds[-1]!r}]", prompt[kinds[-1]], given.get(TEXT), images)
 
     def _prepare(self, asked: list[Asked], settings: list[Settings]) -> list[Prepared]:
-        """Return the prompts, ready to run."""
-        prompts = self._tokens_of(asked)
-        return [
-            Prepared(self._check_tokens(each.name, prompt, own.params), each.text, *own)
-            for each, prompt, own in zip(asked, prompts, settings, strict=True)
-        ]
+        """Return the prompts, ready to run; the first one's error is raised."""
+        coming = [ComingRequest(each, own, self._see(each)) for each, own in zip(asked, settings, strict=True)]
+        try:
+            return [self.finish(each) for each in coming]
+        except BaseException:
+            for each in coming:
+                each.cancel()
+            raise
 
-    def _tokens_of(self, asked: list[Asked]) -> list[SomeTokens]:
-        """Return the prompts' tokens, with images if there are some."""
-        if self._images is None:
-            return [self._to_token_ids(each.name, each.prompt, not each.is_chat) for each in asked]
-        given = [_with_images(each) for each in asked if each.images]
-        seen = iter(self._images.prepare(given) if given else ())
-        return [next(seen) if each.images else self._tokens_without(self._images, each) for each in asked]
+    def _see(self, asked: Asked) -> Future[VisionPrompt] | None:
+        """Let a prompt's images be prepared; None: it has none."""
+        if self._images is None or not asked.images:
+            return None
+        prompt = asked.prompt if isinstance(asked.prompt, str) else _token_ids(asked.name, asked.prompt)
+        return self._images.begin(WithImages(asked.name, prompt, asked.images, not asked.is_chat))
 
-    def _tokens_without(self, images: ImageInputs, asked: Asked) -> list[int]:
-        """Return the tokens of a prompt that has no images, and could have."""
-        if isinstance(asked.prompt, str):
-            images.check_text(asked.name, asked.prompt)
+    def _tokens_of(self, asked: Asked, seen: Future[VisionPrompt] | None) -> SomeTokens:
+        """Return a prompt's tokens; seen: with its images, if it has some."""
+        if seen is not None:
+            return seen.result()
+        if self._images is not None and isinstance(asked.prompt, str):
+            self._images.check_text(asked.name, asked.prompt)
         return self._to_token_ids(asked.name, asked.prompt, not asked.is_chat)
 
     def _to_token_ids(self, name: str, prompt: object, add_special_tokens: bool = True) -> list[int]:
@@ -316,11 +351,6 @@ def _as_template(begin: str, template: Any) -> Mapping[str, Any]:
 
 def _ids_of(prompt: SomeTokens) -> list[int]:
     return prompt.token_ids if isinstance(prompt, VisionPrompt) else prompt
-
-
-def _with_images(asked: Asked) -> WithImages:
-    prompt = asked.prompt if isinstance(asked.prompt, str) else _token_ids(asked.name, asked.prompt)
-    return WithImages(asked.name, prompt, asked.images, not asked.is_chat)
 
 
 def _describe_length(prompt: SomeTokens) -> tuple[str, str]:

@@ -106,9 +106,11 @@ class ImageProcessor:
         """Return what a prompt needs to know of an image.
 
         Its pixels are made of the source each time that they are read: then ValueError is raised if it has changed.
-        name: begins the messages of errors; source: as Opener takes it
+        name: begins the messages of errors; source: as Opener takes it, or what this has returned before
         Raises ValueError if it cannot be opened, or the processor does not take it.
         """
+        if isinstance(source, PreparedImage):
+            return source
         image = self._opener.open(name, source)
         key, size = self._key(image), b"%d x %d" % image.size
         known = self._of_sizes.find(size)
