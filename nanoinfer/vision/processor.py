@@ -152,8 +152,6 @@ def _named_errors(folder: str) -> Iterator[None]:
         raise ValueError(f"model={folder!r}: must have a {FILES[0]}, which says how images are processed")
     try:
         yield
-    except ImportError as error:
-        raise ValueError("images need pillow: pip install 'nanoinfer[images]'") from error
     except Exception as error:
         reason = reason_of(error)[:MOST_SHOWN]
         raise ValueError(
@@ -172,7 +170,11 @@ def _read_processor(folder: str, name: str) -> Any:
     import transformers
     from transformers.utils import is_torchvision_available
 
-    return getattr(transformers, name if is_torchvision_available() else f"{name}Pil").from_pretrained(folder)
+    name = name if is_torchvision_available() else f"{name}Pil"
+    try:
+        return getattr(transformers, name).from_pretrained(folder)
+    except ImportError as error:
+        raise ValueError("images need pillow: pip install 'nanoinfer[images]'") from error
 
 
 def _read_chat_template(folder: str) -> str | None:
