@@ -80,7 +80,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], int]] = {  # of a class: files, the 
                 **QWEN,
                 **PIXELS,
                 "size": {"shortest_edge": 9, "longest_edge": 10**9},
-                "image_processor_type": "Qwen2VLImageProcessor",
+                "image_processor_type": "Qwen2_5_VLImageProcessor",  # which transformers does not know any more
                 "processor_class": "Qwen2_5_VLProcessor",
             }
         },

@@ -130,6 +130,7 @@ class TestOptions:
         assert qwen.generate(seeing, TEXT)[0]["token_ids"] == qwen.generate(blind, TEXT)[0]["token_ids"]
         assert blind.memory.used < seeing.memory.used
         assert blind.engine.ranks.runner.holdings.images is None
+        assert [", sees images, " in repr(llm) for llm in (seeing, blind)] == [True, False]
         with pytest.raises(ValueError, match=r"multi_modal_data.* LLM\(images=True\) sees"):
             qwen.generate(blind)
 
@@ -212,6 +213,15 @@ class TestWeights:
         assert qwen.generate(llm)[0]["token_ids"] == qwen.expected(changed)
         assert llm.update_weights(qwen.weights) == 2
         assert qwen.generate(llm)[0]["token_ids"] == qwen.expected()
+
+    @pytest.mark.whole
+    def test_a_tower_with_lone_numbers_on_two_ranks(self, tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+        own = Checkpoint("gemma4", tmp_path)
+        llm = make_llm(own.folder, device="cpu", tensor_parallel_size=2, **own.options)
+        assert own.generate(llm)[0]["token_ids"] == own.expected()
+        assert {tensor.ndim for tensor in own.of_tower().values()} >= {0, 2}
+        assert llm.update_weights(own.weights) == 1
+        assert own.generate(llm)[0]["token_ids"] == own.expected()
 
     @pytest.mark.parametrize(("in_flight", "is_new"), [("recompute", True), ("abort", False)])
     def test_new_eyes_while_an_image_is_computed(

@@ -94,16 +94,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
     return functools.cache(lambda name: Checkpoint(name, tmp_path_factory.mktemp("seeing")))
 
 
-@pytest.fixture
-def make_seeing_llm(make_llm: Callable[..., LLM]) -> Callable[..., LLM]:
-    """Return a function that makes the LLM of a checkpoint that sees."""
-
-    def make(checkpoint: Checkpoint, **options: object) -> LLM:
-        return make_llm(checkpoint.folder, **options)
-
-    return make
-
-
 def text(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 2000, count).tolist()
 
@@ -153,28 +143,28 @@ FURTHER = [name for name in SEEING if name not in OF_KINDS]
 
 @pytest.mark.parametrize("name", [*OF_KINDS, *whole_only(FURTHER)])
 def test_images_equal_transformers(
-    name: str, checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+    name: str, checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     """Prompts are fresh, then prefix-cached, then in chunks, several of which cut an image of causal tokens."""
     own = checkpoint(name)
-    llm = make_seeing_llm(own, **own.case.small)
+    llm = make_llm(own.folder, **own.case.small)
     run(llm, own, prompt_logprobs=0)
     assert sum(seq.num_cached_tokens for seq in run(llm, own)) > 0
     largest = own.processor.images.largest().count if any(llm.config.description.whole_images) else 1
     most = 64 if own.case.keeps_states else max(19, largest)
-    run(make_seeing_llm(own, **own.case.small, max_num_batched_tokens=most), own)
+    run(make_llm(own.folder, **own.case.small, max_num_batched_tokens=most), own)
 
 
 @pytest.mark.usefixtures("no_foresight")
 @pytest.mark.parametrize("name", ["gemma3", *whole_only(["qwen2.5-vl"]), "qwen3-vl"])
 def test_company_samples_and_preemption(
-    name: str, checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+    name: str, checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     """Prompts with images run beside text, with several samples, in too few blocks for all."""
     own = checkpoint(name)
     texts = [VisionPrompt(text(count, count), (), None, 0, ()) for count in (1, 30, 60)]
     prompts = [*own.prompts(), *texts]
-    llm = make_seeing_llm(own, **own.case.small, num_kvcache_blocks=24)
+    llm = make_llm(own.folder, **own.case.small, num_kvcache_blocks=24)
     asked = [prompt if prompt.spans else prompt.token_ids for prompt in prompts]
     for seqs, prompt in zip(generate(llm, own, asked, max_tokens=24, n=2), prompts, strict=True):
         for seq in seqs:
@@ -183,22 +173,22 @@ def test_company_samples_and_preemption(
 
 
 @pytest.mark.whole
-def test_triton(checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]) -> None:
+def test_triton(checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]) -> None:
     own = checkpoint("gemma3")
-    run(make_seeing_llm(own, **own.case.small, attention_backend="triton"), own)
+    run(make_llm(own.folder, **own.case.small, attention_backend="triton"), own)
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", *whole_only(name for name in SEEING if name != "qwen3-vl")])
-def test_two_ranks(name: str, checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]) -> None:
+def test_two_ranks(name: str, checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]) -> None:
     own = checkpoint(name)
-    run(make_seeing_llm(own, device="cpu", tensor_parallel_size=2, **own.case.small), own)
+    run(make_llm(own.folder, device="cpu", tensor_parallel_size=2, **own.case.small), own)
 
 
 def test_equal_images_share_blocks_and_others_do_not(
-    checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+    checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     own = checkpoint("qwen3-vl")
-    llm = make_seeing_llm(own, **own.case.small)
+    llm = make_llm(own.folder, **own.case.small)
     image, equal, other = (picture(130, 120, seed) for seed in (0, 0, 1))
     before, behind = text(20, 0), text(20, 1)
     for picked, cached in ((image, 0), (equal, 48), (other, 16), (image, 48), (other, 48)):
@@ -230,11 +220,11 @@ def watch(llm: LLM) -> Watched:
 
 @pytest.mark.usefixtures("no_foresight")
 def test_embeddings_are_kept_for_images_that_come_again(
-    checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+    checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     """For later chunks, after preemption, and for other prompts; until the tower changes."""
     own = checkpoint("qwen3-vl")
-    llm = make_seeing_llm(own, **own.case.small, max_num_batched_tokens=64, num_kvcache_blocks=24)
+    llm = make_llm(own.folder, **own.case.small, max_num_batched_tokens=64, num_kvcache_blocks=24)
     tower = watch(llm)
     for seqs, prompt in zip(generate(llm, own, own.prompts(), max_tokens=40, n=2), own.prompts(), strict=True):
         check(seqs[0], prompt, own)
@@ -248,11 +238,9 @@ def test_embeddings_are_kept_for_images_that_come_again(
     assert sum(tower.counts) == 6
 
 
-def test_no_room_to_keep_embeddings(
-    checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
-) -> None:
+def test_no_room_to_keep_embeddings(checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]) -> None:
     own = checkpoint("qwen3-vl")
-    llm = make_seeing_llm(own, **own.case.small, max_num_batched_tokens=19)
+    llm = make_llm(own.folder, **own.case.small, max_num_batched_tokens=19)
     images = llm.engine.ranks.runner.holdings.images
     assert images is not None
     images._kept.most_bytes = 0
@@ -260,11 +248,11 @@ def test_no_room_to_keep_embeddings(
 
 
 def test_images_are_encoded_beside_decode(
-    checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+    checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     """While prompts wait for a row."""
     own = checkpoint("qwen3-vl")
-    llm = make_seeing_llm(own, **own.case.small, max_num_seqs=1)
+    llm = make_llm(own.folder, **own.case.small, max_num_seqs=1)
     tower = watch(llm)
     seen: list[tuple[bool, int]] = []  # for each step whether it computed a prompt, and the images encoded by then
     llm.engine.on_step = lambda step: seen.append((step.num_prefill_tokens > 0, sum(tower.counts)))
@@ -276,10 +264,10 @@ def test_images_are_encoded_beside_decode(
 
 
 def test_a_changed_image_ends_its_requests_alone(
-    checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+    checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     own = checkpoint("qwen3-vl")
-    llm = make_seeing_llm(own, **own.case.small)
+    llm = make_llm(own.folder, **own.case.small)
     image = np.asarray(picture(64, 64)).copy()
     good = own.prompts()[0]
     bad = own.processor.prepare("prompts[1]", own._image + text(5, 0), [image])
@@ -293,12 +281,12 @@ def test_a_changed_image_ends_its_requests_alone(
 
 
 def test_an_image_that_one_step_cannot_hold(
-    checkpoint: Callable[[str], Checkpoint], make_seeing_llm: Callable[..., LLM]
+    checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     """Where an image's tokens see each other. Of other models, chunks cut images."""
     own = checkpoint("gemma3")
     with pytest.raises(ValueError, match=r"max_num_batched_tokens=3: must be at least 4, the tokens of an image"):
-        make_seeing_llm(own, **own.case.small, max_num_batched_tokens=3)
+        make_llm(own.folder, **own.case.small, max_num_batched_tokens=3)
 
 
 A, B, TEXT = b"a" * 16, b"b" * 16, 7

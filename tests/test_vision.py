@@ -194,6 +194,28 @@ def test_the_largest_image_is_known(name: str, checkpoint: Callable[[str], Check
     assert max(map(bytes_of, by_image(prompt))) <= largest.num_bytes
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "count"),
+    [
+        ("qwen3-vl", {"max_pixels": 280 * 32**2 + 9}, 14 * 20),
+        ("qwen3-vl", {"max_pixels": 50 * 32**2}, 100),  # in one row: an image may be 200 times as wide as high
+        ("qwen3-vl", {"max_pixels": 1, "min_pixels": 1}, 1),
+        ("gemma4", {}, 7 * 10),
+        ("gemma4", {"max_soft_tokens": 140}, 10 * 14),
+        ("gemma4 unified", {}, 7 * 10),
+        ("mistral3", {}, 5 * 5),
+    ],
+)
+def test_no_image_has_more_tokens(
+    name: str, options: dict[str, int], count: int, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    ours = checkpoint(name)
+    images = VisionProcessor(ours.folder, ours.config, options).images
+    assert images.largest().count == count
+    for width in (1, 2, 9, 25):
+        assert images.prepare("image", picture(5 * width, 5)).count <= count
+
+
 def test_each_class_that_sees_has_a_case() -> None:
     assert sorted({MULTIMODAL[seeing.case].architecture for seeing in SEEING.values()}) == sorted(CLASSES)
 

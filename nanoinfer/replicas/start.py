@@ -100,13 +100,14 @@ def _numbers(config: Config) -> str:
 
 
 def _describe(config: Config, memory: MemoryPlan, hardware: str) -> str:
-    """Say what has started: model, device, formats, processes, KV cache. hardware: what each rank computes with"""
+    """Say what has started: model, device, formats, images, processes, cache. hardware: what each rank computes with"""
     replicas, ranks = config.data_parallel_size, config.tensor_parallel_size
     processes = [f"{count} {name}" for count, name in ((replicas, "replicas"), (ranks, "ranks")) if count > 1]
     parts = [
         f"{name_of(config.model)} on {hardware}",
         _numbers(config),
         config.attention_backend,
+        "sees images" if config.sees else "",
         " of ".join(processes),
         f"KV cache of {memory.tokens:,} tokens"
         f"{'' if config.kv_cache_dtype == 'auto' else f' in {config.kv_cache_dtype}'}{' each' if replicas > 1 else ''}",

@@ -28,6 +28,7 @@ TOKEN_BYTES = 8  # of a token's place in a list
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
 OPTIONS = ("do_pan_and_scan", "max_soft_tokens", "size")  # that say how large an image becomes in other classes
 COUNTS = ("num_crops", "num_soft_tokens_per_image")  # are made for the prompt alone
+ASPECT = 200  # no longer image is taken where sizes count pixels
 SIDE = 256  # of a blank image, where the size of what is made of an image does not depend on it
 
 
@@ -99,7 +100,7 @@ class ImageProcessor:
         self._opener = Opener(image_folder)
         self._of_sizes: Kept[Standin] = Kept(KEPT_BYTES)
         self._blank = f"image_options={dict(options)}: a blank image"
-        self.prepare(self._blank, _blank(SIDE))  # an error comes now, not with the first prompt
+        self.prepare(self._blank, _blank(SIDE, SIDE))  # an error comes now, not with the first prompt
 
     def prepare(self, name: str, source: Any) -> PreparedImage:
         """Return what a prompt needs to know of an image.
@@ -123,12 +124,24 @@ class ImageProcessor:
 
     def largest(self) -> PreparedImage:
         """Return what is made of a blank image so large that of none more is made, for plans of memory."""
-        if self._options.get("do_pan_and_scan"):
-            side, crops = (self._options[f"pan_and_scan_{name}"] for name in ("min_crop_size", "max_num_crops"))
-            return self.prepare(self._blank, _blank(side, crops))
+        return self.prepare(self._blank, _blank(*self._largest_size()))
+
+    def _largest_size(self) -> tuple[int, int]:
+        """Return the height and the width of an image of which the most tokens are made."""
         size = {**_size_of(self._processor), **self._options.get("size", {})}
-        side = size.get("longest_edge", SIDE)
-        return self.prepare(self._blank, _blank(isqrt(side) if _counts_pixels(size) else side))
+        if self._setting("do_pan_and_scan"):
+            height = self._setting("pan_and_scan_min_crop_size")
+            return height, height * self._setting("pan_and_scan_max_num_crops")
+        if _counts_pixels(size):
+            side = self._setting("patch_size") * self._setting("merge_size")
+            most = size["longest_edge"] // side**2
+            return _fill(most, side) if most > ASPECT else (side, ASPECT * side)  # of a long image, few become more
+        if most := self._setting("max_soft_tokens"):
+            return _fill(most, self._setting("patch_size") * self._setting("pooling_kernel_size"))
+        return (size.get("longest_edge", SIDE),) * 2
+
+    def _setting(self, name: str) -> Any:
+        return self._options.get(name, getattr(self._processor, name, None))
 
     def load(self, source: Source) -> Tensor:
         """Return the pixel values of an image that was prepared before, here or in another process."""
@@ -162,8 +175,14 @@ class ImageProcessor:
         return digest.digest()
 
 
-def _blank(side: int, times: int = 1) -> np.ndarray:
-    return np.zeros((side, side * times, 3), np.uint8)
+def _blank(height: int, width: int) -> np.ndarray:
+    return np.zeros((height, width, 3), np.uint8)
+
+
+def _fill(most: int, side: int) -> tuple[int, int]:
+    """Return the height and the width, alike, of a rectangle that has as many squares as can be, of at most so many."""
+    rows = max(range(isqrt(most) // 2 + 1, isqrt(most) + 1), key=lambda rows: rows * (most // rows))
+    return rows * side, most // rows * side
 
 
 def _size_of(image_processor: Any) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What stands for an image in a prompt, by the rules of each model's own processor."""
+"""What stands for an image in a prompt, and who makes its pixels, by the rules of each model's own processor."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"  # Mistral's
 
 @dataclass(frozen=True)
 class Placeholder:
-    """What the processor of a class writes for an image.
+    """What the processor of a class makes of an image.
 
     text: what a prompt has in the image's place
-    expand: returns what that becomes; it takes what the image processor made of the image
+    image_processor: the class of transformers' that makes pixels; checkpoints name it variously
+    expand: returns what the text becomes; it takes what the image processor made of the image
     options: of the image processor
-    image_processor: the class of transformers' that makes pixels; None: that which the checkpoint names
     """
 
     text: str
+    image_processor: str
     expand: Callable[[Pixels], str]
     options: Mapping[str, Any] = field(default_factory=dict)
-    image_processor: str | None = None
 
 
 def _gemma3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
@@ -48,18 +48,22 @@ def _gemma3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
         text = f"Here is the original image {whole} and here are some crops to help you see better"
         return " ".join([text, *[whole] * crops])
 
-    return Placeholder(begin, expand, CROPS)
+    return Placeholder(begin, "Gemma3ImageProcessor", expand, CROPS)
 
 
 def _gemma4(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     begin, image, end = tokenizer.boi_token, _image(config, tokenizer), tokenizer.eoi_token
-    return Placeholder(image, lambda made: f"{begin}{image * int(made['num_soft_tokens_per_image'])}{end}")
+
+    def expand(made: Pixels) -> str:
+        return f"{begin}{image * int(made['num_soft_tokens_per_image'])}{end}"
+
+    return Placeholder(image, "Gemma4ImageProcessor", expand)
 
 
 def _gemma4_unified(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     """Its own image processor needs torchvision. Gemma 4's makes the same, of patches as large as a token's."""
     options = {"patch_size": config.vision_config.model_patch_size, "pooling_kernel_size": 1}
-    return replace(_gemma4(config, tokenizer), options=options, image_processor="Gemma4ImageProcessor")
+    return replace(_gemma4(config, tokenizer), options=options)
 
 
 def _mistral3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
@@ -69,12 +73,16 @@ def _mistral3(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
         height, width = (int(length) // side for length in made["image_sizes"][0])
         return ROW_END.join([image * width] * height) + IMAGE_END
 
-    return Placeholder(image, expand, {"patch_size": side})
+    return Placeholder(image, "PixtralImageProcessor", expand, {"patch_size": side})
 
 
 def _qwen(config: PretrainedConfig, tokenizer: Any) -> Placeholder:
     image, merged = _image(config, tokenizer), config.vision_config.spatial_merge_size**2
-    return Placeholder(image, lambda made: image * (int(made["image_grid_thw"].prod()) // merged))
+
+    def expand(made: Pixels) -> str:
+        return image * (int(made["image_grid_thw"].prod()) // merged)
+
+    return Placeholder(image, "Qwen2VLImageProcessor", expand)
 
 
 def _image(config: PretrainedConfig, tokenizer: Any) -> str:

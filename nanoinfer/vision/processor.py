@@ -152,11 +152,11 @@ def _named_errors(folder: str) -> Iterator[None]:
         raise ValueError(f"model={folder!r}: must have a {FILES[0]}, which says how images are processed")
     try:
         yield
-    except ImportError as error:
-        raise ValueError("images need pillow: pip install 'nanoinfer[images]'") from error
     except Exception as error:
         reason = reason_of(error)[:MOST_SHOWN]
-        raise ValueError(f"model={folder!r}: cannot read how images are processed: {reason}") from error
+        raise ValueError(
+            f"model={folder!r}: cannot read how images are processed, without which images=False works: {reason}"
+        ) from error
 
 
 def _read_tokenizer(folder: str) -> Any:
@@ -165,14 +165,16 @@ def _read_tokenizer(folder: str) -> Any:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def _read_processor(folder: str, name: str | None) -> Any:
-    """Return transformers' image processor: that which the checkpoint names, or of the class that is named."""
+def _read_processor(folder: str, name: str) -> Any:
+    """Return transformers' image processor of a class, by torchvision if there is one, for it is faster than PIL."""
     import transformers
     from transformers.utils import is_torchvision_available
 
-    if name is None:
-        return transformers.AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-    return getattr(transformers, name if is_torchvision_available() else f"{name}Pil").from_pretrained(folder)
+    name = name if is_torchvision_available() else f"{name}Pil"
+    try:
+        return getattr(transformers, name).from_pretrained(folder)
+    except ImportError as error:
+        raise ValueError("images need pillow: pip install 'nanoinfer[images]'") from error
 
 
 def _read_chat_template(folder: str) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.grids import derive
-from nanoinfer.vision.pixels import Pixels, bytes_of, join
+from nanoinfer.vision.pixels import Pixels, join
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.weights.shards import Shard, Table
 from nanoinfer.weights.sources import OfTower
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 GRIDS, SIZES = "image_grid_thw", "image_sizes"  # inputs of Qwen's towers and of Mistral's
 OTHER_PARTS = ("language_model", "audio_tower", "embed_audio")  # of transformers' model
 LIMITS = ("input_min", "input_max", "output_min", "output_max")  # of clipped products; infinite where nothing is
-BATCH_BYTES = 64 << 20  # of pixels
+BATCH_BYTES = 64 << 20  # of pixels: five images of a megapixel keep an H100 as busy as more
 
 
 class TransformersTower:
@@ -31,7 +31,7 @@ class TransformersTower:
 
     config: the checkpoint's
     memory: a context in which torch.empty makes the weights
-    batch_bytes: so many bytes of pixels are encoded at once, or one image if it alone has more
+    batch_bytes: so many bytes of pixels, in this dtype, are encoded at once, or one image if it alone has more
 
     The weights hold any numbers until a source fills `table()`.
     """
@@ -45,7 +45,7 @@ class TransformersTower:
         batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self.batch_bytes = batch_bytes
-        self._device = device
+        self._dtype, self._device = dtype, device
         self._model = _build(config, dtype, device, memory or nullcontext())
         if device.type == "cuda":
             take_fewer_passes(self._model)
@@ -67,7 +67,7 @@ class TransformersTower:
 
     def try_largest(self, image: Pixels) -> list[Encoded]:
         """Encode as many images like the largest one as are encoded at once."""
-        return self.encode([image] * max(1, self.batch_bytes // bytes_of(image)))
+        return self.encode([image] * max(1, self.batch_bytes // self._share(image)))
 
     def _batches(self, pixels: Sequence[Pixels]) -> Iterator[list[Pixels]]:
         """Cut images into batches of at most batch_bytes."""
@@ -75,7 +75,7 @@ class TransformersTower:
         room = self.batch_bytes
         for given in pixels:
             image = dict(given)  # made now, if they are made on demand
-            size = bytes_of(image)
+            size = self._share(image)
             if batch and size > room:
                 yield batch
                 batch, room = [], self.batch_bytes
@@ -83,6 +83,15 @@ class TransformersTower:
             room -= size
         if batch:
             yield batch
+
+    def _share(self, image: Pixels) -> int:
+        """Return how many of a batch's bytes an image takes: all, where a tower masks each pair of patches in it."""
+        if SIZES in image:
+            return self.batch_bytes
+        return sum(tensor.numel() * self._itemsize(tensor) for tensor in image.values())
+
+    def _itemsize(self, tensor: Tensor) -> int:
+        return self._dtype.itemsize if tensor.is_floating_point() else tensor.itemsize
 
     def _encode(self, batch: list[Pixels]) -> list[Encoded]:
         if len(batch) == 1 and self._is_one_token(batch[0]):
@@ -119,7 +128,8 @@ class TransformersTower:
 
 def _shard(name: str, tensor: Tensor) -> Shard:
     is_limit = name.endswith(LIMITS)
-    return Shard(name, tensor, tuple(tensor.shape), optional=is_limit, is_constant=is_limit, is_limit=is_limit)
+    target = tensor if tensor.ndim else tensor.view(1)  # as ranks pass numbers on
+    return Shard(name, target, tuple(target.shape), optional=is_limit, is_constant=is_limit, is_limit=is_limit)
 
 
 def _build(
