@@ -407,15 +407,6 @@ class TestErrors:
         )
         assert re.match(wanted + "image_options can make images smaller", str(caught.value))
 
-    def test_what_a_step_cannot_hold_is_known_before_others_run(self, checkpoint: Callable[[str], Checkpoint]) -> None:
-        """Squares fit, which the start tries; of a flat image more is made."""
-        own = checkpoint("gemma4")
-        with own.make_llm(max_num_batched_tokens=64) as llm:
-            llm.add_request("Who is there?", own.params())
-            with pytest.raises(ValueError, match=r"^prompt\['prompt'\]: max_num_batched_tokens=64: must be at least 7"):
-                llm.add_request({"prompt": own.text(ONE), "multi_modal_data": {"image": picture(1000, 10)}})
-            assert llm.has_unfinished_requests()
-
     def test_more_images_than_allowed(self, qwen: Checkpoint) -> None:
         with (
             qwen.make_llm(limit_images_per_prompt=1) as llm,
