@@ -229,6 +229,8 @@ def test_requests_are_prepared_beside_others(qwen: Checkpoint) -> None:
     assert plain.is_ready
     with pytest.raises(ValueError, match=r"image 0 of prompt\['prompt'\] cannot be read as an image"):
         qwen.llm.add_request(bad)
+    with pytest.raises(ValueError, match=r"^sampling_params=.*: must be None: llm.prepare has got those"):
+        qwen.llm.add_request(good, qwen.params())
     assert bad.is_ready
     numbers = [qwen.llm.add_request(coming) for coming in (good, plain)]
     outputs: list[RequestOutput] = []
@@ -243,8 +245,18 @@ def test_requests_are_prepared_beside_others(qwen: Checkpoint) -> None:
 def test_replicas(qwen: Checkpoint) -> None:
     """And several samples of a prompt, whose images begin alike or not."""
     chats = [[user(image, f"What is {index}?")] for index, image in enumerate([ONE, TWO, ONE])]
+    changing = np.asarray(picture(40, 60, 2)).copy()
     with qwen.make_llm(data_parallel_size=2) as llm:
         outputs = llm.chat(chats, qwen.params(n=2), use_tqdm=False)
+        llm.add_request({"messages": [user({"type": "image", "image": changing}, "?")]})
+        llm.add_request({"messages": chats[0]}, qwen.params())
+        changing[0, 0] ^= 1
+        made: list[RequestOutput] = []
+        while llm.has_unfinished_requests():
+            made += llm.step()
+    failed, other = sorted(made, key=lambda output: output.request_id)
+    assert (failed.finish_reason, other.finish_reason) == ("error", "length")
+    assert "image 0 of prompt['messages'] has changed since it was first read" in str(failed.stop_reason)
     for chat, output in zip(chats, outputs, strict=True):
         expected = qwen.of_chat(chat)
         assert [(output.prompt_token_ids, sample.token_ids) for sample in output.samples] == [expected] * 2
@@ -394,15 +406,6 @@ class TestErrors:
             r"prompts\[0\]\['prompt'\] has \d+ tokens, of which image 1 has 16: must be fewer than max_model_len=16.*"
         )
         assert re.match(wanted + "image_options can make images smaller", str(caught.value))
-
-    def test_what_a_step_cannot_hold_is_known_before_others_run(self, checkpoint: Callable[[str], Checkpoint]) -> None:
-        """Squares fit, which the start tries; of a flat image more is made."""
-        own = checkpoint("gemma4")
-        with own.make_llm(max_num_batched_tokens=64) as llm:
-            llm.add_request("Who is there?", own.params())
-            with pytest.raises(ValueError, match=r"^prompt\['prompt'\]: max_num_batched_tokens=64: must be at least 7"):
-                llm.add_request({"prompt": own.text(ONE), "multi_modal_data": {"image": picture(1000, 10)}})
-            assert llm.has_unfinished_requests()
 
     def test_more_images_than_allowed(self, qwen: Checkpoint) -> None:
         with (

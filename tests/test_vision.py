@@ -179,7 +179,6 @@ def test_gemma_3_may_see_crops(checkpoint: Callable[[str], Checkpoint]) -> None:
         features = ours.model.model.get_image_features(wanted["pixel_values"], return_dict=True)
     torch.testing.assert_close(embeddings_in(prompt, encoded), torch.cat(list(features.pooler_output)))
     assert processor.images.largest().count == (1 + 4) * ours.config.mm_tokens_per_image
-    assert processor.longest_span() == ours.config.mm_tokens_per_image
 
 
 @each_class
@@ -309,9 +308,9 @@ def test_pixels_are_made_when_they_are_read(checkpoint: Callable[[str], Checkpoi
     (pixels,) = ours.processor.prepare("prompt", ours.text(1), [image]).pixels
     first = dict(pixels)
     assert bytes_of(pixels) == bytes_of(first)
-    pickled = pickle.dumps(pixels)
-    assert len(pickled) < image.nbytes + 4000  # in another process it is the image, and no pixels
-    torch.testing.assert_close(dict(pickle.loads(pickled)), first, atol=0, rtol=0)
+    sent = pickle.loads(pickle.dumps(pixels))
+    sent.load = VisionProcessor(ours.folder, ours.config).images.load  # that of another process
+    torch.testing.assert_close(dict(sent), first, atol=0, rtol=0)
     image[0, 0] ^= 1
     with pytest.raises(ValueError, match="image 0 of prompt has changed since it was first read"):
         dict(pixels)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import short
 from nanoinfer.config import Config
-from nanoinfer.engine.images import check_whole, take_images
+from nanoinfer.engine.images import check_whole
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vision.ahead import make_pool
 from nanoinfer.vision.image_processor import PreparedImage
+from nanoinfer.vision.pixels import PixelsOnDemand
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import VisionPrompt
 
@@ -69,7 +70,6 @@ class ImageInputs:
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """config: of an LLM that sees. Raises ValueError if its largest image fits no step."""
         assert config.hf_config is not None
-        self._config = config
         with fresh_torch_state():
             self._processor = VisionProcessor(
                 config.model,
@@ -79,12 +79,18 @@ class ImageInputs:
                 config.image_folder,
                 tokenizer,
             )
-            check_whole(self._processor.longest_span(), config)
+            check_whole(self._processor.largest_span, config)
 
     def open(self, name: str, images: Sequence[Any]) -> list[PreparedImage]:
         """Return images that several prompts will have; name: begins the messages of errors."""
         names = (f"image {index} of {name}" for index in range(len(images)))
         return list(self._pool.map(self._processor.images.prepare, names, images))
+
+    def adopt(self, prompt: VisionPrompt) -> None:
+        """Let a prompt of another process have its pixels made in this one."""
+        for pixels in prompt.pixels:
+            assert isinstance(pixels, PixelsOnDemand)
+            pixels.load = self._processor.images.load
 
     def begin(self, prompt: WithImages) -> Future[VisionPrompt]:
         """Let a thread make a prompt ready to run: to decode an image takes no turn of the interpreter."""
@@ -96,12 +102,7 @@ class ImageInputs:
 
     def _prepare(self, given: WithImages) -> VisionPrompt:
         with fresh_torch_state():
-            prompt = self._processor.prepare(*given)
-        try:
-            take_images(prompt, self._config)  # now, for the engine would raise it while others run
-        except ValueError as error:
-            raise ValueError(f"{given.name}: {error}") from None
-        return prompt
+            return self._processor.prepare(*given)
 
     def check_text(self, name: str, text: str) -> None:
         """Raise ValueError if a text without images has placeholders. Token ids are their caller's."""

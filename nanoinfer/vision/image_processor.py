@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,15 @@ import numpy as np
 from nanoinfer.checks import check_int, short
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import PIXEL_VALUES, PixelReader, Pixels, PixelsOnDemand, bytes_of
+from nanoinfer.vision.pixels import PIXEL_VALUES, Pixels, PixelsOnDemand, Source, bytes_of
 from nanoinfer.vision.placeholders import Placeholder
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
+KEY_BYTES = 16
 KEPT_BYTES = 64 << 20  # of what stands for images in prompts: an image has some thousand tokens
 TOKEN_BYTES = 8  # of a token's place in a list
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
@@ -93,7 +96,8 @@ class ImageProcessor:
         self._processor, self._tokenizer, self._placeholder = processor, tokenizer, placeholder
         self._image_id = image_id
         self._options = {**placeholder.options, **_resolve_options(processor, options)}
-        self._reader = PixelReader(processor, self._options, Opener(image_folder))
+        self._settings = f"{processor.to_json_string()} {sorted(self._options.items())}".encode()
+        self._opener = Opener(image_folder)
         self._of_sizes: Kept[Standin] = Kept(KEPT_BYTES)
         self._blank = f"image_options={dict(options)}: a blank image"
         self.prepare(self._blank, _blank(SIDE, SIDE))  # an error comes now, not with the first prompt
@@ -107,13 +111,15 @@ class ImageProcessor:
         """
         if isinstance(source, PreparedImage):
             return source
-        image, key = self._reader.open(name, source)
-        size = b"%d x %d" % image.size
+        image = self._opener.open(name, source)
+        key, size = self._key(image), b"%d x %d" % image.size
         known = self._of_sizes.find(size)
         if known is None:
-            known = self._stand_in(self._reader.process(name, image))
+            known = self._stand_in(self._process(name, image))
             self._of_sizes.keep(size, known)
-        pixels = PixelsOnDemand(known.others, known.pixel_bytes, partial(self._reader.read, name, source, key))
+        if isinstance(source, memoryview):
+            source = bytes(source)  # which may be pickled
+        pixels = PixelsOnDemand(known.others, known.pixel_bytes, Source(name, source, key), self.load)
         return PreparedImage(key, known.text, known.token_ids, known.count, pixels)
 
     def largest(self) -> PreparedImage:
@@ -137,6 +143,14 @@ class ImageProcessor:
     def _setting(self, name: str) -> Any:
         return self._options.get(name, getattr(self._processor, name, None))
 
+    def load(self, source: Source) -> Tensor:
+        """Return the pixel values of an image that was prepared before, here or in another process."""
+        name, given, key = source
+        image = self._opener.open(name, given)
+        if self._key(image) != key:
+            raise ValueError(f"{name} has changed since it was first read: must not before its prompt begins")
+        return self._process(name, image)[PIXEL_VALUES]
+
     def _stand_in(self, made: Pixels) -> Standin:
         """Return what stands for the images of one size, of what the image processor has made of one."""
         text = self._placeholder.expand(made)
@@ -144,6 +158,21 @@ class ImageProcessor:
         pixels = {name: tensor for name, tensor in made.items() if name not in COUNTS}
         others = {name: tensor for name, tensor in pixels.items() if name != PIXEL_VALUES}
         return Standin(text, token_ids, token_ids.count(self._image_id), others, bytes_of(pixels))
+
+    def _process(self, name: str, image: Image) -> Pixels:
+        """Let the image processor make pixels."""
+        try:
+            made: Pixels = self._processor([image], return_tensors="pt", **self._options)
+        except Exception as error:
+            raise ValueError(f"{name}, {image.width} x {image.height} pixels: cannot be processed: {error}") from error
+        return made
+
+    def _key(self, image: Image) -> bytes:
+        """Return the digest of an image in RGB and of the settings."""
+        digest = hashlib.blake2b(self._settings, digest_size=KEY_BYTES)
+        digest.update(b"%d %d " % image.size)
+        digest.update(image.tobytes())
+        return digest.digest()
 
 
 def _blank(height: int, width: int) -> np.ndarray:

@@ -66,6 +66,12 @@ class VisionProcessor:
         self.placeholder = placeholder.text
         self._placeholder_id: int = self._tokenizer.convert_tokens_to_ids(self.placeholder)
 
+    @property
+    def largest_span(self) -> int:
+        """The most placeholders of an image that stand side by side."""
+        token_ids = np.asarray(self.images.largest().token_ids)
+        return max(count for _, _, count in _runs(np.flatnonzero(token_ids == self._image_id)))
+
     def prepare(
         self, name: str, prompt: str | Sequence[int], images: Sequence[Any], add_special_tokens: bool = True
     ) -> VisionPrompt:
@@ -159,7 +165,9 @@ def _named_errors(folder: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = reason_of(error)[:MOST_SHOWN]
-        raise ValueError(f"model={folder!r}: cannot read how images are processed: {reason}") from error
+        raise ValueError(
+            f"model={folder!r}: cannot read how images are processed, without which images=False works: {reason}"
+        ) from error
 
 
 def _read_tokenizer(folder: str) -> Any:
