@@ -12,7 +12,10 @@ import torch
 
 from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, count_values
 
-MOST_THREADS = 16  # an H100 encodes 110 images of a megapixel a second, and a thread prepares 30
+MOST_THREADS = 16
+# An H100 encodes 110 images of a megapixel a second, which six threads prepare. More would take the interpreter from the
+# engine's thread, which wants it again after each operation that it launches.
+AHEAD_THREADS = 6
 
 
 class PixelsAhead:
@@ -27,7 +30,7 @@ class PixelsAhead:
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
-        return make_pool()
+        return make_pool(AHEAD_THREADS)
 
     def look(self, wanted: Mapping[bytes, Pixels]) -> None:
         """Begin to make the pixels of images, by their keys, and drop those of others."""
@@ -70,9 +73,9 @@ def _result(future: Future[Pixels]) -> Pixels | ValueError:
         return error
 
 
-def make_pool() -> ThreadPoolExecutor:
+def make_pool(most: int = MOST_THREADS) -> ThreadPoolExecutor:
     """Start threads, in each of which torch computes with one thread: there is an image for each."""
-    count = min(MOST_THREADS, os.cpu_count() or 1)
+    count = min(most, os.cpu_count() or 1)
     started = Barrier(count + 1)
     pool = ThreadPoolExecutor(count, "nanoinfer-images", torch.set_num_threads, (1,))
     for _ in range(count):
