@@ -23,6 +23,7 @@ from transformers import AutoProcessor
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerError, reference
 from nanoinfer.config import Config
+from nanoinfer.hub import TOKENIZER_FILES
 from nanoinfer.vision import options
 from nanoinfer.vision.processor import FILES
 from nanoinfer.vision.spans import Encoded
@@ -92,8 +93,8 @@ def blind(qwen: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     def make(lacks: str) -> str:
         folder = tmp_path_factory.mktemp("blind")
         shutil.copytree(qwen.folder, folder, dirs_exist_ok=True)
-        if lacks == "processor":
-            for name in FILES:
+        if lacks in ("processor", "tokenizer"):
+            for name in FILES if lacks == "processor" else TOKENIZER_FILES:
                 (folder / name).unlink(missing_ok=True)
         elif lacks == "float":
             eight = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in qwen.of_tower().items()}
@@ -138,6 +139,7 @@ class TestOptions:
         ("lacks", "fault"),
         [
             ("processor", "the checkpoint has no processor of images"),
+            ("tokenizer", "the checkpoint has no tokenizer"),
             ("tower", "the checkpoint's files hold no tower for images"),
             ("float", "the checkpoint's tower has numbers of type F8_E4M3; those of 16 bits or more are run"),
             ("pillow", r"images need pillow: pip install 'nanoinfer\[images\]'"),
