@@ -13,8 +13,8 @@ import torch
 from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, count_values
 
 MOST_THREADS = 16
-# An H100 encodes 110 images of a megapixel a second, which six threads prepare. More would take the interpreter from the
-# engine's thread, which wants it again after each operation that it launches.
+# An H100 encodes 110 images of a megapixel a second, which six threads prepare. More would take the interpreter from
+# the engine's thread, which wants it again after each operation that it launches.
 AHEAD_THREADS = 6
 
 

@@ -66,12 +66,6 @@ class VisionProcessor:
         self.placeholder = placeholder.text
         self._placeholder_id: int = self._tokenizer.convert_tokens_to_ids(self.placeholder)
 
-    @property
-    def largest_span(self) -> int:
-        """The most placeholders of an image that stand side by side."""
-        token_ids = np.asarray(self.images.largest().token_ids)
-        return max(count for _, _, count in _runs(np.flatnonzero(token_ids == self._image_id)))
-
     def prepare(
         self, name: str, prompt: str | Sequence[int], images: Sequence[Any], add_special_tokens: bool = True
     ) -> VisionPrompt:
