@@ -406,16 +406,6 @@ class TestErrors:
         )
         assert re.match(wanted + "image_options can make images smaller", str(caught.value))
 
-    def test_what_a_step_cannot_hold_is_known_before_others_run(self, checkpoint: Callable[[str], Checkpoint]) -> None:
-        """The start has tried the largest image; here, a step holds less than it did."""
-        own = checkpoint("gemma3")
-        with own.make_llm() as llm:
-            llm.add_request("Who is there?", own.params())
-            llm.config.max_num_batched_tokens = 3
-            with pytest.raises(ValueError, match=r"^prompt\['prompt'\]: max_num_batched_tokens=3: must be at least 4"):
-                llm.add_request({"prompt": own.text(ONE), "multi_modal_data": {"image": ONE}})
-            assert llm.has_unfinished_requests()
-
     def test_more_images_than_allowed(self, qwen: Checkpoint) -> None:
         with (
             qwen.make_llm(limit_images_per_prompt=1) as llm,

@@ -13,18 +13,17 @@ from conftest import greedy
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("PIL")
-pytest.importorskip("torchvision")
 
 from cases import MULTIMODAL
 from cases.pictures import picture
 from cases.vision import SEEING
 from test_spmd import Trainer, make
-from transformers import AutoProcessor
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerError, reference
 from nanoinfer.config import Config
+from nanoinfer.hub import TOKENIZER_FILES
 from nanoinfer.vision import options
-from nanoinfer.vision.processor import FILES
+from nanoinfer.vision.processor import FILES, VisionProcessor
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.vision.tower import TransformersTower
 from nanoinfer.weights.sources import OfTower
@@ -67,10 +66,12 @@ class Checkpoint:
         """The tokens that transformers generates, with some other weights."""
         before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.model.load_state_dict(changed or {}, strict=False)
-        processor = AutoProcessor.from_pretrained(self.folder)
-        inputs = processor(text=self.prompt["prompt"], images=[ONE], return_tensors="pt")
+        prompt = VisionProcessor(self.folder, self.model.config).prepare("prompt", self.prompt["prompt"], [ONE])
+        given = torch.tensor([prompt.token_ids])
+        types = (given == self.image_id).long()
         how = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "suppress_tokens": [self.image_id]}
-        tokens = self.model.generate(**inputs, **how)[0, inputs["input_ids"].shape[1] :].tolist()
+        found = self.model.generate(input_ids=given, mm_token_type_ids=types, **prompt.pixels[0], **how)
+        tokens: list[int] = found[0, given.shape[1] :].tolist()
         self.model.load_state_dict(before)
         return tokens
 
@@ -92,8 +93,8 @@ def blind(qwen: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     def make(lacks: str) -> str:
         folder = tmp_path_factory.mktemp("blind")
         shutil.copytree(qwen.folder, folder, dirs_exist_ok=True)
-        if lacks == "processor":
-            for name in FILES:
+        if lacks in ("processor", "tokenizer"):
+            for name in FILES if lacks == "processor" else TOKENIZER_FILES:
                 (folder / name).unlink(missing_ok=True)
         elif lacks == "float":
             eight = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in qwen.of_tower().items()}
@@ -138,6 +139,7 @@ class TestOptions:
         ("lacks", "fault"),
         [
             ("processor", "the checkpoint has no processor of images"),
+            ("tokenizer", "the checkpoint has no tokenizer"),
             ("tower", "the checkpoint's files hold no tower for images"),
             ("float", "the checkpoint's tower has numbers of type F8_E4M3; those of 16 bits or more are run"),
             ("pillow", r"images need pillow: pip install 'nanoinfer\[images\]'"),

@@ -284,9 +284,11 @@ def test_an_image_that_one_step_cannot_hold(
     checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     """Where an image's tokens see each other. Of other models, chunks cut images."""
-    own = checkpoint("gemma3")
-    with pytest.raises(ValueError, match=r"max_num_batched_tokens=3: must be at least 4, the tokens of an image"):
-        make_llm(own.folder, **own.case.small, max_num_batched_tokens=3)
+    for name, most in (("gemma3", 4), ("gemma4", 70)):
+        own = checkpoint(name)
+        wanted = f"max_num_batched_tokens={most - 1}: must be at least {most}, the tokens of an image"
+        with pytest.raises(ValueError, match=wanted):
+            make_llm(own.folder, **own.case.small, max_num_batched_tokens=most - 1)
 
 
 A, B, TEXT = b"a" * 16, b"b" * 16, 7
