@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanoinfer.hub import BUNDLED_MODEL
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 BEGIN, END, IMAGE = 151652, 151653, 151655  # tokens of Qwen3-VL: before an image, behind it, and in its place
 NAMES = {BEGIN: "<|vision_start|>", END: "<|vision_end|>", IMAGE: "<|image_pad|>"}
@@ -60,10 +63,12 @@ def write_processor(folder: str) -> None:
     shutil.copy(source / "tokenizer_config.json", target)
 
 
-def draw_images(count: int, repeat: int) -> list[np.ndarray]:
-    """Return images of random pixels, [SIDE, SIDE, 3] uint8: others in each repeat."""
+def draw_images(count: int, repeat: int) -> list[Image]:
+    """Return images of SIDE x SIDE random pixels, decoded: others in each repeat."""
+    from PIL.Image import fromarray  # here, for it comes with an extra
+
     generator = np.random.default_rng(repeat)
-    return [generator.integers(0, 256, (SIDE, SIDE, 3), np.uint8) for _ in range(count)]
+    return [fromarray(generator.integers(0, 256, (SIDE, SIDE, 3), np.uint8)) for _ in range(count)]
 
 
 def tower_products(vision: Any, images: int) -> tuple[int, int]:
