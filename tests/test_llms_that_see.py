@@ -13,13 +13,11 @@ from conftest import greedy
 from safetensors.torch import load_file, save_file
 
 pytest.importorskip("PIL")
-pytest.importorskip("torchvision")
 
 from cases import MULTIMODAL
 from cases.pictures import picture
 from cases.vision import SEEING
 from test_spmd import Trainer, make
-from transformers import AutoProcessor
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerError, reference
 from nanoinfer.config import Config
@@ -40,7 +38,8 @@ class Checkpoint:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.options = name, str(folder), MULTIMODAL[SEEING[name].case].small
-        self.model = SEEING[name].build(folder)
+        self.seeing = SEEING[name]
+        self.model = self.seeing.build(folder)
         self.prompt = {"prompt": f"What is {SEEING[name].prompt}?", "multi_modal_data": {"image": [ONE]}}
         self.image_id: int = self.model.config.image_token_id
 
@@ -67,7 +66,7 @@ class Checkpoint:
         """The tokens that transformers generates, with some other weights."""
         before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.model.load_state_dict(changed or {}, strict=False)
-        processor = AutoProcessor.from_pretrained(self.folder)
+        processor = self.seeing.make_processor()
         inputs = processor(text=self.prompt["prompt"], images=[ONE], return_tensors="pt")
         how = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "suppress_tokens": [self.image_id]}
         tokens = self.model.generate(**inputs, **how)[0, inputs["input_ids"].shape[1] :].tolist()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import short
 from nanoinfer.config import Config
-from nanoinfer.engine.images import check_whole, take_images
+from nanoinfer.engine.images import check_whole
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vision.ahead import make_pool
 from nanoinfer.vision.image_processor import PreparedImage
@@ -69,7 +69,6 @@ class ImageInputs:
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """config: of an LLM that sees. Raises ValueError if its largest image fits no step."""
         assert config.hf_config is not None
-        self._config = config
         with fresh_torch_state():
             self._processor = VisionProcessor(
                 config.model,
@@ -96,12 +95,7 @@ class ImageInputs:
 
     def _prepare(self, given: WithImages) -> VisionPrompt:
         with fresh_torch_state():
-            prompt = self._processor.prepare(*given)
-        try:
-            take_images(prompt, self._config)  # now, for the engine would raise it while others run
-        except ValueError as error:
-            raise ValueError(f"{given.name}: {error}") from None
-        return prompt
+            return self._processor.prepare(*given)
 
     def check_text(self, name: str, text: str) -> None:
         """Raise ValueError if a text without images has placeholders. Token ids are their caller's."""
