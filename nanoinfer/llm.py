@@ -201,8 +201,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         """
         self.engine.check_ready()
         with self.engine.alike():
-            coming = prompt if isinstance(prompt, ComingRequest) else self._inputs.begin(prompt, sampling_params)
-            prepared = self._inputs.finish(coming)
+            prepared = self._inputs.check_one(prompt, sampling_params)
         with self._turn(), self._requests:
             return self._requests.add(prepared).id
 

@@ -227,6 +227,8 @@ def test_requests_are_prepared_beside_others(qwen: Checkpoint) -> None:
     assert plain.is_ready
     with pytest.raises(ValueError, match=r"image 0 of prompt\['prompt'\] cannot be read as an image"):
         qwen.llm.add_request(bad)
+    with pytest.raises(ValueError, match=r"^sampling_params=.*: must be None: llm.prepare has got those"):
+        qwen.llm.add_request(good, qwen.params())
     assert bad.is_ready
     numbers = [qwen.llm.add_request(coming) for coming in (good, plain)]
     outputs: list[RequestOutput] = []
@@ -241,8 +243,18 @@ def test_requests_are_prepared_beside_others(qwen: Checkpoint) -> None:
 def test_replicas(qwen: Checkpoint) -> None:
     """And several samples of a prompt, whose images begin alike or not."""
     chats = [[user(image, f"What is {index}?")] for index, image in enumerate([ONE, TWO, ONE])]
+    changing = np.asarray(picture(40, 60, 2)).copy()
     with qwen.make_llm(data_parallel_size=2) as llm:
         outputs = llm.chat(chats, qwen.params(n=2), use_tqdm=False)
+        llm.add_request({"messages": [user({"type": "image", "image": changing}, "?")]})
+        llm.add_request({"messages": chats[0]}, qwen.params())
+        changing[0, 0] ^= 1
+        made: list[RequestOutput] = []
+        while llm.has_unfinished_requests():
+            made += llm.step()
+    failed, other = sorted(made, key=lambda output: output.request_id)
+    assert (failed.finish_reason, other.finish_reason) == ("error", "length")
+    assert "image 0 of prompt['messages'] has changed since it was first read" in str(failed.stop_reason)
     for chat, output in zip(chats, outputs, strict=True):
         expected = qwen.of_chat(chat)
         assert [(output.prompt_token_ids, sample.token_ids) for sample in output.samples] == [expected] * 2

@@ -213,6 +213,15 @@ class TestWeights:
         assert llm.update_weights(qwen.weights) == 2
         assert qwen.generate(llm)[0]["token_ids"] == qwen.expected()
 
+    @pytest.mark.whole
+    def test_a_tower_with_lone_numbers_on_two_ranks(self, tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+        own = Checkpoint("gemma4", tmp_path)
+        llm = make_llm(own.folder, device="cpu", tensor_parallel_size=2, **own.options)
+        assert own.generate(llm)[0]["token_ids"] == own.expected()
+        assert {tensor.ndim for tensor in own.of_tower().values()} >= {0, 2}
+        assert llm.update_weights(own.weights) == 1
+        assert own.generate(llm)[0]["token_ids"] == own.expected()
+
     @pytest.mark.parametrize(("in_flight", "is_new"), [("recompute", True), ("abort", False)])
     def test_new_eyes_while_an_image_is_computed(
         self, in_flight: str, is_new: bool, qwen: Checkpoint, make_llm: Callable[..., LLM]

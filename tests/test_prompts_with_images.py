@@ -6,7 +6,6 @@ import functools
 import re
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from nanoinfer.engine.images import ImageFeed, PromptImages
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.models import describe
 from nanoinfer.vision.ahead import PixelsAhead
-from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, join
+from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, Source, join
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import Encoded, ImageSpan, Tower, VisionPrompt
 
@@ -285,9 +284,11 @@ def test_an_image_that_one_step_cannot_hold(
     checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:
     """Where an image's tokens see each other. Of other models, chunks cut images."""
-    own = checkpoint("gemma3")
-    with pytest.raises(ValueError, match=r"max_num_batched_tokens=3: must be at least 4, the tokens of an image"):
-        make_llm(own.folder, **own.case.small, max_num_batched_tokens=3)
+    for name, most in (("gemma3", 4), ("gemma4", 70)):
+        own = checkpoint(name)
+        wanted = f"max_num_batched_tokens={most - 1}: must be at least {most}, the tokens of an image"
+        with pytest.raises(ValueError, match=wanted):
+            make_llm(own.folder, **own.case.small, max_num_batched_tokens=most - 1)
 
 
 A, B, TEXT = b"a" * 16, b"b" * 16, 7
@@ -345,14 +346,13 @@ def test_ranks_get_the_images_of_a_step_that_they_do_not_keep() -> None:
 def test_pixels_are_made_ahead_and_once() -> None:
     made: list[int] = []
 
-    def load(number: int) -> torch.Tensor:
-        made.append(number)
-        return torch.full((2, 2), float(number))
+    def load(source: Source) -> torch.Tensor:
+        made.append(source.image)
+        return torch.full((2, 2), float(source.image))
 
-    wanted = {
-        bytes([number]): PixelsOnDemand({"grid": torch.ones(1, dtype=torch.int64)}, 24, partial(load, number))
-        for number in range(3)
-    }
+    grid = {"grid": torch.ones(1, dtype=torch.int64)}
+    sources = [Source("image", number, bytes([number])) for number in range(3)]
+    wanted = {source.key: PixelsOnDemand(grid, 24, source, load) for source in sources}
     ahead = PixelsAhead(torch.bfloat16, is_pinned=False)
     ahead.look(wanted)
     ahead.look(wanted)

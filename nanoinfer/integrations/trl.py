@@ -76,7 +76,7 @@ def _check_trainer(trainer: GRPOTrainer) -> None:
         raise ValueError(f"tools={short(trainer.tools)}: must be None: TRL would generate what follows a tool's answer")
     if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
         raise ValueError(
-            f"processing_class={short(trainer.processing_class)}: must be a tokenizer, because there are no images here"
+            f"processing_class={short(trainer.processing_class)}: must be a tokenizer: no images are passed on"
         )
     deepspeed = trainer.accelerator.state.deepspeed_plugin
     if trainer.is_fsdp_enabled or (deepspeed is not None and deepspeed.zero_stage == 3):

@@ -14,7 +14,7 @@ class Task(NamedTuple):
     """Samples of a request that a replica is to compute.
 
     number: the request's
-    prompt: its tokens, with images if there are some; pixels are made when it is pickled
+    prompt: its tokens, with images as the user gave them, if there are some
     seed: the request's, from which each sample's is made
     first, num_samples: the first sample's number, and how many there are from it on
     streams: the replica tells of each step's tokens

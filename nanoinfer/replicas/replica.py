@@ -29,6 +29,7 @@ from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.collector import frozen
 from nanoinfer.replicas.freight import Crate, Shape, unload
 from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures, Task
+from nanoinfer.requests.images import ImageInputs
 from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.request import Request, Requests
@@ -36,6 +37,7 @@ from nanoinfer.requests.settings import SettingsReader
 from nanoinfer.requests.text.texts import Texts
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.runner.voice import name_hardware
+from nanoinfer.vision.spans import VisionPrompt
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 QUIET_SECONDS = 0.1  # without a report, while requests run
@@ -135,6 +137,7 @@ class Replica:
         self.engine = LLMEngine(config)
         tokenizer = load_tokenizer(config, is_replica=True)
         self._requests = Requests(self.engine, tokenizer)
+        self._images = ImageInputs(config, tokenizer) if config.sees else None
         self._settings = SettingsReader(config, Texts(config, tokenizer))
         self._pipe, self._outbox, self._life = pipe, outbox, life
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
@@ -207,6 +210,9 @@ class Replica:
         for task in tasks:
             samples = range(task.first, task.first + task.num_samples)
             grammar = self._settings.compile("sampling_params", task.params)
+            if isinstance(task.prompt, VisionPrompt):
+                assert self._images is not None
+                self._images.adopt(task.prompt)
             prompt = Prepared(task.prompt, None, task.params, grammar, task.seed, samples)
             request = self._requests.add(prompt, task.streams)
             self._numbers[request.id] = task.number

@@ -13,6 +13,7 @@ from nanoinfer.engine.images import check_whole
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.vision.ahead import make_pool
 from nanoinfer.vision.image_processor import PreparedImage
+from nanoinfer.vision.pixels import PixelsOnDemand
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import VisionPrompt
 
@@ -84,6 +85,12 @@ class ImageInputs:
         """Return images that several prompts will have; name: begins the messages of errors."""
         names = (f"image {index} of {name}" for index in range(len(images)))
         return list(self._pool.map(self._processor.images.prepare, names, images))
+
+    def adopt(self, prompt: VisionPrompt) -> None:
+        """Let a prompt of another process have its pixels made in this one."""
+        for pixels in prompt.pixels:
+            assert isinstance(pixels, PixelsOnDemand)
+            pixels.load = self._processor.images.load
 
     def begin(self, prompt: WithImages) -> Future[VisionPrompt]:
         """Let a thread make a prompt ready to run: to decode an image takes no turn of the interpreter."""

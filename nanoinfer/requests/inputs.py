@@ -127,12 +127,15 @@ class Inputs:
         settings = self._settings.check(len(items), sampling_params)
         return self._prepare([self._read(f"prompts[{i}]", item) for i, item in enumerate(items)], settings)
 
-    def check_one(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Prepared:
+    def check_one(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None) -> Prepared:
         """Return the prompt of add_request, ready to run."""
         return self.finish(self.begin(prompt, sampling_params))
 
-    def begin(self, prompt: Prompt, sampling_params: SamplingParams | None) -> ComingRequest:
+    def begin(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None) -> ComingRequest:
         """Check the prompt of add_request, and let its images be prepared in other threads."""
+        if isinstance(prompt, ComingRequest):
+            check_none("sampling_params", sampling_params, "llm.prepare has got those of this request")
+            return prompt
         settings = self._settings.check_one(sampling_params)
         asked = self._read("prompt", prompt)
         return ComingRequest(asked, settings, self._see(asked))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import numpy as np
 from nanoinfer.checks import check_int, short
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import PIXEL_VALUES, Pixels, PixelsOnDemand, bytes_of
+from nanoinfer.vision.pixels import PIXEL_VALUES, Pixels, PixelsOnDemand, Source, bytes_of
 from nanoinfer.vision.placeholders import Placeholder
 
 if TYPE_CHECKING:
@@ -118,7 +117,9 @@ class ImageProcessor:
         if known is None:
             known = self._stand_in(self._process(name, image))
             self._of_sizes.keep(size, known)
-        pixels = PixelsOnDemand(known.others, known.pixel_bytes, partial(self._load, name, source, key))
+        if isinstance(source, memoryview):
+            source = bytes(source)  # which may be pickled
+        pixels = PixelsOnDemand(known.others, known.pixel_bytes, Source(name, source, key), self.load)
         return PreparedImage(key, known.text, known.token_ids, known.count, pixels)
 
     def largest(self) -> PreparedImage:
@@ -142,9 +143,10 @@ class ImageProcessor:
     def _setting(self, name: str) -> Any:
         return self._options.get(name, getattr(self._processor, name, None))
 
-    def _load(self, name: str, source: Any, key: bytes) -> Tensor:
-        """Return the pixel values of an image that was prepared before and had this key."""
-        image = self._opener.open(name, source)
+    def load(self, source: Source) -> Tensor:
+        """Return the pixel values of an image that was prepared before, here or in another process."""
+        name, given, key = source
+        image = self._opener.open(name, given)
         if self._key(image) != key:
             raise ValueError(f"{name} has changed since it was first read: must not before its prompt begins")
         return self._process(name, image)[PIXEL_VALUES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,19 +13,33 @@ PIXEL_VALUES = "pixel_values"  # the one input of a tower whose numbers depend o
 Pixels = Mapping[str, Tensor]
 
 
+class Source(NamedTuple):
+    """An image as a user gave it, as Opener takes it; name: begins the messages of errors; key: as ImageSpan has it."""
+
+    name: str
+    image: Any
+    key: bytes
+
+
 class PixelsOnDemand(Pixels):
-    """Pixels that are made whenever they are read, so that a prompt that waits holds none; pickled, they are a dict.
+    """Pixels that are made whenever they are read, so that a prompt that waits holds none.
 
     others: the inputs that are known by the image's size; num_bytes: what all take together
-    load: returns the pixel values
+    source: what is known of the image
+    load: returns the pixel values of a source; None: these were pickled, and who has them next sets it
     """
 
-    def __init__(self, others: Pixels, num_bytes: int, load: Callable[[], Tensor]) -> None:
-        self.num_bytes = num_bytes
-        self._others, self._load = others, load
+    def __init__(
+        self, others: Pixels, num_bytes: int, source: Source, load: Callable[[Source], Tensor] | None = None
+    ) -> None:
+        self.num_bytes, self.load = num_bytes, load
+        self._others, self._source = others, source
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._load() if name == PIXEL_VALUES else self._others[name]
+        if name != PIXEL_VALUES:
+            return self._others[name]
+        assert self.load is not None
+        return self.load(self._source)
 
     def __iter__(self) -> Iterator[str]:
         return iter((PIXEL_VALUES, *self._others))
@@ -32,8 +47,8 @@ class PixelsOnDemand(Pixels):
     def __len__(self) -> int:
         return 1 + len(self._others)
 
-    def __reduce__(self) -> tuple[type, tuple[Pixels]]:
-        return dict, (dict(self),)
+    def __reduce__(self) -> tuple[type, tuple[Pixels, int, Source]]:
+        return PixelsOnDemand, (self._others, self.num_bytes, self._source)
 
 
 def bytes_of(pixels: Pixels) -> int:

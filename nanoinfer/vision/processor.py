@@ -159,7 +159,9 @@ def _named_errors(folder: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = reason_of(error)[:MOST_SHOWN]
-        raise ValueError(f"model={folder!r}: cannot read how images are processed: {reason}") from error
+        raise ValueError(
+            f"model={folder!r}: cannot read how images are processed, without which images=False works: {reason}"
+        ) from error
 
 
 def _read_tokenizer(folder: str) -> Any:

@@ -128,7 +128,8 @@ class TransformersTower:
 
 def _shard(name: str, tensor: Tensor) -> Shard:
     is_limit = name.endswith(LIMITS)
-    return Shard(name, tensor, tuple(tensor.shape), optional=is_limit, is_constant=is_limit, is_limit=is_limit)
+    target = tensor if tensor.ndim else tensor.view(1)  # as ranks pass numbers on
+    return Shard(name, target, tuple(target.shape), optional=is_limit, is_constant=is_limit, is_limit=is_limit)
 
 
 def _build(
