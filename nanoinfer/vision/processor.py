@@ -89,11 +89,6 @@ class VisionProcessor:
         token_ids = self._expand(prompt, prepared, add_special_tokens)
         return self._assemble(name, token_ids, prepared)
 
-    def longest_span(self) -> int:
-        """Return how many neighbouring placeholders an image can have at most; those of crops are no neighbours."""
-        is_placeholder = np.asarray(self.images.largest().token_ids) == self._image_id
-        return max(count for _, _, count in _runs(np.flatnonzero(is_placeholder)))
-
     def _check_count(self, name: str, prompt: str | Sequence[int], images: int) -> None:
         """Raise ValueError if a prompt has more placeholders than images, or fewer."""
         if isinstance(prompt, str):
