@@ -18,13 +18,11 @@ import torch
 from conftest import greedy, of_each_kind, whole_only
 
 pytest.importorskip("PIL")
-pytest.importorskip("torchvision")
 
 from cases import MULTIMODAL
 from cases.pictures import picture
 from cases.vision import IMAGE, SEEING
 from PIL.Image import Image
-from transformers import AutoProcessor
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams, batch
 
@@ -40,7 +38,7 @@ class Checkpoint:
         self.folder, self.seeing = str(folder), SEEING[name]
         self.model = self.seeing.build(folder)
         self.model.generation_config.eos_token_id = None
-        self.processor = AutoProcessor.from_pretrained(folder)
+        self.processor = self.seeing.make_processor()
         self.image_id: int = self.model.config.image_token_id
         self.llm = self.make_llm()
 
@@ -406,6 +404,11 @@ class TestErrors:
             r"prompts\[0\]\['prompt'\] has \d+ tokens, of which image 1 has 16: must be fewer than max_model_len=16.*"
         )
         assert re.match(wanted + "image_options can make images smaller", str(caught.value))
+
+    def test_what_a_step_cannot_hold_is_known_at_the_start(self, checkpoint: Callable[[str], Checkpoint]) -> None:
+        """Squares would fit; of a flat image more is made."""
+        with pytest.raises(ValueError, match=r"max_num_batched_tokens=64: must be at least 70, the tokens of an image"):
+            checkpoint("gemma4").make_llm(max_num_batched_tokens=64)
 
     def test_more_images_than_allowed(self, qwen: Checkpoint) -> None:
         with (
