@@ -406,6 +406,11 @@ class TestErrors:
         )
         assert re.match(wanted + "image_options can make images smaller", str(caught.value))
 
+    def test_what_a_step_cannot_hold_is_known_at_the_start(self, checkpoint: Callable[[str], Checkpoint]) -> None:
+        """Squares would fit; of a flat image more is made."""
+        with pytest.raises(ValueError, match=r"max_num_batched_tokens=64: must be at least 70, the tokens of an image"):
+            checkpoint("gemma4").make_llm(max_num_batched_tokens=64)
+
     def test_more_images_than_allowed(self, qwen: Checkpoint) -> None:
         with (
             qwen.make_llm(limit_images_per_prompt=1) as llm,
