@@ -179,7 +179,6 @@ def test_gemma_3_may_see_crops(checkpoint: Callable[[str], Checkpoint]) -> None:
         features = ours.model.model.get_image_features(wanted["pixel_values"], return_dict=True)
     torch.testing.assert_close(embeddings_in(prompt, encoded), torch.cat(list(features.pooler_output)))
     assert processor.images.largest().count == (1 + 4) * ours.config.mm_tokens_per_image
-    assert processor.longest_span() == ours.config.mm_tokens_per_image
 
 
 @each_class
