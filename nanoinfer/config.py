@@ -222,7 +222,7 @@ class Config:
         self.eos_token_ids = checkpoint.eos_token_ids
         self.generation_defaults = checkpoint.generation_defaults
         with fresh_torch_state():
-            files = self.model, checkpoint.hf_config, self.is_loaded
+            files = self.model, self.tokenizer or self.model, checkpoint.hf_config, self.is_loaded
             self.images = can_see(self.images, *files, self.deterministic)
             how = self.quantization, self.tensor_parallel_size, self.is_loaded, self.sees
             self.description = checkpoint.describe(*how)

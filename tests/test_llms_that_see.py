@@ -21,8 +21,9 @@ from test_spmd import Trainer, make
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerError, reference
 from nanoinfer.config import Config
+from nanoinfer.hub import TOKENIZER_FILES
 from nanoinfer.vision import options
-from nanoinfer.vision.processor import FILES
+from nanoinfer.vision.processor import FILES, VisionProcessor
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.vision.tower import TransformersTower
 from nanoinfer.weights.sources import OfTower
@@ -38,8 +39,7 @@ class Checkpoint:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.options = name, str(folder), MULTIMODAL[SEEING[name].case].small
-        self.seeing = SEEING[name]
-        self.model = self.seeing.build(folder)
+        self.model = SEEING[name].build(folder)
         self.prompt = {"prompt": f"What is {SEEING[name].prompt}?", "multi_modal_data": {"image": [ONE]}}
         self.image_id: int = self.model.config.image_token_id
 
@@ -66,10 +66,12 @@ class Checkpoint:
         """The tokens that transformers generates, with some other weights."""
         before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.model.load_state_dict(changed or {}, strict=False)
-        processor = self.seeing.make_processor()
-        inputs = processor(text=self.prompt["prompt"], images=[ONE], return_tensors="pt")
+        prompt = VisionProcessor(self.folder, self.model.config).prepare("prompt", self.prompt["prompt"], [ONE])
+        given = torch.tensor([prompt.token_ids])
+        types = (given == self.image_id).long()
         how = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "suppress_tokens": [self.image_id]}
-        tokens = self.model.generate(**inputs, **how)[0, inputs["input_ids"].shape[1] :].tolist()
+        found = self.model.generate(input_ids=given, mm_token_type_ids=types, **prompt.pixels[0], **how)
+        tokens: list[int] = found[0, given.shape[1] :].tolist()
         self.model.load_state_dict(before)
         return tokens
 
@@ -91,8 +93,8 @@ def blind(qwen: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     def make(lacks: str) -> str:
         folder = tmp_path_factory.mktemp("blind")
         shutil.copytree(qwen.folder, folder, dirs_exist_ok=True)
-        if lacks == "processor":
-            for name in FILES:
+        if lacks in ("processor", "tokenizer"):
+            for name in FILES if lacks == "processor" else TOKENIZER_FILES:
                 (folder / name).unlink(missing_ok=True)
         elif lacks == "float":
             eight = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in qwen.of_tower().items()}
@@ -137,6 +139,7 @@ class TestOptions:
         ("lacks", "fault"),
         [
             ("processor", "the checkpoint has no processor of images"),
+            ("tokenizer", "the checkpoint has no tokenizer"),
             ("tower", "the checkpoint's files hold no tower for images"),
             ("float", "the checkpoint's tower has numbers of type F8_E4M3; those of 16 bits or more are run"),
             ("pillow", r"images need pillow: pip install 'nanoinfer\[images\]'"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import check_flag, short
+from nanoinfer.hub import has_tokenizer
 from nanoinfer.vision.placeholders import CLASSES
 from nanoinfer.vision.processor import FILES
 from nanoinfer.weights.roll import FILE_NAMES
@@ -52,18 +53,23 @@ def check_image_folder(value: Any) -> str | None:
     return str(folder)
 
 
-def can_see(images: bool | str, folder: str, config: PretrainedConfig, is_loaded: bool, deterministic: bool) -> bool:
+def can_see(
+    images: bool | str, folder: str, tokenizer: str, config: PretrainedConfig, is_loaded: bool, deterministic: bool
+) -> bool:
     """Return whether an LLM sees; a warning says why not, if the checkpoint has other parts than a language model.
 
     images, deterministic: the options
-    folder: the checkpoint's; config: its config.json
+    folder: the checkpoint's; config: its config.json; tokenizer: the tokenizer's folder
     is_loaded: the weights come from the folder
 
     Raises ValueError if it must see, and cannot.
     """
     if images is False:
         return False
-    fault = "deterministic=True goes with text alone" if deterministic else _find_fault(folder, config, is_loaded)
+    if deterministic:
+        fault: str | None = "deterministic=True goes with text alone"
+    else:
+        fault = _find_fault(folder, tokenizer, config, is_loaded)
     if fault is not None and images is True:
         raise ValueError(f"images=True: must be 'auto' or False: {fault}")
     if fault is not None and config.get_text_config() is not config:
@@ -71,13 +77,15 @@ def can_see(images: bool | str, folder: str, config: PretrainedConfig, is_loaded
     return fault is None
 
 
-def _find_fault(folder: str, config: PretrainedConfig, is_loaded: bool) -> str | None:
+def _find_fault(folder: str, tokenizer: str, config: PretrainedConfig, is_loaded: bool) -> str | None:
     """Return why an LLM of a checkpoint cannot see; None: it can."""
     classes = config.architectures or []
     if not any(name in CLASSES for name in classes):
         return f"{', '.join(classes)} sees no images here; those that do are {', '.join(CLASSES)}"
     if not any((Path(folder) / name).is_file() for name in FILES):
         return f"the checkpoint has no processor of images: neither {' nor '.join(FILES)}"
+    if not has_tokenizer(tokenizer):
+        return "the checkpoint has no tokenizer, which makes room for images in prompts"
     if is_loaded and (fault := _find_fault_of_tower(FileSource(folder, OfTower()).number_types)):
         return fault
     return None if find_spec("PIL") else "images need pillow: pip install 'nanoinfer[images]'"
