@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+from nanoinfer.checks import short
 from nanoinfer.vllm_arguments import ARGUMENTS, reason_for
 from nanoinfer.vllm_spellings import OTHER_NAMES
 
@@ -71,8 +72,7 @@ def hints_for(taker: str, its_own: Collection[str] | None = None) -> Callable[[T
     its_own: the arguments for which other calls point to it; None: all
 
     An argument of vLLM's that is at a value that changes nothing is left out, and one that we name otherwise gets our
-    name. A function that passes other arguments on
-    refuses only those that are clearly meant for us.
+    name. A function that passes other arguments on refuses only those that are clearly meant for us.
     """
     others, renamed = ARGUMENTS.get(taker, {}), OTHER_NAMES.get(taker, {})
 
@@ -111,7 +111,7 @@ def _rename(name: str, ours: Callable[[Any], Mapping[str, Any]], named: dict[str
     value = named.pop(name)
     for own, meant in ({} if value is None else ours(value)).items():
         if named.get(own) is not None:
-            raise ValueError(f"{name}={value!r}: must be left out: {own}={named[own]!r} says the same")
+            raise ValueError(f"{name}={short(value)}: must be left out beside {own}={short(named[own])}")
         named[own] = meant
 
 

@@ -33,8 +33,10 @@ def _without_media(value: Any) -> Options:
 OTHER_NAMES: dict[str, dict[str, Callable[[Any], Options]]] = {
     "LLM": {
         "limit_mm_per_prompt": _limit_images,
-        "mm_processor_kwargs": lambda value: {"image_options": value or None},
-        "allowed_local_media_path": lambda value: {"image_folder": value or None},
+        "mm_processor_kwargs": lambda value: {"image_options": value},
+        "allowed_local_media_path": lambda value: (
+            {} if isinstance(value, str) and not value else {"image_folder": value}
+        ),
         "language_model_only": _without_media,
     }
 }

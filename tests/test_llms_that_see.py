@@ -23,7 +23,7 @@ from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SamplingParams, WorkerE
 from nanoinfer.config import Config
 from nanoinfer.hub import TOKENIZER_FILES
 from nanoinfer.vision import options
-from nanoinfer.vision.processor import FILES, VisionProcessor
+from nanoinfer.vision.processor import FILES
 from nanoinfer.vision.spans import Encoded
 from nanoinfer.vision.tower import TransformersTower
 from nanoinfer.weights.sources import OfTower
@@ -66,12 +66,10 @@ class Checkpoint:
         """The tokens that transformers generates, with some other weights."""
         before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         self.model.load_state_dict(changed or {}, strict=False)
-        prompt = VisionProcessor(self.folder, self.model.config).prepare("prompt", self.prompt["prompt"], [ONE])
-        given = torch.tensor([prompt.token_ids])
-        types = (given == self.image_id).long()
+        processor = self.seeing.make_processor()
+        inputs = processor(text=self.prompt["prompt"], images=[ONE], return_tensors="pt")
         how = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "suppress_tokens": [self.image_id]}
-        found = self.model.generate(input_ids=given, mm_token_type_ids=types, **prompt.pixels[0], **how)
-        tokens: list[int] = found[0, given.shape[1] :].tolist()
+        tokens = self.model.generate(**inputs, **how)[0, inputs["input_ids"].shape[1] :].tolist()
         self.model.load_state_dict(before)
         return tokens
 

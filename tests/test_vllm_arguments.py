@@ -171,7 +171,7 @@ class TestOptions:
             ({"language_model_only": 3}, "language_model_only=3: must be True or False"),
             (
                 {"allowed_local_media_path": "/", "image_folder": "."},
-                "allowed_local_media_path='/': must be left out: image_folder='.' says the same",
+                "allowed_local_media_path='/': must be left out beside image_folder='.'",
             ),
         ],
         ids=repr,

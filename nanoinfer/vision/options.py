@@ -31,12 +31,15 @@ def check_images(value: Any) -> bool | str:
 
 
 def check_image_options(value: Any) -> dict[str, Any] | None:
-    """Return a copy; raises ValueError for what is no mapping of names. The processor checks the values."""
+    """Return a copy, or None for no option; raises ValueError for what is no mapping of names.
+
+    The processor checks the values.
+    """
     if value is None:
         return None
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"image_options={short(value)}: must be a mapping, such as {{'max_pixels': 1048576}}")
-    return dict(value)
+    return dict(value) or None
 
 
 def check_image_folder(value: Any) -> str | None:
