@@ -39,7 +39,8 @@ class Checkpoint:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.options = name, str(folder), MULTIMODAL[SEEING[name].case].small
-        self.model = SEEING[name].build(folder)
+        self.seeing = SEEING[name]
+        self.model = self.seeing.build(folder)
         self.prompt = {"prompt": f"What is {SEEING[name].prompt}?", "multi_modal_data": {"image": [ONE]}}
         self.image_id: int = self.model.config.image_token_id
 
