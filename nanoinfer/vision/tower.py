@@ -66,7 +66,8 @@ class TransformersTower:
     @torch.inference_mode()
     def encode(self, pixels: Sequence[Pixels]) -> list[Encoded]:
         """Return what the decoder gets for each image, on the tower's device; see spans.Tower."""
-        return [encoded for batch in self._batches(pixels) for encoded in self._encode(batch)]
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # or convolutions would round float32
+            return [encoded for batch in self._batches(pixels) for encoded in self._encode(batch)]
 
     def try_largest(self, image: Pixels) -> list[Encoded]:
         """Encode as many images like the largest one as are encoded at once."""
