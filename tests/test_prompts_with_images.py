@@ -27,7 +27,7 @@ from nanoinfer.engine.images import ImageFeed, PromptImages
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.models import describe
 from nanoinfer.vision.ahead import PixelsAhead
-from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, Source, join
+from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, Source, join, normalised
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import Encoded, ImageSpan, Tower, VisionPrompt
 
@@ -331,7 +331,7 @@ def test_a_chunk_ends_before_an_image_that_it_would_cut() -> None:
 
 def test_ranks_get_the_images_of_a_step_that_they_do_not_keep() -> None:
     images, kept = images_of((A, 1, 4), (B, 6, 2)), set[bytes]()
-    feed = ImageFeed(kept.__contains__, torch.float32, is_pinned=False)
+    feed = ImageFeed(kept.__contains__, is_pinned=False)
 
     def take(*chunks: tuple[int, int]) -> list[bytes]:
         return list(feed.take((images, *chunk) for chunk in chunks))
@@ -348,24 +348,25 @@ def test_pixels_are_made_ahead_and_once() -> None:
 
     def load(source: Source) -> torch.Tensor:
         made.append(source.image)
-        return torch.full((2, 2), float(source.image))
+        return torch.full((2, 3), source.image, dtype=torch.uint8)
 
+    scales = torch.tensor([[1.0] * 3, [2.0] * 3])[..., None].repeat(1, 1, 2)
     grid = {"grid": torch.ones(1, dtype=torch.int64)}
     sources = [Source("image", number, bytes([number])) for number in range(3)]
-    wanted = {source.key: PixelsOnDemand(grid, 24, source, load) for source in sources}
-    ahead = PixelsAhead(torch.bfloat16, is_pinned=False)
+    wanted = {source.key: PixelsOnDemand(grid, 56, scales, source, load) for source in sources}
+    ahead = PixelsAhead(is_pinned=False)
     ahead.look(wanted)
     ahead.look(wanted)
     for future in ahead._made.values():
         future.result()
     assert sorted(made) == [0, 1, 2]
-    assert list(ahead.take_made(40)) == [b"\0", b"\1"]  # each has 16 bytes
+    assert list(ahead.take_made(30)) == [b"\0", b"\1"]  # each has 12 values
     taken = ahead.take(wanted)
     assert sorted(made) == [0, 0, 1, 1, 2]
     for number, pixels in enumerate(taken.values()):
         assert isinstance(pixels, dict)
-        assert torch.equal(pixels["pixel_values"], torch.full((2, 2), number, dtype=torch.bfloat16))
-        assert pixels["grid"].dtype == torch.int64
+        assert pixels["pixel_values"].dtype == torch.uint8
+        assert torch.equal(normalised(pixels), torch.full((2, 6), (number - 1) / 2))
     ahead.look(wanted)
     ahead.look({})
     assert not ahead._made

@@ -12,8 +12,6 @@ from nanoinfer.vision.ahead import PixelsAhead
 from nanoinfer.vision.spans import VisionPrompt
 
 if TYPE_CHECKING:
-    import torch
-
     from nanoinfer.engine.sequence import Sequence
     from nanoinfer.vision.pixels import Pixels
 
@@ -113,10 +111,10 @@ class ImageFeed:
     is_used: whether a prompt had images
     """
 
-    def __init__(self, keeps: Callable[[bytes], bool], dtype: torch.dtype, is_pinned: bool) -> None:
-        """keeps: whether the ranks keep an image's embeddings, behind the newest step; the others: of PixelsAhead."""
+    def __init__(self, keeps: Callable[[bytes], bool], is_pinned: bool) -> None:
+        """keeps: whether the ranks keep an image's embeddings, behind the newest step; is_pinned: of PixelsAhead"""
         self.is_used = False
-        self._keeps, self._ahead = keeps, PixelsAhead(dtype, is_pinned)
+        self._keeps, self._ahead = keeps, PixelsAhead(is_pinned)
 
     def look_ahead(self, waiting: Iterable[Sequence], room: int) -> None:
         """Let threads make the pixels that the next step of so many tokens wants, and hold those of no other."""
@@ -129,9 +127,9 @@ class ImageFeed:
                 wanted |= seq.images.pixels(0)
         self._ahead.look(self._not_kept(wanted))
 
-    def take_made(self, most_bytes: int) -> NewImages:
-        """Return images that the ranks can encode before a step wants them, at most so many bytes or one image."""
-        return self._ahead.take_made(most_bytes)
+    def take_made(self, most_values: int) -> NewImages:
+        """Return images that the ranks can encode before a step wants them, at most so many values or one image."""
+        return self._ahead.take_made(most_values)
 
     def take(self, chunks: Iterable[tuple[PromptImages, int, int]]) -> NewImages:
         """Return the new images of a prefill step; chunks: those of prompts with images, from a place to another.

@@ -49,7 +49,7 @@ class LLMEngine:
             config.max_num_batched_tokens,
             config.description.long_from,
         )
-        self.feed = ImageFeed(self._keeps_image, config.torch_dtype, config.device == "cuda") if config.sees else None
+        self.feed = ImageFeed(self._keeps_image, config.device == "cuda") if config.sees else None
         self.row_map = RowMap(_prefix_finder(config) if config.shares_prefixes else None, self.feed)
         self.matchers = Matchers()
         self.updater = Updater(self.ranks, self.scheduler, config.description.tied)
@@ -161,7 +161,7 @@ class LLMEngine:
     def _look_ahead(self, feed: ImageFeed, beside_decode: bool) -> None:
         """Let images be prepared for the next step of prompts, and encoded beside a step that decodes."""
         feed.look_ahead(self.scheduler.waiting, self.config.max_num_batched_tokens)
-        if beside_decode and (new := feed.take_made(BATCH_BYTES)):
+        if beside_decode and (new := feed.take_made(BATCH_BYTES // self.config.torch_dtype.itemsize)):
             self.ranks.call("holdings.images.encode", new)
 
     def _launch(self, step: Step) -> InFlight:

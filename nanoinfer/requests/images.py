@@ -79,7 +79,7 @@ class ImageInputs:
                 config.image_folder,
                 tokenizer,
             )
-            check_whole(self._processor.largest_span, config)
+            check_whole(self._processor.longest_span(), config)
 
     def open(self, name: str, images: Sequence[Any]) -> list[PreparedImage]:
         """Return images that several prompts will have; name: begins the messages of errors."""

@@ -9,26 +9,28 @@ from functools import cached_property
 from threading import Barrier
 
 import torch
-from torch import Tensor
 
-from nanoinfer.vision.pixels import Pixels, bytes_of
+from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, count_values
 
-MOST_THREADS = 16  # an H100 encodes up to 200 images of a megapixel a second, and a thread prepares 50
+MOST_THREADS = 16
+# An H100 encodes 110 images of a megapixel a second, which six threads prepare. More would take the interpreter from
+# the engine's thread, which wants it again after each operation that it launches.
+AHEAD_THREADS = 6
 
 
 class PixelsAhead:
     """Holds the pixels that were asked for in time. Threads start with the first image.
 
-    dtype: the tower's, in which pixels are half as large; is_pinned: they are to be copied to a GPU
+    is_pinned: they are to be copied to a GPU
     """
 
-    def __init__(self, dtype: torch.dtype, is_pinned: bool) -> None:
-        self._dtype, self._is_pinned = dtype, is_pinned
+    def __init__(self, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
         self._made: dict[bytes, Future[Pixels]] = {}
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
-        return make_pool()
+        return make_pool(AHEAD_THREADS)
 
     def look(self, wanted: Mapping[bytes, Pixels]) -> None:
         """Begin to make the pixels of images, by their keys, and drop those of others."""
@@ -42,14 +44,14 @@ class PixelsAhead:
         taken = {key: self._made.pop(key) for key in wanted}
         return {key: _result(future) for key, future in taken.items()}
 
-    def take_made(self, most_bytes: int) -> dict[bytes, Pixels]:
-        """Return pixels that are made by now, at most so many bytes or one image's, and hold them no longer."""
+    def take_made(self, most_values: int) -> dict[bytes, Pixels]:
+        """Return pixels that are made by now, at most so many values or one image's, and hold them no longer."""
         taken: dict[bytes, Pixels] = {}
         for key, future in list(self._made.items()):
             if not future.done() or future.exception() is not None:  # an error comes with the step that wants these
                 continue
-            most_bytes -= bytes_of(future.result())
-            if taken and most_bytes < 0:
+            most_values -= count_values(future.result())
+            if taken and most_values < 0:
                 break
             taken[key] = self._made.pop(key).result()
         return taken
@@ -60,11 +62,8 @@ class PixelsAhead:
                 self._made[key] = self._pool.submit(self._make, pixels)
 
     def _make(self, pixels: Pixels) -> Pixels:
-        return {name: self._ready(tensor) for name, tensor in pixels.items()}
-
-    def _ready(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-        return tensor.pin_memory() if self._is_pinned else tensor
+        made = pixels.in_bytes() if isinstance(pixels, PixelsOnDemand) else pixels
+        return {name: tensor.pin_memory() for name, tensor in made.items()} if self._is_pinned else made
 
 
 def _result(future: Future[Pixels]) -> Pixels | ValueError:
@@ -74,9 +73,9 @@ def _result(future: Future[Pixels]) -> Pixels | ValueError:
         return error
 
 
-def make_pool() -> ThreadPoolExecutor:
+def make_pool(most: int = MOST_THREADS) -> ThreadPoolExecutor:
     """Start threads, in each of which torch computes with one thread: there is an image for each."""
-    count = min(MOST_THREADS, os.cpu_count() or 1)
+    count = min(most, os.cpu_count() or 1)
     started = Barrier(count + 1)
     pool = ThreadPoolExecutor(count, "nanoinfer-images", torch.set_num_threads, (1,))
     for _ in range(count):

@@ -10,25 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from nanoinfer.checks import check_int, short
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.opening import Opener
-from nanoinfer.vision.pixels import PIXEL_VALUES, Pixels, PixelsOnDemand, Source, bytes_of
+from nanoinfer.vision.pixels import PIXEL_VALUES, SCALES, Pixels, PixelsOnDemand, Source, bytes_of, count_values
 from nanoinfer.vision.placeholders import Placeholder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 KEY_BYTES = 16
 KEPT_BYTES = 64 << 20  # of what stands for images in prompts: an image has some thousand tokens
+FLOAT_BYTES = 4  # of a pixel's value, once it is normalised
 TOKEN_BYTES = 8  # of a token's place in a list
 EDGES = {"max_pixels": "longest_edge", "min_pixels": "shortest_edge"}  # sizes that have both edges count pixels
 OPTIONS = ("do_pan_and_scan", "max_soft_tokens", "size")  # that say how large an image becomes in other classes
 COUNTS = ("num_crops", "num_soft_tokens_per_image")  # are made for the prompt alone
 ASPECT = 200  # no longer image is taken where sizes count pixels
+CHANNELS = 3
+FRAMES = "temporal_patch_size"  # of an image processor: a tower for videos takes an image so many times
 SIDE = 256  # of a blank image, where the size of what is made of an image does not depend on it
 
 
@@ -95,7 +99,11 @@ class ImageProcessor:
     ) -> None:
         self._processor, self._tokenizer, self._placeholder = processor, tokenizer, placeholder
         self._image_id = image_id
-        self._options = {**placeholder.options, **_resolve_options(processor, options)}
+        self._scales = _scales_of(processor)
+        in_bytes: dict[str, Any] = {"do_rescale": False, "do_normalize": False}
+        if hasattr(processor, FRAMES):
+            in_bytes[FRAMES] = 1
+        self._options = {**placeholder.options, **_resolve_options(processor, options), **in_bytes}
         self._settings = f"{processor.to_json_string()} {sorted(self._options.items())}".encode()
         self._opener = Opener(image_folder)
         self._of_sizes: Kept[Standin] = Kept(KEPT_BYTES)
@@ -119,7 +127,7 @@ class ImageProcessor:
             self._of_sizes.keep(size, known)
         if isinstance(source, memoryview):
             source = bytes(source)  # which may be pickled
-        pixels = PixelsOnDemand(known.others, known.pixel_bytes, Source(name, source, key), self.load)
+        pixels = PixelsOnDemand(known.others, known.pixel_bytes, self._scales, Source(name, source, key), self.load)
         return PreparedImage(key, known.text, known.token_ids, known.count, pixels)
 
     def largest(self) -> PreparedImage:
@@ -144,23 +152,23 @@ class ImageProcessor:
         return self._options.get(name, getattr(self._processor, name, None))
 
     def load(self, source: Source) -> Tensor:
-        """Return the pixel values of an image that was prepared before, here or in another process."""
+        """Return the pixel values, in bytes, of an image that was prepared before, here or in another process."""
         name, given, key = source
         image = self._opener.open(name, given)
         if self._key(image) != key:
             raise ValueError(f"{name} has changed since it was first read: must not before its prompt begins")
-        return self._process(name, image)[PIXEL_VALUES]
+        return self._process(name, image)[PIXEL_VALUES].to(torch.uint8)
 
     def _stand_in(self, made: Pixels) -> Standin:
         """Return what stands for the images of one size, of what the image processor has made of one."""
         text = self._placeholder.expand(made)
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        pixels = {name: tensor for name, tensor in made.items() if name not in COUNTS}
-        others = {name: tensor for name, tensor in pixels.items() if name != PIXEL_VALUES}
-        return Standin(text, token_ids, token_ids.count(self._image_id), others, bytes_of(pixels))
+        others = {name: tensor for name, tensor in made.items() if name not in (PIXEL_VALUES, *COUNTS)}
+        pixel_bytes = FLOAT_BYTES * count_values({**made, SCALES: self._scales}) + bytes_of(others)
+        return Standin(text, token_ids, token_ids.count(self._image_id), others, pixel_bytes)
 
     def _process(self, name: str, image: Image) -> Pixels:
-        """Let the image processor make pixels."""
+        """Let the image processor make pixels, whose values stay bytes: it would normalise them in float64."""
         try:
             made: Pixels = self._processor([image], return_tensors="pt", **self._options)
         except Exception as error:
@@ -173,6 +181,15 @@ class ImageProcessor:
         digest.update(b"%d %d " % image.size)
         digest.update(image.tobytes())
         return digest.digest()
+
+
+def _scales_of(image_processor: Any) -> Tensor:
+    """Return what an image processor subtracts from bytes, and divides them by, as SCALES has it."""
+    has_mean = bool(image_processor.do_normalize)
+    mean, deviation = (image_processor.image_mean, image_processor.image_std) if has_mean else (0.0, 1.0)
+    factor = image_processor.rescale_factor if image_processor.do_rescale else 1.0
+    by_channel = torch.stack([torch.tensor(each).expand(CHANNELS) for each in (mean, deviation)]) / factor
+    return by_channel[..., None].repeat(1, 1, getattr(image_processor, FRAMES, 1))
 
 
 def _blank(height: int, width: int) -> np.ndarray:

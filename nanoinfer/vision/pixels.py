@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PIXEL_VALUES = "pixel_values"  # the one input of a tower whose numbers depend on more than an image's size
+# Beside pixel values that are bytes: what to subtract and to divide by, for each of a tower's frames of an image, which
+# are equal, [2, channels, frames] float32
+SCALES = "scales"
 Pixels = Mapping[str, Tensor]
 
 
@@ -25,21 +28,29 @@ class PixelsOnDemand(Pixels):
     """Pixels that are made whenever they are read, so that a prompt that waits holds none.
 
     others: the inputs that are known by the image's size; num_bytes: what all take together
+    scales: as SCALES has them
     source: what is known of the image
-    load: returns the pixel values of a source; None: these were pickled, and who has them next sets it
+    load: returns the pixel values of a source, in bytes; None: these were pickled, and who has them next sets it
     """
 
     def __init__(
-        self, others: Pixels, num_bytes: int, source: Source, load: Callable[[Source], Tensor] | None = None
+        self,
+        others: Pixels,
+        num_bytes: int,
+        scales: Tensor,
+        source: Source,
+        load: Callable[[Source], Tensor] | None = None,
     ) -> None:
         self.num_bytes, self.load = num_bytes, load
-        self._others, self._source = others, source
+        self._others, self._scales, self._source = others, scales, source
+
+    def in_bytes(self) -> Pixels:
+        """Return the pixels with values that are still to be normalised: an eighth of Qwen's memory."""
+        assert self.load is not None
+        return {PIXEL_VALUES: self.load(self._source), SCALES: self._scales, **self._others}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name != PIXEL_VALUES:
-            return self._others[name]
-        assert self.load is not None
-        return self.load(self._source)
+        return normalised(self.in_bytes()) if name == PIXEL_VALUES else self._others[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter((PIXEL_VALUES, *self._others))
@@ -47,8 +58,32 @@ class PixelsOnDemand(Pixels):
     def __len__(self) -> int:
         return 1 + len(self._others)
 
-    def __reduce__(self) -> tuple[type, tuple[Pixels, int, Source]]:
-        return PixelsOnDemand, (self._others, self.num_bytes, self._source)
+    def __reduce__(self) -> tuple[type, tuple[Pixels, int, Tensor, Source]]:
+        return PixelsOnDemand, (self._others, self.num_bytes, self._scales, self._source)
+
+
+def normalised(pixels: Pixels) -> Tensor:
+    """Return the pixel values as an image processor normalises them, in float32; bytes have scales beside them.
+
+    Their shape says where the channels are: [images, channels, height, width]; [patches, channels * ...], which become
+    [patches, channels * frames * ...]; or [images, patches, ... * channels], as in Gemma 4.
+    """
+    values, scales = pixels[PIXEL_VALUES], pixels.get(SCALES)
+    if scales is None:
+        return values
+    _, channels, frames = scales.shape
+    if values.ndim == 3:
+        less, by = scales[..., 0]
+        return values.float().view(-1, channels).sub_(less).div_(by).view(values.shape)
+    less, by = scales[..., None]
+    made = (values.float().view(len(values), channels, 1, -1) - less).div_(by)
+    return made.flatten(1) if frames > 1 else made.view(values.shape)
+
+
+def count_values(pixels: Pixels) -> int:
+    """Return how many pixel values there are once they are normalised."""
+    frames = pixels[SCALES].shape[2] if SCALES in pixels else 1
+    return frames * pixels[PIXEL_VALUES].numel()
 
 
 def bytes_of(pixels: Pixels) -> int:

@@ -66,12 +66,6 @@ class VisionProcessor:
         self.placeholder = placeholder.text
         self._placeholder_id: int = self._tokenizer.convert_tokens_to_ids(self.placeholder)
 
-    @property
-    def largest_span(self) -> int:
-        """The most placeholders of an image that stand side by side."""
-        token_ids = np.asarray(self.images.largest().token_ids)
-        return max(count for _, _, count in _runs(np.flatnonzero(token_ids == self._image_id)))
-
     def prepare(
         self, name: str, prompt: str | Sequence[int], images: Sequence[Any], add_special_tokens: bool = True
     ) -> VisionPrompt:
@@ -94,6 +88,11 @@ class VisionProcessor:
         prepared = [self.images.prepare(*each) for each in zip(names, images, strict=True)]
         token_ids = self._expand(prompt, prepared, add_special_tokens)
         return self._assemble(name, token_ids, prepared)
+
+    def longest_span(self) -> int:
+        """Return how many neighbouring placeholders an image can have at most; those of crops are no neighbours."""
+        is_placeholder = np.asarray(self.images.largest().token_ids) == self._image_id
+        return max(count for _, _, count in _runs(np.flatnonzero(is_placeholder)))
 
     def _check_count(self, name: str, prompt: str | Sequence[int], images: int) -> None:
         """Raise ValueError if a prompt has more placeholders than images, or fewer."""
