@@ -18,6 +18,7 @@ from torch import Tensor
 from nanoinfer.process.bar import Advance, ignore
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.weights.shards import Target, Written
+from nanoinfer.weights.together import write_all
 
 BUFFER_BYTES = 16 << 20
 NUM_THREADS = 16  # each with a buffer: while some wait for the device, others copy
@@ -129,9 +130,8 @@ class Uploads:
         self._staged = []
 
     def _write(self) -> None:
-        while self._come:
-            target, staged = self._come.pop(0)
-            target.copy_(staged)
+        come, self._come = self._come, []
+        write_all(come)
 
     def _upload(self, bundle: list[Copy], buffer: Tensor) -> None:
         start = 0
