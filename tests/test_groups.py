@@ -13,8 +13,10 @@ from cases.layouts import PUBLISHED, Tensors
 from conftest import DEVICE
 from torch import Tensor
 
-from nanoinfer.kernels.groups import E2M1, values_of
+from nanoinfer.kernels.fp8 import as_bytes
+from nanoinfer.kernels.groups import E2M1, pack, values_of
 from nanoinfer.kernels.rounding import nearest, round_to_groups, round_to_groups_reference, round_to_groups_triton
+from nanoinfer.weights import together
 from nanoinfer.weights.formats.experts import ExpertSizes, ExpertTensors
 from nanoinfer.weights.formats.groups import layouts
 from nanoinfer.weights.formats.groups.experts import GroupExperts
@@ -22,7 +24,8 @@ from nanoinfer.weights.formats.groups.layout import Layout
 from nanoinfer.weights.formats.groups.matrix import GroupMatrix
 from nanoinfer.weights.formats.groups.store import GroupStore
 from nanoinfer.weights.formats.groups.tensors import shards_of
-from nanoinfer.weights.shards import FLOATS, Section, Shard
+from nanoinfer.weights.shards import FLOATS, Section, Shard, Written
+from nanoinfer.weights.together import write_all
 
 OUTPUTS, INPUTS = 48, 96
 LAYOUTS = {
@@ -113,6 +116,55 @@ class TestLayouts:
         fill(store, named("a", tensors), write)
         torch.testing.assert_close(store.dense(torch.float32), dense[:, INPUTS - share :], rtol=1e-6, atol=0)
         assert (store.weight is None) == ("act order" in name)
+
+
+class TestTogether:
+    """Tensors that are alike fill stores by the same launches."""
+
+    def written(self, store: GroupStore, tensors: dict[str, Tensor]) -> list[tuple[Written, Tensor]]:
+        pairs = ((shard, tensors[shard.name]) for shard in shards_of(store) if shard.name in tensors)
+        return [(shard.target, stored if shard.takes_all else stored[shard.index]) for shard, stored in pairs]
+
+    def alike(self, name: str, count: int) -> tuple[GroupStore, dict[str, Tensor]]:
+        """A store of several modules, and tensors that fill it."""
+        sections = [Section(str(number), OUTPUTS, (OUTPUTS, INPUTS), 0) for number in range(count)]
+        tensors, _ = PUBLISHED[name].write(weight_of())
+        store = GroupStore(sections, INPUTS, LAYOUTS[name], "a format")
+        return store, {f"{number}.{end}": one for number in range(count) for end, one in tensors.items()}
+
+    @pytest.mark.parametrize("at_once", [1, 4000, 1 << 20])
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_they_are_as_if_written_one_by_one(self, name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(together, "BYTES_TOGETHER", at_once)
+        modules = "abcde"
+        tensors: dict[str, Tensor] = {}
+        for module in modules:
+            tensors |= named(module, PUBLISHED[name].write(weight_of())[0])
+        sections = [Section(module, 18, (OUTPUTS, INPUTS), 6) for module in modules]
+        sections.append(Section("a", 9, (OUTPUTS, INPUTS), 35))
+        ours, expected = (GroupStore(sections, INPUTS, LAYOUTS[name], "a format") for _ in range(2))
+        fill(expected, tensors)
+        write_all(self.written(ours, tensors))
+        ours.finish()
+        for one, other in zip(ours.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(as_bytes(one), as_bytes(other))
+
+    def test_they_take_the_launches_of_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        shapes: list[torch.Size] = []
+
+        def spy(numbers: Tensor, bits: int) -> Tensor:
+            shapes.append(numbers.shape)
+            return pack(numbers, bits)
+
+        monkeypatch.setattr("nanoinfer.weights.formats.groups.parts.pack", spy)
+        write_all(self.written(*self.alike("awq", 9)))
+        assert shapes == [(9, OUTPUTS, INPUTS)]
+
+    def test_a_constant_among_others_is_named(self) -> None:
+        store, tensors = self.alike("gptq", 5)
+        tensors["3.g_idx"] = tensors["3.g_idx"].flip(0)
+        with pytest.raises(ValueError, match=r"^3\.g_idx: its number 0 is 2: must be 0"):
+            write_all(self.written(store, tensors))
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq with zeros", "gptq act order with zeros", "awq"])

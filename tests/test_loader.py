@@ -340,7 +340,7 @@ class TestThreads:
         for name in ("Stream", "stream", "device"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
 
-    def copy(self, parts: int, act: Callable[[int], object]) -> list[int]:
+    def copy(self, parts: int, act: Callable[[int], object], meanwhile: Callable[[], object] = int) -> list[int]:
         """The parts that are copied until `copy_parts` returns or raises; a part takes a while."""
         self.copied: list[int] = []
 
@@ -350,7 +350,7 @@ class TestThreads:
             time.sleep(0.005)
             self.copied.append(part)
 
-        pinned.copy_parts(range(parts), copy, 50, torch.device("cpu"))
+        pinned.copy_parts(range(parts), copy, 50, torch.device("cpu"), meanwhile)
         return self.copied
 
     @pytest.mark.parametrize("parts", [1, 3, 100])
@@ -371,6 +371,16 @@ class TestThreads:
         assert copied < 1000
         time.sleep(0.05)
         assert len(self.copied) == copied
+
+    def test_an_error_of_what_is_done_meanwhile_stops_them(self) -> None:
+        def fail() -> None:
+            time.sleep(0.05)
+            assert self.copied
+            raise ValueError
+
+        with pytest.raises(ValueError):
+            self.copy(10_000, lambda _: None, fail)
+        assert len(self.copied) < 1000
 
     def test_further_interrupts_wait_for_them(self) -> None:
         """The memory that they write goes away when an interrupt comes through."""
@@ -415,6 +425,17 @@ class TestThreads:
             uploads.add(target, torch.full((4000, 5000), float(number)))
         uploads.finish()
         assert (target == 3).all()
+
+    def test_small_tensors_share_a_buffer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In it they begin at multiples of 16 bytes."""
+        monkeypatch.setattr(pinned, "BUFFER_BYTES", 1 << 10)
+        sources = [torch.arange(count, dtype=torch.uint8) for count in (3, 100, 17, 300, 1, 1024, 40)]
+        targets = [torch.zeros_like(source) for source in sources]
+        bundles = pinned._bundled([*zip(targets, sources, strict=True)])
+        assert [[len(source) for _, source in bundle] for bundle in bundles] == [[3, 100, 17], [300], [1], [1024], [40]]
+        for bundle in bundles:
+            pinned.Uploads(torch.device("cuda", 0))._upload(bundle, torch.zeros(1 << 10, dtype=torch.uint8))
+        assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
 
     def test_what_is_staged_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It takes the GPU's memory twice until it is written."""

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 TO_X = tl.constexpr(2.0**63)  # twice this exponent makes an e2m1 of its bits in a float32
+PRODUCT_BF16 = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }")
+DIFFERENCE_BF16 = tl.constexpr("{ .reg .b32 minus; mov.b32 minus, 0xBF80BF80; fma.rn.bf16x2 $0, $2, minus, $1; }")
 
 
 @triton.jit
@@ -202,37 +204,19 @@ def _pair(words, zeros, scales, PAIR: tl.constexpr, NUMBERS: tl.constexpr, DTYPE
 @triton.jit
 def _multiply(a, b, IS_BF16: tl.constexpr):
     """Return the products of two pairs of halves in int32s."""
-    if IS_BF16:  # the instruction for a product alone came with sm_90
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
-            "=r,r,r",
-            [a, b],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
+    # The instruction for a product of bfloat16 alone came with sm_90.
+    return _of_pairs(a, b, PRODUCT_BF16 if IS_BF16 else "mul.rn.f16x2 $0, $1, $2;")
 
 
 @triton.jit
 def _subtract(a, b, IS_BF16: tl.constexpr):
     """Return the differences of two pairs of halves in int32s."""
-    if IS_BF16:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 minus; mov.b32 minus, 0xBF80BF80; fma.rn.bf16x2 $0, $2, minus, $1; }",
-            "=r,r,r",
-            [a, b],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
+    return _of_pairs(a, b, DIFFERENCE_BF16 if IS_BF16 else "sub.rn.f16x2 $0, $1, $2;")
+
+
+@triton.jit
+def _of_pairs(a, b, INSTRUCTIONS: tl.constexpr):
+    return tl.inline_asm_elementwise(INSTRUCTIONS, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

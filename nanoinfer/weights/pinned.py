@@ -18,19 +18,26 @@ from torch import Tensor
 from nanoinfer.process.bar import Advance, ignore
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.weights.shards import Target, Written
+from nanoinfer.weights.together import write_all
 
 BUFFER_BYTES = 16 << 20
 NUM_THREADS = 16  # each with a buffer: while some wait for the device, others copy
 BYTES_AT_ONCE = 4 << 30  # of tensors that wait for each other: they are in files, which are mapped
-STAGED_AT_ONCE = 512 << 20  # bytes of those among them that take the GPU's memory twice
+STAGED_AT_ONCE = 512 << 20  # bytes that take the GPU's memory twice: half are copied while half are written
+ALIGNED = 16  # bytes: in a buffer, numbers of any type may begin at a multiple
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16
 POLL_SECONDS = 0.05  # until an interrupt is seen
 
 Part = TypeVar("Part")
+Copy = tuple[Tensor, Tensor]  # of what is copied: where to, and from where
 
 
 def copy_parts(
-    parts: Sequence[Part], copy: Callable[[Part, Tensor], object], num_bytes: int, device: torch.device
+    parts: Sequence[Part],
+    copy: Callable[[Part, Tensor], object],
+    num_bytes: int,
+    device: torch.device,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
     """Call `copy` with each part and a pinned buffer, [at most BUFFER_BYTES] uint8, on several threads.
 
@@ -39,6 +46,7 @@ def copy_parts(
     It comes through when they have stopped, because the memory in which they write may go then.
 
     num_bytes: of all parts together
+    meanwhile: what this thread does as they copy; a second call, if parts are left behind an interrupt, does the rest
     """
     torch.cuda.current_stream(device).synchronize()  # the threads' streams do not wait for it
     left, stopped = iter(parts), threading.Event()  # the threads share both
@@ -59,6 +67,11 @@ def copy_parts(
         stopped.clear()
         with delayed_interrupt() as delayed, ThreadPoolExecutor(NUM_THREADS) as pool:
             copies = [pool.submit(work) for _ in range(min(NUM_THREADS, len(parts)))]
+            try:
+                meanwhile()
+            except BaseException:
+                stopped.set()
+                raise
             while wait(copies, timeout=POLL_SECONDS).not_done:
                 if delayed:
                     stopped.set()
@@ -73,10 +86,11 @@ class Uploads:
     def __init__(self, device: torch.device, advance: Advance = ignore) -> None:
         """advance: told the bytes that have been copied"""
         self._device, self._advance = device, advance
-        self._parts: list[tuple[Tensor, Tensor]] = []  # of what is copied, and where to
+        self._parts: list[Copy] = []
         self._num_bytes = self._num_staged = 0
-        self._written: list[tuple[Written, Tensor]] = []  # targets that are no tensors, and what fills them
         self._filled: set[int] = set()  # the ids of targets that are tensors
+        self._staged: list[tuple[Written, Tensor]] = []  # targets that are no tensors, and where what fills them goes
+        self._come: list[tuple[Written, Tensor]] = []  # of these, those that have been copied there
 
     def add(self, target: Target, source: Tensor) -> None:
         """Copy a tensor of the target's shape, at once or later. Nobody may change it before `finish`."""
@@ -86,42 +100,50 @@ class Uploads:
             return
         if isinstance(target, Tensor):
             if id(target) in self._filled:  # a checkpoint may hold a tensor under two names: the later one counts
-                self.finish()
+                self._copy()
             self._filled.add(id(target))
         else:
-            if self._num_staged + source.nbytes > STAGED_AT_ONCE:
-                self.finish()
+            if self._num_staged + source.nbytes > STAGED_AT_ONCE // 2:
+                self._copy()
             staged = torch.empty(source.shape, dtype=source.dtype, device=self._device)
-            self._written.append((target, staged))
+            self._staged.append((target, staged))
             self._num_staged += staged.nbytes
             target = staged
         self._parts += _parts_of(target, source)
-        self._num_bytes += source.nbytes
+        self._num_bytes += _room(source)
         if self._num_bytes >= BYTES_AT_ONCE:
-            self.finish()
+            self._copy()
 
     def finish(self) -> None:
-        """Copy what waits."""
-        if not self._parts:
-            return
-        parts, num_bytes, self._parts = self._parts, self._num_bytes, []
+        """Copy what waits, and write what is no tensor."""
+        self._copy()
+        self._write()
+
+    def _copy(self) -> None:
+        """Copy what waits, and meanwhile write what was copied before."""
+        bundles, num_bytes, self._parts = _bundled(self._parts), self._num_bytes, []
         self._num_bytes = self._num_staged = 0
         self._filled.clear()
-        copy_parts(parts, self._upload, num_bytes, self._device)
-        parts.clear()
-        while self._written:
-            target, staged = self._written.pop(0)
-            target.copy_(staged)
+        if bundles:
+            copy_parts(bundles, self._upload, num_bytes, self._device, self._write)
+        self._come += self._staged
+        self._staged = []
 
-    def _upload(self, part: tuple[Tensor, Tensor], buffer: Tensor) -> None:
-        target, source = part
-        staged = buffer[: source.nbytes].view(source.dtype).view(source.shape)
-        np.copyto(_as_array(staged), _as_array(source))
-        target.copy_(staged, non_blocking=True)
-        self._advance(source.nbytes)
+    def _write(self) -> None:
+        come, self._come = self._come, []
+        write_all(come)
+
+    def _upload(self, bundle: list[Copy], buffer: Tensor) -> None:
+        start = 0
+        for target, source in bundle:
+            staged = buffer[start : start + source.nbytes].view(source.dtype).view(source.shape)
+            np.copyto(_as_array(staged), _as_array(source))
+            target.copy_(staged, non_blocking=True)
+            self._advance(source.nbytes)
+            start += _room(source)
 
 
-def _parts_of(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _parts_of(target: Tensor, source: Tensor) -> Iterator[Copy]:
     """Yield rows of both tensors that fit a buffer. A row that does not fit is cut, too."""
     if source.nbytes <= BUFFER_BYTES:
         yield target, source
@@ -132,6 +154,24 @@ def _parts_of(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]
             yield from _parts_of(*pair)
     else:
         yield from zip(target.split(rows), source.split(rows), strict=True)
+
+
+def _bundled(parts: list[Copy]) -> list[list[Copy]]:
+    """Put small parts together, of which a thread copies several before it waits for the device."""
+    bundles: list[list[Copy]] = []
+    left = 0
+    for part in parts:
+        left -= _room(part[1])
+        if left < 0:
+            bundles.append([])
+            left = BUFFER_BYTES // 4 - _room(part[1])
+        bundles[-1].append(part)
+    return bundles
+
+
+def _room(source: Tensor) -> int:
+    """Return the bytes of a buffer that a tensor takes."""
+    return -(-source.nbytes // ALIGNED) * ALIGNED
 
 
 def _as_array(numbers: Tensor) -> np.ndarray:

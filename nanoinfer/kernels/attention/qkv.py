@@ -340,10 +340,11 @@ def _norm_rotate_store_kernel(
     _store_pairs(q_target, out1, out2, apart, is_q & in_head)
     if slot >= 0:
         key1, key2 = out1, out2
+        kept1, kept2 = value1, value2  # names of their own: FP8's come in another type, which a branch may not change
         if IN_FP8:
             k_scale, v_scale = tl.load(kv_scales_ptr), tl.load(kv_scales_ptr + 1)
             key1, key2 = _in_fp8(key1, k_scale), _in_fp8(key2, k_scale)
-            value1, value2 = _in_fp8(value1, v_scale), _in_fp8(value2, v_scale)
+            kept1, kept2 = _in_fp8(kept1, v_scale), _in_fp8(kept2, v_scale)
         k_place = slot * KV_HEADS + head - HEADS
         v_place, has_value = k_place - KV_HEADS, is_v
         if PARTS == "qk":
@@ -351,7 +352,7 @@ def _norm_rotate_store_kernel(
         number = k_cache_ptr.dtype.element_ty
         k_target, v_target = k_cache_ptr + k_place * (2 * HALF) + at, v_cache_ptr + v_place * (2 * HALF) + at
         _store_pairs(k_target, key1.to(number), key2.to(number), apart, is_k & in_head)
-        _store_pairs(v_target, value1.to(number), value2.to(number), apart, has_value & in_head)
+        _store_pairs(v_target, kept1.to(number), kept2.to(number), apart, has_value & in_head)
 
 
 @triton.jit

@@ -12,6 +12,70 @@ import triton.language as tl
 
 from nanoinfer.kernels.unpacking import dot_words, split_places
 
+# A small integer's bits below the exponent of 1024 are the sum of both. An e2m1's bits are those of a float16 that is
+# 2^14 times smaller; the vector is as many times larger. Its even places become four bytes that are the upper halves of
+# float16s, and so do the odd ones.
+INT4 = tl.constexpr(
+    """
+    {
+        .reg .b32 high, a, b, c, d, sixteenth, less, excess, low_sum, high_sum;
+        mov.b32 sixteenth, 0x2C002C00;
+        mov.b32 less, 0xD480D480;
+        mov.b32 excess, 0x64086408;
+        shr.u32 high, $2, 8;
+        lop3.b32 a, $2, 0x000F000F, 0x64006400, 0xEA;
+        lop3.b32 b, $2, 0x00F000F0, 0x64006400, 0xEA;
+        lop3.b32 c, high, 0x000F000F, 0x64006400, 0xEA;
+        lop3.b32 d, high, 0x00F000F0, 0x64006400, 0xEA;
+        sub.rn.f16x2 a, a, excess;
+        fma.rn.f16x2 b, b, sixteenth, less;
+        sub.rn.f16x2 c, c, excess;
+        fma.rn.f16x2 d, d, sixteenth, less;
+        mul.rn.f16x2 low_sum, a, $3;
+        fma.rn.f16x2 $0, b, $4, low_sum;
+        mul.rn.f16x2 high_sum, c, $5;
+        fma.rn.f16x2 $1, d, $6, high_sum;
+    }
+    """
+)
+INT8 = tl.constexpr(
+    """
+    {
+        .reg .b32 high, a, b, excess;
+        mov.b32 excess, 0x64806480;
+        shr.u32 high, $2, 8;
+        lop3.b32 a, $2, 0x00FF00FF, 0x64006400, 0xEA;
+        lop3.b32 b, high, 0x00FF00FF, 0x64006400, 0xEA;
+        sub.rn.f16x2 a, a, excess;
+        sub.rn.f16x2 b, b, excess;
+        mul.rn.f16x2 $0, a, $3;
+        mul.rn.f16x2 $1, b, $4;
+    }
+    """
+)
+E2M1 = tl.constexpr(
+    """
+    {
+        .reg .b32 signs, rest, even, odd, a, b, c, d, low_sum, high_sum;
+        shl.b32 signs, $2, 4;
+        shl.b32 rest, $2, 1;
+        and.b32 rest, rest, 0x0E0E0E0E;
+        lop3.b32 even, signs, 0x80808080, rest, 0xEA;
+        shr.u32 rest, $2, 3;
+        and.b32 rest, rest, 0x0E0E0E0E;
+        lop3.b32 odd, $2, 0x80808080, rest, 0xEA;
+        prmt.b32 a, even, 0, 0x2404;
+        prmt.b32 b, odd, 0, 0x2404;
+        and.b32 c, even, 0xFF00FF00;
+        and.b32 d, odd, 0xFF00FF00;
+        mul.rn.f16x2 low_sum, a, $3;
+        fma.rn.f16x2 $0, b, $4, low_sum;
+        mul.rn.f16x2 high_sum, c, $5;
+        fma.rn.f16x2 $1, d, $6, high_sum;
+    }
+    """
+)
+
 
 @triton.jit
 def prepare_places(
@@ -105,53 +169,10 @@ def _multiply_halves(words, pairs, NUMBERS: tl.constexpr):
     """Return the sums of each word's products, of the first half of its places and of the second, as two float16 each.
 
     words: [rows, words] int32; pairs: from _pairs, [words] each
-    A small integer's bits below the exponent of 1024 are the sum of both. An e2m1's bits are those of a float16 that is
-    2^14 times smaller; the vector is as many times larger.
     """
-    if NUMBERS == "int4":
+    if NUMBERS == "int8":
         return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 high, a, b, c, d, sixteenth, less, excess, low_sum, high_sum;
-                mov.b32 sixteenth, 0x2C002C00;
-                mov.b32 less, 0xD480D480;
-                mov.b32 excess, 0x64086408;
-                shr.u32 high, $2, 8;
-                lop3.b32 a, $2, 0x000F000F, 0x64006400, 0xEA;
-                lop3.b32 b, $2, 0x00F000F0, 0x64006400, 0xEA;
-                lop3.b32 c, high, 0x000F000F, 0x64006400, 0xEA;
-                lop3.b32 d, high, 0x00F000F0, 0x64006400, 0xEA;
-                sub.rn.f16x2 a, a, excess;
-                fma.rn.f16x2 b, b, sixteenth, less;
-                sub.rn.f16x2 c, c, excess;
-                fma.rn.f16x2 d, d, sixteenth, less;
-                mul.rn.f16x2 low_sum, a, $3;
-                fma.rn.f16x2 $0, b, $4, low_sum;
-                mul.rn.f16x2 high_sum, c, $5;
-                fma.rn.f16x2 $1, d, $6, high_sum;
-            }
-            """,
-            constraints="=&r,=&r,r,r,r,r,r",
-            args=[words, pairs[0][None, :], pairs[1][None, :], pairs[2][None, :], pairs[3][None, :]],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-    elif NUMBERS == "int8":
-        return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 high, a, b, excess;
-                mov.b32 excess, 0x64806480;
-                shr.u32 high, $2, 8;
-                lop3.b32 a, $2, 0x00FF00FF, 0x64006400, 0xEA;
-                lop3.b32 b, high, 0x00FF00FF, 0x64006400, 0xEA;
-                sub.rn.f16x2 a, a, excess;
-                sub.rn.f16x2 b, b, excess;
-                mul.rn.f16x2 $0, a, $3;
-                mul.rn.f16x2 $1, b, $4;
-            }
-            """,
+            INT8,
             constraints="=&r,=&r,r,r,r",
             args=[words, pairs[0][None, :], pairs[1][None, :]],
             dtype=(tl.int32, tl.int32),
@@ -159,28 +180,8 @@ def _multiply_halves(words, pairs, NUMBERS: tl.constexpr):
             pack=1,
         )
     else:
-        # The even places become four bytes that are the upper halves of float16s, and so do the odd ones.
         return tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 signs, rest, even, odd, a, b, c, d, low_sum, high_sum;
-                shl.b32 signs, $2, 4;
-                shl.b32 rest, $2, 1;
-                and.b32 rest, rest, 0x0E0E0E0E;
-                lop3.b32 even, signs, 0x80808080, rest, 0xEA;
-                shr.u32 rest, $2, 3;
-                and.b32 rest, rest, 0x0E0E0E0E;
-                lop3.b32 odd, $2, 0x80808080, rest, 0xEA;
-                prmt.b32 a, even, 0, 0x2404;
-                prmt.b32 b, odd, 0, 0x2404;
-                and.b32 c, even, 0xFF00FF00;
-                and.b32 d, odd, 0xFF00FF00;
-                mul.rn.f16x2 low_sum, a, $3;
-                fma.rn.f16x2 $0, b, $4, low_sum;
-                mul.rn.f16x2 high_sum, c, $5;
-                fma.rn.f16x2 $1, d, $6, high_sum;
-            }
-            """,
+            INT4 if NUMBERS == "int4" else E2M1,
             constraints="=&r,=&r,r,r,r,r,r",
             args=[words, pairs[0][None, :], pairs[1][None, :], pairs[2][None, :], pairs[3][None, :]],
             dtype=(tl.int32, tl.int32),

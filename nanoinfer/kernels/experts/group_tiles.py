@@ -34,11 +34,14 @@ class GroupTiling:
     persistent: bool
 
     @classmethod
-    def of(cls, block_m: int, operand: GroupOperand) -> GroupTiling:
-        """Return the fastest. Where sums are scaled, all have the same blocks of inputs, and so one order."""
+    def of(cls, block_m: int, operand: GroupOperand, itemsize: int) -> GroupTiling:
+        """Return the fastest. Where sums are scaled, all have the same blocks of inputs, and so one order.
+
+        itemsize: bytes of a token's numbers. Float32 also has the weight's in the shared memory
+        """
         is_large, exact = block_m == 128, operand.scales_are_exact
         block_n = 128 if is_large else 64  # sixteen rows for each warp, and so none makes numbers that another makes
-        block_k = operand.inputs_at_once(64 if exact and block_m >= 64 else 128)
+        block_k = operand.inputs_at_once(64 if itemsize == 4 or (exact and block_m >= 64) else 128)
         return cls(block_m, block_n, block_k, block_n // 16, 3 if block_m >= 64 else 4, persistent=is_large)
 
 
@@ -57,7 +60,7 @@ def multiply_group_tiles(
     operand = GroupOperand.of(weight, x.dtype)
     (tokens, used), (_, rows, in_features) = routes.experts.shape, operand.shape
     assert x.is_contiguous()
-    tiling = GroupTiling.of(block_m, operand)
+    tiling = GroupTiling.of(block_m, operand, x.itemsize)
     stage = tiling.block_k * (tiling.block_m * x.itemsize + tiling.block_n * operand.bits // 8)
     items = triton.cdiv(rows, tiling.block_n) * len(groups.tiles)
     programs = min(items, num_multiprocessors(out.device)) if tiling.persistent else items

@@ -55,7 +55,7 @@ def _launch(
     block_k, rest = cut(used * operand.quads * 128 // operand.bits)
     block_n, per_multiprocessor, warps = choose_programs((block_k + rest) * operand.bits // 8)
     programs = max(per_multiprocessor * num_multiprocessors(x.device) // count, 1)
-    _group_row_kernel[(min(triton.cdiv(weight_rows, block_n), programs), count)](
+    _expert_row_kernel[(min(triton.cdiv(weight_rows, block_n), programs), count)](
         x,
         *routes,
         *weight[:4],
@@ -90,7 +90,7 @@ def choose_programs(row: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _group_row_kernel(
+def _expert_row_kernel(
     x_ptr,
     experts_ptr,
     choice_weights_ptr,

@@ -31,7 +31,7 @@ from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.one_wave import add_product
 
 BLOCK = 1024  # of the numbers of a token that a program adds up
-
+MOST_WIDE = 32  # choices in a tile of float32: no tensor core multiplies it, and more choices fill all registers
 
 Gather = Callable[[Tensor], Tensor]
 
@@ -134,6 +134,8 @@ def expert_mlps_triton(
         return one_row_expert_mlps(x, routes, gate_up, down, activation, gate_up_bias, down_bias)
     tokens, used = routes.experts.shape
     block_m = choices_in_a_tile(tokens * used, count)
+    if x.is_cuda and x.itemsize == 4:
+        block_m = min(block_m, MOST_WIDE)
     groups = group_triton(routes.experts, count, block_m)
     gated = x.new_empty(tokens * used, shape_of(gate_up)[1] // 2)
     vectors = quantize(x) if in_fp8 else x

@@ -123,7 +123,7 @@ def one_wave_triton(
     zeros, scales, is_first = weight.zeros, weight.scales, scales_are_exact(weight, x.dtype)
     groups, bits = max(step // weight.group, 1), BITS[weight.numbers]
     stage = step * (cut.block_m * (1 if is_first else groups) * x.itemsize + cut.block_n * bits // 8)
-    _one_wave_kernel[grid](
+    _group_wave_kernel[grid](
         x,
         weight.words,
         scales,
@@ -160,7 +160,7 @@ def one_wave_triton(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _one_wave_kernel(
+def _group_wave_kernel(
     x_ptr,
     words_ptr,
     scales_ptr,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels.groups import SPREADS
+from nanoinfer.kernels.groups import SPREADS, pack
 from nanoinfer.kernels.rounding import round_to_groups
-from nanoinfer.weights.formats.groups.fields import Field
+from nanoinfer.weights.formats.groups.fields import Field, Fills
 from nanoinfer.weights.formats.groups.store import GroupStore
 from nanoinfer.weights.shards import NUMBERS_AT_ONCE, SPREAD
+
+TARGETS: dict[Fills, str] = {"numbers": "words", "scales": "scales", "zeros": "zeros"}  # tensors of a store, by field
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,40 @@ class Part:
         elif rows and inputs:
             self._write_tiles(stored, rows, inputs, begins)
 
+    @property
+    def likeness(self) -> Hashable:
+        """What parts have in common whose numbers, scales or zeros lie alike; None: this one's go elsewhere."""
+        store, (rows, inputs) = self.store, self._within
+        if store.order is not None or store.group != store.own_group or self.field.fills not in TARGETS:
+            return None
+        return self.field, store.bits, store.own_group, store.in_features, rows.start, rows.stop, inputs.start
+
+    @staticmethod
+    def copy_all(parts: Sequence[Part], stored: Tensor) -> None:
+        """Write all of several parts, whose likeness is one; stored: [parts, ...]"""
+        first = parts[0]
+        rows, inputs = first._within
+        read = first.field.read(stored)[:, rows, inputs]
+        if first.field.fills == "numbers":
+            read = pack(read, first.store.bits)
+        targets = [getattr(part.store, TARGETS[part.field.fills])[part.rows] for part in parts]
+        torch._foreach_copy_(targets, list(read.unbind()))
+
+    @property
+    def _within(self) -> tuple[slice, slice]:
+        """Where what this rank needs lies in what is read, along outputs, and along inputs or groups."""
+        sizes = self.field.steps(self.store.own_group), self.own, self.cover
+        rows, inputs = (
+            slice(own.start - some.start * step, own.stop - some.start * step)
+            for step, own, some in zip(*sizes, strict=True)
+        )
+        return rows, inputs if self.field.fills == "numbers" else slice(0, self.store.scales.shape[1])
+
+    @property
+    def rows(self) -> slice:
+        """Those of the store."""
+        return slice(self.first, self.first + len(self.own[0]))
+
     def _write_tiles(self, stored: Tensor, rows: range, inputs: range, begins: list[int]) -> None:
         """rows, inputs: those to write; begins: those where the tensor does"""
         step = self.field.steps(1)[0]
@@ -90,8 +127,7 @@ class Part:
 
     def _write_factors(self, stored: Tensor) -> None:
         assert self.store.factors is not None
-        rows = slice(self.first, self.first + len(self.own[0]))
-        self.store.factors[rows] = self.field.read(stored).flatten().to(self.store.factors.device)
+        self.store.factors[self.rows] = self.field.read(stored).flatten().to(self.store.factors.device)
 
     def _write_g_idx(self, inputs: range, stored: Tensor) -> None:
         assert self.store.order is not None
@@ -107,7 +143,7 @@ class Part:
 
     def unpacked(self) -> Tensor:
         """Return what may be infinite: scales and factors."""
-        rows, fills = slice(self.first, self.first + len(self.own[0])), self.field.fills
+        rows, fills = self.rows, self.field.fills
         if fills == "factors":
             assert self.store.factors is not None
             return self.store.factors[rows]
@@ -115,7 +151,7 @@ class Part:
 
     def draw(self, generator: torch.Generator) -> None:
         """Fill it with random numbers, so that the weights spread as those of PlainMatrix do."""
-        store, rows = self.store, slice(self.first, self.first + len(self.own[0]))
+        store, rows = self.store, self.rows
         scale = SPREAD / SPREADS[store.layout.numbers]
         if self.field.fills == "numbers":
             words = store.words[rows]
@@ -228,6 +264,19 @@ class Expected:
             raise ValueError(
                 f"{self.name}: {what}: must be {needed}, by what quantization_config says of the checkpoint"
             )
+
+    @property
+    def likeness(self) -> Hashable:
+        """All that `_values` depends on."""
+        return self.field, self.shape, self.matrix, self.begin, self.store.own_group, self.store.bits
+
+    @staticmethod
+    def copy_all(parts: Sequence[Expected], stored: Tensor) -> None:
+        """Raise ValueError as copy_ does, if one of several tensors, whose likeness is one, is not as expected."""
+        read = parts[0].field.read(stored)
+        unlike = (read != parts[0]._values().to(read.device)).flatten(1).any(dim=1)
+        for part, one in zip(parts, stored, strict=True) if unlike.any() else ():
+            part.copy_(one)
 
     def _values(self) -> Tensor:
         """Return what must be read, made anew: of all experts they would take hundreds of megabytes."""

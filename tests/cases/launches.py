@@ -1,0 +1,317 @@
+"""Launches of kernels in the shapes of published models, for tensors that may have no memory; see h100.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor, empty
+
+from nanoinfer.kernels.attention.decode_plan import plan_decode
+from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
+from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
+from nanoinfer.kernels.attention.paged_decode import paged_decode_triton
+from nanoinfer.kernels.attention.paged_prefill import paged_prefill_triton
+from nanoinfer.kernels.attention.qkv import norm_rotate_store
+from nanoinfer.kernels.delta.chunks import CHUNK, Chunks
+from nanoinfer.kernels.delta.convolution import convolve_chunks_triton
+from nanoinfer.kernels.delta.decode import delta_rows
+from nanoinfer.kernels.delta.gated_norm import gated_norm
+from nanoinfer.kernels.delta.prefill import delta_chunks
+from nanoinfer.kernels.experts.operand import ExpertWeights
+from nanoinfer.kernels.experts.products import expert_mlps
+from nanoinfer.kernels.experts.route import Routes, Routing, route
+from nanoinfer.kernels.fp8 import BLOCK, FP8, Fp8Tokens
+from nanoinfer.kernels.groups import BITS, GroupWeight, Numbers, words_of
+from nanoinfer.kernels.linear.activation import Activation, ClampedSwiGLU
+from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
+from nanoinfer.kernels.linear.fp8_linear import Fp8LinearWeight, fp8_linear_triton, own_cut
+from nanoinfer.kernels.linear.groups.dense import dequantize
+from nanoinfer.kernels.linear.groups.in_order import group_in_order
+from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
+from nanoinfer.kernels.linear.in_order import FEW_TOKENS, in_order_triton
+from nanoinfer.kernels.norm.rms_norm import Norm, add_rms_norm, norm_add_rms_norm, rms_norm
+from nanoinfer.kernels.sampling.cutoff import find_cutoff
+from nanoinfer.kernels.sampling.draw import draw_triton
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CLAMPED = ClampedSwiGLU(1.702, 7.0)  # of gpt-oss
+QWEN3_8B = {"qkv": (6144, 4096), "gates and ups": (24576, 4096), "down": (4096, 12288)}
+QWEN3_30B, GPT_OSS, TINY = (128, 8, 2048, 768), (32, 4, 2880, 2880), (6, 3, 64, 96)  # experts, used, sizes
+VOCABULARY = 151_936
+HEADS = 64, 128, 256, 512  # their dimensions
+SIZES = 1, 8, 200, 1000, 4000  # tokens that fill experts' tiles of each size
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call that launches kernels. often: it is of those that are compiled without --whole, too"""
+
+    name: str
+    call: Callable[[], object]
+    often: bool = False
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The form of a GroupWeight. group: 0: all of a row"""
+
+    numbers: Numbers
+    group: int
+    scales: torch.dtype | None = None  # None: the tokens'
+    zeros: bool = False
+    factors: bool = False
+
+    def parts(self, dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return the tensors of weights of a shape, [..., rows, inputs]; dtype: the tokens'"""
+        *rows, inputs = shape
+        groups = inputs // (self.group or inputs)
+        return (
+            empty(*rows, words_of(inputs, BITS[self.numbers]), dtype=torch.int32),
+            empty(*rows, groups, dtype=self.scales or dtype),
+            empty(*rows, groups, dtype=torch.uint8) if self.zeros else None,
+            empty(*rows) if self.factors else None,
+        )
+
+    def experts(self, dtype: torch.dtype, *shape: int) -> GroupWeight:
+        return GroupWeight(*self.parts(dtype, *shape), self.numbers, shape[-1])
+
+    def linear(self, dtype: torch.dtype, *shape: int) -> GroupLinearWeight:
+        return GroupLinearWeight(*self.parts(dtype, *shape), self.numbers, shape[-1])
+
+
+GROUPINGS = {
+    "int4 g128": Grouping("int4", 128),
+    "int4 g64 zeros": Grouping("int4", 64, FP16, zeros=True),
+    "int4 g32": Grouping("int4", 32),
+    "int4 rows": Grouping("int4", 0),
+    "int8 g128": Grouping("int8", 128),
+    "int8 rows": Grouping("int8", 0),
+    "nvfp4": Grouping("e2m1", 16, FP8, factors=True),
+    "mxfp4": Grouping("e2m1", 32, torch.uint8),
+}
+
+
+def numbers(*shape: int) -> Tensor:
+    return empty(shape, dtype=torch.int32)
+
+
+GROUP_PRODUCTS = [
+    *product(QWEN3_8B, (1, 8, 64, 300), (BF16,)),
+    *product(("down",), (1, 64, 300), (FP16,)),
+    ("qkv", 1, FP32),
+]
+GROUP_EXPERTS = [*product(SIZES, (BF16,)), (1, FP32), (4000, FP16), (4000, FP32)]
+
+
+def in_fp8(*shape: int) -> Fp8LinearWeight:
+    *count, rows, inputs = shape
+    return Fp8LinearWeight(empty(shape, dtype=FP8), empty(*count, rows // BLOCK.value, inputs // BLOCK.value))
+
+
+def fp8(_: torch.dtype, *shape: int) -> Fp8LinearWeight:
+    return in_fp8(*shape)
+
+
+def norm_of(size: int, dtype: torch.dtype) -> Norm:
+    return Norm(empty(size, dtype=dtype), 1e-6)
+
+
+def multiply(weigh: Callable[..., AnyWeight], name: str, tokens: int, dtype: torch.dtype) -> None:
+    """Multiply as a layer of Qwen3-8B does."""
+    rows, inputs = QWEN3_8B[name]
+    weight, x = weigh(dtype, rows, inputs), empty(tokens, inputs, dtype=dtype)
+    activation: Activation | None = "silu" if name == "gates and ups" else None
+    if name == "down":
+        linear(x, weight, may_split=True)
+    else:
+        norm_linear(x, empty(tokens, inputs, dtype=dtype), norm_of(inputs, dtype), weight, activation=activation)
+
+
+def multiply_in_order(weigh: Callable[..., Tensor | GroupWeight], tokens: int, dtype: torch.dtype) -> None:
+    rows, inputs = QWEN3_8B["gates and ups"]
+    weight, x = weigh(dtype, rows, inputs), empty(tokens, inputs, dtype=dtype)
+    if isinstance(weight, GroupWeight):
+        group_in_order(x, weight, None, "silu")
+    else:
+        in_order_triton(x, weight, activation="silu" if tokens <= FEW_TOKENS else None)
+
+
+def multiply_fp8(tokens: int, in_order: bool) -> None:
+    rows, inputs = QWEN3_8B["qkv"]
+    x, weight = Fp8Tokens.empty(tokens, inputs, empty(0, dtype=BF16)), in_fp8(rows, inputs)
+    fp8_linear_triton(x, weight, own_cut(x, weight), in_order=in_order)
+
+
+def plain(dtype: torch.dtype, *shape: int) -> Tensor:
+    return empty(shape, dtype=dtype)
+
+
+def widen(grouping: Grouping, dtype: torch.dtype) -> None:
+    dequantize(grouping.linear(dtype, *QWEN3_8B["qkv"]), dtype)
+
+
+def mlps(
+    weigh: Callable[..., ExpertWeights],
+    shape: tuple[int, int, int, int],
+    tokens: int,
+    dtype: torch.dtype,
+    activation: Activation,
+) -> None:
+    """Compute a layer's experts, which have biases if gates are clamped."""
+    count, used, hidden_size, size = shape
+    gate_up, down = weigh(dtype, count, 2 * size, hidden_size), weigh(dtype, count, hidden_size, size)
+    routes = Routes(numbers(tokens, used), empty(tokens, used))
+    biases = {"gate_up_bias": empty(count, 2 * size), "down_bias": empty(count, hidden_size)}
+    x = empty(tokens, hidden_size, dtype=dtype)
+    expert_mlps(x, routes, gate_up, down, activation, **(biases if activation == CLAMPED else {}))
+
+
+def paged(head_dim: int, heads: int, kv_heads: int, rows: int, cache: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, a cache's keys, as its values are, and block tables."""
+    keys = empty(64, 256, kv_heads, head_dim, dtype=cache)
+    return empty(rows, heads, head_dim, dtype=BF16), keys, numbers(rows, 16)
+
+
+def decode(head_dim: int, rows: int, cache: torch.dtype, window: int | None, in_order: bool) -> None:
+    q, keys, tables = paged(head_dim, 32, 8, rows, cache)
+    scales = empty(2) if cache == FP8 else None
+    plan = plan_decode(numbers(rows), keys, window=window, programs=decode_programs(head_dim) if in_order else None)
+    if in_order:
+        decode_in_order(q, keys, keys, tables, numbers(rows), 4096, 1.0, plan, kv_scales=scales)
+    else:
+        paged_decode_triton(q, keys, keys, tables, numbers(rows), 1.0, plan, kv_scales=scales)
+
+
+def prefill(head_dim: int, length: int, cache: torch.dtype, window: int | None, in_order: bool) -> None:
+    q, keys, tables = paged(head_dim, 32, 8, 8 * length, cache)
+    scales = empty(2) if cache == FP8 else None
+    attend = prefill_in_order if in_order else paged_prefill_triton
+    attend(q, keys, keys, tables, numbers(9), numbers(8), length, 1.0, window=window, kv_scales=scales)
+
+
+def store(head_dim: int, tokens: int, cache: torch.dtype) -> None:
+    _, keys, _ = paged(head_dim, 32, 8, 1, cache)
+    qkv, norm = empty(tokens, 48, head_dim, dtype=BF16), norm_of(head_dim, BF16)
+    scales = empty(2) if cache == FP8 else None
+    slots, rotations = (numbers(tokens), keys, keys, numbers(tokens)), empty(4096, head_dim)
+    norm_rotate_store(qkv, norm, norm, None, rotations, False, None, *slots, scales)
+
+
+def delta(tokens: int, matrices: torch.dtype, is_prefill: bool) -> None:
+    """Go on with the memories of Qwen3-Next's layers, or fill them."""
+    key_heads, value_heads, dim, slots = 16, 32, 128, 64
+    channels = 2 * key_heads * dim + value_heads * dim
+    qkv, weight = empty(tokens, channels, dtype=BF16), empty(channels, 4, dtype=BF16)
+    a, b, log_decay, bias = (empty(*rows, value_heads) for rows in ((tokens,), (tokens,), (), ()))
+    inputs, memory = empty(slots, 4, channels, dtype=BF16), empty(slots, value_heads, dim, dim, dtype=matrices)
+    if is_prefill:
+        chunks = Chunks(numbers(9), *(numbers(8) for _ in range(3)), *(numbers(tokens // CHUNK) for _ in range(3)))
+        convolve_chunks_triton(qkv, weight, inputs, chunks, silu=True)
+        delta_chunks(qkv, a, b, log_decay, bias, memory, chunks, key_heads)
+    else:
+        delta_rows(qkv, a, b, weight, log_decay, bias, inputs, memory, numbers(tokens), numbers(tokens), key_heads)
+    gated_norm(empty(tokens, value_heads, dim, dtype=BF16), empty(tokens, value_heads * dim), empty(dim), 1e-6)
+
+
+def normalise(tokens: int, size: int, dtype: torch.dtype) -> None:
+    x, norm = empty(tokens, size, dtype=dtype), norm_of(size, dtype)
+    rms_norm(x, norm)
+    add_rms_norm(empty(4, tokens, size), x, norm)
+    norm_add_rms_norm(x, x, norm, norm)
+
+
+def sample(rows: int, dtype: torch.dtype) -> None:
+    logits, settings = empty(rows, VOCABULARY, dtype=dtype), [empty(rows) for _ in range(3)]
+    cutoff = find_cutoff(logits, settings[0], numbers(rows), *settings[1:])
+    draw_triton(logits, settings[0], empty(rows, dtype=torch.int64), numbers(rows), cutoff=cutoff)
+
+
+def choose_experts(dtype: torch.dtype, count: int, used: int) -> None:
+    route(empty(64, count, dtype=dtype), Routing(used=used))
+
+
+def of_products() -> Iterator[Launch]:
+    kinds = {"plain": plain, "fp8": fp8}
+    for (kind, weigh), name, tokens, dtype in product(kinds.items(), QWEN3_8B, (1, 16, 64, 300), (BF16, FP32)):
+        if dtype == BF16 or kind == "plain":
+            often = name == "gates and ups" and tokens in (1, 16) and dtype == BF16
+            call = partial(multiply, weigh, name, tokens, dtype)
+            yield Launch(f"{kind}, {name} of {tokens} in {dtype}", call, often)
+    for tokens, in_order in product((16, 32, 300), (False, True)):
+        yield Launch(f"fp8 of {tokens}, {in_order=}", partial(multiply_fp8, tokens, in_order))
+    for tokens, dtype in product((1, 16, 64, 300, 3000), (BF16, FP32)):
+        call = partial(multiply_in_order, plain, tokens, dtype)
+        yield Launch(f"plain of {tokens} in {dtype}, in order", call, tokens == 16 and dtype == BF16)
+
+
+def of_groups() -> Iterator[Launch]:
+    for (kind, grouping), (name, tokens, dtype) in product(GROUPINGS.items(), GROUP_PRODUCTS):
+        often = kind in ("int4 g128", "mxfp4") and (name, tokens, dtype) in (("qkv", 1, BF16), ("down", 8, BF16))
+        call = partial(multiply, grouping.linear, name, tokens, dtype)
+        yield Launch(f"{kind}, {name} of {tokens} in {dtype}", call, often)
+    for (kind, grouping), dtype in product(GROUPINGS.items(), (BF16, FP32)):
+        call = partial(widen, grouping, dtype)
+        yield Launch(f"{kind} as {dtype}", call, kind == "int4 rows" and dtype == FP32)
+    for (kind, grouping), tokens in product(GROUPINGS.items(), (1, 300)):
+        call = partial(multiply_in_order, grouping.linear, tokens, BF16)
+        yield Launch(f"{kind} of {tokens}, in order", call)
+
+
+def of_experts() -> Iterator[Launch]:
+    for (kind, weigh), tokens, dtype in product({"plain": plain, "fp8": fp8}.items(), SIZES, (BF16, FP32)):
+        if dtype == BF16 or kind == "plain":
+            often = kind == "plain" and (tokens, dtype) in ((1, BF16), (4000, BF16), (4000, FP32))
+            call = partial(mlps, weigh, QWEN3_30B, tokens, dtype, "silu")
+            yield Launch(f"{kind} of {tokens} in {dtype}", call, often)
+    for dtype, count in product((BF16, FP32), (64, 512)):
+        yield Launch(f"routes to {count} in {dtype}", partial(choose_experts, dtype, count, 8), count == 512)
+
+
+def of_group_experts() -> Iterator[Launch]:
+    for (kind, grouping), (tokens, dtype) in product(GROUPINGS.items(), GROUP_EXPERTS):
+        often = kind == "int4 rows" and (tokens, dtype) in ((1, BF16), (4000, FP32))
+        call = partial(mlps, grouping.experts, QWEN3_30B, tokens, dtype, "silu")
+        yield Launch(f"{kind}, Qwen3-30B-A3B, of {tokens} in {dtype}", call, often)
+    for tokens in (1, 8, 64, 300, 2000):
+        call = partial(mlps, GROUPINGS["mxfp4"].experts, GPT_OSS, tokens, BF16, CLAMPED)
+        yield Launch(f"gpt-oss of {tokens}", call, tokens == 2000)
+    for kind, tokens in product(("int4 rows", "int4 g32", "mxfp4"), (8, 300)):
+        call = partial(mlps, GROUPINGS[kind].experts, TINY, tokens, FP32, "silu")
+        yield Launch(f"{kind}, tiny, of {tokens} in float32", call, (kind, tokens) == ("int4 rows", 300))
+
+
+def of_attention() -> Iterator[Launch]:
+    ways = product((("decode", decode, 8), ("decode", decode, 200), ("prefill", prefill, 1000)), HEADS, (BF16, FP8))
+    for (name, attend, size), head_dim, cache in ways:
+        for window, in_order in ((None, False), (1024, False), (None, True)):
+            often = size > 8 and (cache, window, in_order) == (BF16, None, False)
+            named = f"{name} of {size}, {head_dim=}, {cache=}, {window=}, {in_order=}"
+            yield Launch(named, partial(attend, head_dim, size, cache, window, in_order), often)
+    for head_dim, cache in product(HEADS, (BF16, FP8)):
+        named = f"keys, {head_dim=}, {cache=}"
+        yield Launch(named, partial(store, head_dim, 300, cache), (head_dim, cache) == (128, FP8))
+
+
+def of_the_rest() -> Iterator[Launch]:
+    for tokens, matrices, is_prefill in product((64, 4096), (BF16, FP32), (False, True)):
+        call = partial(delta, tokens, matrices, is_prefill)
+        yield Launch(f"delta rule of {tokens}, {matrices=}, {is_prefill=}", call, tokens == 4096 and matrices == FP32)
+    for tokens, size, dtype in product((1, 300), (1024, 4096, 5376, 12288), (BF16, FP32)):
+        call = partial(normalise, tokens, size, dtype)
+        yield Launch(f"norms of {tokens} x {size} in {dtype}", call, size == 4096 and tokens == 300)
+    for dtype in (BF16, FP32):
+        yield Launch(f"draws from {dtype}", partial(sample, 64, dtype), dtype == FP32)
+
+
+LAUNCHES = {
+    "products": list(of_products()),
+    "products in groups": list(of_groups()),
+    "experts": list(of_experts()),
+    "experts in groups": list(of_group_experts()),
+    "attention": list(of_attention()),
+    "the rest": list(of_the_rest()),
+}
