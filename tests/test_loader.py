@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -331,12 +332,15 @@ class TestUploads:
 class TestThreads:
     """Several copy parts at once."""
 
+    free_bytes = 1 << 30  # of the device
+
     @pytest.fixture(autouse=True)
     def no_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Instead of a GPU."""
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *shape, dtype, **_: empty(*shape, dtype=dtype))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(synchronize=lambda: None))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (self.free_bytes, 1 << 40))
         for name in ("Stream", "stream", "device"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
 
@@ -350,8 +354,12 @@ class TestThreads:
             time.sleep(0.005)
             self.copied.append(part)
 
-        pinned.copy_parts(range(parts), copy, 50, torch.device("cpu"), meanwhile)
+        pinned.copy_parts(range(parts), copy, 50, torch.device("cpu"), meanwhile, self.pool)
         return self.copied
+
+    @pytest.fixture(autouse=True, params=["own threads", "a pool's"])
+    def pool_or_none(self, request: pytest.FixtureRequest) -> None:
+        self.pool = None if request.param == "own threads" else ThreadPoolExecutor(pinned.NUM_THREADS)
 
     @pytest.mark.parametrize("parts", [1, 3, 100])
     def test_each_part_is_copied_once(self, parts: int) -> None:
@@ -437,9 +445,11 @@ class TestThreads:
             pinned.Uploads(torch.device("cuda", 0))._upload(bundle, torch.zeros(1 << 10, dtype=torch.uint8))
         assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
 
-    def test_what_is_staged_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It takes the GPU's memory twice until it is written."""
-        monkeypatch.setattr(pinned, "STAGED_AT_ONCE", 1000)
+    @pytest.mark.parametrize(("at_once", "free"), [(1000, 1 << 30), (1 << 30, 2000)])
+    def test_what_is_staged_is_bounded(self, at_once: int, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It takes the GPU's memory twice until it is written, and leaves half of what is free."""
+        monkeypatch.setattr(pinned, "STAGED_AT_ONCE", at_once)
+        self.free_bytes = free
         uploads, staged, most = pinned.Uploads(torch.device("cuda", 0)), 0, 0
 
         class Target:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from typing import TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from nanoinfer.weights.together import write_all
 BUFFER_BYTES = 16 << 20
 NUM_THREADS = 16  # each with a buffer: while some wait for the device, others copy
 BYTES_AT_ONCE = 4 << 30  # of tensors that wait for each other: they are in files, which are mapped
-STAGED_AT_ONCE = 512 << 20  # bytes that take the GPU's memory twice: half are copied while half are written
+STAGED_AT_ONCE = 2 << 30  # bytes that take the GPU's memory twice, at most half of what is free
 ALIGNED = 16  # bytes: in a buffer, numbers of any type may begin at a multiple
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numpy has no bfloat16
 POLL_SECONDS = 0.05  # until an interrupt is seen
@@ -38,6 +39,7 @@ def copy_parts(
     num_bytes: int,
     device: torch.device,
     meanwhile: Callable[[], object] = lambda: None,
+    pool: ThreadPoolExecutor | None = None,
 ) -> None:
     """Call `copy` with each part and a pinned buffer, [at most BUFFER_BYTES] uint8, on several threads.
 
@@ -47,6 +49,7 @@ def copy_parts(
 
     num_bytes: of all parts together
     meanwhile: what this thread does as they copy; a second call, if parts are left behind an interrupt, does the rest
+    pool: of NUM_THREADS threads, which start for the first call alone; None: they start for this one
     """
     torch.cuda.current_stream(device).synchronize()  # the threads' streams do not wait for it
     left, stopped = iter(parts), threading.Event()  # the threads share both
@@ -65,16 +68,18 @@ def copy_parts(
     is_whole = False
     while not is_whole:  # the handler of an interrupt may raise nothing: then the rest is copied
         stopped.clear()
-        with delayed_interrupt() as delayed, ThreadPoolExecutor(NUM_THREADS) as pool:
-            copies = [pool.submit(work) for _ in range(min(NUM_THREADS, len(parts)))]
+        with delayed_interrupt() as delayed, nullcontext(pool) if pool else ThreadPoolExecutor(NUM_THREADS) as threads:
+            copies = [threads.submit(work) for _ in range(min(NUM_THREADS, len(parts)))]
             try:
                 meanwhile()
+                while wait(copies, timeout=POLL_SECONDS).not_done:
+                    if delayed:
+                        stopped.set()
             except BaseException:
                 stopped.set()
                 raise
-            while wait(copies, timeout=POLL_SECONDS).not_done:
-                if delayed:
-                    stopped.set()
+            finally:
+                wait(copies)
         for copied in copies:
             copied.result()
         is_whole = not stopped.is_set()
@@ -86,6 +91,8 @@ class Uploads:
     def __init__(self, device: torch.device, advance: Advance = ignore) -> None:
         """advance: told the bytes that have been copied"""
         self._device, self._advance = device, advance
+        self._pool = ThreadPoolExecutor(NUM_THREADS)  # its threads start with the first copy, and end with this object
+        self._most_staged = 0 if device.type == "cpu" else min(STAGED_AT_ONCE, torch.cuda.mem_get_info(device)[0] // 2)
         self._parts: list[Copy] = []
         self._num_bytes = self._num_staged = 0
         self._filled: set[int] = set()  # the ids of targets that are tensors
@@ -103,7 +110,7 @@ class Uploads:
                 self._copy()
             self._filled.add(id(target))
         else:
-            if self._num_staged + source.nbytes > STAGED_AT_ONCE // 2:
+            if self._num_staged + source.nbytes > self._most_staged // 2:  # half is copied while half is written
                 self._copy()
             staged = torch.empty(source.shape, dtype=source.dtype, device=self._device)
             self._staged.append((target, staged))
@@ -125,7 +132,7 @@ class Uploads:
         self._num_bytes = self._num_staged = 0
         self._filled.clear()
         if bundles:
-            copy_parts(bundles, self._upload, num_bytes, self._device, self._write)
+            copy_parts(bundles, self._upload, num_bytes, self._device, self._write, self._pool)
         self._come += self._staged
         self._staged = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ BYTES_TOGETHER = 8 << 20  # of tensors that are written together: larger ones ke
 T = TypeVar("T")
 
 
-@runtime_checkable
 class Together(Written, Protocol):
     """A Written that can be written together with others of its class."""
 
@@ -34,16 +33,21 @@ def write_all(written: Iterable[tuple[Written, Tensor]]) -> None:
     """Write targets, each with what fills it; of two that write the same place, any may come later."""
     kinds: dict[Hashable, list[tuple[Written, Tensor]]] = {}
     for number, (target, source) in enumerate(written):
-        likeness = target.likeness if isinstance(target, Together) else None
+        likeness = target.likeness if _is_together(target) else None
         kind: Hashable = number if likeness is None else (type(target), likeness, source.shape, source.dtype)
         kinds.setdefault(kind, []).append((target, source))
     for alike in kinds.values():
         for some in _cut(alike):
             targets, sources = zip(*some, strict=True)
-            if len(some) > 1 and isinstance(targets[0], Together):
+            if len(some) > 1 and _is_together(targets[0]):
                 targets[0].copy_all(targets, torch.stack(sources))
             else:
                 targets[0].copy_(sources[0])
+
+
+def _is_together(target: Written) -> TypeGuard[Together]:
+    """Return whether a target is a Together; of many thousands, isinstance would take a second."""
+    return hasattr(target, "copy_all")
 
 
 def _cut(alike: list[tuple[Written, Tensor]]) -> Iterator[list[tuple[Written, Tensor]]]:
