@@ -26,12 +26,12 @@ import torch
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.benchmark.compare import SAMPLING_OPTIONS, report_transformers, run_transformers
-from nanoinfer.benchmark.eyes import TOWERS
 from nanoinfer.benchmark.files import check_files, write_files
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
 from nanoinfer.benchmark.least_steps import Limits
 from nanoinfer.benchmark.repeats import Repeat, count_steps, time_repeat
 from nanoinfer.benchmark.status_line import StatusLine
+from nanoinfer.benchmark.vision import TOWERS
 from nanoinfer.benchmark.weights import time_weights
 from nanoinfer.benchmark.workloads import SHAPES, WORKLOADS, Recipe, Workload, has_experts, write_config
 from nanoinfer.checkpoint import Checkpoint

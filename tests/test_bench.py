@@ -31,12 +31,12 @@ from example import QUESTIONS
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
 from nanoinfer.benchmark import figures as figures_command
 from nanoinfer.benchmark import status_line
-from nanoinfer.benchmark.eyes import tower_products
 from nanoinfer.benchmark.files import check_writable
 from nanoinfer.benchmark.least_steps import Steps, decode_steps
 from nanoinfer.benchmark.plot import binned_rate, plot
 from nanoinfer.benchmark.repeats import Repeat, count_steps
 from nanoinfer.benchmark.status_line import StatusLine
+from nanoinfer.benchmark.vision import tower_products
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.kernels.experts.route import Routing
@@ -540,7 +540,7 @@ def test_prompts_of_several_prefixes_are_computed_and_read_once_each() -> None:
 def test_images_for_a_model_that_does_not_see(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.parse_args(["--workload", "images", *options])
-    assert "--workload images: needs --config qwen3-vl-2b or qwen3-vl-8b" in capsys.readouterr().err
+    assert "--workload images: needs --config tiny-vl or qwen3-vl-2b or qwen3-vl-8b" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", [[], ["--config", "8b"]])

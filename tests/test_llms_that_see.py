@@ -168,7 +168,7 @@ class TestOptions:
         assert not Config(folder, images=False, **how).sees
         assert not caplog.records
 
-    def test_a_model_without_eyes_is_named(self) -> None:
+    def test_a_model_without_a_tower_is_named(self) -> None:
         with pytest.raises(ValueError, match=r"images=True: .* Qwen3ForCausalLM sees no images here; those that"):
             Config(BUNDLED_MODEL, images=True)
 
@@ -205,7 +205,7 @@ class TestWeights:
     """Names are the checkpoint's, as for the language model."""
 
     @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.whole)])
-    def test_new_eyes(self, ranks: int, qwen: Checkpoint, make_llm: Callable[..., LLM]) -> None:
+    def test_a_new_tower(self, ranks: int, qwen: Checkpoint, make_llm: Callable[..., LLM]) -> None:
         """Neither cached keys nor kept embeddings are those of the old tower."""
         llm = make_llm(qwen.folder, device="cpu", tensor_parallel_size=ranks, **qwen.options)
         assert qwen.generate(llm)[0]["token_ids"] == qwen.expected()
@@ -225,7 +225,7 @@ class TestWeights:
         assert own.generate(llm)[0]["token_ids"] == own.expected()
 
     @pytest.mark.parametrize(("in_flight", "is_new"), [("recompute", True), ("abort", False)])
-    def test_new_eyes_while_an_image_is_computed(
+    def test_a_new_tower_while_an_image_is_computed(
         self, in_flight: str, is_new: bool, qwen: Checkpoint, make_llm: Callable[..., LLM]
     ) -> None:
         llm = make_llm(qwen.folder, **{**qwen.options, "max_num_batched_tokens": 4})

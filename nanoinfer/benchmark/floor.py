@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from nanoinfer.benchmark.eyes import tower_products
 from nanoinfer.benchmark.least_steps import Limits, Steps, decode_steps, prefill_steps
+from nanoinfer.benchmark.vision import tower_products
 from nanoinfer.benchmark.workloads import Workload
 from nanoinfer.kernels.fp8 import FP8
 from nanoinfer.models.description import Description

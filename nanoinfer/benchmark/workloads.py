@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.benchmark import eyes
+from nanoinfer.benchmark import vision
 
 SHAPE_FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -132,9 +132,10 @@ SHAPES: dict[str, tuple[tuple[int | bool, ...], dict[str, Any]]] = {
         },
     ),
     "olmo2-7b": ((4096, 11008, 32, 32, 32, 128, False, 100352), OLMO),
-    "qwen3-vl-2b": ((2048, 6144, 28, 16, 8, 128, True, 151936), eyes.TEXT),
-    "qwen3-vl-8b": ((4096, 12288, 36, 32, 8, 128, False, 151936), eyes.TEXT),
-}  # published shapes, but for the first
+    "tiny-vl": ((64, 128, 2, 1, 1, 128, True, 151936), vision.TEXT),
+    "qwen3-vl-2b": ((2048, 6144, 28, 16, 8, 128, True, 151936), vision.TEXT),
+    "qwen3-vl-8b": ((4096, 12288, 36, 32, 8, 128, False, 151936), vision.TEXT),
+}  # published shapes, but for the tiny ones
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
@@ -173,7 +174,7 @@ class Recipe:
         prefix = [rand(0, top) for _ in range(self.prefix_len)]
         images = min(self.images, self.num_seqs)
         if images:
-            prefix = [eyes.BEGIN, *[eyes.IMAGE] * eyes.TOKENS, eyes.END]
+            prefix = [vision.BEGIN, *[vision.IMAGE] * vision.TOKENS, vision.END]
         shared = len(prefix) if images < self.num_seqs else 0
         prompts = [prefix + prompt for prompt in prompts]
         return Workload(prompts, output_lens, shared, self.samples, max(1, images), images)
@@ -181,7 +182,7 @@ class Recipe:
     def __str__(self) -> str:
         prompt, output = ("-".join(map(str, sorted(set(lens)))) for lens in (self.prompt_lens, self.output_lens))
         prefix = f"{self.prefix_len} + " if self.prefix_len else ""
-        prefix += f"one of {self.images} images of {eyes.SIDE} x {eyes.SIDE} + " if self.images else ""
+        prefix += f"one of {self.images} images of {vision.SIDE} x {vision.SIDE} + " if self.images else ""
         samples = f", {self.samples} samples" if self.samples > 1 else ""
         cache = f", {self.kv_tokens:,} in the KV cache" if self.kv_tokens else ""
         return f"{prefix}{prompt} in, {output} out{samples}{cache}"
@@ -230,9 +231,9 @@ class Workload:
         top = min(MAX_TOKEN, vocab_size - 1) + 1
         if not self.images:
             return [[(token + index) % top for token in prompt] for prompt in self.prompts]
-        images = eyes.draw_images(self.images, index)
-        begin = [eyes.BEGIN, eyes.IMAGE, eyes.END]
-        texts = [[(token + index) % top for token in prompt[eyes.TOKENS + 2 :]] for prompt in self.prompts]
+        images = vision.draw_images(self.images, index)
+        begin = [vision.BEGIN, vision.IMAGE, vision.END]
+        texts = [[(token + index) % top for token in prompt[vision.TOKENS + 2 :]] for prompt in self.prompts]
         return [
             {"prompt_token_ids": begin + text, "multi_modal_data": {"image": [images[number % self.images]]}}
             for number, text in enumerate(texts)
@@ -266,7 +267,7 @@ def write_config(name: str, folder: str) -> None:
         **family,
         **dict(zip(SHAPE_FIELDS, shape, strict=True)),
     }
-    if name in eyes.TOWERS:
-        eyes.write_processor(folder)
-        config = eyes.with_eyes(name, config)
+    if name in vision.TOWERS:
+        vision.write_processor(folder)
+        config = vision.with_tower(name, config)
     (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")

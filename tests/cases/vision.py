@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 
 @dataclass
 class Seeing:
-    """A case of MULTIMODAL with eyes.
+    """A case of MULTIMODAL with vision.
 
     case: its name there; vision, outer, text: settings of the config
     processor: makes its processor from a tokenizer

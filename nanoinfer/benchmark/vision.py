@@ -26,6 +26,7 @@ TEXT = {
 }  # fmt: skip
 TOWER_FIELDS = ("hidden_size", "intermediate_size", "depth", "num_heads", "out_hidden_size", "deepstack_visual_indexes")
 TOWERS: dict[str, tuple[int | list[int], ...]] = {
+    "tiny-vl": (64, 128, 2, 2, 64, [0]),
     "qwen3-vl-2b": (1024, 4096, 24, 16, 2048, [5, 11, 17]),
     "qwen3-vl-8b": (1152, 4304, 27, 16, 4096, [8, 16, 24]),
 }
@@ -36,7 +37,16 @@ PREPROCESSOR = {
 }  # fmt: skip
 
 
-def with_eyes(name: str, text: dict[str, Any]) -> dict[str, Any]:
+CHAT_TEMPLATE = """\
+{% for message in messages %}{{ message.role }}:
+{% for part in message.content %}\
+{{ "<|vision_start|><|image_pad|><|vision_end|>" if part.type == "image" else part.text }}\
+{% endfor %}
+
+{% endfor %}"""
+
+
+def with_tower(name: str, text: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a model that sees; text: that of its language model."""
     return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -51,7 +61,7 @@ def with_eyes(name: str, text: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_processor(folder: str) -> None:
-    """Write what processes images, and the bundled tokenizer with the tokens around them."""
+    """Write what processes images; the bundled tokenizer with the tokens around them, and a chat template."""
     target, source = Path(folder), Path(BUNDLED_MODEL)
     (target / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR), "utf-8")
     tokenizer = json.loads((source / "tokenizer.json").read_text("utf-8"))
@@ -61,6 +71,7 @@ def write_processor(folder: str) -> None:
         tokenizer["added_tokens"].append({"id": token_id, "content": name, **how})
     (target / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
     shutil.copy(source / "tokenizer_config.json", target)
+    (target / "chat_template.jinja").write_text(CHAT_TEMPLATE, "utf-8")
 
 
 def draw_images(count: int, repeat: int) -> list[Image]:
