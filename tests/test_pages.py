@@ -47,6 +47,7 @@ PRINTED: dict[str, list[str | Callable[[str], None]]] = {
     "batch-files.md": ['"id": "juliet", "text": "More light', '"custom_id": "b"', "1 0\n"],
     "coming-from-elsewhere.md": ["weep.", "'ROMEO:\\nO", "More light", "weep."],
     "evaluation.md": [" window breaks? [-0.0", "perplexity 1."],
+    "images.md": ["77 ["],
     "past-one-machine.md": ["['stop', 'length', 'stop', 'length'", "weep.", "has no prompt"],
     "structured-outputs.md": ["'age': ", "is no JSON\nstop {'says': 'Good morrow'}", "True True ab"],
     "training.md": [" 2\n", learns, "3\n", twice_the_same, one_number_twice],
