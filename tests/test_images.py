@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ def test_an_image_is_turned_as_its_camera_noted() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned by a quarter
     assert Opener().open("image", written(picture(8, 16), "JPEG", exif=exif)).size == (16, 8)
+
+
+def test_prompts_may_share_an_image_that_is_not_read_yet() -> None:
+    """PIL reads a file when its pixels are asked for, and not for two threads at once."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = written(picture(400, 300), "JPEG", exif=exif)
+    wanted, opener = np.asarray(Opener().open("image", file)), Opener()
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            shared = Image.open(BytesIO(file))
+            opened = list(pool.map(lambda image: opener.open("image", image), [shared] * 16))
+            assert all(np.array_equal(np.asarray(image), wanted) for image in opened)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L"])

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -25,16 +26,18 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of files; PIL 
 RGB = "RGB"
 UPRIGHT = 1  # an image's orientation (EXIF 2.3)
 MOST_SHOWN = 60  # characters of a URL or a path in an error message
+NUM_LOCKS = 256  # so many that a thread seldom waits for another image than its own
 
 
 class Opener:
-    """Makes RGB images of whatever users give, each turned as its camera noted.
+    """Makes RGB images of whatever users give, each turned as its camera noted, in any number of threads.
 
     folder: files are read from it alone, and relative paths begin in it; None: no file is read
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = None if folder is None else Path(folder).expanduser().resolve()
+        self._locks = [Lock() for _ in range(NUM_LOCKS)]
 
     def open(self, name: str, source: Any) -> Image:
         """Return an image in RGB, on white where it is transparent.
@@ -56,6 +59,9 @@ class Opener:
         if most is not None and image.width * image.height > most:
             raise ValueError(f"{name} has {image.width} x {image.height} pixels: must have at most {most}")
         with _named_errors(name):
+            with self._locks[hash((id(image),)) % NUM_LOCKS]:  # prompts may share an image that PIL has not read yet
+                image.load()
+                image.getexif()
             return _turned(image)
 
     def _find(self, name: str, source: Any) -> Image | BytesIO | Path:
@@ -102,7 +108,6 @@ def _turned(image: Image) -> Image:
     """Return an image in RGB, turned as its camera noted; one that is so already is not copied."""
     from PIL import ExifTags, ImageOps
 
-    image.load()
     if image.getexif().get(ExifTags.Base.Orientation, UPRIGHT) != UPRIGHT:
         image = ImageOps.exif_transpose(image)
     return image if image.mode == RGB else _on_white(image).convert(RGB)
