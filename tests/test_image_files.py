@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("PIL")
 
 from cases.pictures import picture
-from cases.vision import CHAT_TEMPLATE, SEEING
+from cases.vision import SEEING
 
 from nanoinfer.vision.processor import VisionProcessor
 
@@ -69,7 +69,6 @@ FORMS: dict[str, tuple[str, dict[str, Any], int]] = {  # of a class: files, the 
         "qwen2-vl",
         {
             PREPROCESSOR: {**QWEN, **PIXELS, "image_processor_type": "Qwen2VLImageProcessor"},
-            "chat_template.json": {"chat_template": CHAT_TEMPLATE},
         },
         16,
     ),
@@ -133,4 +132,3 @@ def test_published_files_say_how_images_are_processed(form: str, tmp_path: Path)
     prompt = processor.prepare("prompt", seeing.prompt, [picture(200, 200)])
     assert sum(span.count for span in prompt.spans) == count
     assert processor.images.largest().count >= count
-    assert processor.chat_template == (CHAT_TEMPLATE if "chat_template.json" in files else None)

@@ -168,17 +168,18 @@ class TestEnd:
         assert config.eos_token_ids == {1, 2}
 
 
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])
 @pytest.mark.parametrize(("own", "wanted"), [(None, "{{ 1 }}"), ("{{ 2 }}", "{{ 2 }}")])
 def test_a_processors_chat_template_counts_where_the_tokenizer_has_none(
-    own: str | None, wanted: str, folder: Path
+    own: str | None, wanted: str, file: str, folder: Path
 ) -> None:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     change(folder / "tokenizer_config.json", chat_template=own)
-    (folder / "chat_template.json").write_text('{"chat_template": "{{ 1 }}"}')
+    (folder / file).write_text('{"chat_template": "{{ 1 }}"}')
     tokenizer = load_tokenizer(Config(str(folder), device="cpu"))
     assert tokenizer is not None
     assert tokenizer.chat_template == wanted
-    (folder / "chat_template.json").write_text("{")
+    (folder / file).write_text("{")
     if own is None:
         with pytest.raises(ValueError, match="cannot load its tokenizer"):
             load_tokenizer(Config(str(folder), device="cpu"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 FILES = ("preprocessor_config.json", "processor_config.json")  # that may say how images are processed
 MOST_SHOWN = 300  # characters of transformers' reason
-TEMPLATE_FILES = ("processor_config.json", "chat_template.json")
 
 
 class VisionProcessor:
@@ -36,7 +34,6 @@ class VisionProcessor:
     tokenizer: the checkpoint's; None: it is loaded
 
     images: prepares each image
-    chat_template: that which comes with the image processor, not with the tokenizer; None: none does
     placeholder: what stands for an image in a prompt's text, before it is made as long as the image's embeddings
 
     Raises ValueError if the class is none of CLASSES, the folder has no image processor, or that takes no such option.
@@ -54,7 +51,6 @@ class VisionProcessor:
         maker = _maker_of(config)
         with _named_errors(folder):
             self._tokenizer = _read_tokenizer(folder) if tokenizer is None else tokenizer
-            self.chat_template = _read_chat_template(folder)
             placeholder = maker(config, self._tokenizer)
             processor = _read_processor(folder, placeholder.image_processor)
         self._most_images = most_images
@@ -180,13 +176,3 @@ def _read_processor(folder: str, name: str) -> Any:
         return getattr(transformers, name).from_pretrained(folder)
     except ImportError as error:
         raise ValueError("images need pillow: pip install 'nanoinfer[images]'") from error
-
-
-def _read_chat_template(folder: str) -> str | None:
-    """Return the chat template in a file of which tokenizers know nothing."""
-    for file in (Path(folder) / name for name in TEMPLATE_FILES):
-        if file.is_file():
-            template = json.loads(file.read_text("utf-8")).get("chat_template")
-            if template is not None:
-                return str(template)
-    return None

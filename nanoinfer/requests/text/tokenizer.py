@@ -27,7 +27,7 @@ TEXT = "Hello world, how are you?\nIt's  12345 YES: naïve 日本 🤗"  # begin
 SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}  # modules and their packages
 TIKTOKEN = {"tiktoken": "tiktoken"}
 PIECES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-PROCESSORS_TEMPLATE = "chat_template.json"
+PROCESSORS_FILES = ("processor_config.json", "chat_template.json")  # may have a chat template
 SHOWN = 6  # tokens, in a warning
 
 Reading = tuple[list[int], str]  # the tokens of a text, and what these are as text
@@ -69,8 +69,9 @@ def load_tokenizer(config: Config, is_replica: bool = False) -> PreTrainedTokeni
 
 def _read_processors_template(folder: str) -> str | None:
     """Return the chat template in a file that transformers reads for processors alone; None: there is none."""
-    file = Path(folder) / PROCESSORS_TEMPLATE
-    return json.loads(file.read_text("utf-8")).get("chat_template") if file.is_file() else None
+    files = [file for name in PROCESSORS_FILES if (file := Path(folder) / name).is_file()]
+    templates = (json.loads(file.read_text("utf-8")).get("chat_template") for file in files)
+    return next((template for template in templates if template is not None), None)
 
 
 def _missing_packages(folder: str) -> str | None:
