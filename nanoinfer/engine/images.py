@@ -78,7 +78,7 @@ class PromptImages:
         }
 
 
-def take_images(prompt: VisionPrompt, config: Config) -> PromptImages:
+def images_of(prompt: VisionPrompt, config: Config) -> PromptImages:
     """Return a prompt's images."""
     images = PromptImages(prompt, any(config.description.whole_images))
     assert images.largest <= config.max_num_batched_tokens  # see check_whole
@@ -106,14 +106,10 @@ def check_whole(largest: int, config: Config) -> None:
 
 
 class ImageFeed:
-    """Brings to the ranks the images whose embeddings they do not keep.
-
-    is_used: whether a prompt had images
-    """
+    """Brings to the ranks the images whose embeddings they do not keep."""
 
     def __init__(self, keeps: Callable[[bytes], bool], is_pinned: bool) -> None:
         """keeps: whether the ranks keep an image's embeddings, behind the newest step; is_pinned: of PixelsAhead"""
-        self.is_used = False
         self._keeps, self._ahead = keeps, PixelsAhead(is_pinned)
 
     def look_ahead(self, waiting: Iterable[Sequence], room: int) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from nanoinfer.config import Config
 from nanoinfer.engine.block_manager import BlockManager, MakeTier
 from nanoinfer.engine.faults import without_images, without_token
-from nanoinfer.engine.images import ImageFeed, take_images
+from nanoinfer.engine.images import ImageFeed, images_of
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.prefixes.host_tier import HostTier
 from nanoinfer.engine.ranks.ranks import Ranks
@@ -49,8 +49,8 @@ class LLMEngine:
             config.max_num_batched_tokens,
             config.description.long_from,
         )
-        self.feed = ImageFeed(self._keeps_image, config.device == "cuda") if config.sees else None
-        self.row_map = RowMap(_prefix_finder(config) if config.shares_prefixes else None, self.feed)
+        self._feed = ImageFeed(self._keeps_image, config.device == "cuda") if config.sees else None
+        self.row_map = RowMap(_prefix_finder(config) if config.shares_prefixes else None, self._feed)
         self.matchers = Matchers()
         self.updater = Updater(self.ranks, self.scheduler, config.description.tied)
         self.sleeper = Sleeper(self.ranks.call)
@@ -59,6 +59,7 @@ class LLMEngine:
         self.num_requests = 0  # that have been added so far, ended ones included
         self.counters = Counters()
         self._ready_at = 0.0  # when the device was done with the newest step that was read back
+        self._has_images = False  # whether a prompt had some
 
     def _keeps_image(self, key: bytes) -> bool:
         images = self.ranks.runner.holdings.images
@@ -88,9 +89,8 @@ class LLMEngine:
         """
         images = None
         if isinstance(prompt, VisionPrompt):
-            images = take_images(prompt, self.config)
-            assert self.feed is not None  # who makes such prompts has looked at config.sees
-            self.feed.is_used = True
+            images = images_of(prompt, self.config)
+            self._has_images = True
             self.ranks.note("images", *prompt.spans)
             prompt = prompt.token_ids
         self.ranks.note("prompt", prompt)
@@ -149,8 +149,8 @@ class LLMEngine:
                 launched = self._launch(step)
                 launched.result.num_preemptions = self.scheduler.num_preemptions - preempted_before
                 self.in_flight.append(launched)
-            if self.feed is not None and self.feed.is_used:
-                self._look_ahead(self.feed, beside_decode=isinstance(step, DecodeStep))
+            if self._has_images:
+                self._look_ahead(beside_decode=isinstance(step, DecodeStep))
             if self.in_flight and (launched is None or len(self.in_flight) > 1):
                 result = self._read_back(self.in_flight.popleft())
             if launched is not None and launched.guided:
@@ -158,8 +158,10 @@ class LLMEngine:
                 launched.tokens = self.ranks.call("draw_guided", masks)
             return result
 
-    def _look_ahead(self, feed: ImageFeed, beside_decode: bool) -> None:
+    def _look_ahead(self, beside_decode: bool) -> None:
         """Let images be prepared for the next step of prompts, and encoded beside a step that decodes."""
+        feed = self._feed
+        assert feed is not None  # who makes prompts with images has looked at config.sees
         feed.look_ahead(self.scheduler.waiting, self.config.max_num_batched_tokens)
         if beside_decode and (new := feed.take_made(BATCH_BYTES // self.config.torch_dtype.itemsize)):
             self.ranks.call("holdings.images.encode", new)
@@ -255,8 +257,8 @@ class LLMEngine:
         self.matchers.clear()
         self.scheduler.abort_all()
         self.row_map.clear()
-        if self.feed is not None:
-            self.feed.look_ahead((), 0)
+        if self._feed is not None:
+            self._feed.look_ahead((), 0)
 
     def close(self) -> None:
         """End the other ranks and give back all memory; safe to call twice."""

@@ -52,12 +52,12 @@ class RowMap:
         for seq in joins:
             seq.row = len(self.seqs)
             self.seqs.append(seq)
-        images = self.take_images(step.chunks)  # some may be faulty, which their chunks tell
+        images = self.new_images(step.chunks)  # some may be faulty, which their chunks tell
         chunks = [_describe_chunk(chunk) for chunk in step.chunks]
         return PrefillMessage(moves, num_rows, chunks, list(joins.values()), images=images), list(joins)
 
-    def take_images(self, chunks: list[Chunk]) -> NewImages | None:
-        """Take what is made of the images in the chunks of a prefill step; None: the ranks need nothing."""
+    def new_images(self, chunks: list[Chunk]) -> NewImages | None:
+        """Return the images that the ranks need for the chunks of a prefill step; None: the chunks have no images."""
         seen = [(chunk.seq.images, chunk.start, chunk.end) for chunk in chunks if chunk.seq.images is not None]
         if not seen:
             return None

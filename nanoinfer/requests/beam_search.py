@@ -17,7 +17,7 @@ from nanoinfer.engine.beams.hypotheses import Finished, Hypotheses
 from nanoinfer.engine.beams.rules import Rules, TransformersRules
 from nanoinfer.engine.beams.search import BeamSearch, BeamSearches
 from nanoinfer.engine.faults import not_finite
-from nanoinfer.engine.images import take_images
+from nanoinfer.engine.images import images_of
 from nanoinfer.engine.llm_engine import LLMEngine
 from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
@@ -171,7 +171,7 @@ class SearchesBeams(ABC):
     def _beams_of(self, index: int, prompt: Prepared, rules: Rules) -> BeamSearch:
         """Return the search of a prompt. Raises ValueError if the KV cache cannot hold its beams."""
         stop_ids = self._stop_ids(rules.params)
-        images = take_images(prompt.prompt, self.config) if isinstance(prompt.prompt, VisionPrompt) else None
+        images = images_of(prompt.prompt, self.config) if isinstance(prompt.prompt, VisionPrompt) else None
         seq = Sequence(prompt.token_ids, prompt.params, 0, self.config.max_model_len, stop_ids, images=images)
         search = BeamSearch(rules, seq)
         layout, asked = self.config.cache_layout, self.config.num_kvcache_blocks

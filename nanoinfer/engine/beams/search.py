@@ -144,7 +144,7 @@ class BeamSearches:
         ranks, copies, self._copies = self._engine.ranks, self._copies, []
         if ranks.peers is not None:
             ranks.peers.before_step([chunk.seq for chunk in chunks])
-        images = self._engine.row_map.take_images(chunks)
+        images = self._engine.row_map.new_images(chunks)
         for chunk in chunks:
             if chunk.seq.images is not None and chunk.seq.images.fault is not None:
                 raise ValueError(chunk.seq.images.fault)
