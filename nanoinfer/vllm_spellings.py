@@ -9,19 +9,26 @@ from nanoinfer.checks import as_int, check_flag, short
 
 Options = Mapping[str, Any]
 
+OF_VIDEOS = ("fps", "do_sample_frames")  # of a processor's arguments
+
+
+def of_images(arguments: Any) -> Any:
+    """Return those of a processor's arguments that can change an image; what is no mapping stays as it is."""
+    if not isinstance(arguments, Mapping):
+        return arguments
+    return {name: value for name, value in arguments.items() if name not in OF_VIDEOS}
+
 
 def _limit_images(limits: Any) -> Options:
-    """Return our options for vLLM's limits: a number for each medium, or a mapping that has it as "count"."""
+    """Return our options for vLLM's limits: a number for each medium, or a mapping that has it as "count".
+
+    Limits of other media are not looked at: a prompt with one is refused.
+    """
     name = "limit_mm_per_prompt"
     if not isinstance(limits, Mapping):
         raise ValueError(f"{name}={short(limits)}: must be a mapping, such as {{'image': 4}}")
-    counts = {medium: limit.get("count") if isinstance(limit, Mapping) else limit for medium, limit in limits.items()}
-    for medium, count in counts.items():
-        if medium != "image" and as_int(count) != 0:
-            raise ValueError(
-                f"{name} has {short(medium)}: {short(limits[medium])}: must be 0: of media, an LLM takes images alone"
-            )
-    count = counts.get("image")
+    limit = limits.get("image")
+    count = limit.get("count") if isinstance(limit, Mapping) else limit
     return {"images": False} if as_int(count) == 0 else {"limit_images_per_prompt": count}
 
 
@@ -33,7 +40,7 @@ def _without_media(value: Any) -> Options:
 OTHER_NAMES: dict[str, dict[str, Callable[[Any], Options]]] = {
     "LLM": {
         "limit_mm_per_prompt": _limit_images,
-        "mm_processor_kwargs": lambda value: {"image_options": value},
+        "mm_processor_kwargs": lambda value: {"image_options": of_images(value)},
         "allowed_local_media_path": lambda value: (
             {} if isinstance(value, str) and not value else {"image_folder": value}
         ),

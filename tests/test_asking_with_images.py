@@ -135,7 +135,7 @@ def test_prompts(name: str, checkpoint: Callable[[str], Checkpoint]) -> None:
     prompts = [
         {"prompt": one, "multi_modal_data": {"image": ONE}},
         {"prompt": two, "multi_modal_data": {"image": [ONE, TWO]}, "multi_modal_uuids": {"image": ["a", "b"]}},
-        {"prompt_token_ids": ids, "multi_modal_data": {"image": [ONE, TWO]}, "mm_processor_kwargs": {}},
+        {"prompt_token_ids": ids, "multi_modal_data": {"image": [ONE, TWO]}, "mm_processor_kwargs": {"fps": []}},
         "But, soft!",
         {"prompt": "But, soft!", "multi_modal_data": {"image": []}},
     ]

@@ -144,12 +144,12 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("theirs", "ours"),
         [
-            ({"limit_mm_per_prompt": {"image": 4, "video": 0}}, {"limit_images_per_prompt": 4}),
+            ({"limit_mm_per_prompt": {"image": 4, "video": 1}}, {"limit_images_per_prompt": 4}),
             ({"limit_mm_per_prompt": {"image": {"count": 4, "width": 64}}}, {"limit_images_per_prompt": 4}),
             ({"limit_mm_per_prompt": {"image": 0}}, {"images": False}),
             ({"limit_mm_per_prompt": {"audio": 0}}, {}),
             ({"limit_mm_per_prompt": None}, {}),
-            ({"mm_processor_kwargs": {"max_pixels": 4096}}, {"image_options": {"max_pixels": 4096}}),
+            ({"mm_processor_kwargs": {"max_pixels": 4096, "fps": 1}}, {"image_options": {"max_pixels": 4096}}),
             ({"allowed_local_media_path": BUNDLED_MODEL}, {"image_folder": BUNDLED_MODEL}),
             ({"allowed_local_media_path": ""}, {}),
             ({"language_model_only": True}, {"images": False}),
@@ -163,7 +163,6 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"limit_mm_per_prompt": {"image": 4, "video": 1}}, "limit_mm_per_prompt has 'video': 1: must be 0: of"),
             ({"limit_mm_per_prompt": 4}, "limit_mm_per_prompt=4: must be a mapping, such as {'image': 4}"),
             ({"limit_mm_per_prompt": {"image": -1}}, "limit_images_per_prompt=-1: must be an integer of at least 1"),
             ({"mm_processor_kwargs": 3}, "image_options=3: must be a mapping"),

@@ -16,6 +16,7 @@ from nanoinfer.vision.image_processor import PreparedImage
 from nanoinfer.vision.pixels import PixelsOnDemand
 from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import VisionPrompt
+from nanoinfer.vllm_spellings import of_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ def take_beside(name: str, prompt: dict[str, Any]) -> list[Any]:
     Raises ValueError for what changes how images are processed, and for other media.
     """
     prompt.pop(NAMES, None)  # an image's pixels tell it from others
-    if (processing := prompt.pop(PROCESSING, None)) is not None and processing != {}:
+    if (processing := of_images(prompt.pop(PROCESSING, None))) is not None and processing != {}:
         raise ValueError(
             f"{name}[{PROCESSING!r}] is {short(processing, MOST_SHOWN)}: must be left out: LLM(image_options=...) says"
             " for all prompts how large images become"
