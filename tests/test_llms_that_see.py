@@ -224,6 +224,15 @@ class TestWeights:
         assert llm.update_weights(own.weights) == 1
         assert own.generate(llm)[0]["token_ids"] == own.expected()
 
+    def test_what_a_trainers_parameters_lack_stays(self, tmp_path: Path, make_llm: Callable[..., LLM]) -> None:
+        """Gemma 4's tower has buffers."""
+        own = Checkpoint("gemma4", tmp_path)
+        llm = make_llm(own.folder, device="cpu", **own.options)
+        parameters = dict(own.model.named_parameters())
+        assert {name.rpartition(".")[2] for name in own.of_tower().keys() - parameters.keys()} >= {"std_bias"}
+        assert llm.update_weights(parameters) == 1
+        assert own.generate(llm)[0]["token_ids"] == own.expected()
+
     @pytest.mark.parametrize(("in_flight", "is_new"), [("recompute", True), ("abort", False)])
     def test_a_new_tower_while_an_image_is_computed(
         self, in_flight: str, is_new: bool, qwen: Checkpoint, make_llm: Callable[..., LLM]

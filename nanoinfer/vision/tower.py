@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.grids import derive
@@ -60,7 +60,9 @@ class TransformersTower:
 
     def table(self) -> Table:
         """Return what fills the weights, by names as weights.sources.OfTower gives them."""
-        tensors = {OfTower().known_name(name): tensor for name, tensor in self._model.state_dict().items()}
+        tensors = {
+            OfTower().known_name(name): tensor for name, tensor in self._model.state_dict(keep_vars=True).items()
+        }
         return {name: [_shard(name, tensor)] for name, tensor in tensors.items() if name is not None}
 
     @torch.inference_mode()
@@ -131,9 +133,10 @@ class TransformersTower:
 
 
 def _shard(name: str, tensor: Tensor) -> Shard:
-    is_limit = name.endswith(LIMITS)
-    target = tensor if tensor.ndim else tensor.view(1)  # as ranks pass numbers on
-    return Shard(name, target, tuple(target.shape), optional=is_limit, is_constant=is_limit, is_limit=is_limit)
+    is_limit, is_constant = name.endswith(LIMITS), not isinstance(tensor, nn.Parameter)
+    values = tensor.detach()
+    target = values if values.ndim else values.view(1)  # as ranks pass numbers on
+    return Shard(name, target, tuple(target.shape), optional=is_limit, is_constant=is_constant, is_limit=is_limit)
 
 
 def _build(
