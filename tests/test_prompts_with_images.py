@@ -248,6 +248,21 @@ def test_no_room_to_keep_embeddings(checkpoint: Callable[[str], Checkpoint], mak
     run(llm, own)
 
 
+def test_embeddings_without_room_are_made_ahead_once(
+    checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
+) -> None:
+    """And again by the step that needs them."""
+    own = checkpoint("qwen3-vl")
+    llm = make_llm(own.folder, **own.case.small, max_num_seqs=1)
+    images = llm.engine.ranks.runner.holdings.images
+    assert images is not None
+    images._kept.most_bytes = 0
+    tower, prompts = watch(llm), own.prompts()[:2]
+    for (seq,), prompt in zip(generate(llm, own, prompts, max_tokens=60), prompts, strict=True):
+        check(seq, prompt, own)
+    assert sum(tower.counts) == 3
+
+
 def test_images_are_encoded_beside_decode(
     checkpoint: Callable[[str], Checkpoint], make_llm: Callable[..., LLM]
 ) -> None:

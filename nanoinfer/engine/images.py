@@ -111,6 +111,7 @@ class ImageFeed:
     def __init__(self, keeps: Callable[[bytes], bool], is_pinned: bool) -> None:
         """keeps: whether the ranks keep an image's embeddings, behind the newest step; is_pinned: of PixelsAhead"""
         self._keeps, self._ahead = keeps, PixelsAhead(is_pinned)
+        self._encoded: set[bytes] = set()  # ahead, of those that wait; once, for the ranks may lack room to keep them
 
     def look_ahead(self, waiting: Iterable[Sequence], room: int) -> None:
         """Let threads make the pixels that the next step of so many tokens wants, and hold those of no other."""
@@ -121,11 +122,14 @@ class ImageFeed:
             room -= len(seq)
             if seq.images is not None:
                 wanted |= seq.images.pixels(0)
-        self._ahead.look(self._not_kept(wanted))
+        self._encoded &= wanted.keys()
+        self._ahead.look({key: pixels for key, pixels in self._not_kept(wanted).items() if key not in self._encoded})
 
     def take_made(self, most_values: int) -> NewImages:
         """Return images that the ranks can encode before a step wants them, at most so many values or one image."""
-        return self._ahead.take_made(most_values)
+        made = self._ahead.take_made(most_values)
+        self._encoded |= made.keys()
+        return made
 
     def take(self, chunks: Iterable[tuple[PromptImages, int, int]]) -> NewImages:
         """Return the new images of a prefill step; chunks: those of prompts with images, from a place to another.
