@@ -325,6 +325,10 @@ def test_columns_of_ray_data(qwen: Checkpoint) -> None:
         made = asyncio.run(make(table))
         assert [(row["error"], row["token_ids"]) for row in made] == [(None, row) for row in rows]
         assert [row.get("image") for row in made] == [row.get("image") for row in table.to_pylist()]
+    generator = Generator(qwen.folder, vars(qwen.params()), device="cpu", images=False, **qwen.small)
+    blind, text_alone = asyncio.run(make(tables[0]))
+    assert "LLM(images=True) sees" in blind["error"]
+    assert text_alone["error"] is None
 
 
 class TestErrors:

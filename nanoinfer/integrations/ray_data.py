@@ -103,8 +103,9 @@ class Generator:
 
     A row has a prompt in one of the columns prompt, token_ids and messages; chat_template_kwargs may stand beside
     messages. For a model that sees, a column image beside prompt or token_ids holds an image, or a list of them, and
-    parts of messages may hold some: bytes of files, data: URLs, or paths in the option image_folder. In these columns
-    and in those of settings, null or NaN counts as nothing.
+    parts of messages may hold some: bytes of files, data: URLs, or paths in the option image_folder. Where the model
+    could see but the LLM does not, a row with an image fails. In these columns and in those of settings, null or NaN
+    counts as nothing.
 
     text, token_ids, finish_reason: new columns, of the row's first sample; a column token_ids that was there becomes
         prompt_token_ids
@@ -151,8 +152,8 @@ class Generator:
         """Return what a row asks for. Raises ValueError for what it cannot have."""
         image = row.pop(IMAGE, None)
         settings = {name: value for name, given in row.items() if (value := _plain(given)) is not None}
-        if image is not None and self._engine.llm.config.sees:
-            settings[IMAGE] = image
+        if image is not None and self._engine.llm.config.description.is_multimodal:
+            settings[IMAGE] = image  # an LLM that could see, and does not, refuses it
         key = settings.pop("id", None)
         prompt = take_prompt(settings, KNOWN)
         return prompt, SamplingParams(**complete(settings, self._shared, self._seed, prompt if key is None else key))
