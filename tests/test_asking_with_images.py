@@ -327,7 +327,7 @@ def test_columns_of_ray_data(qwen: Checkpoint) -> None:
         assert [row.get("image") for row in made] == [row.get("image") for row in table.to_pylist()]
 
 
-def written(value: object) -> str:
+def named(value: object) -> str:
     """Return what a test's name says of an argument: the same in every process."""
     return re.sub(" at 0x[0-9A-F]+", "", str(value))
 
@@ -368,7 +368,7 @@ class TestErrors:
             ({"prompt": IMAGE, "multi_modal_data": ONE}, r"\['multi_modal_data'\] is <PIL.*: must be a mapping with"),
             ({"prompt": IMAGE, "image": ONE}, r"must be text, .*, and nothing else but 'multi_modal_data'"),
         ],
-        ids=written,
+        ids=named,
     )
     def test_prompts(self, prompt: Any, message: str, qwen: Checkpoint) -> None:
         with pytest.raises(ValueError, match=message):
@@ -387,7 +387,7 @@ class TestErrors:
             ({"type": "text", "text": IMAGE}, r"messages\[1\] has 1 placeholders, '<image>', and no image"),
             ({"type": "image", "image": "/etc/passwd"}, r"image 0 of messages\[1\] is '/etc/passwd': no file is read"),
         ],
-        ids=written,
+        ids=named,
     )
     def test_chats(self, part: dict[str, Any], message: str, qwen: Checkpoint) -> None:
         with pytest.raises(ValueError, match=message):
