@@ -331,6 +331,11 @@ def test_columns_of_ray_data(qwen: Checkpoint) -> None:
     assert text_alone["error"] is None
 
 
+def named(value: object) -> str:
+    """Return what a test's name says of an argument: the same in every process."""
+    return re.sub(" at 0x[0-9A-F]+", "", str(value))
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("prompt", "message"),
@@ -367,7 +372,7 @@ class TestErrors:
             ({"prompt": IMAGE, "multi_modal_data": ONE}, r"\['multi_modal_data'\] is <PIL.*: must be a mapping with"),
             ({"prompt": IMAGE, "image": ONE}, r"must be text, .*, and nothing else but 'multi_modal_data'"),
         ],
-        ids=str,
+        ids=named,
     )
     def test_prompts(self, prompt: Any, message: str, qwen: Checkpoint) -> None:
         with pytest.raises(ValueError, match=message):
@@ -386,7 +391,7 @@ class TestErrors:
             ({"type": "text", "text": IMAGE}, r"messages\[1\] has 1 placeholders, '<image>', and no image"),
             ({"type": "image", "image": "/etc/passwd"}, r"image 0 of messages\[1\] is '/etc/passwd': no file is read"),
         ],
-        ids=str,
+        ids=named,
     )
     def test_chats(self, part: dict[str, Any], message: str, qwen: Checkpoint) -> None:
         with pytest.raises(ValueError, match=message):

@@ -88,7 +88,6 @@ GROUPINGS = {
     "int4 g64 zeros": Grouping("int4", 64, FP16, zeros=True),
     "int4 g32": Grouping("int4", 32),
     "int4 rows": Grouping("int4", 0),
-    "int8 g128": Grouping("int8", 128),
     "int8 rows": Grouping("int8", 0),
     "nvfp4": Grouping("e2m1", 16, FP8, factors=True),
     "mxfp4": Grouping("e2m1", 32, torch.uint8),
@@ -100,11 +99,12 @@ def numbers(*shape: int) -> Tensor:
 
 
 GROUP_PRODUCTS = [
-    *product(QWEN3_8B, (1, 8, 64, 300), (BF16,)),
-    *product(("down",), (1, 64, 300), (FP16,)),
-    ("qkv", 1, FP32),
+    *product(("down",), (1, 8, 64, 300), (BF16,)),
+    *product(("gates and ups",), (1, 64), (BF16,)),
+    *product(("down",), (1, 300), (FP16,)),
+    *product(("qkv",), (1, 8), (BF16, FP32)),
 ]
-GROUP_EXPERTS = [*product(SIZES, (BF16,)), (1, FP32), (4000, FP16), (4000, FP32)]
+GROUP_EXPERTS = [(1, BF16), (200, BF16), (4000, BF16), (4000, FP16), (1, FP32), (4000, FP32)]
 
 
 def in_fp8(*shape: int) -> Fp8LinearWeight:
@@ -287,7 +287,7 @@ def of_group_experts() -> Iterator[Launch]:
 def of_attention() -> Iterator[Launch]:
     ways = product((("decode", decode, 8), ("decode", decode, 200), ("prefill", prefill, 1000)), HEADS, (BF16, FP8))
     for (name, attend, size), head_dim, cache in ways:
-        for window, in_order in ((None, False), (1024, False), (None, True)):
+        for window, in_order in ((None, False), *(((1024, False), (None, True)) if cache == BF16 else ())):
             often = size > 8 and (cache, window, in_order) == (BF16, None, False)
             named = f"{name} of {size}, {head_dim=}, {cache=}, {window=}, {in_order=}"
             yield Launch(named, partial(attend, head_dim, size, cache, window, in_order), often)
