@@ -495,10 +495,10 @@ def test_prompts_with_images_have_the_tokens_that_the_floor_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("PIL")
-    from nanoinfer.vision.processor import VisionProcessor
+    from cases.vision import processor_of
 
     bench.write_config("qwen3-vl-2b", str(tmp_path))
-    processor = VisionProcessor(str(tmp_path), Checkpoint.open(str(tmp_path)).hf_config)
+    processor = processor_of(str(tmp_path), Checkpoint.open(str(tmp_path)).hf_config)
     for images, keys in ((4, 4), (2, 2)):
         work = replace(bench.WORKLOADS["images"], num_seqs=4, images=images).draw(vocab_size=151936)
         first, second = (

@@ -11,9 +11,7 @@ import pytest
 pytest.importorskip("PIL")
 
 from cases.pictures import picture
-from cases.vision import SEEING
-
-from nanoinfer.vision.processor import VisionProcessor
+from cases.vision import SEEING, processor_of
 
 PREPROCESSOR, PROCESSOR, VIDEO = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
 MEAN = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
@@ -128,7 +126,7 @@ def test_published_files_say_how_images_are_processed(form: str, tmp_path: Path)
     (tmp_path / PREPROCESSOR).unlink()
     for file, content in files.items():
         (tmp_path / file).write_text(json.dumps(content))
-    processor = VisionProcessor(str(tmp_path), config)
+    processor = processor_of(str(tmp_path), config)
     prompt = processor.prepare("prompt", seeing.prompt, [picture(200, 200)])
     assert sum(span.count for span in prompt.spans) == count
     assert processor.images.largest().count >= count

@@ -18,7 +18,7 @@ pytest.importorskip("PIL")
 from cases import MULTIMODAL, SHAPE
 from cases.multimodal import MROPE
 from cases.pictures import picture
-from cases.vision import SEEING
+from cases.vision import SEEING, processor_of
 from PIL.Image import Image
 from transformers import AutoConfig, AutoTokenizer
 
@@ -28,7 +28,6 @@ from nanoinfer.engine.sequence import Sequence
 from nanoinfer.models import describe
 from nanoinfer.vision.ahead import PixelsAhead
 from nanoinfer.vision.pixels import Pixels, PixelsOnDemand, Source, join, normalised
-from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import Encoded, ImageSpan, Tower, VisionPrompt
 
 MAX_TOKENS = 6
@@ -42,7 +41,7 @@ class Checkpoint:
         self.folder, self.case, self._seeing = str(folder), MULTIMODAL[SEEING[name].case], SEEING[name]
         self.model = self._seeing.build(folder)
         config = self.model.config
-        self.processor = VisionProcessor(self.folder, config)
+        self.processor = processor_of(self.folder, config)
         self.image_id: int = config.image_token_id
         self._image: list[int] = AutoTokenizer.from_pretrained(folder).encode(self._seeing.prompt)
 

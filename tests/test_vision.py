@@ -19,7 +19,7 @@ pytest.importorskip("PIL")
 
 from cases.multimodal import MULTIMODAL
 from cases.pictures import picture
-from cases.vision import IMAGE, SEEING
+from cases.vision import IMAGE, SEEING, processor_of
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, PreTrainedModel
 
 from nanoinfer import BUNDLED_MODEL
@@ -29,7 +29,6 @@ from nanoinfer.vision.fewer_passes import take_fewer_passes
 from nanoinfer.vision.messages import take_images
 from nanoinfer.vision.pixels import bytes_of
 from nanoinfer.vision.placeholders import CLASSES
-from nanoinfer.vision.processor import VisionProcessor
 from nanoinfer.vision.spans import Encoded, VisionPrompt
 from nanoinfer.vision.tower import TransformersTower
 from nanoinfer.weights.sources import TOWER, FileSource, OfTower, RandomSource
@@ -47,7 +46,7 @@ class Checkpoint:
         self.model: PreTrainedModel = self.seeing.build(folder)
         self.oracle: Any = self.seeing.make_processor()
         self.config = AutoConfig.from_pretrained(folder)
-        self.processor = VisionProcessor(self.folder, self.config)
+        self.processor = processor_of(self.folder, self.config)
         self.tower = self.make_tower()
 
     def make_tower(self, **options: int) -> TransformersTower:
@@ -162,13 +161,13 @@ def test_equal_images_have_equal_keys(checkpoint: Callable[[str], Checkpoint]) -
     assert keys[0] == keys[2]
     assert len(set(keys)) == 3
     assert {len(key) for key in keys} == {16}
-    smaller = VisionProcessor(ours.folder, ours.config, {"max_pixels": 64 * 64})
+    smaller = processor_of(ours.folder, ours.config, {"max_pixels": 64 * 64})
     assert smaller.prepare("prompt", ours.text(1), [first]).spans[0].key != keys[0]
 
 
 def test_gemma_3_may_see_crops(checkpoint: Callable[[str], Checkpoint]) -> None:
     ours = checkpoint("gemma3")
-    processor = VisionProcessor(ours.folder, ours.config, {"do_pan_and_scan": True})
+    processor = processor_of(ours.folder, ours.config, {"do_pan_and_scan": True})
     images = [picture(61, 97), picture(300, 900), picture(900, 400)]
     wanted = ours.oracle(text=ours.text(3), images=images, return_tensors="pt", images_kwargs={"do_pan_and_scan": True})
     prompt = processor.prepare("prompt", ours.text(3), images)
@@ -210,7 +209,7 @@ def test_no_image_has_more_tokens(
     name: str, options: dict[str, int], count: int, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
     ours = checkpoint(name)
-    images = VisionProcessor(ours.folder, ours.config, options).images
+    images = processor_of(ours.folder, ours.config, options).images
     assert images.largest().count == count
     for width in (1, 2, 9, 25):
         assert images.prepare("image", picture(5 * width, 5)).count <= count
@@ -223,17 +222,17 @@ def test_each_class_that_sees_has_a_case() -> None:
 def test_a_class_that_does_not_see_is_named() -> None:
     config = AutoConfig.from_pretrained(BUNDLED_MODEL)
     with pytest.raises(ValueError, match="architecture 'Qwen3ForCausalLM' takes no images here; those that do: Gemma3"):
-        VisionProcessor(BUNDLED_MODEL, config)
+        processor_of(BUNDLED_MODEL, config)
 
 
 def test_a_checkpoint_without_a_processor_is_named(checkpoint: Callable[[str], Checkpoint]) -> None:
     with pytest.raises(ValueError, match=r"must have a preprocessor_config.json"):
-        VisionProcessor(BUNDLED_MODEL, checkpoint("qwen3-vl").config)
+        processor_of(BUNDLED_MODEL, checkpoint("qwen3-vl").config)
 
 
 def test_options_say_how_large_images_become(checkpoint: Callable[[str], Checkpoint]) -> None:
     ours = checkpoint("qwen3-vl")
-    smaller = VisionProcessor(ours.folder, ours.config, {"max_pixels": 64 * 64})
+    smaller = processor_of(ours.folder, ours.config, {"max_pixels": 64 * 64})
     (span,) = smaller.prepare("prompt", ours.text(1), [picture(200, 200)]).spans
     assert span.count == 4
 
@@ -261,7 +260,7 @@ def test_options_that_a_processor_does_not_take(
     name: str, options: dict[str, int], message: str, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        VisionProcessor(checkpoint(name).folder, checkpoint(name).config, options)
+        processor_of(checkpoint(name).folder, checkpoint(name).config, options)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +277,7 @@ def test_placeholders_are_as_many_as_images(
     text: str | list[int], count: int, message: str, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
     ours = checkpoint("qwen3-vl")
-    processor = VisionProcessor(ours.folder, ours.config, most_images=2)
+    processor = processor_of(ours.folder, ours.config, most_images=2)
     with pytest.raises(ValueError, match=message):
         processor.prepare("prompts[3]", text, [picture(64, 64)] * count)
 
@@ -309,7 +308,7 @@ def test_pixels_are_made_when_they_are_read(checkpoint: Callable[[str], Checkpoi
     first = dict(pixels)
     assert bytes_of(pixels) == bytes_of(first)
     sent = pickle.loads(pickle.dumps(pixels))
-    sent.load = VisionProcessor(ours.folder, ours.config).images.load  # that of another process
+    sent.load = processor_of(ours.folder, ours.config).images.load  # that of another process
     torch.testing.assert_close(dict(sent), first, atol=0, rtol=0)
     image[0, 0] ^= 1
     with pytest.raises(ValueError, match="image 0 of prompt has changed since it was first read"):
@@ -329,7 +328,7 @@ def test_threads_share_a_processor(checkpoint: Callable[[str], Checkpoint]) -> N
     ours = checkpoint("gemma4")
     images = [picture(64 + seed, 80, seed) for seed in range(16)]
     wanted = [ours.processor.prepare("prompt", ours.text(1), [image]).token_ids for image in images]
-    shared = VisionProcessor(ours.folder, ours.config)
+    shared = processor_of(ours.folder, ours.config)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda image: shared.prepare("prompt", ours.text(1), [image]), images))
     assert [prompt.token_ids for prompt in found] == wanted

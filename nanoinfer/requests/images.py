@@ -71,14 +71,15 @@ class ImageInputs:
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """config: of an LLM that sees. Raises ValueError if its largest image fits no step."""
         assert config.hf_config is not None
+        assert tokenizer is not None  # or it would not see
         with fresh_torch_state():
             self._processor = VisionProcessor(
                 config.model,
                 config.hf_config,
+                tokenizer,
                 config.image_options,
                 config.limit_images_per_prompt,
                 config.image_folder,
-                tokenizer,
             )
             check_whole(self._processor.longest_span(), config)
 

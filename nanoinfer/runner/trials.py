@@ -50,7 +50,7 @@ def largest_image(config: Config) -> Pixels:
 
     assert config.hf_config is not None
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.model, trust_remote_code=False)
-    processor = VisionProcessor(config.model, config.hf_config, config.image_options, tokenizer=tokenizer)
+    processor = VisionProcessor(config.model, config.hf_config, tokenizer, config.image_options)
     return dict(processor.images.largest().pixels)
 
 

@@ -26,12 +26,11 @@ MOST_SHOWN = 300  # characters of transformers' reason
 class VisionProcessor:
     """Makes VisionPrompts by the image processor of a checkpoint, in any number of threads.
 
-    folder: the checkpoint's; config: its config.json
+    folder: the checkpoint's; config: its config.json; tokenizer: its own, or another
     options: how large images become: "max_pixels" and "min_pixels" for Qwen, "max_soft_tokens" for Gemma 4, or "size"
         as its image processor has it; with "do_pan_and_scan", Gemma 3 also sees crops of long images
     most_images: so many may be in a prompt; None: any number
     image_folder: as for Opener
-    tokenizer: the checkpoint's; None: it is loaded
 
     images: prepares each image
     placeholder: what stands for an image in a prompt's text, before it is made as long as the image's embeddings
@@ -43,17 +42,16 @@ class VisionProcessor:
         self,
         folder: str,
         config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
         options: Mapping[str, Any] | None = None,
         most_images: int | None = None,
         image_folder: str | Path | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         maker = _maker_of(config)
         with _named_errors(folder):
-            self._tokenizer = _read_tokenizer(folder) if tokenizer is None else tokenizer
-            placeholder = maker(config, self._tokenizer)
+            placeholder = maker(config, tokenizer)
             processor = _read_processor(folder, placeholder.image_processor)
-        self._most_images = most_images
+        self._tokenizer, self._most_images = tokenizer, most_images
         self._positions = MropePositions.of(config)
         self._image_id: int = config.image_token_id  # embeddings are put in its place
         self.images = ImageProcessor(
@@ -158,12 +156,6 @@ def _named_errors(folder: str) -> Iterator[None]:
         raise ValueError(
             f"model={folder!r}: cannot read how images are processed, without which images=False works: {reason}"
         ) from error
-
-
-def _read_tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _read_processor(folder: str, name: str) -> Any:

@@ -17,6 +17,7 @@ from transformers.utils import is_torchvision_available
 from cases.case import Case, build
 from cases.multimodal import MULTIMODAL, QWEN2_VISION, QWEN3_5_VISION, QWEN3_VISION, VISION
 from nanoinfer import BUNDLED_MODEL
+from nanoinfer.vision.processor import VisionProcessor
 
 VOCAB = 2080  # the bundled tokenizer's, and further special tokens
 IMAGE, BEGIN, END = "<image>", "<begin>", "<end>"
@@ -164,3 +165,8 @@ SEEING = {
     "qwen3.5": Seeing("qwen3.5 multimodal", QWEN3_5_VISION, QWEN3_PROCESSOR, QWEN),
     "qwen3.5-moe": Seeing("qwen3.5moe multimodal", QWEN3_5_VISION, QWEN3_PROCESSOR, QWEN),
 }
+
+
+def processor_of(folder: str, config: Any, *options: Any, **others: Any) -> VisionProcessor:
+    """Return our processor of a checkpoint, with its own tokenizer."""
+    return VisionProcessor(folder, config, AutoTokenizer.from_pretrained(folder), *options, **others)
