@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -24,6 +24,7 @@ CHANNELS = (1, 3, 4)  # that an array may have
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of files; PIL runs a program for some others
 RGB = "RGB"
 UPRIGHT = 1  # an image's orientation (EXIF 2.3)
+LOCKS = [Lock() for _ in range(1021)]  # of images; so many that two which are decoded at once seldom have the same
 MOST_SHOWN = 60  # characters of a URL or a path in an error message
 
 
@@ -44,18 +45,19 @@ class Opener:
             of uint8, [height, width] or [height, width, 1, 3 or 4]; or a mapping with "bytes" or a "path", as tables
             of the library datasets hold images
 
-        Raises ValueError for another source, for one that does not decode or is no file of FORMATS, and for one of more
-        pixels than PIL.Image.MAX_IMAGE_PIXELS, before it is decoded.
+        Raises ValueError for another source, for one that does not decode or is no file of FORMATS, and for one without
+        a pixel, or of more than PIL.Image.MAX_IMAGE_PIXELS, before it is decoded.
         """
         from PIL import Image  # here, for it comes with an extra
 
         found = self._find(name, source)
         with _named_errors(name):
             image = found if isinstance(found, Image.Image) else Image.open(found, formats=FORMATS)
-        most = Image.MAX_IMAGE_PIXELS
-        if most is not None and image.width * image.height > most:
-            raise ValueError(f"{name} has {image.width} x {image.height} pixels: must have at most {most}")
-        with _named_errors(name):
+        count, most = image.width * image.height, Image.MAX_IMAGE_PIXELS
+        if not count or (most is not None and count > most):
+            room = "one or more" if most is None else f"1 to {most}"
+            raise ValueError(f"{name} has {image.width} x {image.height} pixels: must have {room}")
+        with _named_errors(name), LOCKS[id(image) % len(LOCKS)]:  # threads that decode one image get wrong pixels
             return _turned(image)
 
     def _find(self, name: str, source: Any) -> Image | BytesIO | Path:
@@ -69,7 +71,7 @@ class Opener:
         if isinstance(source, np.ndarray):
             return Image.fromarray(_check_array(name, source))
         if isinstance(source, (bytes, bytearray, memoryview)):
-            return BytesIO(source)
+            return BytesIO(bytes(source))
         if isinstance(source, str) and source.startswith(DATA):
             return BytesIO(_decode_url(name, source))
         if isinstance(source, (str, Path)):
@@ -124,7 +126,8 @@ def _named_errors(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{name} cannot be read as an image: {error}") from error
+        reason = str(error) or repr(error)
+        raise ValueError(f"{name} cannot be read as an image: {reason}") from error
 
 
 def _check_array(name: str, array: np.ndarray) -> np.ndarray:
@@ -145,5 +148,5 @@ def _decode_url(name: str, url: str) -> bytes:
         raise ValueError(f"{name} is {short(url, MOST_SHOWN)}: a data: URL must be data:image/...;base64,...")
     try:
         return base64.b64decode(data, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise ValueError(f"{name} is {short(url, MOST_SHOWN)}: must be base64: {error}") from None
