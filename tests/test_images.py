@@ -19,6 +19,7 @@ from cases.pictures import picture
 from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 
+from nanoinfer.vision.ahead import ImageThreads
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.messages import take_images
 from nanoinfer.vision.opening import Opener
@@ -225,3 +226,18 @@ def test_what_is_too_large_is_not_kept() -> None:
     assert kept.find(b"a") is not None
     kept.clear()
     assert (kept.find(b"a"), kept.num_bytes) == (None, 0)
+
+
+# Who prepares images
+
+
+def test_threads_start_again_in_a_fork() -> None:
+    threads = ImageThreads(2)
+    assert threads.submit(int, "6").result() == 6
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(threads.submit(int, "7").result(timeout=20))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
