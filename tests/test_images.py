@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("PIL")
 
 from cases.pictures import picture
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
 from nanoinfer.vision.ahead import ImageThreads
@@ -60,9 +60,19 @@ def test_threads_may_share_an_image_that_is_not_decoded_yet(kind: str) -> None:
 
 
 def test_an_image_is_turned_as_its_camera_noted() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned by a quarter
-    assert Opener().open("image", written(picture(8, 16), "JPEG", exif=exif)).size == (16, 8)
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        file = written(picture(8, 16), exif=exif)
+        expected = ImageOps.exif_transpose(Image.open(BytesIO(file)))
+        assert np.array_equal(np.asarray(Opener().open("image", file)), np.asarray(expected))
+
+
+def test_a_note_that_cannot_be_read_turns_nothing() -> None:
+    file = written(picture(8, 16), exif=b"no notes")
+    with pytest.raises(SyntaxError):
+        Image.open(BytesIO(file)).getexif()
+    assert np.array_equal(np.asarray(Opener().open("image", file)), np.asarray(picture(8, 16)))
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L"])
@@ -92,7 +102,7 @@ def closed() -> Image.Image:
         ("data:image/png,abc", "must be data:image/...;base64,..."),
         ("data:image/png;base64,%%%", "must be base64"),
         ("data:image/png;base64,\xe9", "must be base64"),
-        (b"no image", "cannot be read as an image"),
+        (b"no image", "cannot be read as an image: must be a file of BMP, .*, WEBP$"),
         (written(picture(40, 40))[:-900], "cannot be read as an image"),
         (written(picture(2, 2), "EPS"), "cannot be read as an image"),  # PIL would run a program for it
         (7, "is 7: must be a PIL image"),

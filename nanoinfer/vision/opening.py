@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
@@ -23,7 +23,16 @@ A_SOURCE = "a PIL image, a path, a data: URL, the bytes of a file, or an array o
 CHANNELS = (1, 3, 4)  # that an array may have
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of files; PIL runs a program for some others
 RGB = "RGB"
-UPRIGHT = 1  # an image's orientation (EXIF 2.3)
+# How an image becomes upright, as PIL names it, by the orientation that a camera noted (EXIF 2.3)
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 LOCKS = [Lock() for _ in range(1021)]  # of images; so many that two which are decoded at once seldom have the same
 MOST_SHOWN = 60  # characters of a URL or a path in an error message
 
@@ -102,12 +111,21 @@ class Opener:
 
 def _turned(image: Image) -> Image:
     """Return an image in RGB, turned as its camera noted; one that is so already is not copied."""
-    from PIL import ExifTags, ImageOps
+    from PIL.Image import Transpose
 
     image.load()
-    if image.getexif().get(ExifTags.Base.Orientation, UPRIGHT) != UPRIGHT:
-        image = ImageOps.exif_transpose(image)
+    if (turn := TURNS.get(_orientation(image))) is not None:
+        image = image.transpose(getattr(Transpose, turn))
     return image if image.mode == RGB else _on_white(image).convert(RGB)
+
+
+def _orientation(image: Image) -> Any:
+    """Return what a camera noted; None: nothing that can be read, though the pixels can."""
+    from PIL import ExifTags
+
+    with suppress(Exception):  # PIL raises anything
+        return image.getexif().get(ExifTags.Base.Orientation)
+    return None
 
 
 def _on_white(image: Image) -> Image:
@@ -123,8 +141,12 @@ def _on_white(image: Image) -> Image:
 @contextmanager
 def _named_errors(name: str) -> Iterator[None]:
     """PIL raises anything for what does not decode."""
+    from PIL import UnidentifiedImageError
+
     try:
         yield
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{name} cannot be read as an image: must be a file of {', '.join(FORMATS)}") from error
     except Exception as error:
         reason = str(error) or repr(error)
         raise ValueError(f"{name} cannot be read as an image: {reason}") from error
