@@ -353,6 +353,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         """Give back all device memory, processes and shared memory. A second call does nothing."""
         self.engine.close()
         self._requests.abort_all()
+        self._inputs.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -8,6 +8,7 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Callable
+from concurrent.futures import Future
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from cases.vision import IMAGE, SEEING
 from PIL.Image import Image
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams, batch
+from nanoinfer.requests.images import WithImages
+from nanoinfer.vision.spans import VisionPrompt
 
 MAX_TOKENS = 5
 ONE, TWO = picture(61, 97), picture(150, 40, 1)
@@ -334,6 +337,34 @@ def test_columns_of_ray_data(qwen: Checkpoint) -> None:
 def named(value: object) -> str:
     """Return what a test's name says of an argument: the same in every process."""
     return re.sub(" at 0x[0-9A-F]+", "", str(value))
+
+
+def test_what_ends_early_lets_no_thread_prepare_further_images(
+    qwen: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt while prompts are read, and close."""
+    image = np.random.default_rng(0).integers(0, 256, (1000, 1000, 3), dtype=np.uint8)
+    prompt = {"prompt": qwen.text(ONE), "multi_modal_data": {"image": image}}
+    with qwen.make_llm() as llm:
+        images, begun = llm._inputs._images, list[Future[VisionPrompt]]()
+        assert images is not None
+        begin = images.begin
+
+        def begin_some(prompt: WithImages) -> Future[VisionPrompt]:
+            if len(begun) == 40:
+                raise KeyboardInterrupt
+            begun.append(begin(prompt))
+            return begun[-1]
+
+        monkeypatch.setattr(images, "begin", begin_some)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([prompt] * 41)
+        assert begun[-1].cancelled()
+        monkeypatch.undo()
+        coming = [llm.prepare(prompt, None) for _ in range(40)]
+    assert coming[-1].is_ready
+    with pytest.raises(ValueError, match=r"prompt\['prompt'\]: its images were cancelled, as close cancels them"):
+        llm._inputs.finish(coming[-1])
 
 
 class TestErrors:

@@ -16,9 +16,10 @@ import torch
 pytest.importorskip("PIL")
 
 from cases.pictures import picture
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
+from nanoinfer.vision.ahead import ImageThreads
 from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.messages import take_images
 from nanoinfer.vision.opening import Opener
@@ -47,10 +48,31 @@ def test_an_image_may_be_given_in_many_ways(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(Opener().open("image", array[:, :, :1]))[:, :, 2], array[:, :, 0])
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_threads_may_share_an_image_that_is_not_decoded_yet(kind: str) -> None:
+    """As Image.open returns it."""
+    file = written(Image.fromarray(np.random.default_rng(0).integers(0, 256, (500, 500, 3), dtype=np.uint8)), kind)
+    expected = np.asarray(Image.open(BytesIO(file)))
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(4):
+            for opened in pool.map(Opener().open, ["image"] * 8, [Image.open(BytesIO(file))] * 8):
+                assert np.array_equal(np.asarray(opened), expected)
+
+
 def test_an_image_is_turned_as_its_camera_noted() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned by a quarter
-    assert Opener().open("image", written(picture(8, 16), "JPEG", exif=exif)).size == (16, 8)
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        file = written(picture(8, 16), exif=exif)
+        expected = ImageOps.exif_transpose(Image.open(BytesIO(file)))
+        assert np.array_equal(np.asarray(Opener().open("image", file)), np.asarray(expected))
+
+
+def test_a_note_that_cannot_be_read_turns_nothing() -> None:
+    file = written(picture(8, 16), exif=b"no notes")
+    with pytest.raises(SyntaxError):
+        Image.open(BytesIO(file)).getexif()
+    assert np.array_equal(np.asarray(Opener().open("image", file)), np.asarray(picture(8, 16)))
 
 
 def test_prompts_may_share_an_image_that_is_not_read_yet() -> None:
@@ -79,6 +101,12 @@ def test_what_is_transparent_is_white(mode: str) -> None:
         assert np.array_equal(np.asarray(Opener().open("image", source)), convert_to_rgb(given, return_numpy=True))
 
 
+def closed() -> Image.Image:
+    """Return an image whose file was closed before it was decoded."""
+    with Image.open(BytesIO(written(picture(2, 2)))) as image:
+        return image
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -86,13 +114,17 @@ def test_what_is_transparent_is_white(mode: str) -> None:
         ("https://host/a.png", "is 'https://host/a.png': nothing is fetched; must be a PIL image"),
         ("data:image/png,abc", "must be data:image/...;base64,..."),
         ("data:image/png;base64,%%%", "must be base64"),
-        (b"no image", "cannot be read as an image"),
+        ("data:image/png;base64,\xe9", "must be base64"),
+        (b"no image", "cannot be read as an image: must be a file of BMP, .*, WEBP$"),
         (written(picture(40, 40))[:-900], "cannot be read as an image"),
         (written(picture(2, 2), "EPS"), "cannot be read as an image"),  # PIL would run a program for it
         (7, "is 7: must be a PIL image"),
         (np.zeros((4, 4, 3)), r"is an array of float64, \[4, 4, 3\]: must be of uint8"),
         (np.zeros((3, 4, 9), np.uint8), "must be of uint8"),
         (np.zeros((0, 4, 3), np.uint8), "with a pixel"),
+        (Image.new("L", (0, 4)), "has 0 x 4 pixels: must have 1 to [0-9]+"),
+        (memoryview(b"n o   i m a g e")[::2], "cannot be read as an image"),
+        (closed(), "cannot be read as an image: [A-Z]"),
     ],
 )
 def test_what_is_no_image_is_named(source: Any, message: str, tmp_path: Path) -> None:
@@ -162,9 +194,9 @@ def test_decompression_bombs_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 150)
     with pytest.raises(ValueError, match=r"image cannot be read as an image: .*decompression bomb"):
         Opener().open("image", written(picture(20, 20)))
-    with pytest.warns(Image.DecompressionBombWarning), pytest.raises(ValueError, match="20 x 10 pixels: must have at"):
+    with pytest.warns(Image.DecompressionBombWarning), pytest.raises(ValueError, match="20 x 10 pixels: must have 1"):
         Opener().open("image", written(picture(20, 10)))
-    with pytest.raises(ValueError, match="image has 20 x 20 pixels: must have at most 150"):
+    with pytest.raises(ValueError, match="image has 20 x 20 pixels: must have 1 to 150"):
         Opener().open("image", picture(20, 20))
 
 
@@ -217,3 +249,18 @@ def test_what_is_too_large_is_not_kept() -> None:
     assert kept.find(b"a") is not None
     kept.clear()
     assert (kept.find(b"a"), kept.num_bytes) == (None, 0)
+
+
+# Who prepares images
+
+
+def test_threads_start_again_in_a_fork() -> None:
+    threads = ImageThreads(2)
+    assert threads.submit(int, "6").result() == 6
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(threads.submit(int, "7").result(timeout=20))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

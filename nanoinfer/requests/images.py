@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import short
 from nanoinfer.config import Config
 from nanoinfer.engine.images import check_whole
 from nanoinfer.process.torch_state import fresh_torch_state
-from nanoinfer.vision.ahead import make_pool
+from nanoinfer.vision.ahead import ImageThreads
 from nanoinfer.vision.image_processor import PreparedImage
 from nanoinfer.vision.pixels import PixelsOnDemand
 from nanoinfer.vision.processor import VisionProcessor
@@ -72,6 +71,7 @@ class ImageInputs:
         """config: of an LLM that sees. Raises ValueError if its largest image fits no step."""
         assert config.hf_config is not None
         assert tokenizer is not None  # or it would not see
+        self._threads = ImageThreads()
         with fresh_torch_state():
             self._processor = VisionProcessor(
                 config.model,
@@ -86,7 +86,9 @@ class ImageInputs:
     def open(self, name: str, images: Sequence[Any]) -> list[PreparedImage]:
         """Return images that several prompts will have; name: begins the messages of errors."""
         names = (f"image {index} of {name}" for index in range(len(images)))
-        return list(self._pool.map(self._processor.images.prepare, names, images))
+        prepare = self._processor.images.prepare
+        opened = [self._threads.submit(prepare, *each) for each in zip(names, images, strict=True)]
+        return [image.result() for image in opened]
 
     def adopt(self, prompt: VisionPrompt) -> None:
         """Let a prompt of another process have its pixels made in this one."""
@@ -96,11 +98,11 @@ class ImageInputs:
 
     def begin(self, prompt: WithImages) -> Future[VisionPrompt]:
         """Let a thread make a prompt ready to run: to decode an image takes no turn of the interpreter."""
-        return self._pool.submit(self._prepare, prompt)
+        return self._threads.submit(self._prepare, prompt)
 
-    @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return make_pool()
+    def close(self) -> None:
+        """Cancel what no thread has begun."""
+        self._threads.close()
 
     def _prepare(self, given: WithImages) -> VisionPrompt:
         with fresh_torch_state():

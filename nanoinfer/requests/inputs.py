@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import as_int, as_list, check_none, short
@@ -109,6 +109,11 @@ class Inputs:
         self._settings = SettingsReader(config, self.texts)
         self._images = ImageInputs(config, tokenizer) if config.sees else None
         self._chats = None if tokenizer is None else ChatRenderer(tokenizer, config.sees)
+
+    def close(self) -> None:
+        """Prepare no further images."""
+        if self._images is not None:
+            self._images.close()
 
     def check(
         self,
@@ -266,12 +271,14 @@ class Inputs:
 
     def _prepare(self, asked: list[Asked], settings: list[Settings]) -> list[Prepared]:
         """Return the prompts, ready to run; the first one's error is raised."""
-        coming = [ComingRequest(each, own, self._see(each)) for each, own in zip(asked, settings, strict=True)]
+        coming: list[ComingRequest] = []
         try:
+            for each, own in zip(asked, settings, strict=True):
+                coming.append(ComingRequest(each, own, self._see(each)))
             return [self.finish(each) for each in coming]
         except BaseException:
-            for each in coming:
-                each.cancel()
+            for begun in coming:
+                begun.cancel()
             raise
 
     def _see(self, asked: Asked) -> Future[VisionPrompt] | None:
@@ -284,7 +291,10 @@ class Inputs:
     def _tokens_of(self, asked: Asked, seen: Future[VisionPrompt] | None) -> SomeTokens:
         """Return a prompt's tokens; seen: with its images, if it has some."""
         if seen is not None:
-            return seen.result()
+            try:
+                return seen.result()
+            except CancelledError:
+                raise ValueError(f"{asked.name}: its images were cancelled, as close cancels them") from None
         if self._images is not None and isinstance(asked.prompt, str):
             self._images.check_text(asked.name, asked.prompt)
         return self._to_token_ids(asked.name, asked.prompt, not asked.is_chat)

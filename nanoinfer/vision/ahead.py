@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from threading import Barrier
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -17,6 +17,29 @@ MOST_THREADS = 16
 # the engine's thread, which wants it again after each operation that it launches.
 AHEAD_THREADS = 6
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ImageThreads:
+    """Threads for tasks with images. They start with the first task, and again in a fork, which has none of them."""
+
+    def __init__(self, most: int = MOST_THREADS) -> None:
+        self._most = most
+        self._pool: ThreadPoolExecutor | None = None
+        self._owner = 0  # the process that they are in
+
+    def submit(self, task: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Let a thread do a task."""
+        if self._pool is None or self._owner != os.getpid():
+            self._pool, self._owner = make_pool(self._most), os.getpid()
+        return self._pool.submit(task, *args, **kwargs)
+
+    def close(self) -> None:
+        """Cancel the tasks that no thread has begun; no further one may come."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
 
 class PixelsAhead:
     """Holds the pixels that were asked for in time. Threads start with the first image.
@@ -26,11 +49,8 @@ class PixelsAhead:
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
+        self._threads = ImageThreads(AHEAD_THREADS)
         self._made: dict[bytes, Future[Pixels]] = {}
-
-    @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return make_pool(AHEAD_THREADS)
 
     def look(self, wanted: Mapping[bytes, Pixels]) -> None:
         """Begin to make the pixels of images, by their keys, and drop those of others."""
@@ -59,7 +79,7 @@ class PixelsAhead:
     def _begin(self, wanted: Mapping[bytes, Pixels]) -> None:
         for key, pixels in wanted.items():
             if key not in self._made:
-                self._made[key] = self._pool.submit(self._make, pixels)
+                self._made[key] = self._threads.submit(self._make, pixels)
 
     def _make(self, pixels: Pixels) -> Pixels:
         made = pixels.in_bytes() if isinstance(pixels, PixelsOnDemand) else pixels
@@ -73,7 +93,7 @@ def _result(future: Future[Pixels]) -> Pixels | ValueError:
         return error
 
 
-def make_pool(most: int = MOST_THREADS) -> ThreadPoolExecutor:
+def make_pool(most: int) -> ThreadPoolExecutor:
     """Start threads, in each of which torch computes with one thread: there is an image for each."""
     count = min(most, os.cpu_count() or 1)
     started = Barrier(count + 1)

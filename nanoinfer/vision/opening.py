@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
@@ -24,20 +23,28 @@ A_SOURCE = "a PIL image, a path, a data: URL, the bytes of a file, or an array o
 CHANNELS = (1, 3, 4)  # that an array may have
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # of files; PIL runs a program for some others
 RGB = "RGB"
-UPRIGHT = 1  # an image's orientation (EXIF 2.3)
+# How an image becomes upright, as PIL names it, by the orientation that a camera noted (EXIF 2.3)
+TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+LOCKS = [Lock() for _ in range(1021)]  # of images; so many that two which are decoded at once seldom have the same
 MOST_SHOWN = 60  # characters of a URL or a path in an error message
-NUM_LOCKS = 256  # so many that a thread seldom waits for another image than its own
 
 
 class Opener:
-    """Makes RGB images of whatever users give, each turned as its camera noted, in any number of threads.
+    """Makes RGB images of whatever users give, each turned as its camera noted.
 
     folder: files are read from it alone, and relative paths begin in it; None: no file is read
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = None if folder is None else Path(folder).expanduser().resolve()
-        self._locks = [Lock() for _ in range(NUM_LOCKS)]
 
     def open(self, name: str, source: Any) -> Image:
         """Return an image in RGB, on white where it is transparent.
@@ -47,21 +54,19 @@ class Opener:
             of uint8, [height, width] or [height, width, 1, 3 or 4]; or a mapping with "bytes" or a "path", as tables
             of the library datasets hold images
 
-        Raises ValueError for another source, for one that does not decode or is no file of FORMATS, and for one of more
-        pixels than PIL.Image.MAX_IMAGE_PIXELS, before it is decoded.
+        Raises ValueError for another source, for one that does not decode or is no file of FORMATS, and for one without
+        a pixel, or of more than PIL.Image.MAX_IMAGE_PIXELS, before it is decoded.
         """
         from PIL import Image  # here, for it comes with an extra
 
         found = self._find(name, source)
         with _named_errors(name):
             image = found if isinstance(found, Image.Image) else Image.open(found, formats=FORMATS)
-        most = Image.MAX_IMAGE_PIXELS
-        if most is not None and image.width * image.height > most:
-            raise ValueError(f"{name} has {image.width} x {image.height} pixels: must have at most {most}")
-        with _named_errors(name):
-            with self._locks[hash((id(image),)) % NUM_LOCKS]:  # prompts may share an image that PIL has not read yet
-                image.load()
-                image.getexif()
+        count, most = image.width * image.height, Image.MAX_IMAGE_PIXELS
+        if not count or (most is not None and count > most):
+            room = "one or more" if most is None else f"1 to {most}"
+            raise ValueError(f"{name} has {image.width} x {image.height} pixels: must have {room}")
+        with _named_errors(name), LOCKS[id(image) % len(LOCKS)]:  # threads that decode one image get wrong pixels
             return _turned(image)
 
     def _find(self, name: str, source: Any) -> Image | BytesIO | Path:
@@ -75,7 +80,7 @@ class Opener:
         if isinstance(source, np.ndarray):
             return Image.fromarray(_check_array(name, source))
         if isinstance(source, (bytes, bytearray, memoryview)):
-            return BytesIO(source)
+            return BytesIO(bytes(source))
         if isinstance(source, str) and source.startswith(DATA):
             return BytesIO(_decode_url(name, source))
         if isinstance(source, (str, Path)):
@@ -106,11 +111,21 @@ class Opener:
 
 def _turned(image: Image) -> Image:
     """Return an image in RGB, turned as its camera noted; one that is so already is not copied."""
-    from PIL import ExifTags, ImageOps
+    from PIL.Image import Transpose
 
-    if image.getexif().get(ExifTags.Base.Orientation, UPRIGHT) != UPRIGHT:
-        image = ImageOps.exif_transpose(image)
+    image.load()
+    if (turn := TURNS.get(_orientation(image))) is not None:
+        image = image.transpose(getattr(Transpose, turn))
     return image if image.mode == RGB else _on_white(image).convert(RGB)
+
+
+def _orientation(image: Image) -> Any:
+    """Return what a camera noted; None: nothing that can be read, though the pixels can."""
+    from PIL import ExifTags
+
+    with suppress(Exception):  # PIL raises anything
+        return image.getexif().get(ExifTags.Base.Orientation)
+    return None
 
 
 def _on_white(image: Image) -> Image:
@@ -126,10 +141,15 @@ def _on_white(image: Image) -> Image:
 @contextmanager
 def _named_errors(name: str) -> Iterator[None]:
     """PIL raises anything for what does not decode."""
+    from PIL import UnidentifiedImageError
+
     try:
         yield
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{name} cannot be read as an image: must be a file of {', '.join(FORMATS)}") from error
     except Exception as error:
-        raise ValueError(f"{name} cannot be read as an image: {error}") from error
+        reason = str(error) or repr(error)
+        raise ValueError(f"{name} cannot be read as an image: {reason}") from error
 
 
 def _check_array(name: str, array: np.ndarray) -> np.ndarray:
@@ -150,5 +170,5 @@ def _decode_url(name: str, url: str) -> bytes:
         raise ValueError(f"{name} is {short(url, MOST_SHOWN)}: a data: URL must be data:image/...;base64,...")
     try:
         return base64.b64decode(data, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise ValueError(f"{name} is {short(url, MOST_SHOWN)}: must be base64: {error}") from None
