@@ -24,6 +24,7 @@ SPILLED = {  # bytes of a thread that found no register, at most, by Triton 3.6 
     "_expert_kernel": 36,
     "_go_through_kernel": 84,
     "_group_kernel": 20,
+    "_group_tiles_kernel": 24,  # NVFP4 in float32
     "_group_wave_kernel": 380,  # more than 64 tokens, and groups of 32 or 64
     "_in_order_kernel": 16,
     "_paged_prefill_kernel": 40,

@@ -13,7 +13,7 @@ from conftest import Oracle, greedy
 from torch import Tensor
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.requests import inputs
+from nanoinfer.requests import settings as request_settings
 from nanoinfer.runner.logits import processor_group, settings
 from nanoinfer.runner.logits.settings import FILTERS, PENALTIES, Change, Filter, Penalty, is_plain, needs_tokens
 from nanoinfer.runner.message import LogitsMessage
@@ -50,7 +50,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Declare both settings, as docs/tour.md says."""
     for name in ("top_n_sigma", "even_bonus"):
         monkeypatch.setattr(SamplingParams, name, 0.0, raising=False)
-    monkeypatch.setattr(inputs, "_copy", lambda params: params)  # it would leave out the fields of a subclass
+    monkeypatch.setattr(request_settings, "_copy", lambda params: params)  # it would leave out the fields of a subclass
     sigma = Filter("top_n_sigma", lambda sigma: sigma > 0, keep_top_n_sigma)
     bonus = Penalty(lambda params: params.even_bonus != 0, make_even_bonus)
     for name, declared in (("FILTERS", [*FILTERS, sigma]), ("PENALTIES", [*PENALTIES, bonus])):

@@ -281,10 +281,10 @@ def _paged_prefill_kernel(
         position = context_len - query_len + m  # of each query in its sequence
         first_position = context_len - query_len + tile * BLOCK_M
         end = tl.minimum(context_len, first_position + BLOCK_M)
-        behind = position + 1  # the last key that each query sees
+        last = position  # the last key that each query sees
         if ends_ptr is not None:
-            behind = tl.load(ends_ptr + begin + m, mask=m < query_len, other=0)
-            end = tl.max(behind)
+            last = tl.load(ends_ptr + begin + m, mask=m < query_len, other=0) - 1
+            end = tl.max(last) + 1
         # All queries see the keys from `full` to `full_end`, whole tiles of keys. Those before and after need a mask.
         first_key, full, full_end = 0, 0, (first_position + 1) // BLOCK_N * BLOCK_N
         if WINDOW > 0:
@@ -312,7 +312,7 @@ def _paged_prefill_kernel(
                 k = tl.load(k_cache_ptr + key + d[None, :], mask=k_mask, other=0.0).to(q.dtype)
                 scores = scores_in_log2(tl.dot(q, tl.trans(k), input_precision="ieee"), factor, CAP)
                 if part != 1:
-                    seen = (start + n)[None, :] < behind[:, None]
+                    seen = (start + n)[None, :] <= last[:, None]
                     if WINDOW > 0:
                         seen &= (start + n)[None, :] > position[:, None] - WINDOW
                     # A query that sees no key of a tile gives each the weight 1; its first seen key makes `rescale` 0.
