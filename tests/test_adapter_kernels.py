@@ -9,8 +9,11 @@ from test_kernels import DEVICE, DTYPES, SHORT, assert_close, randn
 from torch import Tensor
 
 from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
+from nanoinfer.kernels.adapters.one_row import RowAdapter
 from nanoinfer.kernels.adapters.products import expand_reference, expand_triton, shrink_reference, shrink_triton
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
+from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 
 ALL_DTYPES = list(dict.fromkeys([*DTYPES, SHORT]))
 MAX_ADAPTERS = 4
@@ -94,3 +97,31 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, monkeypatch:
     assert torch.equal(many[:20], few)
     assert torch.equal(undivided, many)
     assert torch.equal(wide, many) or DEVICE == "cpu"  # whose libraries may add up otherwise for other tiles
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("slot", [2, -1])
+@pytest.mark.parametrize(("parts", "in_features", "rank"), SHAPES)
+def test_one_row(parts: tuple[int, ...], in_features: int, rank: int, slot: int, dtype: torch.dtype) -> None:
+    adapter = adapter_of(parts, in_features, rank, dtype)
+    of_row = RowAdapter(adapter, torch.tensor([slot], dtype=torch.int32, device=DEVICE))
+    x, residual = randn(1, in_features, dtype=dtype), randn(1, in_features, dtype=dtype)
+    weight, norm = randn(sum(parts), in_features, dtype=dtype), Norm(randn(in_features, dtype=dtype), 1e-6)
+
+    def expected(x: Tensor) -> Tensor:
+        return x.double() @ weight.double().T + added(x, adapter, [slot])
+
+    assert_close(one_row_linear(x, weight, of_row=of_row), expected(x))
+    out, total = one_row_norm_linear(x, residual, norm, weight, of_row=of_row)
+    assert_close(out, expected(rms_norm_reference(x + residual, norm)))
+    assert torch.equal(total, x + residual)
+    out, _ = one_row_norm_linear(x, residual, norm, weight, post=norm, of_row=of_row)
+    assert_close(out, expected(rms_norm_reference(rms_norm_reference(x, norm) + residual, norm)))
+
+
+@pytest.mark.parametrize("parts", [(70, 70), (140,)], ids=["gates and ups", "one tensor of both"])
+def test_gates_and_ups_of_one_row(parts: tuple[int, ...]) -> None:
+    adapter, x, weight, bias = adapter_of(parts, 96, 16, torch.float32), randn(1, 96), randn(140, 96), randn(140)
+    of_row = RowAdapter(adapter, torch.tensor([1], dtype=torch.int32, device=DEVICE))
+    expected = gate_mul_reference(x @ weight.T + bias + added(x, adapter, [1]).float(), "silu")
+    assert_close(one_row_linear(x, weight, bias, "silu", of_row), expected)

@@ -8,6 +8,8 @@ any company. The second product also applies the activation of gates and ups, wh
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +23,8 @@ from nanoinfer.kernels.linear.one_wave import add_product
 MAX_PIECES = 8
 MIN_SHARE = 512  # inputs of a piece
 MAX_COLUMNS = 64  # of h, in a tile
-BLOCK_N = 128  # outputs in a tile
+BLOCK_N, BLOCK_R = 128, 32  # outputs in a tile, and numbers of h that are multiplied at a time, at most
+BLOCK_N32, BLOCK_R32 = 32, 16  # in float32, which no tensor core multiplies
 BLOCK_K = 128  # inputs that are multiplied at a time, of 16 bits
 
 
@@ -164,7 +167,8 @@ def expand_triton(
     gated = activation is not None
     out_features = weight_rows // 2 if gated else weight_rows
     out = y.new_empty(tokens, out_features) if gated else y
-    _expand_kernel[(triton.cdiv(out_features, BLOCK_N), len(rows.groups.tiles))](
+    block_n, most = (BLOCK_N, BLOCK_R) if adapter.b.itemsize == 2 else (BLOCK_N32, BLOCK_R32)
+    _expand_kernel[(triton.cdiv(out_features, block_n), len(rows.groups.tiles))](
         h,
         adapter.b,
         *rows.groups,
@@ -178,10 +182,11 @@ def expand_triton(
         PARTS=adapter.parts,
         ACTIVATION=activation,
         RANK=rank,
-        BLOCK_R=triton.next_power_of_2(rank),
+        BLOCK_R=math.gcd(rank, most),
         BLOCK_M=rows.size,
-        BLOCK_N=BLOCK_N,
-        num_warps=4,
+        BLOCK_N=block_n,
+        num_warps=4 if rows.size == 16 else 8,
+        num_stages=1,
         **early_launch(y),
     )
     return out
@@ -222,15 +227,18 @@ def _expand_kernel(
         mask = exists[:, None] & (n < out_features)[None, :]
         y_ptrs = y_ptr + row[:, None] * weight_rows + n[None, :]
         y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-        used = position < tl.where(slot < slots, end, first)
-        h_ptrs = h_ptr + row * columns
-        b_ptr += slot.to(tl.int64) * weight_rows * RANK
-        how: tl.constexpr = (PIECES, PARTS, RANK, BLOCK_R, BLOCK_M, BLOCK_N)
-        y += _multiply(h_ptrs, used, b_ptr, start, out_features, piece_stride, *how)
-        out = y.to(out_ptr.dtype.element_ty)
+        up = y
         if GATED:
             up = tl.load(y_ptrs + out_features, mask=mask, other=0.0).to(tl.float32)
-            up += _multiply(h_ptrs, used, b_ptr, start + out_features, weight_rows, piece_stride, *how)
+        if slot < slots:
+            h_ptrs = h_ptr + row * columns
+            b_ptr += slot.to(tl.int64) * weight_rows * RANK
+            how: tl.constexpr = (PIECES, PARTS, RANK, BLOCK_R, BLOCK_M, BLOCK_N)
+            y += _multiply(h_ptrs, exists, b_ptr, start, out_features, piece_stride, *how)
+            if GATED:
+                up += _multiply(h_ptrs, exists, b_ptr, start + out_features, weight_rows, piece_stride, *how)
+        out = y.to(out_ptr.dtype.element_ty)
+        if GATED:
             out = gate_mul_block(out, up.to(out.dtype), ACTIVATION)
         tl.store(out_ptr + row[:, None] * out_features + n[None, :], out, mask=mask)
 
@@ -238,7 +246,7 @@ def _expand_kernel(
 @triton.jit
 def _multiply(
     h_ptrs,
-    used,
+    exists,
     b_ptr,
     start,
     stop,
@@ -250,19 +258,20 @@ def _multiply(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return b h for BLOCK_N outputs from `start`, zero from `stop` on, [BLOCK_M, BLOCK_N]; rows not used have 0."""
+    """Return b h for BLOCK_N outputs from `start`, zero from `stop` on, [BLOCK_M, BLOCK_N]."""
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
-    n, r = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-    inside = (r < RANK)[None, :]
+    n = start + tl.arange(0, BLOCK_N)
     part_of_n = part_of(n, PARTS)
     acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
     # Outputs of one tile are mostly of one part.
     for part in range(part_of(start, PARTS), part_of(tl.minimum(start + BLOCK_N, stop) - 1, PARTS) + 1):
-        h = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for piece in tl.static_range(PIECES):
-            places = h_ptrs + piece * piece_stride.to(tl.int64) + part * RANK
-            h += tl.load(places[:, None] + r[None, :], mask=used[:, None] & inside, other=0.0)
-        b_mask = ((part_of_n == part) & (n < stop))[:, None] & inside
-        b = tl.load(b_ptr + n.to(tl.int64)[:, None] * RANK + r[None, :], mask=b_mask, other=0.0)
-        acc = add_product(acc, h.to(b.dtype), b, TOKENS_LEFT)
+        is_own = ((part_of_n == part) & (n < stop))[:, None]
+        for first in tl.static_range(0, RANK, BLOCK_R):
+            r = first + tl.arange(0, BLOCK_R)
+            h = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+            for piece in tl.static_range(PIECES):
+                places = h_ptrs + piece * piece_stride.to(tl.int64) + part * RANK
+                h += tl.load(places[:, None] + r[None, :], mask=exists[:, None], other=0.0)
+            b = tl.load(b_ptr + n.to(tl.int64)[:, None] * RANK + r[None, :], mask=is_own, other=0.0)
+            acc = add_product(acc, h.to(b.dtype), b, TOKENS_LEFT)
     return acc if TOKENS_LEFT else tl.trans(acc)
