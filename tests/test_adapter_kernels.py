@@ -9,6 +9,7 @@ from test_kernels import DEVICE, DTYPES, SHORT, assert_close, randn
 from torch import Tensor
 
 from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
+from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linear
 from nanoinfer.kernels.adapters.one_row import RowAdapter
 from nanoinfer.kernels.adapters.products import expand_reference, expand_triton, shrink_reference, shrink_triton
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
@@ -125,3 +126,24 @@ def test_gates_and_ups_of_one_row(parts: tuple[int, ...]) -> None:
     of_row = RowAdapter(adapter, torch.tensor([1], dtype=torch.int32, device=DEVICE))
     expected = gate_mul_reference(x @ weight.T + bias + added(x, adapter, [1]).float(), "silu")
     assert_close(one_row_linear(x, weight, bias, "silu", of_row), expected)
+
+
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+def test_linear_adds_what_rows_name(slots: list[int]) -> None:
+    """Before the product's bias and activation are applied, whatever comes before, and whichever kernels multiply."""
+    adapter, rows = adapter_of((128, 128), 256, 16, torch.float32), rows_of(slots)
+    x, residual, gates_and_ups = randn(len(slots), 256), randn(len(slots), 256), randn(len(slots), 512)
+    weight, bias, norm = randn(256, 256), randn(256), Norm(randn(256), 1e-6)
+
+    def expected(x: Tensor) -> Tensor:
+        return x @ weight.T + bias + added(x, adapter, slots).float()
+
+    gated = gate_mul_reference(gates_and_ups, "silu")
+    assert_close(adapted_linear(gates_and_ups, weight, adapter, rows, bias, before="silu"), expected(gated))
+    assert_close(adapted_linear(x, weight, adapter, rows, bias, "silu"), gate_mul_reference(expected(x), "silu"))
+    pieces = adapted_linear(x, weight, adapter, rows, bias, may_split=True)
+    assert_close(pieces if pieces.dim() == 2 else pieces.sum(dim=0), expected(x))
+    normed = rms_norm_reference(x + residual, norm)
+    out, total = adapted_norm_linear(x, residual, norm, weight, adapter, rows, bias, "silu")
+    assert_close(out, gate_mul_reference(expected(normed), "silu"))
+    assert_close(total, x + residual)
