@@ -87,6 +87,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, monkeypatch:
         return expand_triton(h, adapter, rows, out)
 
     pieces: list[int] = []
+    monkeypatch.setattr("nanoinfer.kernels.adapters.products.num_multiprocessors", lambda device: 132)
     alone, few, many = outputs(1), outputs(20), outputs(100)
     monkeypatch.setattr("nanoinfer.kernels.adapters.products.num_multiprocessors", lambda device: 1)
     undivided = outputs(100)

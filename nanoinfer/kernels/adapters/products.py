@@ -22,6 +22,7 @@ from nanoinfer.kernels.linear.one_wave import add_product
 
 MAX_PIECES = 8
 MIN_SHARE = 512  # inputs of a piece
+MAX_BUSY = 1 / 4  # of the multiprocessors; if more have a tile, pieces are more bytes than they save (not measured)
 MAX_COLUMNS = 64  # of h, in a tile
 BLOCK_N, BLOCK_R = 128, 32  # outputs in a tile, and numbers of h that are multiplied at a time, at most
 BLOCK_N32, BLOCK_R32 = 32, 16  # in float32, which no tensor core multiplies
@@ -55,7 +56,7 @@ def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
     block_k = BLOCK_K * 2 // x.itemsize
     share = max(triton.cdiv(triton.cdiv(in_features, MAX_PIECES), BLOCK_K) * BLOCK_K, MIN_SHARE)
     shares, tiles = triton.cdiv(in_features, share), triton.cdiv(columns, block_n) * triton.cdiv(tokens, rows.size)
-    pieces = shares if tiles < 2 * num_multiprocessors(x.device) else 1
+    pieces = shares if tiles <= MAX_BUSY * num_multiprocessors(x.device) else 1
     h = torch.empty((pieces, tokens, columns), dtype=torch.float32, device=x.device)
     _shrink_kernel[(triton.cdiv(columns, block_n), len(rows.groups.tiles), pieces)](
         x,
@@ -73,7 +74,7 @@ def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=4,
-        num_stages=4,
+        num_stages=4 if rows.size == 16 else 3,
         **early_launch(x),
     )
     return h
