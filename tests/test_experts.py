@@ -23,11 +23,10 @@ from nanoinfer.kernels.experts.route import (
     RouterScoring,
     Routes,
     Routing,
-    group_reference,
-    group_triton,
     route_reference,
     route_triton,
 )
+from nanoinfer.kernels.sorting import group_reference, group_triton
 from nanoinfer.layers.experts import MixtureOfExperts, Router, RouterTensors
 from nanoinfer.layers.norm import Joint
 from nanoinfer.models import describe

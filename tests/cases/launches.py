@@ -10,6 +10,9 @@ from itertools import product
 import torch
 from torch import Tensor, empty
 
+from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
+from nanoinfer.kernels.adapters.one_row import RowAdapter
+from nanoinfer.kernels.adapters.products import expand, shrink
 from nanoinfer.kernels.attention.decode_plan import plan_decode
 from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
@@ -33,6 +36,7 @@ from nanoinfer.kernels.linear.groups.dense import dequantize
 from nanoinfer.kernels.linear.groups.in_order import group_in_order
 from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
 from nanoinfer.kernels.linear.in_order import FEW_TOKENS, in_order_triton
+from nanoinfer.kernels.linear.one_row import OneRowWeight, one_row_norm_linear
 from nanoinfer.kernels.norm.rms_norm import Norm, add_rms_norm, norm_add_rms_norm, rms_norm
 from nanoinfer.kernels.sampling.cutoff import find_cutoff
 from nanoinfer.kernels.sampling.draw import draw_triton
@@ -40,6 +44,7 @@ from nanoinfer.kernels.sampling.draw import draw_triton
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CLAMPED = ClampedSwiGLU(1.702, 7.0)  # of gpt-oss
 QWEN3_8B = {"qkv": (6144, 4096), "gates and ups": (24576, 4096), "down": (4096, 12288)}
+PARTS = {"qkv": (4096, 1024, 1024), "gates and ups": (12288, 12288), "down": (4096,)}
 QWEN3_30B, GPT_OSS, TINY = (128, 8, 2048, 768), (32, 4, 2880, 2880), (6, 3, 64, 96)  # experts, used, sizes
 VOCABULARY = 151_936
 HEADS = 64, 128, 256, 512  # their dimensions
@@ -234,6 +239,30 @@ def choose_experts(dtype: torch.dtype, count: int, used: int) -> None:
     route(empty(64, count, dtype=dtype), Routing(used=used))
 
 
+def adapters_of(name: str, rank: int, dtype: torch.dtype) -> Adapter:
+    """Eight of a matrix of Qwen3-8B."""
+    rows, inputs = QWEN3_8B[name]
+    a = empty(8, len(PARTS[name]) * rank, inputs, dtype=dtype)
+    return Adapter(a, empty(8, rows, rank, dtype=dtype), PARTS[name])
+
+
+def adapt(name: str, tokens: int, rank: int, dtype: torch.dtype) -> None:
+    rows, inputs = QWEN3_8B[name]
+    adapter, by_slot = adapters_of(name, rank, dtype), AdapterRows.of(numbers(tokens), 8)
+    h = shrink(empty(tokens, inputs, dtype=dtype), adapter, by_slot)
+    expand(h, adapter, by_slot, empty(tokens, rows, dtype=dtype), "silu" if name == "gates and ups" else None)
+
+
+def adapt_row(weigh: Callable[..., OneRowWeight], name: str, rank: int, dtype: torch.dtype) -> None:
+    rows, inputs = QWEN3_8B[name]
+    of_row, activation = (
+        RowAdapter(adapters_of(name, rank, dtype), numbers(1)),
+        "silu" if name == "gates and ups" else None,
+    )
+    x, norm = empty(1, inputs, dtype=dtype), norm_of(inputs, dtype)
+    one_row_norm_linear(x, x, norm, weigh(dtype, rows, inputs), None, activation, of_row=of_row)
+
+
 def of_products() -> Iterator[Launch]:
     kinds = {"plain": plain, "fp8": fp8}
     for (kind, weigh), name, tokens, dtype in product(kinds.items(), QWEN3_8B, (1, 16, 64, 300), (BF16, FP32)):
@@ -307,8 +336,20 @@ def of_the_rest() -> Iterator[Launch]:
         yield Launch(f"draws from {dtype}", partial(sample, 64, dtype), dtype == FP32)
 
 
+def of_adapters() -> Iterator[Launch]:
+    for name, tokens, rank, dtype in product(QWEN3_8B, (16, 16384), (16, 48, 128), (BF16, FP32)):
+        often = name == "gates and ups" and (rank, dtype) == (16, BF16)
+        call = partial(adapt, name, tokens, rank, dtype)
+        yield Launch(f"{name} of {tokens}, {rank=}, in {dtype}", call, often)
+    kinds = {"plain": plain, "fp8": fp8, "int4": GROUPINGS["int4 g128"].linear}
+    for (kind, weigh), name, rank in product(kinds.items(), QWEN3_8B, (16, 48, 128)):
+        often = kind == "plain" and name == "gates and ups" and rank == 16
+        yield Launch(f"{kind}, {name} of a row, {rank=}", partial(adapt_row, weigh, name, rank, BF16), often)
+
+
 LAUNCHES = {
     "products": list(of_products()),
+    "adapters": list(of_adapters()),
     "products in groups": list(of_groups()),
     "experts": list(of_experts()),
     "experts in groups": list(of_group_experts()),

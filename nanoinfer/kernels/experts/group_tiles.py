@@ -13,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.experts.operand import GroupOperand
-from nanoinfer.kernels.experts.route import Groups, Routes
+from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.groups.scales import narrow, widen
 from nanoinfer.kernels.linear.one_wave import add_product
+from nanoinfer.kernels.sorting import Groups
 from nanoinfer.kernels.unpacking import unpack_tile
 
 

@@ -19,7 +19,7 @@ from nanoinfer.kernels.experts.group_tiles import multiply_group_tiles
 from nanoinfer.kernels.experts.one_group_row import one_group_row_expert_mlps
 from nanoinfer.kernels.experts.one_row import is_one_row, one_row_expert_mlps
 from nanoinfer.kernels.experts.operand import ExpertWeights, group_linear, shape_of
-from nanoinfer.kernels.experts.route import Groups, Routes, group_triton
+from nanoinfer.kernels.experts.route import Routes
 from nanoinfer.kernels.fp8 import BLOCK as FP8_BLOCK
 from nanoinfer.kernels.fp8 import Fp8Tokens, Fp8Weight, parts_of, quantize
 from nanoinfer.kernels.groups import GroupWeight
@@ -29,6 +29,7 @@ from nanoinfer.kernels.linear.dispatch import linear
 from nanoinfer.kernels.linear.fp8_linear import multiply_block
 from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.one_wave import add_product
+from nanoinfer.kernels.sorting import Groups, group_triton
 
 BLOCK = 1024  # of the numbers of a token that a program adds up
 MOST_WIDE = 32  # choices in a tile of float32: no tensor core multiplies it, and more choices fill all registers

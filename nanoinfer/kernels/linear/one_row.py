@@ -2,7 +2,7 @@
 
 A separate launch for the norm of one token costs as much as a small product. So each program here adds and normalises
 the whole input for itself, while its first loads of the weight are on their way. For the same reason each program adds
-up the ranks' parts of the input for itself.
+up the ranks' parts of the input for itself. A row's adapter takes a launch before, which runs beside this one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.adapters.one_row import RowAdapter, load_b, multiply_b, shrink_row
 from nanoinfer.kernels.fp8 import Fp8Weight, parts_of
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
@@ -35,10 +36,17 @@ def is_one_row(x: Tensor) -> bool:
 
 
 def one_row_linear(
-    x: Tensor, weight: OneRowWeight, bias: Tensor | None = None, activation: Activation | None = None
+    x: Tensor,
+    weight: OneRowWeight,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    of_row: RowAdapter | None = None,
 ) -> Tensor:
-    """Compute kernels.linear.dispatch.linear for x of [1, in_features], in one launch."""
-    return _launch(x, weight, bias, activation)
+    """Compute kernels.linear.dispatch.linear for x of [1, in_features], in one launch.
+
+    of_row: the row's adapter, which is added before the activation and takes a second launch
+    """
+    return _launch(x, weight, bias, activation, of_row=of_row)
 
 
 def one_row_norm_linear(
@@ -51,13 +59,15 @@ def one_row_norm_linear(
     post: Norm | None = None,
     lane: VectorLane | None = None,
     normed: Tensor | None = None,
+    of_row: RowAdapter | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute kernels.linear.dispatch.norm_linear for x of [1, in_features], not pieces, in one launch.
 
     normed: [1, in_features], filled with the product's input if given
+    of_row: as for one_row_linear; without a lane
     """
     total = x if residual is None and lane is None else torch.empty_like(x)
-    return _launch(x, weight, bias, activation, residual, total, norm, post, lane, normed), total
+    return _launch(x, weight, bias, activation, residual, total, norm, post, lane, normed, of_row), total
 
 
 def _launch(
@@ -71,7 +81,10 @@ def _launch(
     post: Norm | None = None,
     lane: VectorLane | None = None,
     normed: Tensor | None = None,
+    of_row: RowAdapter | None = None,
 ) -> Tensor:
+    assert of_row is None or lane is None
+    h = None if of_row is None else shrink_row(x, of_row, residual, norm, post)
     ranks = len(lane.inboxes) if lane else 1
     of_groups = weight if isinstance(weight, GroupWeight) else None
     numbers, scales, (height, width) = (
@@ -104,6 +117,9 @@ def _launch(
         lane.inboxes if lane else None,
         lane.stale if lane else None,
         lane.stop if lane else None,
+        of_row.adapter.b if of_row else None,
+        h,
+        of_row.slot if of_row else None,
         in_features,
         weight_rows,
         post.eps if post else None,
@@ -121,6 +137,8 @@ def _launch(
         PLUS_ONE=norm is not None and norm.plus_one,
         KEEP=normed is not None,
         BIAS=bias is not None,
+        PARTS=of_row.adapter.parts if of_row else None,
+        RANK_OF_B=of_row.adapter.rank if of_row else None,
         ACTIVATION=activation,
         HEIGHT=height,
         WIDTH=width,
@@ -170,6 +188,9 @@ def _one_row_kernel(
     inboxes_ptr,
     stale_ptr,
     stop_ptr,
+    b_ptr,
+    h_ptr,
+    slot_ptr,
     in_features,
     weight_rows,
     post_eps,
@@ -190,6 +211,8 @@ def _one_row_kernel(
     PLUS_ONE: tl.constexpr,
     KEEP: tl.constexpr,
     BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANK_OF_B: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -237,9 +260,16 @@ def _one_row_kernel(
         post_weight = tl.load(post_weight_ptr + k, mask=inside, other=0.0)
     if NORM:
         norm_weight = tl.load(norm_weight_ptr + k, mask=inside, other=0.0)
-    wait_for_predecessor(EARLY)
+    # With an adapter, the predecessor computes h alone: the input is complete, but the L1 cache may hold older numbers.
+    ADAPTED: tl.constexpr = b_ptr is not None
+    CACHE: tl.constexpr = ".cg" if ADAPTED else ""
+    if ADAPTED:
+        slot = tl.load(slot_ptr, cache_modifier=CACHE)
+        b = load_b(b_ptr, slot, program, weight_rows, BLOCK_N, RANK_OF_B, GATED)
+    else:
+        wait_for_predecessor(EARLY)
 
-    x = tl.load(x_ptr + k, mask=inside, other=0.0)
+    x = tl.load(x_ptr + k, mask=inside, other=0.0, cache_modifier=CACHE)
     if RANKS > 1:
         x = add_ranks(
             x, k, inside, in_features, program, inboxes_ptr, stale_ptr, stop_ptr, STALE, RANK, RANKS, RANKS_BLOCK
@@ -247,7 +277,7 @@ def _one_row_kernel(
     if POST:
         x = norm_block(x, post_weight, in_features, post_eps, POST_PLUS_ONE)
     if ADD:
-        x += tl.load(residual_ptr + k, mask=inside, other=0.0)
+        x += tl.load(residual_ptr + k, mask=inside, other=0.0, cache_modifier=CACHE)
         if SCALED:
             x *= tl.load(stream_scale_ptr)
     if ADD or RANKS > 1:
@@ -260,6 +290,8 @@ def _one_row_kernel(
         places, sums = prepare_places(x, BLOCK_K, GROUPS, NUMBERS, ZEROS)
     else:
         x, factor = prepare_row(x, BLOCK_K, IN_WORDS)
+    if ADAPTED:
+        wait_for_predecessor(EARLY)
 
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
@@ -286,6 +318,10 @@ def _one_row_kernel(
         if BIAS:
             dots += bias
             bias = load_bias(bias_ptr, next_tile, weight_rows, BLOCK_N, GATED)
+        if ADAPTED:
+            at = start // BLOCK_N
+            dots += multiply_b(b, h_ptr, slot, at, weight_rows, BLOCK_N, PARTS, RANK_OF_B, GATED)
+            b = load_b(b_ptr, slot, next_tile, weight_rows, BLOCK_N, RANK_OF_B, GATED)
         store_dots(dots.to(out_ptr.dtype.element_ty), out_ptr, start, weight_rows, ACTIVATION, BLOCK_N)
         tile = following
 

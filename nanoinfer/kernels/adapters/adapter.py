@@ -1,0 +1,66 @@
+"""Adapter: the pairs of matrices beside one weight, and which of the weight's outputs are of which pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.sorting import Groups, group_reference, group_triton
+
+FEW_ROWS = 512  # up to here narrow tiles, which keep more multiprocessors busy (not measured)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapters of one weight. A weight of several parts, such as queries, keys and values, has a pair for each.
+
+    The adapter of a slot adds b[slot, o] @ (a[slot] @ x)[part * rank : (part + 1) * rank] to output o, which is of
+    `part`. Scales are multiplied into b; an adapter of a lower rank has zeros behind its own.
+
+    a: [slots, parts * rank, in_features]; b: [slots, out_features, rank]; of one dtype, that of x
+    parts: the outputs of each part, in the weight's order
+    """
+
+    a: Tensor
+    b: Tensor
+    parts: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """A multiple of 16."""
+        return self.b.shape[2]
+
+
+@dataclass(frozen=True)
+class AdapterRows:
+    """Which adapter each row of a step names, as all layers' products need it.
+
+    slots: [rows] int32, -1 for a row without an adapter
+    groups: the rows by slot; those without an adapter come last, as if they had a slot more
+    size: of the groups' tiles, in rows
+    """
+
+    slots: Tensor
+    groups: Groups
+    size: int
+
+    @classmethod
+    def of(cls, slots: Tensor, max_adapters: int) -> AdapterRows:
+        """Sort the rows, in three launches. slots: [rows] int32, from -1 to max_adapters - 1"""
+        count = max_adapters + 1
+        size = 16 if len(slots) <= FEW_ROWS else 64
+        group = group_triton if slots.is_cuda else group_reference
+        return cls(slots, group((slots % count).unsqueeze(1), count, size), size)
+
+
+@triton.jit
+def part_of(n, PARTS: tl.constexpr):
+    """Return the part of each output n; PARTS: Adapter.parts."""
+    part, end = n * 0, 0
+    for i in tl.static_range(len(PARTS) - 1):
+        end += PARTS[i]
+        part += (n >= end).to(tl.int32)
+    return part

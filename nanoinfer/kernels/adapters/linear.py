@@ -1,0 +1,76 @@
+"""Matrix products of rows that may have adapters: kernels.linear.dispatch's, and b a x added where it must be.
+
+A single row takes one launch more, which runs beside the product. More rows take two more, and an activation's launch
+fewer: one before the product, and one behind it. A weight of any format keeps its own kernels.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
+from nanoinfer.kernels.adapters.one_row import RowAdapter
+from nanoinfer.kernels.adapters.products import expand, shrink
+from nanoinfer.kernels.fp8 import Fp8Weight
+from nanoinfer.kernels.groups import GroupWeight
+from nanoinfer.kernels.linear.activation import Activation, gate_mul
+from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
+from nanoinfer.kernels.linear.groups.row import has_row_kernel
+from nanoinfer.kernels.linear.one_row import OneRowWeight, is_one_row, one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.linear.weight import add_and_norm
+from nanoinfer.kernels.norm.rms_norm import Norm
+
+
+def adapted_linear(
+    x: Tensor,
+    weight: AnyWeight,
+    adapter: Adapter,
+    rows: AdapterRows,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    may_split: bool = False,
+    before: Activation | None = None,
+) -> Tensor:
+    """Compute kernels.linear.dispatch.linear, with each row's adapter added before the activation.
+
+    adapter: those of the weight, [out_features, in_features]; x's rows are `rows`
+    """
+    if before is not None:
+        x = gate_mul(x, before)
+    if (row_weight := _for_one_row(x, weight)) is not None:
+        return one_row_linear(x, row_weight, bias, activation, RowAdapter(adapter, rows.slots))
+    h = shrink(x, adapter, rows)
+    y = linear(x, weight, bias, may_split=may_split and activation is None)
+    out = expand(h, adapter, rows, y if y.dim() == 2 else y[0], activation)
+    return y if activation is None else out
+
+
+def adapted_norm_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Norm | None,
+    weight: AnyWeight,
+    adapter: Adapter,
+    rows: AdapterRows,
+    bias: Tensor | None = None,
+    activation: Activation | None = None,
+    post: Norm | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute kernels.linear.dispatch.norm_linear without a lane, with each row's adapter added before the activation.
+
+    adapter, rows: as for adapted_linear
+    """
+    if (row_weight := _for_one_row(x, weight)) is not None:
+        of_row = RowAdapter(adapter, rows.slots)
+        return one_row_norm_linear(x, residual, norm, row_weight, bias, activation, post, of_row=of_row)
+    normed, total = add_and_norm(x, residual, norm, post)
+    return adapted_linear(normed, weight, adapter, rows, bias, activation), total
+
+
+def _for_one_row(x: Tensor, weight: object) -> OneRowWeight | None:
+    """Return the weight if linear.one_row's kernel multiplies x by it, with its sums in any order; else None."""
+    if not is_one_row(x):
+        return None
+    if isinstance(weight, GroupWeight):
+        return weight if has_row_kernel(weight) else None
+    return weight if isinstance(weight, (Tensor, Fp8Weight)) else None

@@ -1,0 +1,278 @@
+"""The two products of adapters, for rows that are sorted by slot: h = a x, and y + b h.
+
+All parts of a weight share x, so one launch multiplies it by all of their a. In a step of few rows several programs
+divide the inputs; the second product, which reads h anyway, adds up their pieces. How the inputs are divided depends on
+their number alone, and one program that multiplies all of them adds up in the same order. So a row has the same bits in
+any company. The second product also applies the activation of gates and ups, which saves a launch behind it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows, part_of
+from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gate_mul_reference
+from nanoinfer.kernels.linear.one_wave import add_product
+
+MAX_PIECES = 8
+MIN_SHARE = 512  # inputs of a piece
+MAX_BUSY = 1 / 4  # of the multiprocessors; if more have a tile, pieces are more bytes than they save (not measured)
+MAX_COLUMNS = 64  # of h, in a tile
+BLOCK_N, BLOCK_R = 128, 32  # outputs in a tile, and numbers of h that are multiplied at a time, at most
+BLOCK_N32, BLOCK_R32 = 32, 16  # in float32, which no tensor core multiplies
+BLOCK_K = 128  # inputs that are multiplied at a time, of 16 bits
+
+
+def shrink(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
+    """Compute h = a[slot] @ x of each row that has an adapter; other rows of the result are any.
+
+    x: [rows, in_features]
+    Returns pieces, [pieces, rows, parts * rank] float32, that add up to h.
+    """
+    return shrink_triton(x, adapter, rows) if x.is_cuda else shrink_reference(x, adapter, rows)
+
+
+def shrink_reference(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
+    """shrink in torch, of one piece: the host goes over the slots."""
+    h = torch.zeros(1, len(x), adapter.a.shape[1], device=x.device)
+    for slot in _slots_of(rows):
+        own = rows.slots == slot
+        h[0, own] = (x[own] @ adapter.a[slot].t()).float()
+    return h
+
+
+def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
+    """shrink as one launch."""
+    (tokens, in_features), (slots, columns, _) = x.shape, adapter.a.shape
+    assert x.is_contiguous()
+    assert adapter.a.is_contiguous()
+    block_n = min(triton.next_power_of_2(columns), MAX_COLUMNS)
+    block_k = BLOCK_K * 2 // x.itemsize
+    share = max(triton.cdiv(triton.cdiv(in_features, MAX_PIECES), BLOCK_K) * BLOCK_K, MIN_SHARE)
+    shares, tiles = triton.cdiv(in_features, share), triton.cdiv(columns, block_n) * triton.cdiv(tokens, rows.size)
+    pieces = shares if tiles <= MAX_BUSY * num_multiprocessors(x.device) else 1
+    h = torch.empty((pieces, tokens, columns), dtype=torch.float32, device=x.device)
+    _shrink_kernel[(triton.cdiv(columns, block_n), len(rows.groups.tiles), pieces)](
+        x,
+        adapter.a,
+        *rows.groups,
+        h,
+        tokens,
+        in_features,
+        columns,
+        slots,
+        share,
+        shares,
+        WHOLE=in_features % share == 0,
+        BLOCK_M=rows.size,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=4,
+        num_stages=4 if rows.size == 16 else 3,
+        **early_launch(x),
+    )
+    return h
+
+
+@triton.jit(do_not_specialize=["tokens", "slots", "shares"])
+def _shrink_kernel(
+    x_ptr,
+    a_ptr,
+    choices_ptr,
+    tiles_ptr,
+    h_ptr,
+    tokens,
+    in_features,
+    columns,
+    slots,
+    share,
+    shares,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
+    wait_for_predecessor(EARLY)
+    tile_ptr = tiles_ptr + tl.program_id(1) * 3
+    slot, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    if (first < end) & (slot < slots):
+        position = first + tl.arange(0, BLOCK_M)
+        exists = position < end
+        row = tl.load(choices_ptr + position, mask=exists, other=0)
+        n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + row.to(tl.int64)[:, None] * in_features + k[None, :]
+        a_ptrs = a_ptr + (slot.to(tl.int64) * columns + n[:, None]) * in_features + k[None, :]
+        has_row, has_column = exists[:, None], (n < columns)[:, None]
+        h = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+        for number in range(tl.program_id(2), shares, tl.num_programs(2)):  # its own, or all of them
+            piece = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+            for start in range(number * share, (number + 1) * share, BLOCK_K):
+                x_mask, a_mask = has_row, has_column
+                if not WHOLE:
+                    inside = (start + k < in_features)[None, :]
+                    x_mask, a_mask = has_row & inside, has_column & inside
+                x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
+                a = tl.load(a_ptrs + start, mask=a_mask, other=0.0)
+                piece = add_product(piece, x, a, TOKENS_LEFT)
+            h += piece
+        if not TOKENS_LEFT:
+            h = tl.trans(h)
+        targets = h_ptr + (tl.program_id(2) * tokens + row).to(tl.int64)[:, None] * columns + n[None, :]
+        tl.store(targets, h, mask=has_row & (n < columns)[None, :])
+
+
+def expand(h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation: Activation | None = None) -> Tensor:
+    """Add b[slot] @ h to each row of y that has an adapter, in place; with an activation, return its results instead.
+
+    h: shrink's result; it is rounded to the dtype of b, then multiplied
+    y: [rows, out_features], the product of the weight, or its first piece
+    activation: y and b have gates in their first half and ups in their second: returns act(gate) * up of all rows,
+        [rows, out_features // 2], and y is any afterwards
+    """
+    return (expand_triton if y.is_cuda else expand_reference)(h, adapter, rows, y, activation)
+
+
+def expand_reference(
+    h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation: Activation | None = None
+) -> Tensor:
+    """expand in torch: the host goes over the slots."""
+    inputs = h.sum(dim=0).to(adapter.b.dtype).split(adapter.rank, dim=1)
+    for slot in _slots_of(rows):
+        own = rows.slots == slot
+        matrices = adapter.b[slot].split(adapter.parts)
+        delta = torch.cat([part[own] @ b.t() for part, b in zip(inputs, matrices, strict=True)], dim=1)
+        y[own] = (y[own].float() + delta.float()).to(y.dtype)
+    return y if activation is None else gate_mul_reference(y, activation)
+
+
+def _slots_of(rows: AdapterRows) -> list[int]:
+    return [slot for slot in rows.slots.unique().tolist() if slot >= 0]
+
+
+def expand_triton(
+    h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation: Activation | None = None
+) -> Tensor:
+    """expand as one launch."""
+    (slots, weight_rows, rank), tokens = adapter.b.shape, len(y)
+    assert y.is_contiguous()
+    assert adapter.b.is_contiguous()
+    assert sum(adapter.parts) == weight_rows == y.shape[1]
+    gated = activation is not None
+    out_features = weight_rows // 2 if gated else weight_rows
+    out = y.new_empty(tokens, out_features) if gated else y
+    block_n, most = (BLOCK_N, BLOCK_R) if adapter.b.itemsize == 2 else (BLOCK_N32, BLOCK_R32)
+    _expand_kernel[(triton.cdiv(out_features, block_n), len(rows.groups.tiles))](
+        h,
+        adapter.b,
+        *rows.groups,
+        y,
+        out,
+        out_features,
+        h.shape[2],
+        h.stride(0),
+        slots,
+        PIECES=len(h),
+        PARTS=adapter.parts,
+        ACTIVATION=activation,
+        RANK=rank,
+        BLOCK_R=math.gcd(rank, most),
+        BLOCK_M=rows.size,
+        BLOCK_N=block_n,
+        num_warps=4 if rows.size == 16 else 8,
+        num_stages=1,
+        **early_launch(y),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["piece_stride", "slots"])
+def _expand_kernel(
+    h_ptr,
+    b_ptr,
+    choices_ptr,
+    tiles_ptr,
+    y_ptr,
+    out_ptr,
+    out_features,
+    columns,
+    piece_stride,
+    slots,
+    PIECES: tl.constexpr,
+    PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    GATED: tl.constexpr = ACTIVATION is not None
+    wait_for_predecessor(EARLY)
+    tile_ptr = tiles_ptr + tl.program_id(1) * 3
+    slot, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    if (first < end) & (GATED | (slot < slots)):
+        position = first + tl.arange(0, BLOCK_M)
+        exists = position < end
+        row = tl.load(choices_ptr + position, mask=exists, other=0).to(tl.int64)
+        weight_rows = out_features * 2 if GATED else out_features
+        start = tl.program_id(0) * BLOCK_N
+        n = start + tl.arange(0, BLOCK_N)
+        mask = exists[:, None] & (n < out_features)[None, :]
+        y_ptrs = y_ptr + row[:, None] * weight_rows + n[None, :]
+        y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        up = y
+        if GATED:
+            up = tl.load(y_ptrs + out_features, mask=mask, other=0.0).to(tl.float32)
+        if slot < slots:
+            h_ptrs = h_ptr + row * columns
+            b_ptr += slot.to(tl.int64) * weight_rows * RANK
+            how: tl.constexpr = (PIECES, PARTS, RANK, BLOCK_R, BLOCK_M, BLOCK_N)
+            y += _multiply(h_ptrs, exists, b_ptr, start, out_features, piece_stride, *how)
+            if GATED:
+                up += _multiply(h_ptrs, exists, b_ptr, start + out_features, weight_rows, piece_stride, *how)
+        out = y.to(out_ptr.dtype.element_ty)
+        if GATED:
+            out = gate_mul_block(out, up.to(out.dtype), ACTIVATION)
+        tl.store(out_ptr + row[:, None] * out_features + n[None, :], out, mask=mask)
+
+
+@triton.jit
+def _multiply(
+    h_ptrs,
+    exists,
+    b_ptr,
+    start,
+    stop,
+    piece_stride,
+    PIECES: tl.constexpr,
+    PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return b h for BLOCK_N outputs from `start`, zero from `stop` on, [BLOCK_M, BLOCK_N]."""
+    TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
+    n = start + tl.arange(0, BLOCK_N)
+    part_of_n = part_of(n, PARTS)
+    acc = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+    # Outputs of one tile are mostly of one part.
+    for part in range(part_of(start, PARTS), part_of(tl.minimum(start + BLOCK_N, stop) - 1, PARTS) + 1):
+        is_own = ((part_of_n == part) & (n < stop))[:, None]
+        for first in tl.static_range(0, RANK, BLOCK_R):
+            r = first + tl.arange(0, BLOCK_R)
+            h = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+            for piece in tl.static_range(PIECES):
+                places = h_ptrs + piece * piece_stride.to(tl.int64) + part * RANK
+                h += tl.load(places[:, None] + r[None, :], mask=exists[:, None], other=0.0)
+            b = tl.load(b_ptr + n.to(tl.int64)[:, None] * RANK + r[None, :], mask=is_own, other=0.0)
+            acc = add_product(acc, h.to(b.dtype), b, TOKENS_LEFT)
+    return acc if TOKENS_LEFT else tl.trans(acc)

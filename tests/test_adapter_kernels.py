@@ -1,0 +1,150 @@
+"""Kernels of adapters against float64, and what a row's company must not change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import whole_only
+from test_kernels import DEVICE, DTYPES, SHORT, assert_close, randn
+from torch import Tensor
+
+from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
+from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linear
+from nanoinfer.kernels.adapters.one_row import RowAdapter
+from nanoinfer.kernels.adapters.products import expand_reference, expand_triton, shrink_reference, shrink_triton
+from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
+from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
+
+ALL_DTYPES = list(dict.fromkeys([*DTYPES, SHORT]))
+MAX_ADAPTERS = 4
+MIXED = [0, -1, 2, 0, 3, 3, -1, 0, 2] * 3
+SLOTS = {"mixed": MIXED, "all in one": [2] * 20, "none": [-1] * 5, "one row": [3]}
+SHAPES = [((96,), 96, 16), ((128, 32, 32), 640, 16), ((40, 7, 9), 200, 48), *whole_only([((300, 300), 1100, 128)])]
+
+
+def adapter_of(parts: tuple[int, ...], in_features: int, rank: int, dtype: torch.dtype) -> Adapter:
+    a = randn(MAX_ADAPTERS, len(parts) * rank, in_features, dtype=dtype) / in_features**0.5
+    return Adapter(a, randn(MAX_ADAPTERS, sum(parts), rank, dtype=dtype), parts)
+
+
+def rows_of(slots: list[int]) -> AdapterRows:
+    return AdapterRows.of(torch.tensor(slots, dtype=torch.int32, device=DEVICE), MAX_ADAPTERS)
+
+
+def added(x: Tensor, adapter: Adapter, slots: list[int]) -> Tensor:
+    """What adapters add to each row's outputs, as the definition says, in float64."""
+    out = torch.zeros(len(x), adapter.b.shape[1], dtype=torch.float64, device=x.device)
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            h = (adapter.a[slot].double() @ x[row].double()).split(adapter.rank)
+            matrices = adapter.b[slot].double().split(adapter.parts)
+            out[row] = torch.cat([b @ part for b, part in zip(matrices, h, strict=True)])
+    return out
+
+
+def test_rows_without_an_adapter_come_last() -> None:
+    rows = rows_of(MIXED)
+    assert [MIXED[row] for row in rows.groups.choices] == [*sorted(slot for slot in MIXED if slot >= 0), *[-1] * 6]
+    tiles = rows.groups.tiles.tolist()
+    assert [tile for tile in tiles if tile[1] < tile[2]] == [[0, 0, 9], [2, 9, 15], [3, 15, 21], [4, 21, 27]]
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+@pytest.mark.parametrize(("parts", "in_features", "rank"), SHAPES)
+def test_products(parts: tuple[int, ...], in_features: int, rank: int, slots: list[int], dtype: torch.dtype) -> None:
+    adapter, rows = adapter_of(parts, in_features, rank, dtype), rows_of(slots)
+    x, y = randn(len(slots), in_features, dtype=dtype), randn(len(slots), sum(parts), dtype=dtype)
+    expected = y.double() + added(x, adapter, slots)
+    for shrink, expand in ((shrink_triton, expand_triton), (shrink_reference, expand_reference)):
+        out = y.clone()
+        assert expand(shrink(x, adapter, rows), adapter, rows, out) is out
+        assert_close(out, expected)
+        assert torch.equal(out[rows.slots < 0], y[rows.slots < 0])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("parts", [(70, 70), (140,)], ids=["gates and ups", "one tensor of both"])
+def test_gates_and_ups(parts: tuple[int, ...], activation: Activation) -> None:
+    adapter, rows = adapter_of(parts, 96, 16, torch.float32), rows_of(MIXED)
+    x, y = randn(len(MIXED), 96), randn(len(MIXED), 140)
+    expected = gate_mul_reference(y + added(x, adapter, MIXED).float(), activation)
+    for shrink, expand in ((shrink_triton, expand_triton), (shrink_reference, expand_reference)):
+        assert_close(expand(shrink(x, adapter, rows), adapter, rows, y.clone(), activation), expected)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, among few, and among so many that one program multiplies all inputs, or that tiles are larger."""
+    adapter, slots = adapter_of((48, 32), 1100, 16, dtype), (MIXED * 4)[:100]
+    x, y = randn(len(slots), 1100, dtype=dtype), randn(len(slots), 80, dtype=dtype)
+
+    def outputs(tokens: int) -> Tensor:
+        rows, out = rows_of(slots[:tokens]), y[:tokens].clone()
+        h = shrink_triton(x[:tokens], adapter, rows)
+        pieces.append(len(h))
+        return expand_triton(h, adapter, rows, out)
+
+    pieces: list[int] = []
+    monkeypatch.setattr("nanoinfer.kernels.adapters.products.num_multiprocessors", lambda device: 132)
+    alone, few, many = outputs(1), outputs(20), outputs(100)
+    monkeypatch.setattr("nanoinfer.kernels.adapters.products.num_multiprocessors", lambda device: 1)
+    undivided = outputs(100)
+    monkeypatch.setattr("nanoinfer.kernels.adapters.adapter.FEW_ROWS", 50)
+    wide = outputs(100)
+    assert pieces[0] == 3
+    assert pieces[-1] == 1
+    assert torch.equal(few[:1], alone)
+    assert torch.equal(many[:20], few)
+    assert torch.equal(undivided, many)
+    assert torch.equal(wide, many) or DEVICE == "cpu"  # whose libraries may add up otherwise for other tiles
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("slot", [2, -1])
+@pytest.mark.parametrize(("parts", "in_features", "rank"), SHAPES)
+def test_one_row(parts: tuple[int, ...], in_features: int, rank: int, slot: int, dtype: torch.dtype) -> None:
+    adapter = adapter_of(parts, in_features, rank, dtype)
+    of_row = RowAdapter(adapter, torch.tensor([slot], dtype=torch.int32, device=DEVICE))
+    x, residual = randn(1, in_features, dtype=dtype), randn(1, in_features, dtype=dtype)
+    weight, norm = randn(sum(parts), in_features, dtype=dtype), Norm(randn(in_features, dtype=dtype), 1e-6)
+
+    def expected(x: Tensor) -> Tensor:
+        return x.double() @ weight.double().T + added(x, adapter, [slot])
+
+    assert_close(one_row_linear(x, weight, of_row=of_row), expected(x))
+    out, total = one_row_norm_linear(x, residual, norm, weight, of_row=of_row)
+    assert_close(out, expected(rms_norm_reference(x + residual, norm)))
+    assert torch.equal(total, x + residual)
+    out, _ = one_row_norm_linear(x, residual, norm, weight, post=norm, of_row=of_row)
+    assert_close(out, expected(rms_norm_reference(rms_norm_reference(x, norm) + residual, norm)))
+
+
+@pytest.mark.parametrize("parts", [(70, 70), (140,)], ids=["gates and ups", "one tensor of both"])
+def test_gates_and_ups_of_one_row(parts: tuple[int, ...]) -> None:
+    adapter, x, weight, bias = adapter_of(parts, 96, 16, torch.float32), randn(1, 96), randn(140, 96), randn(140)
+    of_row = RowAdapter(adapter, torch.tensor([1], dtype=torch.int32, device=DEVICE))
+    expected = gate_mul_reference(x @ weight.T + bias + added(x, adapter, [1]).float(), "silu")
+    assert_close(one_row_linear(x, weight, bias, "silu", of_row), expected)
+
+
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
+def test_linear_adds_what_rows_name(slots: list[int]) -> None:
+    """Before the product's bias and activation are applied, whatever comes before, and whichever kernels multiply."""
+    adapter, rows = adapter_of((128, 128), 256, 16, torch.float32), rows_of(slots)
+    x, residual, gates_and_ups = randn(len(slots), 256), randn(len(slots), 256), randn(len(slots), 512)
+    weight, bias, norm = randn(256, 256), randn(256), Norm(randn(256), 1e-6)
+
+    def expected(x: Tensor) -> Tensor:
+        return x @ weight.T + bias + added(x, adapter, slots).float()
+
+    gated = gate_mul_reference(gates_and_ups, "silu")
+    assert_close(adapted_linear(gates_and_ups, weight, adapter, rows, bias, before="silu"), expected(gated))
+    assert_close(adapted_linear(x, weight, adapter, rows, bias, "silu"), gate_mul_reference(expected(x), "silu"))
+    pieces = adapted_linear(x, weight, adapter, rows, bias, may_split=True)
+    assert_close(pieces if pieces.dim() == 2 else pieces.sum(dim=0), expected(x))
+    normed = rms_norm_reference(x + residual, norm)
+    out, total = adapted_norm_linear(x, residual, norm, weight, adapter, rows, bias, "silu")
+    assert_close(out, gate_mul_reference(expected(normed), "silu"))
+    assert_close(total, x + residual)
