@@ -34,20 +34,20 @@ def unconverted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(family: str, folder: Path, **settings: Any) -> None:
-    """Check each rank of one and of two."""
+    """Check each rank of one and of two, which split inputs of some matrices, or to keep the order all outputs."""
     base, saved, merged = (folder / name for name in ("base", "adapter", "merged"))
     wrapped = adapt(build(CASES[family], base), **settings)
     wrapped.save_pretrained(saved)
     wrapped.merge_and_unload().save_pretrained(merged)
     changes = []
-    for rank, size in [(0, 1), (0, 2), (1, 2)]:
-        ours = Rank(base, rank, size)
+    for rank in [(0, 1), (0, 2), (1, 2), (0, 2, True), (1, 2, True)]:
+        ours = Rank(base, *rank)
         write(ours.reader.read("tuned", saved), 1, ours.slots)
         before, after = ours.weights(base), ours.weights(merged)
         for old, new, added in zip(before, after, ours.added(1), strict=True):
             torch.testing.assert_close(old + added, new, atol=2e-5, rtol=1e-4)
             changes.append(added.any())
-        assert not any(added.any() for added in ours.added(0))
+        assert ours.is_empty(0)
     assert any(changes)
 
 

@@ -174,7 +174,7 @@ class TestSlots:
         assert all_close(ours.added(0), expected)
         clear(1, ours.slots)
         assert all_close(ours.added(0), expected)
-        assert not any(slots.a[1].any() or slots.b[1].any() for slots in ours.slots)
+        assert ours.is_empty(1)
 
     def test_b_is_scaled_in_float32_and_rounded_once(self, ours: Rank) -> None:
         slots = [Slots(one.base, one.a.bfloat16(), one.b.bfloat16()) for one in ours.slots]

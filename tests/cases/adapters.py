@@ -28,11 +28,11 @@ MAX_RANK = 20  # of adapters; a slot's is 32
 class Rank:
     """A rank's share of a model in float32, with slots for two adapters."""
 
-    def __init__(self, folder: Path, rank: int = 0, size: int = 1, **options: Any) -> None:
-        """options: of the LLM"""
+    def __init__(self, folder: Path, rank: int = 0, size: int = 1, keeps_order: bool = False, **options: Any) -> None:
+        """keeps_order: as for TensorParallel; options: of the LLM"""
         config = Config(str(folder), dtype="float32", device="cpu", **options)
         tp, description = TensorParallel(), config.description
-        tp.rank, tp.size = rank, size
+        tp.rank, tp.size, tp.keeps_order = rank, size, keeps_order
         self.model = build(description, 64, make_backend("torch", config.cache_layout), tp, torch.float32)
         shape = description.vocab_size, description.hidden_size
         self.bases = Bases(self.model, Section(HEAD, self.model.num_ids, shape, self.model.first_id))
@@ -55,6 +55,10 @@ class Rank:
     def added(self, slot: int) -> list[Tensor]:
         """What a slot adds to these matrices: b a, part by part."""
         return [_product(slots, slot) for slots in self.slots]
+
+    def is_empty(self, slot: int) -> bool:
+        """Whether a slot has zeros alone."""
+        return not any(slots.a[slot].any() or slots.b[slot].any() for slots in self.slots)
 
 
 def _product(slots: Slots, slot: int) -> Tensor:

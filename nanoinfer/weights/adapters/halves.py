@@ -13,9 +13,8 @@ from nanoinfer.weights.roll import listed
 from nanoinfer.weights.shards import FLOATS
 
 # A trainer's own tensors have the adapter's name before the last dot, which files leave out.
-TENSOR = re.compile(
-    r"(?:base_model\.model\.)?(?P<module>.+?)(?P<depth>(?:\.base_layer)*)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight"
-)
+TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
+WRAPPED = ".base_layer"  # follows a module whose adapter wraps the adapter of another stack of the module
 OF_BASE = ".base_layer.weight"  # ends the names of the base's own tensors, such as a head's, which PEFT saves beside
 OTHERS = {  # what else PEFT may store, by a part of its name
     "lora_magnitude_vector": "scales of DoRA",
@@ -54,7 +53,7 @@ class Halves:
 
 def pair(tensors: Iterable[tuple[str, Tensor]]) -> list[Halves]:
     """Return the tensors of each module. Raises ValueError for tensors that are not LoRA's, and for single ones."""
-    found: dict[tuple[str, str], Halves] = {}
+    found: dict[str, Halves] = {}
     for name, tensor in tensors:
         if name.endswith(OF_BASE):
             continue
@@ -64,8 +63,8 @@ def pair(tensors: Iterable[tuple[str, Tensor]]) -> list[Halves]:
             raise ValueError(f"{name} is {kind}, and nanoinfer adds the matrices of LoRA alone; {MERGE}")
         if tensor.dtype not in FLOATS:
             raise ValueError(f"{name} has numbers of {tensor.dtype}: must be floats of 16 bits or more")
-        halves = found.setdefault((match["module"], match["depth"]), Halves(match["module"]))
-        half = match["half"]
+        module, half = match["module"], match["half"]
+        halves = found.setdefault(module, Halves(module.replace(WRAPPED, "")))
         if half in halves.names:
             raise ValueError(f"{name} and {halves.names[half]} are the same half of an adapter")
         halves.names[half], halves.tensors[half] = name, tensor
