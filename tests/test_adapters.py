@@ -27,7 +27,7 @@ MIXED = [
 KINDS_MIXED = [MIXED.index(name) for name in ("qwen3next", "mixtral", "gptoss", "qwen3-vl-moe")]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def unconverted(monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT adapts linear layers, and not what layers of experts were before transformers 5."""
     monkeypatch.setattr("peft.utils.transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING", {})
@@ -52,11 +52,18 @@ def check(family: str, folder: Path, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("family", of_each_kind(zip(CASES), *KINDS))
+@pytest.mark.usefixtures("unconverted")
 def test_all_linear_layers(family: str, tmp_path: Path) -> None:
     check(family, tmp_path, **LINEAR)
 
 
 @pytest.mark.parametrize("family", of_each_kind(zip(MIXED), *KINDS_MIXED))
+@pytest.mark.usefixtures("unconverted")
 def test_the_stacks_of_experts(family: str, tmp_path: Path) -> None:
     """PEFT adapts all experts of a layer at once, and does not name the stack."""
     check(family, tmp_path, **EXPERTS)
+
+
+def test_what_peft_makes_of_the_names_of_experts_projections(tmp_path: Path) -> None:
+    """It adapts the stacks instead, that of gates and ups with twice the rank."""
+    check("qwen3moe", tmp_path, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])

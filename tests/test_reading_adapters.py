@@ -289,7 +289,7 @@ class TestBadInput:
     def test_folders(self, damage: Callable[[Path], object], message: str, ours: Rank, tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
         save_file(TENSORS, tmp_path / "adapter_model.safetensors")
-        assert ours.reader.read("tuned", str(tmp_path)).updates.keys() == {Q}
+        assert ours.reader.read("tuned", str(tmp_path)).keys() == {Q}
         with pytest.raises(ValueError, match="config and alpha must be None"):
             ours.reader.read("tuned", tmp_path, alpha=2)
         damage(tmp_path)

@@ -1,8 +1,9 @@
-"""LowRank: what an adapter adds to one matrix of a checkpoint; Adapter: all of these."""
+"""LowRank: what an adapter adds to one matrix of a checkpoint; an Adapter is all of these."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -20,13 +21,8 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """Its rank, at most."""
+        """The inner size of the product."""
         return len(self.a)
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter that has been checked. updates: by the module that the checkpoint names"""
-
-    name: str
-    updates: dict[str, LowRank]
+Adapter: TypeAlias = dict[str, LowRank]  # by the module that the checkpoint names

@@ -82,7 +82,7 @@ class Modules:
             return f"{name} is an embedding, which has no adapters: {MERGE}"
         known = [*self.shapes, *self.stacks]
         like = names_like([bare], known) or [listed(set(known))]
-        return f"{name} is no matrix of this model that may have an adapter; such are {', '.join(like)}"
+        return f"{name} is no matrix that may have an adapter; such are {', '.join(like)}. Train without it, or {MERGE}"
 
 
 def _stacks(tensors: ExpertTensors, sizes: ExpertSizes) -> Iterator[tuple[str, Stack]]:

@@ -37,26 +37,26 @@ class AdapterReader:
         """
         what = f"adapter={name!r}"
         if not isinstance(source, (str, Path)):
-            return self._check(what, name, TensorSource(source).pairs(), _config_of_tensors(what, config, alpha))
+            return self._check(what, TensorSource(source).pairs(), _config_of_tensors(what, config, alpha))
         if config is not None or alpha is not None:
             raise ValueError(f"{what}: config and alpha must be None, as {str(source)!r} has its {CONFIG_FILE}")
         settings, tensors = read_folder(source)
-        return self._check(what, name, tensors.items(), read_config(settings, what))
+        return self._check(what, tensors.items(), read_config(settings, what))
 
-    def _check(self, what: str, name: str, tensors: Iterable[tuple[str, Tensor]], config: AdapterConfig) -> Adapter:
-        updates: dict[str, LowRank] = {}
+    def _check(self, what: str, tensors: Iterable[tuple[str, Tensor]], config: AdapterConfig) -> Adapter:
+        adapter: Adapter = {}
         try:
             for halves in pair(tensors):
                 for module, update in self._updates(halves, config):
-                    if module in updates:
+                    if module in adapter:
                         raise ValueError(f"{halves} are a second adapter of {module}")
-                    updates[module] = update
-            if not updates:
+                    adapter[module] = update
+            if not adapter:
                 raise ValueError("has no tensors named lora_A and lora_B")
-            _check_finite(updates)
+            _check_finite(adapter)
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
-        return Adapter(name, updates)
+        return adapter
 
     def _updates(self, halves: Halves, config: AdapterConfig) -> Iterator[tuple[str, LowRank]]:
         """Yield what one pair of tensors adds, by the checkpoint's modules."""
@@ -114,10 +114,10 @@ def _fitting(halves: Halves, stacks: list[Stack]) -> Stack:
     raise ValueError(f"{halves}: the experts of this model have {needed}; the adapter may be another model's")
 
 
-def _check_finite(updates: dict[str, LowRank]) -> None:
+def _check_finite(adapter: Adapter) -> None:
     """Raise ValueError, naming a module, for numbers that are NaN or infinite. The host waits once for each device."""
     on_devices: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for module, update in updates.items():
+    for module, update in adapter.items():
         for tensor in (update.a, update.b):
             on_devices.setdefault(tensor.device, []).append((module, tensor))
     for tensors in on_devices.values():

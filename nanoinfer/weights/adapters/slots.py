@@ -43,7 +43,8 @@ class Slots:
     def _updates(self, adapter: Adapter) -> Iterator[tuple[int, tuple[Part, LowRank]]]:
         """Yield the number of each part that the adapter changes, the part, and what it adds."""
         for number, part in enumerate(self.base.parts):
-            if (update := adapter.updates.get(part.module)) is not None:
+            if (update := adapter.get(part.module)) is not None:
+                assert update.rank <= self.b.shape[2]
                 yield number, (part, update)
 
 
