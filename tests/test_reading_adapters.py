@@ -250,6 +250,7 @@ class TestBadInput:
             ({"r": 5}, f"{Q} has rank 4, but the config says 5"),
             ({"r": 4, "rank_pattern": {"q_proj": 2}}, f"{Q} has rank 4, but the config says 2"),
             ({"r": 0}, "r=0: must be an integer of at least 1"),
+            ({"r": 4, "lora_alpha": float("inf")}, "lora_alpha=inf: must be a number"),
             ({"r": 4, "lora_alpha": "much"}, "lora_alpha='much': must be a number"),
             ({"r": 4, "target_modules": ["k_proj"]}, f"{Q} has tensors, but the config's target_modules leave it out"),
             ({"target_modules": "*q_proj"}, r"target_modules='\*q_proj': must be a list of names or a regular expr"),

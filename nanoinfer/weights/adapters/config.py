@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,19 +108,23 @@ def read_config(settings: Any, what: str) -> AdapterConfig:
     layers = settings.get("layers_to_transform")
     pattern = settings.get("layers_pattern") or []
     return AdapterConfig(
-        alpha=_check_alpha(named("lora_alpha"), settings.get("lora_alpha", 8)),
+        alpha=check_alpha(named("lora_alpha"), settings.get("lora_alpha", 8)),
         rank=check_int(named("r"), settings.get("r", 8), 1),
         use_rslora=check_flag(named("use_rslora"), settings.get("use_rslora", False)),
         rank_pattern={key: check_int(named("rank_pattern"), one, 1) for key, one in patterns("rank_pattern").items()},
-        alpha_pattern={
-            key: _check_alpha(named("alpha_pattern"), one) for key, one in patterns("alpha_pattern").items()
-        },
+        alpha_pattern={key: check_alpha(named("alpha_pattern"), one) for key, one in patterns("alpha_pattern").items()},
         target_modules=_read_names(named("target_modules"), settings.get("target_modules")),
         exclude_modules=_read_names(named("exclude_modules"), settings.get("exclude_modules")),
         layers=None if layers is None else _read_layers(named("layers_to_transform"), layers),
         layers_pattern=[pattern] if isinstance(pattern, str) else _list(named("layers_pattern"), pattern),
         target_parameters=_list(named("target_parameters"), settings.get("target_parameters") or []),
     )
+
+
+def check_alpha(name: str, value: Any) -> float:
+    """Return lora_alpha. Raises ValueError if it is no finite number."""
+    most = sys.float_info.max
+    return check_number(name, value, -most, most, "such as 16")
 
 
 def _check_supported(settings: Mapping[str, Any], what: str) -> None:
@@ -140,10 +145,6 @@ def _check_supported(settings: Mapping[str, Any], what: str) -> None:
             f"{what}: init_lora_weights={start!r}: the adapter's base is not the model, as {start} changed its weights;"
             " save it with path_initial_model_for_weight_conversion"
         )
-
-
-def _check_alpha(name: str, value: Any) -> float:
-    return check_number(name, value, float("-inf"), float("inf"), "such as 16")
 
 
 def _read_names(name: str, value: Any) -> str | list[str] | None:

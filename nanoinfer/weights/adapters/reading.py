@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.checks import check_number
-from nanoinfer.weights.adapters.config import AdapterConfig, read_config
+from nanoinfer.weights.adapters.config import AdapterConfig, check_alpha, read_config
 from nanoinfer.weights.adapters.files import CONFIG_FILE, read_folder
 from nanoinfer.weights.adapters.halves import Halves, pair
 from nanoinfer.weights.adapters.low_rank import Adapter, LowRank
@@ -102,7 +101,7 @@ def _config_of_tensors(what: str, config: Any, alpha: float | None) -> AdapterCo
         raise ValueError(f"{what}: tensors need either config, such as PEFT's LoraConfig, or alpha, its lora_alpha")
     if alpha is None:
         return read_config(config, what)
-    return AdapterConfig(check_number(f"{what}: alpha", alpha, float("-inf"), float("inf"), "such as 16"))
+    return AdapterConfig(check_alpha(f"{what}: alpha", alpha))
 
 
 def _fitting(halves: Halves, stacks: list[Stack]) -> Stack:
