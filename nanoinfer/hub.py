@@ -24,8 +24,8 @@ REVISIONS = {"model": "revision", "tokenizer": "tokenizer_revision"}
 def find_folder(option: str, source: str | Path, revision: str | None, files: list[str]) -> str:
     """Return the path of a folder, or download a Hub id's files first.
 
-    option: "model" or "tokenizer", which has the value `source`. "bundled" is BUNDLED_MODEL, unless the working
-        directory has a folder of that name
+    option: "model", "tokenizer" or "adapter", which has the value `source`. "bundled" is BUNDLED_MODEL, unless the
+        working directory has a folder of that name
     revision: the Hub id's branch, tag or commit; None: its main branch, as which a folder counts
 
     Raises ValueError if there is no such folder, or a folder has another revision.

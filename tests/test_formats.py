@@ -88,8 +88,7 @@ def fixed_shards(section: Section, numbers: Tensor) -> Iterator[Shard]:
 
 class FixedMatrix(Matrix):
     def __init__(self, sections: list[Section], in_features: int, bias: bool) -> None:
-        super().__init__()
-        self.sections = sections
+        super().__init__(sections, in_features)
         self.numbers = make_numbers(sum(section.rows for section in sections), in_features)
         self.bias = nn.Parameter(torch.empty(len(self.numbers)), requires_grad=False) if bias else None
         self._is_in_parts = False
@@ -117,8 +116,7 @@ class FixedMatrix(Matrix):
 
 class FixedExperts(Experts):
     def __init__(self, tensors: ExpertTensors, sizes: ExpertSizes) -> None:
-        super().__init__()
-        self.tensors, self.sizes = tensors, sizes
+        super().__init__(tensors, sizes)
         self.gate_up = make_numbers(sizes.count, 2 * sizes.share, sizes.hidden_size)
         self.down = make_numbers(sizes.count, sizes.hidden_size, sizes.share)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from heapq import nsmallest
 
 import torch
@@ -100,26 +100,28 @@ class Roll:
 
     def _raise_if(self, missing: list[str]) -> None:
         if missing or self._unknown or self._twice:
+            like = names_like(self._unknown, self._table)
             raise ValueError(
                 f"{self._source}:{_list('missing', missing)}{_list('unknown', self._unknown)}"
-                f"{_list('known names like that', self._like_unknown())}{_list('stored twice', sorted(self._twice))}"
+                f"{_list('known names like that', like)}{_list('stored twice', sorted(self._twice))}"
             )
         if self._refused:
             raise ValueError(self._refused[0])
 
-    def _like_unknown(self) -> list[str]:
-        """Return the known names that are most like the unknown ones, with these ones' numbers of layers and experts.
 
-        There are few kinds of names, if numbers do not count, so that the search is short.
-        """
-        kinds = {NUMBER.sub("{}", name): name for name in self._table}
-        found: list[str] = []
-        for name in self._unknown[:MOST_NAMES]:
-            for kind in difflib.get_close_matches(NUMBER.sub("{}", name), kinds, n=1):
-                numbers = NUMBER.findall(name)
-                ours = kind.format(*numbers) if kind.count("{}") == len(numbers) else ""
-                found.append(ours if ours in self._table else kinds[kind])
-        return list(dict.fromkeys(found))
+def names_like(unknown: list[str], known: Collection[str]) -> list[str]:
+    """Return the known names that are most like the unknown ones, with these ones' numbers of layers and experts.
+
+    There are few kinds of names, if numbers do not count, so that the search is short.
+    """
+    kinds = {NUMBER.sub("{}", name): name for name in known}
+    found: list[str] = []
+    for name in unknown[:MOST_NAMES]:
+        for kind in difflib.get_close_matches(NUMBER.sub("{}", name), kinds, n=1):
+            numbers = NUMBER.findall(name)
+            ours = kind.format(*numbers) if kind.count("{}") == len(numbers) else ""
+            found.append(ours if ours in known else kinds[kind])
+    return list(dict.fromkeys(found))
 
 
 def _fits(shard: Shard, shape: tuple[int, ...]) -> bool:

@@ -88,6 +88,11 @@ class ExpertSizes:
 class Experts(nn.Module, ABC):
     """Two matrices for each expert, and biases if wanted: this rank's share of them. Filled as a Matrix is."""
 
+    def __init__(self, tensors: ExpertTensors, sizes: ExpertSizes, output_share: OutputShare | None = None) -> None:
+        """output_share: given if ranks split outputs; None: this rank computes its part of all"""
+        super().__init__()
+        self.tensors, self.sizes, self.output_share = tensors, sizes, output_share
+
     @abstractmethod
     def forward(self, x: Tensor, routes: Routes, activation: Activation, may_split: bool = False) -> Tensor:
         """Multiply, as kernels.experts.products.expert_mlps does."""

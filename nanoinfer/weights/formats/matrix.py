@@ -11,7 +11,7 @@ from nanoinfer.kernels.linear.activation import Activation
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear, norm_linear
 from nanoinfer.kernels.norm.rms_norm import Norm
 from nanoinfer.kernels.ranks.send_receive import VectorLane
-from nanoinfer.weights.shards import Shard
+from nanoinfer.weights.shards import Section, Shard
 
 
 class Matrix(nn.Module, ABC):
@@ -19,10 +19,16 @@ class Matrix(nn.Module, ABC):
 
     Its shards, and those of the modules in it, say which tensors of a checkpoint it stores, how a rank slices them, and
     how they are written, at the start and later.
+
+    sections: its rows, in their order; in_features: this rank's
     """
 
     bias: Tensor | None
     takes_lanes: bool = False  # norm_product of one row adds up the ranks' parts of x by itself
+
+    def __init__(self, sections: list[Section], in_features: int) -> None:
+        super().__init__()
+        self.sections, self.in_features = sections, in_features
 
     @abstractmethod
     def operand(self) -> AnyWeight:

@@ -33,10 +33,7 @@ class Fp8Experts(Experts):
         self, tensors: ExpertTensors, sizes: ExpertSizes, layout: Fp8Layout, output_share: OutputShare | None = None
     ) -> None:
         """output_share: as for Format.make_experts"""
-        super().__init__()
-        self.tensors = tensors
-        self.sizes = sizes
-        self.output_share = output_share
+        super().__init__(tensors, sizes, output_share)
         halves, downs, columns = expert_sections(tensors, sizes, output_share)
         self.gate_up = Fp8Store(halves, sizes.hidden_size, layout)
         self.down = Fp8Store(downs, columns, layout)

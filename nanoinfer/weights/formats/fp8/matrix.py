@@ -24,7 +24,7 @@ class Fp8Matrix(Matrix):
     takes_lanes = True
 
     def __init__(self, sections: list[Section], in_features: int, bias: bool, layout: Fp8Layout) -> None:
-        super().__init__()
+        super().__init__(sections, in_features)
         self.store = Fp8Store(sections, in_features, layout)
         rows = len(self.store.weight)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
@@ -64,10 +64,10 @@ class Fp8Matrix(Matrix):
     def _for_cpu(self) -> Tensor | PackedWeight | WeightInParts:
         dense = self.store.dense(self._dtype)
         if self._is_in_parts:
-            return WeightInParts(dense, rows_and_outputs(self.store.sections))
+            return WeightInParts(dense, rows_and_outputs(self.sections))
         return PackedWeight(dense) if can_pack(dense) else dense
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards of the bias, if there is one; the store yields the others."""
         if self.bias is not None:
-            yield from bias_shards(self.bias, self.store.sections)
+            yield from bias_shards(self.bias, self.sections)

@@ -39,8 +39,7 @@ class GroupExperts(Experts):
         biases: bool = False,
     ) -> None:
         """label: what messages call the format; output_share, biases: as for Format.make_experts"""
-        super().__init__()
-        self.tensors, self.sizes, self.output_share = tensors, sizes, output_share
+        super().__init__(tensors, sizes, output_share)
         halves, downs, columns = expert_sections(tensors, sizes, output_share)
         self.gate_up = GroupStore(halves, sizes.hidden_size, layout, label)
         self.down = GroupStore(downs, columns, layout, label)

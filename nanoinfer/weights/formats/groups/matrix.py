@@ -29,7 +29,7 @@ class GroupMatrix(Matrix):
 
     def __init__(self, sections: list[Section], in_features: int, bias: bool, layout: Layout, label: str) -> None:
         """label: what messages call the format"""
-        super().__init__()
+        super().__init__(sections, in_features)
         self.store = GroupStore(sections, in_features, layout, label)
         rows = len(self.store.words)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
@@ -53,7 +53,7 @@ class GroupMatrix(Matrix):
         return dense
 
     def _in_parts(self, weight: Tensor | GroupWeight) -> WeightInParts:
-        return WeightInParts(weight, rows_and_outputs(self.store.sections))
+        return WeightInParts(weight, rows_and_outputs(self.sections))
 
     def _gathering(self, weight: W) -> W | GatheredWeight:
         """Return a weight that puts its input into the order of the store, if that has one."""
@@ -83,4 +83,4 @@ class GroupMatrix(Matrix):
         """Yield the shards of the store, and of the bias, if there is one."""
         yield from shards_of(self.store)
         if self.bias is not None:
-            yield from bias_shards(self.bias, self.store.sections)
+            yield from bias_shards(self.bias, self.sections)

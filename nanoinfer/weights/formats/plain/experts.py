@@ -31,14 +31,11 @@ class PlainExperts(Experts):
         output_share: OutputShare | None = None,
         biases: bool = False,
     ) -> None:
-        """output_share: given if ranks split outputs; None: this rank computes its part of all
+        """output_share: as for Experts
 
         biases: the products have biases, which only checkpoints of paired tensors hold
         """
-        super().__init__()
-        self.tensors = tensors
-        self.sizes = sizes
-        self.output_share = output_share
+        super().__init__(tensors, sizes, output_share)
         gate_up = 2 * sizes.share, sizes.hidden_size
         down = (sizes.hidden_size, sizes.share) if output_share is None else (len(output_share.outputs), sizes.size)
         self.gate_up = nn.Parameter(torch.empty(sizes.count, *gate_up), requires_grad=False)

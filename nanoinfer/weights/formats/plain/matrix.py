@@ -15,14 +15,13 @@ from nanoinfer.weights.shards import Section, Shard, bias_shards, rows_and_outpu
 
 
 class PlainMatrix(Matrix):
-    """The weight as a parameter. On the CPU, once filled, mostly as a PackedWeight. sections: in their rows' order"""
+    """The weight as a parameter. On the CPU, once filled, mostly as a PackedWeight."""
 
     weight: Tensor | PackedWeight
     takes_lanes = True
 
     def __init__(self, sections: list[Section], in_features: int, bias: bool) -> None:
-        super().__init__()
-        self.sections = sections
+        super().__init__(sections, in_features)
         rows = sum(section.rows for section in sections)
         self.weight = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None

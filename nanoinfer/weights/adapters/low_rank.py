@@ -1,0 +1,28 @@
+"""LowRank: what an adapter adds to one matrix of a checkpoint; an Adapter is all of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The matrix scale * b a, [outputs, inputs], that is added to a checkpoint's.
+
+    a: [rank, inputs]; b: [outputs, rank]; both of any floats, on any device
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """The inner size of the product."""
+        return len(self.a)
+
+
+Adapter: TypeAlias = dict[str, LowRank]  # by the module that the checkpoint names

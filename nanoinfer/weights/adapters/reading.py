@@ -1,0 +1,127 @@
+"""Reads an adapter, and checks all of it before anything is written."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.weights.adapters.config import AdapterConfig, check_alpha, read_config
+from nanoinfer.weights.adapters.files import CONFIG_FILE, read_folder
+from nanoinfer.weights.adapters.halves import Halves, pair
+from nanoinfer.weights.adapters.low_rank import Adapter, LowRank
+from nanoinfer.weights.adapters.modules import Modules, Stack
+from nanoinfer.weights.sources import TensorSource
+
+Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+class AdapterReader:
+    """Reads adapters for one model. modules: the model's; max_rank: max_adapter_rank, that of its slots"""
+
+    def __init__(self, modules: Modules, max_rank: int) -> None:
+        self.modules, self.max_rank = modules, max_rank
+
+    def read(self, name: str, source: str | Path | Tensors, config: Any = None, alpha: float | None = None) -> Adapter:
+        """Read an adapter.
+
+        source: a folder or a Hub id, or tensors by PEFT's names for them
+        config: for tensors: the settings, as in adapter_config.json, or peft.LoraConfig
+        alpha: for tensors without config: lora_alpha; the ranks are the tensors'
+        Raises ValueError, naming adapter, module and value, for what the model does not fit, or nanoinfer refuses.
+        """
+        what = f"adapter={name!r}"
+        if not isinstance(source, (str, Path)):
+            return self._check(what, TensorSource(source).pairs(), _config_of_tensors(what, config, alpha))
+        if config is not None or alpha is not None:
+            raise ValueError(f"{what}: config and alpha must be None, as {str(source)!r} has its {CONFIG_FILE}")
+        settings, tensors = read_folder(source)
+        return self._check(what, tensors.items(), read_config(settings, what))
+
+    def _check(self, what: str, tensors: Iterable[tuple[str, Tensor]], config: AdapterConfig) -> Adapter:
+        adapter: Adapter = {}
+        try:
+            for halves in pair(tensors):
+                for module, update in self._updates(halves, config):
+                    if module in adapter:
+                        raise ValueError(f"{halves} are a second adapter of {module}")
+                    adapter[module] = update
+            if not adapter:
+                raise ValueError("has no tensors named lora_A and lora_B")
+            _check_finite(adapter)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
+        return adapter
+
+    def _updates(self, halves: Halves, config: AdapterConfig) -> Iterator[tuple[str, LowRank]]:
+        """Yield what one pair of tensors adds, by the checkpoint's modules."""
+        known, named = self.modules.find(halves.module), halves.module
+        stacks = self.modules.stacks.get(known)
+        if stacks is None:
+            if not config.targets(named):
+                raise ValueError(f"{named} has tensors, but the config's target_modules leave it out")
+            yield known, self._update(halves, named, self.modules.shapes[known], 1, config)
+            return
+        stack = _fitting(halves, stacks)
+        parameter = f"{named}.{stack.parameter}"
+        if config.target_parameters and not config.targets_parameter(parameter):
+            raise ValueError(f"{parameter} has tensors, but the config's target_parameters leave it out")
+        yield from stack.split(self._update(halves, parameter, stack.shape, len(stack.modules), config))
+
+    def _update(self, halves: Halves, name: str, shape: tuple[int, int], count: int, config: AdapterConfig) -> LowRank:
+        """Check the tensors. name: as patterns match it; shape: of each of `count` matrices that they are for"""
+        (outputs, inputs), rank = shape, halves.a.numel() // (count * shape[1])
+        if rank < 1 or halves.a.shape != (rank * count, inputs) or halves.b.shape != (outputs, rank * count):
+            r = "r" if count == 1 else f"{count} * r"
+            raise ValueError(
+                f"{halves}: {name} of this model needs [{r}, {inputs}] and [{outputs}, {r}]; the adapter may be another"
+                " model's"
+            )
+        if (expected := config.rank_of(name)) not in (None, rank):
+            raise ValueError(f"{name} has rank {rank}, but the config says {expected}")
+        if rank > self.max_rank:
+            raise ValueError(f"{name} has rank {rank}, but max_adapter_rank={self.max_rank}: must be at least {rank}")
+        return LowRank(halves.a, halves.b, config.scale(name, rank))
+
+
+def check_is_loaded(name: str, loaded: Collection[str]) -> None:
+    """Raise ValueError, with the names most like it, unless an adapter is among those that are loaded."""
+    if name not in loaded:
+        like = difflib.get_close_matches(name, loaded) or sorted(loaded)
+        names = f"loaded are {', '.join(map(repr, like))}" if like else "none is; llm.load_adapter(name, ...) loads one"
+        raise ValueError(f"adapter={name!r}: is not loaded; {names}")
+
+
+def _config_of_tensors(what: str, config: Any, alpha: float | None) -> AdapterConfig:
+    if (config is None) == (alpha is None):
+        raise ValueError(f"{what}: tensors need either config, such as PEFT's LoraConfig, or alpha, its lora_alpha")
+    if alpha is None:
+        return read_config(config, what)
+    return AdapterConfig(check_alpha(f"{what}: alpha", alpha))
+
+
+def _fitting(halves: Halves, stacks: list[Stack]) -> Stack:
+    """Return the stack that the tensors fit: PEFT does not name it. No layer has two stacks of one shape."""
+    for stack in stacks:
+        if (*halves.b.shape[:1], *halves.a.shape[1:]) == stack.shape:
+            return stack
+    needed = " or ".join(f"{inputs} inputs and {outputs} outputs" for outputs, inputs in (one.shape for one in stacks))
+    raise ValueError(f"{halves}: the experts of this model have {needed}; the adapter may be another model's")
+
+
+def _check_finite(adapter: Adapter) -> None:
+    """Raise ValueError, naming a module, for numbers that are NaN or infinite. The host waits once for each device."""
+    on_devices: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for module, update in adapter.items():
+        for tensor in (update.a, update.b):
+            on_devices.setdefault(tensor.device, []).append((module, tensor))
+    for tensors in on_devices.values():
+        largest = torch.stack(torch._foreach_norm([tensor for _, tensor in tensors], ord=float("inf")))
+        are_finite = largest.isfinite().tolist()
+        bad = next((module for (module, _), is_finite in zip(tensors, are_finite, strict=True) if not is_finite), None)
+        if bad is not None:
+            raise ValueError(f"{bad} has numbers that are NaN or infinite")

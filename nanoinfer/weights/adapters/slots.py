@@ -1,0 +1,76 @@
+"""Slots: where adapters lie on this rank's device, one beside the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanoinfer.weights.adapters.bases import Base, Part
+from nanoinfer.weights.adapters.low_rank import Adapter, LowRank
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots of one base: a, [slots, parts * rank, inputs], and b, [slots, outputs, rank]."""
+
+    base: Base
+    a: Tensor
+    b: Tensor
+
+    @classmethod
+    def make(cls, base: Base, slots: int, rank: int) -> Slots:
+        """Make empty ones, of torch's default dtype on its default device. rank: a slot's, from slot_rank"""
+        a, b = (torch.zeros(slots, *shape) for shape in base.shapes(rank))
+        return cls(base, a, b)
+
+    def copies_to_a(self, adapter: Adapter, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the rows of a that an adapter writes in a slot, and what fills them."""
+        rank, columns = self.b.shape[2], self.base.columns
+        for number, (_, update) in self._updates(adapter):
+            first = number * rank
+            yield self.a[slot, first : first + update.rank], update.a[:, columns]
+
+    def copies_to_b(self, adapter: Adapter, slot: int) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Yield the same of b, with the factor of what fills it."""
+        for _, (part, update) in self._updates(adapter):
+            for section, rows in part.sections:
+                source = update.b[section.start :][: section.rows] if section.dim == 0 else update.b
+                yield self.b[slot, rows, : update.rank], source, update.scale
+
+    def _updates(self, adapter: Adapter) -> Iterator[tuple[int, tuple[Part, LowRank]]]:
+        """Yield the number of each part that the adapter changes, the part, and what it adds."""
+        for number, part in enumerate(self.base.parts):
+            if (update := adapter.get(part.module)) is not None:
+                assert update.rank <= self.b.shape[2]
+                yield number, (part, update)
+
+
+@torch.inference_mode()
+def clear(slot: int, slots: Sequence[Slots]) -> None:
+    """Take what a slot holds out of it: it adds nothing then."""
+    torch._foreach_zero_([one[slot] for of_base in slots for one in (of_base.a, of_base.b)])
+
+
+@torch.inference_mode()
+def write(adapter: Adapter, slot: int, slots: Sequence[Slots]) -> None:
+    """Write this rank's share of an adapter into a slot, in place of what was there.
+
+    slots: of all bases. The adapter's ranks are at most theirs. b is scaled in float32, and rounded once
+    """
+    clear(slot, slots)
+    to_a = [copy for of_base in slots for copy in of_base.copies_to_a(adapter, slot)]
+    to_b = [copy for of_base in slots for copy in of_base.copies_to_b(adapter, slot)]
+    if not to_b:
+        return
+    rows, sources = map(list, zip(*to_a, strict=True))
+    torch._foreach_copy_(rows, sources)
+    targets, sources, scales = map(list, zip(*to_b, strict=True))
+    sizes = [target.numel() for target in targets]
+    scaled = torch.empty(sum(sizes), dtype=torch.float32, device=targets[0].device).split(sizes)
+    scaled = [numbers.view_as(target) for numbers, target in zip(scaled, targets, strict=True)]
+    torch._foreach_copy_(scaled, sources)
+    torch._foreach_mul_(scaled, scales)
+    torch._foreach_copy_(targets, scaled)
