@@ -707,7 +707,7 @@ def check_windows(sched: Scheduler, seqs: list[Sequence]) -> None:
 
 def is_found(manager: BlockManager, seq: Sequence, end: int) -> bool:
     """Whether a lookup finds a node of the first tokens, up to `end`."""
-    node, size = manager.tree.roots[seq.is_long], manager.prefix_size
+    node, size = manager.tree.root(seq.adapter, seq.is_long), manager.prefix_size
     for start in range(0, end, size):
         if node is not None:
             node = manager.tree.find(node, seq.token_ids[start : start + size].tobytes())
