@@ -464,6 +464,10 @@ class TestConfig:
             {"max_num_seqs": True},
             {"max_num_seqs": np.True_},
             {"kvcache_block_size": 2**31 + 16},
+            {"max_adapters": -1},
+            {"max_adapters": 1025},
+            {"max_adapter_rank": 0},
+            {"max_adapter_rank": 513},
             {"num_kvcache_blocks": 2**23 + 1},  # of 256 tokens
             {"max_num_seqs": 10**7},
             {"enforce_eager": "yes"},

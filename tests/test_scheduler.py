@@ -228,6 +228,23 @@ def test_one_that_is_only_scored_ends_with_its_prompt_and_has_no_row() -> None:
     assert list(sched.running) == [plain]
 
 
+def test_messages_say_whose_adapter_computes_what() -> None:
+    sched, row_map = scheduler(), RowMap(may_adapt=True)
+    plain, adapted = (Sequence([10 + i] * 3, SamplingParams(max_tokens=4), 0, 40, adapter=i - 1) for i in range(2))
+    for seq in (plain, adapted):
+        sched.add(seq)
+    step = sched.schedule(in_flight=False)
+    message, _ = row_map.describe(step)
+    assert isinstance(message, PrefillMessage)
+    assert [chunk.adapter for chunk in message.chunks] == [join.adapter for join in message.joins] == [-1, 0]
+    sched.postprocess(step, [(plain, 5), (adapted, 5)])
+    for has_adapters in (True, False):
+        message, _ = row_map.describe(sched.schedule(in_flight=False))
+        assert isinstance(message, DecodeMessage)
+        assert message.has_adapters is has_adapters
+        sched.finish(adapted, "abort")
+
+
 def test_samples_that_find_no_room_start_later_from_the_cache() -> None:
     sched = scheduler(rows=2)
     group = samples(3, list(range(10, 19)), max_tokens=2)

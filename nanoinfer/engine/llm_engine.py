@@ -50,7 +50,8 @@ class LLMEngine:
             config.description.long_from,
         )
         self._feed = ImageFeed(self._keeps_image, config.device == "cuda") if config.sees else None
-        self.row_map = RowMap(_prefix_finder(config) if config.shares_prefixes else None, self._feed)
+        finder = _prefix_finder(config) if config.shares_prefixes else None
+        self.row_map = RowMap(finder, self._feed, may_adapt=config.max_adapters > 0)
         self.matchers = Matchers()
         self.updater = Updater(self.ranks, self.scheduler, config.description.tied)
         self.sleeper = Sleeper(self.ranks.call)

@@ -41,6 +41,7 @@ class ChunkMessage:
     is_long: bool = False  # whether the sequence has the rotary frequencies of long ones
     states: ChunkStates | None = None
     images: ChunkImages | None = None
+    adapter: int = -1  # its slot; -1: none
 
     @property
     def scored(self) -> array[int]:
@@ -74,6 +75,7 @@ class JoinMessage:
     copied_blocks: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied behind the step
     slot: int = -1  # for states; if it is not the chunk's, they are copied behind the step
     delta: int = 0  # rotary positions of the tokens behind the prompt, less their places
+    adapter: int = -1  # its slot; -1: none
 
 
 @dataclass(slots=True)
@@ -122,6 +124,7 @@ class DecodeMessage:
     shares: bool = False  # whether decode attention is to read shared prefixes once
     new_prefixes: PrefixMessage | None = None  # given if they have changed since the last step that shares
     transfers: Transfers | None = None
+    has_adapters: bool = False  # whether some row has an adapter
 
     @property
     def num_tokens(self) -> int:
