@@ -159,11 +159,14 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         return Stream(self._stream(prepared))
 
     @hints_for("score")
-    def score(self, prompt: Prompt, continuations: Tokens | ListLike[Tokens]) -> list[Score]:
+    def score(
+        self, prompt: Prompt, continuations: Tokens | ListLike[Tokens], adapter: str | None = None
+    ) -> list[Score]:
         """Compute how likely the model finds each continuation of a prompt; returns a Score for each.
 
         prompt: a string, a list of token ids, or a mapping with one of these, also with images, as for generate
         continuations: strings or lists of token ids; a lone one counts as a list of one
+        adapter: as in SamplingParams
 
         The LLM tokenizes prompt and continuation together, if both are text. The first part, as long as the prompt's
         own tokens, is the prompt, and the rest is the continuation. Spaces at the prompt's end count as the
@@ -173,7 +176,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         """
         self.engine.check_ready()
         with self.engine.alike():
-            prepared = self._inputs.check_continuations(prompt, continuations)
+            prepared = self._inputs.check_continuations(prompt, continuations, adapter)
         return [score_of(output) for output in self._generate(prepared, use_tqdm=False)]
 
     @hints_for("prepare")
