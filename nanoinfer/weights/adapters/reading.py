@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.weights.adapters.config import AdapterConfig, check_alpha, read_config
+from nanoinfer.weights.adapters.config import MERGE, AdapterConfig, check_alpha, read_config
 from nanoinfer.weights.adapters.files import CONFIG_FILE, read_folder
 from nanoinfer.weights.adapters.halves import Halves, pair
 from nanoinfer.weights.adapters.low_rank import Adapter, LowRank
@@ -21,10 +21,11 @@ Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
 class AdapterReader:
-    """Reads adapters for one model. modules: the model's; max_rank: max_adapter_rank, that of its slots"""
+    """Reads adapters for one model."""
 
-    def __init__(self, modules: Modules, max_rank: int) -> None:
-        self.modules, self.max_rank = modules, max_rank
+    def __init__(self, modules: Modules, max_rank: int, refused: Collection[str] = ()) -> None:
+        """modules: the model's; max_rank: max_adapter_rank, that of its slots; refused: modules that have no slots"""
+        self.modules, self.max_rank, self._refused = modules, max_rank, refused
 
     def read(self, name: str, source: str | Path | Tensors, config: Any = None, alpha: float | None = None) -> Adapter:
         """Read an adapter.
@@ -49,6 +50,8 @@ class AdapterReader:
                 for module, update in self._updates(halves, config):
                     if module in adapter:
                         raise ValueError(f"{halves} are a second adapter of {module}")
+                    if module in self._refused:
+                        raise ValueError(f"{halves} are of experts, whose adapters nanoinfer lacks; {MERGE}")
                     adapter[module] = update
             if not adapter:
                 raise ValueError("has no tensors named lora_A and lora_B")
