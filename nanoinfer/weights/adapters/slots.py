@@ -23,7 +23,7 @@ class Slots:
     @classmethod
     def make(cls, base: Base, slots: int, rank: int) -> Slots:
         """Make empty ones, of torch's default dtype on its default device. rank: a slot's, from slot_rank"""
-        a, b = (torch.zeros(slots, *shape) for shape in base.shapes(rank))
+        a, b = (torch.empty(slots, *shape).zero_() for shape in base.shapes(rank))
         return cls(base, a, b)
 
     def copies_to_a(self, adapter: Adapter, slot: int) -> Iterator[tuple[Tensor, Tensor]]:

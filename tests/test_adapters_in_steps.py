@@ -1,0 +1,1 @@
+"""Steps whose rows name adapters, against PEFT's own models."""
