@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -258,19 +258,16 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         self.waiting.put_first(seq)
 
-    def restart(self, adapter: int | None = None) -> None:
-        """Let every sequence that has begun start again from its tokens. No step is in flight.
-
-        adapter: only the sequences of the one in this slot
-        """
+    def restart(self, seqs: Collection[Sequence]) -> None:
+        """Let each of these sequences that has begun start again from its tokens. No step is in flight."""
         for seq in self.waiting:
-            if seq.block_tables and adapter in (None, seq.adapter):  # a half-done prompt
+            if seq.block_tables and seq in seqs:  # a half-done prompt
                 self.block_manager.free(seq)
                 seq.num_scheduled = 0
                 if seq.wants_prompt_logprobs:  # one that has tokens does not compute them again
                     seq.prompt_logprobs.clear()
         for seq in reversed(self.running.copy()):
-            if adapter in (None, seq.adapter):
+            if seq in seqs:
                 self._requeue(seq)
 
     def reset_prefix_cache(self, adapter: int | None = None) -> None:
