@@ -23,6 +23,7 @@ from nanoinfer import (
     BeamSearchParams,
     BeamSequence,
     LogProb,
+    LoRARequest,
     RequestOutput,
     SampleOutput,
     SamplingParams,
@@ -34,12 +35,14 @@ from nanoinfer import (
     reference,
 )
 from nanoinfer.batch import run
+from nanoinfer.batch.adapters import Folders
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.inputs import Chats, Prompt, Tokens
 from nanoinfer.requests.progress import UseTqdm
 from nanoinfer.requests.request import Fate
+from nanoinfer.requests.vllm.lora import GivenLora
 from nanoinfer.runner.memory.plan import MemoryPlan
 
 FILE = Path(__file__).with_name("api.md")
@@ -51,6 +54,8 @@ ALIASES = {
     "UseTqdm": UseTqdm,
     "FinishReason": FinishReason,
     "Fate": Fate,
+    "GivenLora": GivenLora,
+    "Folders": Folders,
 }
 
 HEAD = """\
@@ -58,10 +63,10 @@ HEAD = """\
 
 <!-- Written by docs/make_api.py from the docstrings: change those, and run it again. -->
 
-Import `LLM`, `SamplingParams`, `BeamSearchParams`, `reference`, `WorkerError`, `BUNDLED_MODEL` and the types of the
-outputs from `nanoinfer`. The outputs are dictionaries, whose keys are attributes too: write `output["text"]` or
-`output.text`. You need not import `MemoryPlan`, the type of `llm.memory`, and `LoadedAdapter`, that of the values of
-`llm.adapters`. In the headings, `llm` is an `LLM`.
+Import `LLM`, `SamplingParams`, `BeamSearchParams`, `LoRARequest`, `reference`, `WorkerError`, `BUNDLED_MODEL` and the
+types of the outputs from `nanoinfer`. The outputs are dictionaries, whose keys are attributes too: write
+`output["text"]` or `output.text`. You need not import `MemoryPlan`, the type of `llm.memory`, and `LoadedAdapter`, that
+of the values of `llm.adapters`. In the headings, `llm` is an `LLM`.
 """
 
 VERSION = """\
@@ -94,6 +99,7 @@ def render() -> str:
             *_options(),
             *_section("SamplingParams", SamplingParams, _fields(SamplingParams)),
             *_section("BeamSearchParams", BeamSearchParams, _fields(BeamSearchParams)),
+            *_section("LoRARequest", LoRARequest, _fields(LoRARequest)),
             *_section("RequestOutput", RequestOutput, _keys(RequestOutput)),
             *_section("SampleOutput", SampleOutput, _keys(SampleOutput)),
             *_section("LogProb", LogProb, {}),
@@ -233,7 +239,8 @@ def _public_methods(documented: type) -> list[tuple[str, Callable[..., Any]]]:
 def _plain(annotation: object) -> str:
     """A type as a reader writes it."""
     text = str(annotation).replace("collections.abc.", "").replace("typing.", "")
-    return text.replace("ListLike", "Sequence").replace("'", '"')
+    text = text.replace("nanoinfer.requests.vllm.lora.", "").replace("ListLike", "Sequence")
+    return text.replace("'", '"')
 
 
 def _quoted(value: object) -> str:

@@ -14,6 +14,7 @@ with no_collection():
     from nanoinfer.process.version import own_version
     from nanoinfer.requests.beam_search import BeamSearchOutput, BeamSequence
     from nanoinfer.requests.outputs import RequestOutput, SampleOutput, Score, StreamOutput, Timings
+    from nanoinfer.requests.vllm.lora import LoRARequest
     from nanoinfer.sampling_params import SamplingParams
     from nanoinfer.trainer.reference import reference
 
@@ -25,6 +26,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSequence",
+    "LoRARequest",
     "LogProb",
     "RequestOutput",
     "SampleOutput",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from nanoinfer.checks import short
 from nanoinfer.vllm_arguments import ARGUMENTS, reason_for
-from nanoinfer.vllm_spellings import OTHER_NAMES
+from nanoinfer.vllm_spellings import OTHER_NAMES, Spelling
 
 ELSEWHERE = {
     name: ours
@@ -52,6 +52,9 @@ ELSEWHERE = {
         ("allowed_local_media_path", "image_folder"),
         ("language_model_only", "images"),
         ("image multi_modal_data", 'write {"prompt": text, "multi_modal_data": {"image": image}} as the prompt'),
+        ("enable_lora max_loras_per_batch", "max_adapters"),
+        ("max_lora_rank", "max_adapter_rank"),
+        ("adapter_name lora_name lora_path", "adapter"),
         ("cache_dir token", "download the checkpoint, and pass its folder as model"),
     )
     for name in names.split()
@@ -88,12 +91,13 @@ def hints_for(taker: str, its_own: Collection[str] | None = None) -> Callable[[T
 
         @functools.wraps(function)
         def checked(*args: Any, **named: Any) -> Any:
-            for name in [name for name in named if name not in taken]:
+            foreign = [name for name in named if name not in taken]
+            beside = {**dict(zip(["self", *known], args, strict=False)), **named} if foreign else {}
+            for name in foreign:
                 if name in others:
-                    others[name].check(name, named[name], {**dict(zip(["self", *known], args, strict=False)), **named})
-                    del named[name]
+                    others[name].check(name, named.pop(name), beside)
                 elif name in renamed:
-                    _rename(name, renamed[name], named)
+                    _rename(name, renamed[name], named, beside)
                 elif hint := _hint(name, known, is_open):
                     raise ValueError(f"unknown argument {name!r}: {hint}")
             return function(*args, **named)
@@ -106,10 +110,13 @@ def hints_for(taker: str, its_own: Collection[str] | None = None) -> Callable[[T
     return decorate
 
 
-def _rename(name: str, ours: Callable[[Any], Mapping[str, Any]], named: dict[str, Any]) -> None:
-    """Put our arguments in place of one; raises ValueError if the caller has given them, too."""
+def _rename(name: str, ours: Spelling, named: dict[str, Any], beside: Mapping[str, Any]) -> None:
+    """Put our arguments in place of one; raises ValueError if the caller has given them, too.
+
+    beside: all arguments of the call
+    """
     value = named.pop(name)
-    for own, meant in ({} if value is None else ours(value)).items():
+    for own, meant in ({} if value is None else ours(value, beside)).items():
         if named.get(own) is not None:
             raise ValueError(f"{name}={short(value)}: must be left out beside {own}={short(named[own])}")
         named[own] = meant

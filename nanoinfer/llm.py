@@ -24,7 +24,8 @@ from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all
 from nanoinfer.requests.stats import KeepsStats
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.requests.tokenizing import TokenizesTexts
-from nanoinfer.requests.vllm_methods import VllmMethods
+from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
+from nanoinfer.requests.vllm.methods import VllmMethods
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
 
@@ -66,7 +67,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
             self.config = Config(model, **options, when_checked=start.spawn)
             start.begin(self.config)
             self.tokenizer = load_tokenizer(self.config)
-            self._inputs = Inputs(self.config, self.tokenizer)
+            self._inputs, self._loras = Inputs(self.config, self.tokenizer), LoRARequests()
             self.engine, self._requests, self._line = start.finish(self.config, self.tokenizer)
         self.memory = self.engine.memory
         self.config.num_kvcache_blocks, self.config.max_model_len = self.memory.asked, self.memory.max_model_len
@@ -78,7 +79,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         prompts: Prompt | ListLike[Prompt],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: GivenLora = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt; returns the outputs in the prompts' order.
 
@@ -93,14 +94,14 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
             URL in the option image_folder. Nothing is fetched
         sampling_params: one for all prompts, or one for each; None: SamplingParams()
         use_tqdm: show a bar with the tokens per second of prefill and decode; or a function that makes it, as tqdm does
-        lora_request: None, which vLLM's callers may pass: there is no LoRA here
+        lora_request: a LoRARequest for all prompts, or one or None for each; SamplingParams(adapter=...) does without
 
         Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
         """
         self.engine.check_ready()
         with self.engine.alike():
             use_tqdm = check_use_tqdm(use_tqdm)
-            prepared = self._inputs.check(prompts, sampling_params, lora_request)
+            prepared = self._inputs.check(prompts, sampling_params, self._loras.load(self, lora_request))
         return self._generate(prepared, use_tqdm)
 
     @hints_for("chat")
@@ -109,7 +110,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         messages: Chats,
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: GivenLora = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
@@ -121,7 +122,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
             {"url": ...}}, with an image as for generate
         sampling_params: one for all chats, or one for each; None: SamplingParams()
         use_tqdm: as for generate
-        lora_request: None, as for generate
+        lora_request: as for generate
         chat_template_kwargs: arguments of the template; a warning names those that it does not read
         template: the same, such as enable_thinking=False, tools=[...], continue_final_message=True; it must read them
 
@@ -130,7 +131,8 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         self.engine.check_ready()
         with self.engine.alike():
             use_tqdm = check_use_tqdm(use_tqdm)
-            prepared = self._inputs.check_chats(messages, sampling_params, template, chat_template_kwargs, lora_request)
+            adapters = self._loras.load(self, lora_request)
+            prepared = self._inputs.check_chats(messages, sampling_params, template, chat_template_kwargs, adapters)
         return self._generate(prepared, use_tqdm)
 
     @hints_for("stream")

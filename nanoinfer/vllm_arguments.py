@@ -113,7 +113,8 @@ BEAM_WIDTH = Values("None or beam_width", lambda value, beside: as_int(value) ==
 EQUAL_PRIORITIES = Values("None or 0, for all prompts", _are_equal_priorities)
 
 NO_CODE = "no code of yours runs between two tokens; see SamplingParams(logit_bias=..., structured_outputs=...)"
-NO_LORA = "there is no LoRA here"
+OF_FILES = "an adapter's own files say what it has"
+REFUSED_IN_ADAPTERS = "merge such an adapter into its base with PEFT's merge_and_unload()"
 IMAGES_ALONE = "of other media than texts there are images; see LLM(images=...)"
 IMAGE_SIZES = "LLM(image_options=...) says how large images become"
 OWN_TOWERS = "towers are those of transformers"
@@ -244,12 +245,19 @@ FOR_LLM: tuple[Line, ...] = (
     ("worker_cls", _only("auto"), "no code of yours runs in ranks"),
     ("worker_extension_cls", EMPTY, "no code of yours runs in ranks; llm.update_weights writes weights"),
     ("weight_transfer_config", DEFAULT, "llm.update_weights takes a trainer's tensors"),
+    # Adapters
+    ("max_loras", POSITIVE, "write LLM(max_adapters=...), or enable_lora=True beside it"),
+    ("max_cpu_loras", NUMBER, "adapters that are not loaded stay in their files"),
+    ("lora_dtype", _only("auto"), "adapters have the model's dtype: see LLM(dtype=...)"),
+    ("lora_extra_vocab_size max_lora_cls_labels", ANY, "adapters add no tokens"),
+    ("lora_target_modules", EMPTY, OF_FILES),
+    ("enable_mixed_moe_lora_format", FLAG, OF_FILES),
+    ("fully_sharded_loras", FLAG, "ranks divide adapters as they divide the model"),
+    ("specialize_active_lora", FLAG, "graphs change no result"),
+    ("enable_lora_bias enable_tower_connector_lora enable_moe_shared_loras", FALSE, REFUSED_IN_ADAPTERS),
+    ("long_lora_scaling_factors qlora_adapter_name_or_path", EMPTY, REFUSED_IN_ADAPTERS),
+    ("default_mm_loras", EMPTY, "each request names its adapter: see SamplingParams(adapter=...)"),
     # What there is not
-    ("enable_lora", FALSE, NO_LORA),
-    ("max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size lora_target_modules", ANY, NO_LORA),
-    ("fully_sharded_loras long_lora_scaling_factors enable_lora_bias enable_tower_connector_lora", ANY, NO_LORA),
-    ("specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels", ANY, NO_LORA),
-    ("default_mm_loras qlora_adapter_name_or_path", EMPTY, NO_LORA),
     ("enable_prompt_adapter", FALSE, "there are no prompt adapters here"),
     ("max_prompt_adapters max_prompt_adapter_token", ANY, "there are no prompt adapters here"),
     ("speculative_config speculative_model spec_method spec_model", EMPTY, "there is no speculative decoding here"),
@@ -331,6 +339,12 @@ FOR_BEAM_SEARCH_PARAMS: tuple[Line, ...] = (
     ("num_return_sequences", BEAM_WIDTH, "the output has beam_width sequences"),
 )
 
+FOR_LORA_REQUEST: tuple[Line, ...] = (
+    ("base_model_name", ANY, "an adapter is for the LLM's model"),
+    ("tensorizer_config_dict", EMPTY, "weights are read from *.safetensors"),
+    ("is_3d_lora_weight", FLAG, OF_FILES),
+    ("long_lora_max_len", NONE, REFUSED_IN_ADAPTERS),
+)
 FOR_BEAM_SEARCH: tuple[Line, ...] = (("priority", EQUAL_PRIORITIES, IN_ORDER),)
 FOR_CALLS: tuple[Line, ...] = (
     *FOR_BEAM_SEARCH,
@@ -362,6 +376,7 @@ ARGUMENTS = {
     "LLM": _by_name(FOR_LLM),
     "SamplingParams": _by_name(FOR_SAMPLING_PARAMS),
     "BeamSearchParams": _by_name(FOR_BEAM_SEARCH_PARAMS),
+    "LoRARequest": _by_name(FOR_LORA_REQUEST),
     "beam_search": _by_name(FOR_BEAM_SEARCH),
     "generate": _by_name(FOR_GENERATE),
     "chat": _by_name(FOR_CHAT),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanoinfer.checks import as_int, check_flag, short
+from nanoinfer.checks import as_int, check_flag, check_int, short
 
 Options = Mapping[str, Any]
+Spelling = Callable[[Any, Options], Options]
+"""What makes our arguments of one that is not None. It gets all arguments of the call, too."""
 
 OF_VIDEOS = ("fps", "do_sample_frames")  # of a processor's arguments
 
@@ -19,7 +21,7 @@ def of_images(arguments: Any) -> Any:
     return {name: value for name, value in arguments.items() if name not in OF_VIDEOS}
 
 
-def _limit_images(limits: Any) -> Options:
+def _limit_images(limits: Any, beside: Options) -> Options:
     """Return our options for vLLM's limits: a number for each medium, or a mapping that has it as "count".
 
     Limits of other media are not looked at: a prompt with one is refused.
@@ -32,22 +34,33 @@ def _limit_images(limits: Any) -> Options:
     return {"images": False} if as_int(count) == 0 else {"limit_images_per_prompt": count}
 
 
-def _without_media(value: Any) -> Options:
+def _without_media(value: Any, beside: Options) -> Options:
     flag = check_flag("language_model_only", value)
     return {"images": False} if flag else {}
 
 
-OTHER_NAMES: dict[str, dict[str, Callable[[Any], Options]]] = {
+def _count_adapters(value: Any, beside: Options) -> Options:
+    """Return how many adapters vLLM's options let in: its max_loras, which is 1 if nobody says it."""
+    if not check_flag("enable_lora", value):
+        return {}
+    count = beside.get("max_loras")
+    return {"max_adapters": 1 if count is None else check_int("max_loras", count, 1)}
+
+
+OTHER_NAMES: dict[str, dict[str, Spelling]] = {
     "LLM": {
         "limit_mm_per_prompt": _limit_images,
-        "mm_processor_kwargs": lambda value: {"image_options": of_images(value)},
-        "allowed_local_media_path": lambda value: (
+        "mm_processor_kwargs": lambda value, _: {"image_options": of_images(value)},
+        "allowed_local_media_path": lambda value, _: (
             {} if isinstance(value, str) and not value else {"image_folder": value}
         ),
         "language_model_only": _without_media,
-    }
+        "enable_lora": _count_adapters,
+        "max_lora_rank": lambda value, _: {"max_adapter_rank": value},
+    },
+    "LoRARequest": {"lora_local_path": lambda value, _: {"lora_path": value}},
 }
-"""Who takes an argument of vLLM's that we name otherwise -> its name -> our arguments for a value that is not None."""
+"""Who takes an argument of vLLM's that we name otherwise -> its name -> what makes our arguments of it."""
 
 SAME_VALUES: dict[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},

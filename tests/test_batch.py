@@ -21,12 +21,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cases.tuned import Tuned
 
 from nanoinfer import BUNDLED_MODEL, LLM, RequestOutput, SampleOutput, SamplingParams, __version__
 from nanoinfer.batch import Summary, job, run
+from nanoinfer.batch.adapters import Models
 from nanoinfer.batch.cli import main
 from nanoinfer.batch.ledger import Ledger
-from nanoinfer.batch.lines import PROMPTS, complete, take_prompt
+from nanoinfer.batch.lines import PROMPTS, LineError, complete, read_job, read_line, take_prompt
 from nanoinfer.batch.progress import Progress
 
 SMALL = {"dtype": "float32", "kvcache_block_size": 16, "max_model_len": 64, "num_kvcache_blocks": 256, "device": "cpu"}
@@ -259,6 +261,85 @@ BAD = [
     (openai("o", "/v1/completions", prompt="x", prompt_logprobs=1), "prompt_logprobs=1: OpenAI's results have no"),
     (openai("p", messages="hi", frequency=2), "unknown argument 'frequency'"),
 ]
+
+
+class TestAdapters:
+    def test_a_line_names_its_own(self, tmp_path: Path) -> None:
+        folder = Tuned(BUNDLED_MODEL, seed=1).save(tmp_path / "mine")
+        prompt = {"prompt": "ROMEO:\n"}
+        rows = [
+            {"id": "plain", **prompt},
+            {"id": "adapter", **prompt, "adapter": "mine"},
+            {"id": "null", **prompt, "adapter": None},
+            openai("model", "/v1/completions", **prompt, model="mine"),
+            openai("base", "/v1/completions", **prompt, model=f"elsewhere/{Path(BUNDLED_MODEL).name}"),
+            openai("none", "/v1/completions", **prompt),
+        ]
+        output, asked = tmp_path / "out", {"temperature": 0, "max_tokens": 8}
+        file = write(tmp_path / "in", rows)
+        assert run(file, output, BUNDLED_MODEL, adapters={"mine": folder}, **asked, **SMALL) == Summary(6, 0)
+        with LLM(BUNDLED_MODEL, max_adapters=1, **SMALL) as llm:
+            llm.load_adapter("mine", folder)
+            params = [SamplingParams(adapter=name, **asked) for name in (None, "mine")]
+            base, mine = (output.text for output in llm.generate([prompt] * 2, params, use_tqdm=False))
+        assert base != mine
+        texts = {}
+        for row in read(output):
+            body = row.get("response", {}).get("body")
+            texts[row.get("custom_id", row["id"])] = body["choices"][0]["text"] if body else row["text"]
+        of_mine = {"adapter", "model"}
+        assert texts == {name: mine if name in of_mine else base for name in texts}
+        assert len(texts) == len(rows)
+
+    def test_lines_that_name_none_have_the_jobs(self) -> None:
+        models = Models("org/base", ("a", "b"))
+
+        def adapter_of(row: dict[str, Any]) -> str | None:
+            line = read_line(json.dumps(row).encode(), 1)
+            return read_job(line, {"adapter": "a"}, 0, models).params.adapter
+
+        body = {"prompt": "x"}
+        assert adapter_of({"id": 1, **body}) == adapter_of(openai("c", "/v1/completions", **body)) == "a"
+        assert adapter_of({"id": 1, **body, "adapter": "b"}) == "b"
+        assert adapter_of({"id": 1, **body, "adapter": None}) is None
+        assert adapter_of(openai("c", "/v1/completions", **body, model="base")) is None
+
+    @pytest.mark.parametrize(
+        ("row", "adapters", "message"),
+        [
+            (
+                {"adapter": "mime"},
+                ["mine", "other"],
+                "adapter='mime': must be an adapter of the job: did you mean 'mine'",
+            ),
+            (
+                {"adapter": "mine"},
+                [],
+                "must be an adapter of the job: it has none; give it some by --load-adapter NAME",
+            ),
+            ({"adapter": 3}, ["mine"], "adapter=3: must be None, or the name"),
+            (
+                {"model": "mime"},
+                ["mine"],
+                "model='mime': must be 'base', or an adapter of the job: did you mean 'mine'",
+            ),
+            ({"model": "gpt"}, ["mine"], "model='gpt': must be 'base', .*: known: mine, base"),
+        ],
+        ids=str,
+    )
+    def test_a_line_that_names_another(self, row: dict[str, Any], adapters: list[str], message: str) -> None:
+        entry = openai("c", "/v1/completions", prompt="x", **row) if "model" in row else {"id": 1, "prompt": "x", **row}
+        with pytest.raises(LineError, match=message):
+            read_job(read_line(json.dumps(entry).encode(), 1), {}, 0, Models("base", tuple(adapters)))
+
+    def test_without_adapters_a_model_may_have_any_name(self) -> None:
+        line = read_line(json.dumps(openai("c", "/v1/completions", prompt="x", model="gpt")).encode(), 1)
+        assert read_job(line, {}, 0, Models("base")).params.adapter is None
+
+    @pytest.mark.parametrize("wrong", ["mine", 3, {"": "folder"}, {"mine": ""}, {"mine": 3}, {3: "folder"}], ids=str)
+    def test_what_is_no_mapping_to_folders(self, wrong: Any, tmp_path: Path, null: None) -> None:
+        with pytest.raises(ValueError, match=r"^adapters=.*: must be a mapping from names to folders, or to Hub ids$"):
+            run(write(tmp_path / "in", []), tmp_path / "out", "m", adapters=wrong)
 
 
 class TestBadLines:
@@ -571,6 +652,7 @@ class TestRefused:
             ({"temperature": 0.5}, "temperature was None, and is 0.5"),
             ({"input": "other"}, "input was '.*/in', and is '.*/other'"),
             ({"seed": 1}, "seed was None, and is 1"),
+            ({"adapters": {"mine": "here"}}, "adapters was None, and is {'mine': 'here'}"),
         ],
     )
     def test_another_job(self, change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -715,6 +797,7 @@ class TestCommandLine:
             "--max-errors": ("3", 3),
             "--image-options": ('{"max_pixels": 4096}', {"max_pixels": 4096}),
             "--limit-images-per-prompt": ("3", 3),
+            "--adapter": ("mine", "mine"),
         }
         given = [text for name, (value, _) in arguments.items() for text in (name, value)]
         assert (
@@ -727,6 +810,10 @@ class TestCommandLine:
                     "--enforce-eager",
                     "--no-detokenize",
                     "--no-images",
+                    "--load-adapter",
+                    "mine=adapters/mine",
+                    "--load-adapter",
+                    "other=a=b",
                     *given,
                     "--keep-order",
                 ]
@@ -737,6 +824,7 @@ class TestCommandLine:
             **{name[2:].replace("-", "_"): value for name, (_, value) in arguments.items()},
             **{"input": "in", "output": "out", "model": "m"},
             **{"enforce_eager": True, "detokenize": False, "images": False, "keep_order": True},
+            "adapters": {"mine": "adapters/mine", "other": "a=b"},
         }
 
     @pytest.mark.parametrize("text", ["###", "5", "\n"])

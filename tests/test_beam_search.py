@@ -449,7 +449,7 @@ class TestErrors:
             ({"prompts": [[]]}, "prompts.0. is empty"),
             ({"prompts": [[9999]]}, "has token id 9999"),
             ({"prompts": [[5] * 96]}, "must be fewer than max_model_len=96"),
-            ({"lora_request": 1}, "lora_request=1: must be None"),
+            ({"lora_request": 1}, "lora_request=1: must be a LoRARequest"),
             ({"priority": [1]}, "priority=.*: must be None or 0"),
             ({"concurrency_limit": 0}, "concurrency_limit=0"),
             ({"use_tqdm": "yes"}, "use_tqdm='yes'"),

@@ -203,10 +203,10 @@ class TestPrompts:
             llm.generate(prompt)
         assert llm.engine.is_finished
 
-    def test_lora_is_none(self, llm: LLM) -> None:
+    def test_lora_may_be_none(self, llm: LLM) -> None:
         for call, argument in ((llm.generate, [[5]]), (llm.chat, [{"role": "user", "content": "a"}])):
             assert len(call(argument, greedy(1), use_tqdm=False, lora_request=None)) == 1
-            with pytest.raises(ValueError, match="lora_request='adapter': must be None: there is no LoRA here"):
+            with pytest.raises(ValueError, match="lora_request='adapter': must be a LoRARequest"):
                 call(argument, lora_request="adapter")
 
 

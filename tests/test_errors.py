@@ -402,7 +402,9 @@ class TestNames:
             ("generate", {"max_new_tokens": 5}, r"write SamplingParams\(max_tokens=...\)"),
             ("generate", {"seed": 5}, r"write LLM\(seed=...\) or SamplingParams\(seed=...\)"),
             ("generate", {"messages": []}, r"write chat\(messages=...\)"),
-            ("generate", {"enable_lora": True}, "there is no LoRA"),
+            ("generate", {"enable_lora": True}, r"write LLM\(max_adapters=...\)"),
+            ("generate", {"adapter": "mine"}, r"write SamplingParams\(adapter=...\)"),
+            ("add_request", {"lora_name": "mine"}, r"write SamplingParams\(adapter=...\)"),
             (
                 "stream",
                 {"use_tqdm": False},

@@ -17,6 +17,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="needs lm_eval: pip install -e '
 pytest.importorskip("accelerate", reason="lm-eval's own model needs accelerate: pip install 'lm_eval[hf]'")
 
 import yaml
+from cases.tuned import Tuned
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
@@ -88,11 +89,12 @@ def write_tasks(folder: Path) -> Path:
     return folder
 
 
+OPTIONS = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 512, "max_model_len": MAX_LENGTH + 1}
+
+
 @pytest.fixture(scope="module")
 def ours() -> Iterator[NanoInfer]:
-    model = NanoInfer(
-        BUNDLED_MODEL, device="cpu", kvcache_block_size=16, num_kvcache_blocks=512, max_model_len=MAX_LENGTH + 1
-    )
+    model = NanoInfer(BUNDLED_MODEL, **OPTIONS)
     yield model
     model.llm.close()
 
@@ -118,6 +120,19 @@ def test_it_answers_as_lm_evals_own_model(chat: bool, ours: NanoInfer, theirs: H
     for name in ("choices", "rolling"):
         assert flat(told[name]) == pytest.approx(flat(expected[name]), abs=1e-3)
     assert told["continue"] == expected["continue"]
+
+
+def test_an_adapter_answers_as_in_lm_evals_own_model(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="lm-eval's own model needs it: pip install -e '.[trl]'")
+    adapter = Tuned(BUNDLED_MODEL, seed=1, std=0.05).save(tmp_path)
+    theirs = HFLM(BUNDLED_MODEL, peft=adapter, device="cpu", dtype="float32", max_length=MAX_LENGTH, batch_size=1)
+    expected = responses(theirs, folder)
+    for name in ("peft", "lora_local_path"):
+        model = NanoInfer(BUNDLED_MODEL, **{name: adapter}, **OPTIONS)
+        told = responses(model, folder)
+        model.llm.close()
+        assert flat(told["choices"]) == pytest.approx(flat(expected["choices"]), abs=1e-3)
+        assert told["continue"] == expected["continue"]
 
 
 def flat(value: Any) -> list[float]:

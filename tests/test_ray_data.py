@@ -20,6 +20,7 @@ ray = pytest.importorskip("ray", reason="needs ray: pip install -e '.[ray]'")
 pytest.importorskip("ray.data", reason="needs ray.data: pip install -e '.[ray]'")
 
 import pyarrow as pa
+from cases.tuned import Tuned
 from conftest import HAS_CUDA
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams, WorkerError, batch
@@ -126,6 +127,20 @@ class TestRows:
             assert [row["text"], row["token_ids"], row["finish_reason"]] == [None] * 3
         assert made[-1]["error"] is None
         assert made[-1]["text"]
+
+    def test_a_row_names_its_adapter(self, tmp_path: Path) -> None:
+        folder = Tuned(BUNDLED_MODEL, seed=1).save(tmp_path)
+        rows = [{"prompt": "ROMEO:\n", "adapter": name} for name in ("mine", None, "mime")]
+        settings = {"temperature": 0, "max_tokens": 8}
+        generator = Generator(BUNDLED_MODEL, settings, {"mine": folder}, **SMALL)
+        mine, base, other = once(generator, table_of(rows)).to_pylist()
+        with LLM(BUNDLED_MODEL, max_adapters=1, **SMALL) as llm:
+            llm.load_adapter("loaded", folder)
+            params = [SamplingParams(adapter=name, **settings) for name in ("loaded", None)]
+            expected = llm.generate(["ROMEO:\n"] * 2, params, use_tqdm=False)
+        assert [mine["text"], base["text"]] == [output.text for output in expected]
+        assert mine["text"] != base["text"]
+        assert other["error"] == "adapter='mime': must be an adapter of the job: did you mean 'mine'?"
 
     def test_samples_and_log_probabilities(self, generator: Generator) -> None:
         made = once(generator, pa.table({"prompt": ["ROMEO:"] * 2, "n": [3, None], "logprobs": [None, 1]})).to_pylist()

@@ -19,7 +19,7 @@ import torch
 from conftest import greedy
 from tqdm import tqdm
 
-from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, SamplingParams
+from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, LoRARequest, SamplingParams
 from nanoinfer.config import Config
 from nanoinfer.hints import ELSEWHERE
 from nanoinfer.requests.chat.renderer import ChatRenderer
@@ -31,6 +31,7 @@ OWN = {
     "LLM": set(inspect.signature(Config).parameters),
     "SamplingParams": set(inspect.signature(SamplingParams).parameters),
     "BeamSearchParams": set(inspect.signature(BeamSearchParams).parameters),
+    "LoRARequest": set(inspect.signature(LoRARequest).parameters),
     "beam_search": set(inspect.signature(LLM.beam_search).parameters),
     "generate": set(inspect.signature(LLM.generate).parameters),
     "chat": set(inspect.signature(LLM.chat).parameters),
@@ -179,6 +180,35 @@ class TestOptions:
         with pytest.raises(ValueError, match=re.escape(message)):
             Config(BUNDLED_MODEL, **options)
 
+    @pytest.mark.parametrize(
+        ("theirs", "ours"),
+        [
+            ({"enable_lora": True}, {"max_adapters": 1}),
+            ({"enable_lora": True, "max_loras": 4, "max_lora_rank": 32}, {"max_adapters": 4, "max_adapter_rank": 32}),
+            ({"max_loras": 4, "max_cpu_loras": 8, "enable_lora": np.True_}, {"max_adapters": 4}),
+            ({"enable_lora": False, "max_loras": 4}, {}),
+            ({"enable_lora": None, "max_lora_rank": None, "lora_dtype": "auto", "fully_sharded_loras": True}, {}),
+        ],
+        ids=repr,
+    )
+    def test_options_of_adapters_by_their_names(self, theirs: dict, ours: dict) -> None:
+        assert Config(BUNDLED_MODEL, **theirs) == Config(BUNDLED_MODEL, **ours)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"enable_lora": 1}, "enable_lora=1: must be True or False"),
+            ({"enable_lora": True, "max_loras": 0}, "max_loras=0: must be"),
+            ({"max_loras": 0}, "max_loras=0: must be None or a positive integer: write LLM(max_adapters=...)"),
+            ({"max_lora_rank": 513}, "max_adapter_rank=513: must be an integer from 1 to 512"),
+            ({"enable_lora": True, "max_adapters": 2}, "enable_lora=True: must be left out beside max_adapters=2"),
+        ],
+        ids=repr,
+    )
+    def test_options_of_adapters_that_cannot_be(self, options: dict, message: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            Config(BUNDLED_MODEL, **options)
+
     @pytest.mark.parametrize("length", [None, "auto", -1, np.int64(-1)])
     def test_the_longest_sequence_that_fits(self, length: Any) -> None:
         assert Config(BUNDLED_MODEL, max_model_len=length) == Config(BUNDLED_MODEL)
@@ -210,7 +240,9 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"enable_lora": True}, "enable_lora=True: must be None or False: there is no LoRA here"),
+            ({"lora_dtype": "float16"}, r"must be None or 'auto': adapters have the model's dtype"),
+            ({"enable_lora_bias": True}, r"must be None or False: merge such an adapter into its base"),
+            ({"default_mm_loras": {"image": "here"}}, r"must be None or empty: .*SamplingParams\(adapter=...\)"),
             ({"enable_prefix_caching": False}, r"must be None or True: .*; llm.reset_prefix_cache\(\) forgets it"),
             ({"kv_cache_memory_bytes": 2**30}, r"must be None: write LLM\(num_kvcache_blocks=...\)"),
             ({"num_gpu_blocks_override": 64}, r"must be None: write LLM\(num_kvcache_blocks=...\)"),
@@ -254,14 +286,19 @@ class TestOptions:
 
     @pytest.mark.parametrize("library", [np.array, torch.tensor])
     def test_values_may_come_from_any_library(self, library: Any) -> None:
-        values = {"enable_lora": False, "enable_prefix_caching": True, "pipeline_parallel_size": 1, "swap_space": 4.5}
+        values = {
+            "enable_fault_tolerance": False,
+            "enable_prefix_caching": True,
+            "pipeline_parallel_size": 1,
+            "swap_space": 4.5,
+        }
         for name, value in values.items():
             ARGUMENTS["LLM"][name].check(name, library(value), {})
             with pytest.raises(ValueError, match=f"{name}="):
                 ARGUMENTS["LLM"][name].check(name, library([value, value]), {})
 
     def test_a_boolean_is_no_number(self) -> None:
-        for name, wrong in (("pipeline_parallel_size", True), ("enable_lora", 0), ("cpu_offload_gb", False)):
+        for name, wrong in (("pipeline_parallel_size", True), ("enable_dbo", 0), ("cpu_offload_gb", False)):
             with pytest.raises(ValueError, match=f"{name}={wrong}: "):
                 ARGUMENTS["LLM"][name].check(name, wrong, {})
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases.tuned import Tuned
 from conftest import assert_equal, greedy
 from transformers import AutoTokenizer
 
@@ -205,6 +206,36 @@ def test_outputs_have_vllms_attributes(vllm_llm: Any, vllm: ModuleType, llm: LLM
     assert output.outputs[0].cumulative_logprob == pytest.approx(sum(max(d.values()) for d in output.logprobs))
 
 
+def test_lora_requests(vllm: ModuleType, tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest("mine", 1, Tuned(BUNDLED_MODEL, seed=1).save(tmp_path))
+    params = vllm.SamplingParams(temperature=0, max_tokens=8)
+    args = vllm.EngineArgs(BUNDLED_MODEL, enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=2, **CPU)
+    with vllm.LLM.from_engine_args(args) as made:
+        outputs = made.generate(PROMPTS[:1] * 2, params, lora_request=[lora, None])
+        assert [output.lora_request for output in outputs] == [lora, None]
+        assert outputs[0].outputs[0].lora_request == lora
+        (chat,) = made.chat(CHAT, params, lora_request=lora)
+        assert chat.lora_request == lora
+        (ours,) = LLM.generate(made, PROMPTS[:1], greedy(8, adapter="mine"))
+    assert outputs[0].token_ids == ours.token_ids != outputs[1].token_ids
+
+    engine = vllm.AsyncLLMEngine.from_engine_args(args)
+
+    async def use() -> list[Any]:
+        found = []
+        for name, request in (("with", lora), ("without", None)):
+            async for output in engine.generate(PROMPTS[0], params, request_id=name, lora_request=request):
+                found.append(output)
+        return found
+
+    found = asyncio.run(use())
+    engine.shutdown()
+    assert [output.token_ids for output in found] == [output.token_ids for output in outputs]
+    assert [output.lora_request for output in found] == [lora, None]
+
+
 def test_prompts_as_tokens(vllm_llm: Any, vllm: ModuleType) -> None:
     params = vllm.SamplingParams(temperature=0, max_tokens=4)
     ids = vllm_llm.tokenize(PROMPTS)
@@ -219,7 +250,7 @@ def test_prompts_as_tokens(vllm_llm: Any, vllm: ModuleType) -> None:
 def test_wrong_arguments_are_refused_as_ever(vllm_llm: Any, vllm: ModuleType) -> None:
     from vllm.lora.request import LoRARequest
 
-    with pytest.raises(ValueError, match="there is no LoRA here"):
+    with pytest.raises(RuntimeError, match="max_adapters=0: this LLM has no room for adapters"):
         vllm_llm.generate(PROMPTS, lora_request=LoRARequest("mine", 1, "/nowhere"))
     with pytest.raises(ValueError, match="max_new_tokens"):
         vllm.SamplingParams(max_new_tokens=3)

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from nanoinfer.batch.adapters import Folders, Models, check_folders, load_all, slots_for
 from nanoinfer.batch.files import STANDARD, Lines, Writer, codec_of, is_regular
 from nanoinfer.batch.interrupts import Interrupts
 from nanoinfer.batch.ledger import Ledger, manifest_of
@@ -27,10 +28,14 @@ HOW_FAST = {  # options that change how fast a job runs, not what it asks for: a
     *ARGUMENTS["LLM"],  # which change nothing
     "trust_remote_code",  # nor does this one
     "data_parallel_size",
+    "enable_lora",
     "enforce_eager",
     "gpu_memory_utilization",
     "kv_offload_gib",
     "kvcache_block_size",
+    "max_adapter_rank",
+    "max_adapters",
+    "max_lora_rank",
     "max_num_batched_tokens",
     "max_num_seqs",
     "num_kvcache_blocks",
@@ -64,6 +69,7 @@ def run(
     max_errors: int | None = None,
     report: str | os.PathLike[str] | None = None,
     stats: bool = False,
+    adapters: Folders | None = None,
     **options: Any,
 ) -> Summary:
     """Generate for every line of a file, and write a line for each into another; go on where an earlier run ended.
@@ -81,33 +87,38 @@ def run(
     report: a file for a page of HTML, which shows this run's speed, lengths, first results and kinds of errors. Its
         charts have axes where matplotlib is installed: pip install 'nanoinfer[plot]'. None: there is no page
     stats: True: the job prints llm.stats() on standard error in the end, also when it breaks off
+    adapters: a mapping from names to the folders of adapters, which the job loads. A line names one as its "adapter",
+        or as OpenAI's "model"
     options: those of LLM, and settings of SamplingParams, for lines that do not say them
 
     Beside the output lies its manifest, OUTPUT.manifest.json, which holds the job's settings. A line without a seed
     gets one from the option `seed` and its id. So a job that was broken off and resumed draws the same tokens.
 
-    Raises ValueError for what cannot work, before the model loads. Raises OSError if the output cannot be written,
-    RuntimeError after too many errors or as LLM does, and KeyboardInterrupt after a Ctrl-C. What is done is in the
-    output then, and the same call goes on.
+    Raises ValueError for what cannot work, before the model loads; it looks at adapters behind that. Raises OSError if
+    the output cannot be written, RuntimeError after too many errors or as LLM does, and KeyboardInterrupt after a
+    Ctrl-C. What is done is in the output then, and the same call goes on.
     """
     source, target = os.fspath(input), os.fspath(output)
     keep_order = check_flag("keep_order", keep_order)
     max_errors = None if max_errors is None else check_int("max_errors", max_errors, 0)
-    stats = check_flag("stats", stats)
+    stats, folders = check_flag("stats", stats), check_folders(adapters)
+    models = Models(model, tuple(folders))
     checked = SamplingParams(**{name: value for name, value in options.items() if name in DEFAULTS})
     defaults = {name: getattr(checked, name) for name in options if name in DEFAULTS}
     options = {name: value for name, value in options.items() if name not in DEFAULTS and value is not None}
     seed = options.get("seed", 0)
-    with _open_input(source, target) as lines, _open_output(source, target, model, options, defaults) as (writer, done):
-        total = _survey(source, defaults, seed, max_errors) if is_regular(source) else None
+    said = {"model": model, **({"adapters": folders} if folders else {}), **options, **defaults}
+    with _open_input(source, target) as lines, _open_output(source, target, said) as (writer, done):
+        total = _survey(source, defaults, seed, models, max_errors) if is_regular(source) else None
         page = None if report is None else _open_report(os.fspath(report), source, target)
-        with LLM(model, **options) as llm, Interrupts() as interrupts:
+        with LLM(model, **{**slots_for(folders), **options}) as llm, Interrupts() as interrupts:
+            load_all(llm, folders)
             progress = Progress(total)
             loop = Loop(llm, model, writer.write, progress, page, keep_order, max_errors)
             if page is not None:
                 llm.engine.on_step = page.step
             try:
-                loop.run(lines, read_jobs(lines, done, defaults, seed), interrupts)
+                loop.run(lines, read_jobs(lines, done, defaults, seed, models), interrupts)
             except KeyboardInterrupt:
                 interrupts.asked = True
             finally:
@@ -139,17 +150,15 @@ def _open_input(source: str, target: str) -> Iterator[Lines]:
 
 
 @contextmanager
-def _open_output(
-    source: str, target: str, model: str, options: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> Iterator[tuple[Writer, set[bytes]]]:
-    """Open the output; yields it, and the digests of the ids that have results there."""
+def _open_output(source: str, target: str, said: Mapping[str, Any]) -> Iterator[tuple[Writer, set[bytes]]]:
+    """Open the output; yields it, and the digests of the ids that have results there. said: what the caller asks for"""
     if not is_regular(target):
         with closing(Writer(target, codec_of(target))) as writer:
             yield writer, set()
         return
-    same = {name: value for name, value in options.items() if name not in HOW_FAST}
+    same = {name: value for name, value in said.items() if name not in HOW_FAST}
     name = source if source == STANDARD else os.path.abspath(source)
-    settings = json.dumps({"model": model, "input": name, **same, **defaults}, default=str, allow_nan=False)
+    settings = json.dumps({"input": name, **same}, default=str, allow_nan=False)
     with closing(Ledger(target, json.loads(settings))) as ledger:
         yield ledger.writer, ledger.done
 
@@ -164,11 +173,11 @@ def _open_report(file: str, source: str, target: str) -> Report:
     return Report(file)
 
 
-def _survey(source: str, defaults: Mapping[str, Any], seed: int, max_errors: int | None) -> int:
+def _survey(source: str, defaults: Mapping[str, Any], seed: int, models: Models, max_errors: int | None) -> int:
     """Count the lines of a file, and name those that cannot run. Raises ValueError if these are too many."""
     total = bad = 0
     with closing(Lines(source)) as lines:
-        for job in read_jobs(lines, (), defaults, seed):
+        for job in read_jobs(lines, (), defaults, seed, models):
             total += 1
             if isinstance(job, LineError):
                 bad += 1

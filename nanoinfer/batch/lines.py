@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
+from nanoinfer.batch.adapters import Models
 from nanoinfer.checks import check_flag, short
 from nanoinfer.requests.inputs import Prompt
 from nanoinfer.sampling_params import SamplingParams, with_integer_keys
@@ -21,13 +22,14 @@ PROMPTS: dict[Kind, tuple[str, ...]] = {
 }
 TEMPLATE = "chat_template_kwargs"  # may stand beside messages
 IMAGE = "image"  # may stand beside other prompts: an image, or a list of them
-UNUSED = ("model", "user", "metadata", "store")  # of OpenAI's bodies; they change no token
+UNUSED = ("user", "metadata", "store")  # of OpenAI's bodies; they change no token
 REFUSED = {
     "stream": "a batch file's results come whole",
     "tools": "nobody reads tool calls out of a text here; a template takes tools as chat_template_kwargs",
     "prompt_logprobs": "OpenAI's results have no place for it: write a plain line",
     "kept_tokens": "OpenAI's results have no place for it: write a plain line",
 }
+ONE_MODEL = Models()
 ID_BYTES = 12  # of a digest: among a billion ids, two share one with a probability of 1e-11
 MOST_SHOWN = 60  # characters of a value in an error message
 MOST_OF_REASON = 1000  # characters that an error's message has
@@ -97,21 +99,26 @@ def read_line(data: bytes, number: int) -> Line:
     return line._replace(body=entry["body"])
 
 
-def read_job(line: Line, defaults: Mapping[str, Any], seed: int) -> Job:
+def read_job(line: Line, defaults: Mapping[str, Any], seed: int, models: Models = ONE_MODEL) -> Job:
     """Return the prompt and the settings that a line asks for. Raises LineError for what it cannot have.
 
     defaults: settings for lines that do not say them
     seed: the job's; a line without a seed of its own draws by this number and its id, in every run
+    models: those that a line may name
     """
     settings = dict(line.body)
     try:
         prompt = take_prompt(settings, PROMPTS[line.kind])
         if line.kind != "plain":
             settings = _translate(line.kind, {name: value for name, value in settings.items() if value is not None})
+            if line.body.get("model") is not None:
+                settings.setdefault("adapter", models.find(line.body["model"]))
         settings = complete(settings, defaults, seed, line.id)
         if line.kind != "plain":
             _refuse(settings)
-        return Job(line, prompt, SamplingParams(**settings))
+        params = SamplingParams(**settings)
+        models.check(params.adapter)
+        return Job(line, prompt, params)
     except ValueError as error:
         raise LineError(line, str(error)) from None
 
@@ -161,7 +168,7 @@ def _stand_in(value: Any) -> str:
 
 def _translate(kind: Kind, body: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of OpenAI's body by the names of SamplingParams."""
-    settings = {name: value for name, value in body.items() if name not in UNUSED}
+    settings = {name: value for name, value in body.items() if name not in ("model", *UNUSED)}
     if kind == "chat":
         if "max_completion_tokens" in settings:
             settings["max_tokens"] = settings.pop("max_completion_tokens")

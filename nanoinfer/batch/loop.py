@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from nanoinfer.batch.adapters import Models
 from nanoinfer.batch.files import Lines
 from nanoinfer.batch.interrupts import Interrupts
 from nanoinfer.batch.lines import Job, LineError, digest, read_job, read_line
@@ -21,11 +22,12 @@ HELD = 16  # times max_num_seqs of all replicas: so many rows wait for an earlie
 
 
 def read_jobs(
-    lines: Iterator[bytes], done: Collection[bytes], defaults: Mapping[str, Any], seed: int
+    lines: Iterator[bytes], done: Collection[bytes], defaults: Mapping[str, Any], seed: int, models: Models
 ) -> Iterator[Job | LineError | None]:
     """Yield what each line asks for, or why it cannot run; None for a line that is done. Empty lines do not count.
 
     done: the digests of the ids that have results
+    defaults, seed, models: as for read_job
     """
     seen: set[bytes] = set()
     for number, data in enumerate(lines, 1):
@@ -38,7 +40,7 @@ def read_jobs(
             if key in seen:
                 raise LineError(line, f"an earlier line has its id {short(line.id)}")
             seen.add(key)
-            yield None if key in done else read_job(line, defaults, seed)
+            yield None if key in done else read_job(line, defaults, seed, models)
         except LineError as error:
             yield error
 

@@ -18,10 +18,13 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from nanoinfer.batch.adapters import check_folders, load_all, slots_for
 from nanoinfer.llm import LLM
 from nanoinfer.requests.chat.renderer import ChatRenderer
 from nanoinfer.requests.outputs import score_of, warn_of_errors
 from nanoinfer.sampling_params import SamplingParams
+
+ADAPTER = "peft"  # the name of the one that is evaluated
 
 Pair = tuple[Any, list[int], list[int]]  # a key for lm-eval's cache, and the tokens of a context and its continuation
 
@@ -42,6 +45,8 @@ class NanoInfer(TemplateLM):
         device: str | None = None,
         batch_size: object = None,
         max_batch_size: object = None,
+        peft: str | None = None,
+        lora_local_path: str | None = None,
         **options: Any,
     ) -> None:
         """Load the model.
@@ -50,9 +55,14 @@ class NanoInfer(TemplateLM):
         max_gen_toks: the most tokens to generate, for tasks that do not say it
         enable_thinking: an argument of the chat template; None: the template's own default
         batch_size, max_batch_size: lm-eval passes them; the LLM needs neither
+        peft: the folder of an adapter, or its Hub id; None: the model alone
+        lora_local_path: the same, as lm-eval's vLLM names it
         """
         super().__init__()
-        self.llm = LLM(model, device=device or "auto", **options)
+        folders = check_folders({ADAPTER: folder} if (folder := peft or lora_local_path) else None)
+        self.llm = LLM(model, device=device or "auto", **{**slots_for(folders), **options})
+        load_all(self.llm, folders)
+        self._adapter = ADAPTER if folders else None
         if self.llm.tokenizer is None:
             raise ValueError(f"model={model!r}: it has no tokenizer, which lm-eval needs; pass one as tokenizer=...")
         self.tokenizer = self.llm.tokenizer
@@ -102,7 +112,9 @@ class NanoInfer(TemplateLM):
             if start < 1:
                 raise ValueError(f"a continuation has {len(continuation)} tokens: must be at most {self.max_length}")
             prompts.append(tokens)
-            params.append(SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start))
+            params.append(
+                SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start, adapter=self._adapter)
+            )
         scores = map(score_of, self.llm.generate(prompts, params, use_tqdm=not disable_tqdm))
         results = [(score.logprob, score.is_greedy) for score in scores]
         self._cache("loglikelihood", [key for key, _, _ in requests], results)
@@ -137,7 +149,11 @@ class NanoInfer(TemplateLM):
         return texts
 
     def _sampling_params(self, settings: dict[str, Any]) -> SamplingParams:
-        known: dict[str, Any] = {"temperature": 0.0, **normalize_gen_kwargs(settings, self.max_gen_toks)}
+        known: dict[str, Any] = {
+            "temperature": 0.0,
+            "adapter": self._adapter,
+            **normalize_gen_kwargs(settings, self.max_gen_toks),
+        }
         del known["do_sample"]  # the temperature says it
         max_tokens, until = known.pop("max_gen_toks"), known.pop("until")
         if max_tokens >= self.max_length:

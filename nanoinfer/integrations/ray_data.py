@@ -18,6 +18,7 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset
 from ray.data.block import BlockAccessor, DataBatch
 
+from nanoinfer.batch.adapters import Folders, Models, check_folders, load_all, slots_for
 from nanoinfer.batch.lines import IMAGE, PROMPTS, TEMPLATE, complete, take_prompt
 from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
@@ -53,12 +54,13 @@ def build(
     max_concurrency: int = BATCHES,
     num_gpus: float | None = None,
     num_cpus: float | None = None,
+    adapters: Folders | None = None,
     **options: Any,
 ) -> Dataset:
     """Return the dataset with the new columns of a Generator, which Ray makes when somebody reads them.
 
     dataset: its rows have a column prompt, token_ids or messages
-    model, sampling_params, options: as for Generator
+    model, sampling_params, adapters, options: as for Generator
     size: so many actors, each with an LLM of its own; None: as many as the cluster's GPUs serve, or one a machine
     batch_size: an actor takes so many rows at a time; None: max_num_seqs
     max_concurrency: an actor has so many batches at once
@@ -68,7 +70,7 @@ def build(
     An actor is one process, so that its GPUs are always those of one machine. Raises ValueError for settings that
     cannot work, and for columns that clash, if Ray knows their names before it runs.
     """
-    shared = _shared(sampling_params)
+    shared, folders = _shared(sampling_params), check_folders(adapters)
     _check_options(options)
     if (schema := dataset.schema(fetch_if_missing=False)) is not None:
         _check_columns(schema.names, shared)
@@ -83,7 +85,7 @@ def build(
         size = max(1, int(gpus // num_gpus)) if num_gpus else machines
     return dataset.map_batches(
         Generator,
-        fn_constructor_kwargs={"model": model, "sampling_params": sampling_params, **options},
+        fn_constructor_kwargs={"model": model, "sampling_params": sampling_params, "adapters": folders, **options},
         compute=ActorPoolStrategy(
             size=size, max_concurrent_calls_per_actor=max_concurrency, max_tasks_in_flight_per_actor=max_concurrency
         ),
@@ -100,6 +102,7 @@ class Generator:
 
     model, options: as for LLM
     sampling_params: a SamplingParams, or a mapping with its fields; a row's columns of their names go before it
+    adapters: a mapping from names to the folders of adapters, which the column adapter names; null is the model alone
 
     A row has a prompt in one of the columns prompt, token_ids and messages; chat_template_kwargs may stand beside
     messages. For a model that sees, a column image beside prompt or token_ids holds an image, or a list of them, and
@@ -121,11 +124,18 @@ class Generator:
     """
 
     def __init__(
-        self, model: str, sampling_params: SamplingParams | Mapping[str, Any] | None = None, **options: Any
+        self,
+        model: str,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        adapters: Folders | None = None,
+        **options: Any,
     ) -> None:
-        self._shared = _shared(sampling_params)
+        self._shared, folders = _shared(sampling_params), check_folders(adapters)
         _check_options(options)
-        self._engine = _Engine(LLM(model, **options))
+        self._models = Models(model, tuple(folders))
+        llm = LLM(model, **{**slots_for(folders), **options})
+        load_all(llm, folders)
+        self._engine = _Engine(llm)
         self._seed = self._engine.llm.config.seed
 
     async def __call__(self, batch: DataBatch) -> AsyncIterator[pa.Table]:
@@ -156,7 +166,9 @@ class Generator:
             settings[IMAGE] = image  # an LLM that could see, and does not, refuses it
         key = settings.pop("id", None)
         prompt = take_prompt(settings, KNOWN)
-        return prompt, SamplingParams(**complete(settings, self._shared, self._seed, prompt if key is None else key))
+        params = SamplingParams(**complete(settings, self._shared, self._seed, prompt if key is None else key))
+        self._models.check(params.adapter)
+        return prompt, params
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from nanoinfer.beam_search_params import BeamSearchParams
-from nanoinfer.checks import check_int, check_none, short
+from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
 from nanoinfer.engine.beams.hypotheses import Finished, Hypotheses
 from nanoinfer.engine.beams.rules import Rules, TransformersRules
@@ -26,10 +26,10 @@ from nanoinfer.requests.inputs import Inputs, Prepared, Prompt
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
 from nanoinfer.requests.text.spelling import decoder, whole_decoder
+from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
 from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.spans import VisionPrompt
-from nanoinfer.vllm_arguments import NO_LORA
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,13 +89,14 @@ class SearchesBeams(LoadsAdapters):
     config: Config
     tokenizer: PreTrainedTokenizerBase | None
     _inputs: Inputs
+    _loras: LoRARequests
 
     @hints_for("beam_search", ("concurrency_limit",))
     def beam_search(
         self,
         prompts: Prompt | ListLike[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: GivenLora = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -105,7 +106,7 @@ class SearchesBeams(LoadsAdapters):
 
         prompts: as for generate
         params: the settings, for all prompts
-        lora_request: None, as for generate
+        lora_request: as for generate
         use_tqdm: show a bar, or a function that makes one, as for generate
         concurrency_limit: at most so many prompts run at once; None: as many as the KV cache holds
 
@@ -117,11 +118,11 @@ class SearchesBeams(LoadsAdapters):
         self.engine.check_ready()
         with self.engine.alike():
             use_tqdm = check_use_tqdm(use_tqdm)
-            check_none("lora_request", lora_request, NO_LORA)
             if concurrency_limit is not None:
                 concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
             rules = self.beam_rules(self._check_beam_params(params))
-            prepared = self._inputs.check(prompts, _sampling_params(params))
+            adapters = self._loras.load(self, lora_request)
+            prepared = self._inputs.check(prompts, _sampling_params(params), adapters)
             self._check_adapters(prepared)
             searches = [self._beams_of(index, prompt, rules) for index, prompt in enumerate(prepared)]
         self._run_beams(rules, searches, concurrency_limit or len(searches), use_tqdm)

@@ -13,14 +13,13 @@ from nanoinfer.config import Config
 from nanoinfer.grammar import Grammar
 from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medium
 from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
-from nanoinfer.requests.settings import GivenSettings, Settings, SettingsReader
+from nanoinfer.requests.settings import AdapterNames, GivenSettings, Settings, SettingsReader
 from nanoinfer.requests.text.spelling import whole_decoder
 from nanoinfer.requests.text.texts import Texts
 from nanoinfer.runner.memory.room import room_for
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.vision.messages import take_images
 from nanoinfer.vision.spans import VisionPrompt
-from nanoinfer.vllm_arguments import NO_LORA
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,17 +119,16 @@ class Inputs:
         self,
         prompts: Prompt | ListLike[Prompt],
         sampling_params: GivenSettings,
-        lora_request: None = None,
+        adapters: AdapterNames = None,
     ) -> list[Prepared]:
-        """Return the prompts of generate or stream, ready to run."""
-        check_none("lora_request", lora_request, NO_LORA)
+        """Return the prompts of generate or stream, ready to run. adapters: those of lora_request"""
         is_one = isinstance(prompts, str) or _holds_prompt(prompts)
         items = [prompts] if is_one else _list("prompts", prompts, f"a string or a list of prompts, or {A_MAPPING}")
         if items and as_int(items[0]) is not None:
             raise ValueError(
                 f"prompts={short(items, MOST_SHOWN)}: must be a list of prompts; pass one prompt's ids as [[...]]"
             )
-        settings = self._settings.check(len(items), sampling_params)
+        settings = self._settings.check(len(items), sampling_params, adapters)
         return self._prepare([self._read(f"prompts[{i}]", item) for i, item in enumerate(items)], settings)
 
     def check_one(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None) -> Prepared:
@@ -193,13 +191,12 @@ class Inputs:
         sampling_params: GivenSettings,
         given: dict[str, Any],
         others: Mapping[str, Any] | None = None,
-        lora_request: None = None,
+        adapters: AdapterNames = None,
     ) -> list[Prepared]:
         """Return the chats, ready to run.
 
         given, others: the template's arguments; it must read those of the first kind
         """
-        check_none("lora_request", lora_request, NO_LORA)
         template = dict(_as_template(f"{TEMPLATE}=", others))
         template.update((key, value) for key, value in given.items() if value is not None or key not in template)
         self._check_template(template)
@@ -208,7 +205,7 @@ class Inputs:
         chats = _list("messages", messages, "a list of messages, or of such lists")
         if chats and isinstance(chats[0], Mapping):
             chats = [chats]
-        settings = self._settings.check(len(chats), sampling_params)
+        settings = self._settings.check(len(chats), sampling_params, adapters)
         asked = [self._read_chat(f"messages[{i}]", chat, template) for i, chat in enumerate(chats)]
         return self._prepare(asked, settings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
+from copy import copy
 from dataclasses import fields
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +19,7 @@ ALL = -1  # log-probabilities
 MOST_SHOWN = 60  # characters of a value in an error message
 
 GivenSettings = SamplingParams | ListLike[SamplingParams] | None  # by a user
+AdapterNames = str | list[str | None] | None  # one for all prompts, or one each
 
 
 class Settings(NamedTuple):
@@ -45,8 +47,20 @@ class SettingsReader:
         (settings,) = self.check(1, given)
         return settings
 
-    def check(self, count: int, given: GivenSettings) -> list[Settings]:
-        """Return the settings of so many prompts, which are given one for all or one each."""
+    def check(self, count: int, given: GivenSettings, adapters: AdapterNames = None) -> list[Settings]:
+        """Return the settings of so many prompts, which are given one for all or one each.
+
+        adapters: those of lora_request
+        """
+        settings = self._check_all(count, given)
+        if adapters is None:
+            return settings
+        names = [adapters] * count if isinstance(adapters, str) else adapters
+        if len(names) != count:
+            raise ValueError(f"lora_request has {len(names)} entries for {count} prompts: give one, or one each")
+        return list(map(_adapted, settings, names))
+
+    def _check_all(self, count: int, given: GivenSettings) -> list[Settings]:
         if given is None:
             given = SamplingParams()
         if isinstance(given, SamplingParams):
@@ -112,6 +126,20 @@ class SettingsReader:
             return self._grammars.compile(params.structured_outputs)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+
+
+def _adapted(settings: Settings, adapter: str | None) -> Settings:
+    """Return settings with the adapter of a LoRARequest, if there is one."""
+    params = settings.params
+    if adapter in (None, params.adapter):
+        return settings
+    if params.adapter is not None:
+        raise ValueError(
+            f"lora_request names {adapter!r}, and SamplingParams has adapter={params.adapter!r}: must be one of them"
+        )
+    params = copy(params)
+    vars(params)["adapter"] = adapter
+    return settings._replace(params=params)
 
 
 def _copy(params: SamplingParams) -> SamplingParams:

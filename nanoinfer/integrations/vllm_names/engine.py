@@ -7,13 +7,12 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from nanoinfer.checks import check_none
 from nanoinfer.config import Config
 from nanoinfer.integrations.vllm_names.llm import LLM
 from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
 from nanoinfer.requests import outputs
-from nanoinfer.requests.vllm_methods import ModelConfig
-from nanoinfer.vllm_arguments import NO_LORA
+from nanoinfer.requests.vllm.lora import LoRARequest
+from nanoinfer.requests.vllm.methods import ModelConfig
 
 T = TypeVar("T")
 
@@ -58,18 +57,17 @@ class AsyncLLMEngine:
 
         prompt, sampling_params: as for LLM.generate, for one prompt
         request_id: a name for `abort`, which no running request has
-        lora_request: None
+        lora_request: the LoRARequest of an adapter, which the LLM loads first; None: the model alone
 
         Raises ValueError for an argument that cannot work, and RuntimeError if the engine has dropped the request.
         """
-        check_none("lora_request", lora_request, NO_LORA)
         if request_id in self._numbers:
             raise ValueError(f"request_id={request_id!r}: a request of this name runs: must be another name")
         try:
-            number = await self._call(self._add, request_id, prompt, sampling_params)
+            number = await self._call(self._add, request_id, prompt, sampling_params, lora_request)
             while (output := await self._call(self._advance, number)) is None:
                 pass
-            yield renamed(output)
+            yield renamed(output, lora_request)
         finally:
             self._thread.submit(self._forget, request_id)
 
@@ -86,8 +84,12 @@ class AsyncLLMEngine:
         """Let the LLM's thread call a function, after those before."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
-    def _add(self, request_id: str, prompt: Any, sampling_params: Any) -> int:
+    def _add(self, request_id: str, prompt: Any, sampling_params: Any, lora_request: LoRARequest | None) -> int:
         params = self._llm.get_default_sampling_params() if sampling_params is None else sampling_params
+        if lora_request is not None:
+            self._llm.llm_engine.add_lora(lora_request)
+            params = params.clone()
+            params.adapter = lora_request.lora_name
         number = self._llm.add_request(prompt, params)
         self._numbers[request_id], self._outputs[number] = number, None
         return number

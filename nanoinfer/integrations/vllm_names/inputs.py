@@ -1,8 +1,7 @@
-"""Prompts and requests for adapters, as vLLM's programs write them."""
+"""Prompts as vLLM's programs write them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from nanoinfer.requests.inputs import Prompt
@@ -27,16 +26,3 @@ class TokensPrompt(TypedDict, total=False):
     multi_modal_data: Any
     multi_modal_uuids: Any
     mm_processor_kwargs: Any
-
-
-@dataclass(frozen=True)
-class LoRARequest:
-    """An adapter that a program asks for.
-
-    lora_name, lora_int_id: the adapter's name and number
-    lora_path: its folder
-    """
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str = ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer import llm
 from nanoinfer.checks import as_int, as_list, short
 from nanoinfer.engine.beams.rules import VllmRules
-from nanoinfer.integrations.vllm_names.outputs import RequestOutput, renamed
+from nanoinfer.integrations.vllm_names.outputs import RequestOutput, all_renamed
 from nanoinfer.integrations.vllm_names.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -47,18 +47,25 @@ class LLM(llm.LLM):
                 )
             prompts = [ids] if ids and as_int(ids[0]) is not None else ids
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return [renamed(output) for output in super().generate(prompts, params, use_tqdm, lora_request, **options)]
+        return all_renamed(super().generate(prompts, params, use_tqdm, lora_request, **options), lora_request)
 
     def chat(  # type: ignore[override]  # as above
-        self, messages: Any, sampling_params: Any = None, *arguments: Any, **options: Any
+        self,
+        messages: Any,
+        sampling_params: Any = None,
+        use_tqdm: Any = True,
+        lora_request: Any = None,
+        *arguments: Any,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of each chat, as nanoinfer.LLM does.
 
-        messages, arguments, options: as for nanoinfer.LLM.chat
+        messages, use_tqdm, lora_request, arguments, options: as for nanoinfer.LLM.chat
         sampling_params: as there; None: get_default_sampling_params()
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return [renamed(output) for output in super().chat(messages, params, *arguments, **options)]
+        found = super().chat(messages, params, use_tqdm, lora_request, *arguments, **options)
+        return all_renamed(found, lora_request)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the settings of the checkpoint's generation_config.json; max_tokens is 16 if it does not say.

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanoinfer.beam_search_params import BeamSearchParams
 from nanoinfer.integrations.vllm_names.engine import AsyncEngineArgs, AsyncLLMEngine, EngineArgs
-from nanoinfer.integrations.vllm_names.inputs import LoRARequest, PromptType, TextPrompt, TokensPrompt
+from nanoinfer.integrations.vllm_names.inputs import PromptType, TextPrompt, TokensPrompt
 from nanoinfer.integrations.vllm_names.llm import LLM
 from nanoinfer.integrations.vllm_names.outputs import CompletionOutput, RequestOutput
 from nanoinfer.integrations.vllm_names.params import (
@@ -29,6 +29,7 @@ from nanoinfer.integrations.vllm_names.processes import (
 )
 from nanoinfer.integrations.vllm_names.tokenizers import get_tokenizer, resolve_chat_template
 from nanoinfer.logprob import LogProb
+from nanoinfer.requests.vllm.lora import LoRARequest
 
 Names = dict[str, Any]
 

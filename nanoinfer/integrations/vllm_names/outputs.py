@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 from nanoinfer.requests import outputs
+from nanoinfer.requests.vllm.lora import GivenLora, LoRARequest
 
 
 class CompletionOutput(outputs.SampleOutput):
     """One sample of a prompt.
 
-    lora_request: None
+    lora_request: the prompt's
     """
 
     __slots__ = ()
-    lora_request = None
+
+    lora_request: LoRARequest | None
 
 
 class RequestOutput(outputs.RequestOutput):
     """One prompt's result. Its request_id is a string, as vLLM's is.
 
-    metrics, lora_request, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: None
+    lora_request: the one that the prompt came with, or None
+    metrics, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: None
     """
 
     __slots__ = ()
-    metrics = lora_request = encoder_prompt = encoder_prompt_token_ids = kv_transfer_params = None
+    metrics = encoder_prompt = encoder_prompt_token_ids = kv_transfer_params = None
+
+    lora_request: LoRARequest | None
 
 
-def renamed(output: outputs.RequestOutput) -> RequestOutput:
+def renamed(output: outputs.RequestOutput, lora_request: LoRARequest | None) -> RequestOutput:
     """Return an output under vLLM's names. What is made when somebody first reads it stays so."""
-    own = RequestOutput(dict.items(output))
-    own["request_id"] = str(output.request_id)
-    own["samples"] = [CompletionOutput(dict.items(sample)) for sample in output.samples]
+    own = RequestOutput(dict.items(output), request_id=str(output.request_id), lora_request=lora_request)
+    own["samples"] = [CompletionOutput(dict.items(sample), lora_request=lora_request) for sample in output.samples]
     return own
+
+
+def all_renamed(found: list[outputs.RequestOutput], lora_request: GivenLora) -> list[RequestOutput]:
+    """Return the outputs of a call under vLLM's names. lora_request: one for all, or one each"""
+    loras = lora_request if isinstance(lora_request, (list, tuple)) else [lora_request] * len(found)
+    return list(map(renamed, found, loras))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanoinfer.checkpoint import Checkpoint
 from nanoinfer.config import Config
+from nanoinfer.requests.vllm.lora import Adaptable, LoRARequest, LoRARequests
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,11 +45,11 @@ ABSENT = {
 """Maps a name of vLLM's LLM that ours lacks to a sentence that says what to do."""
 
 
-class Served(Protocol):
+class Served(Adaptable, Protocol):
     """What the names below read and call of an LLM."""
 
-    config: Config
     tokenizer: PreTrainedTokenizerBase | None
+    _loras: LoRARequests
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the checkpoint's own settings."""
@@ -99,6 +100,7 @@ class EngineNames:
 
     def __init__(self, llm: Served) -> None:
         self._llm = llm
+        self._loras = llm._loras
         self.model_config = ModelConfig(llm.config)
         self.tokenizer = llm.tokenizer
 
@@ -109,6 +111,22 @@ class EngineNames:
     def get_model_config(self) -> ModelConfig:
         """Return model_config."""
         return self.model_config
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter now, and not when a request first names it; returns True. Raises as load_adapter does."""
+        return self._loras.load(self._llm, lora_request) is not None
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload the adapter of a lora_int_id; returns whether there was one."""
+        return self._loras.unload(self._llm, lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the lora_int_id of each adapter that a LoRARequest has brought, and that is still loaded."""
+        return self._loras.numbers(self._llm)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Let no other adapter take the place of this one; returns whether it is loaded."""
+        return self._loras.pin(self._llm, lora_id)
 
     @property
     def model_executor(self) -> SimpleNamespace:
@@ -127,7 +145,9 @@ class EngineNames:
     if not TYPE_CHECKING:  # as above
 
         def __getattr__(self, name: str) -> Any:
-            known = "model_config, tokenizer, get_model_config(), get_tokenizer() and model_executor"
+            known = (
+                "model_config, tokenizer, get_model_config(), get_tokenizer(), add_lora() and the like, model_executor"
+            )
             raise AttributeError(f"llm.llm_engine has no {name!r}: it has {known}; llm's own methods do the rest")
 
 

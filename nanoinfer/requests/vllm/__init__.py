@@ -1,0 +1,1 @@
+"""What an LLM answers by vLLM's names, for programs that were written for vLLM."""
