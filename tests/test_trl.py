@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from nanoinfer import BUNDLED_MODEL, LLM, SamplingParams
-from nanoinfer.integrations.trl import _named_tensors, rollout_func
+from nanoinfer.integrations.trl import ADAPTER, _named_tensors, rollout_func
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
@@ -70,8 +70,9 @@ class Run:
         self.rewarded: list[tuple[list[Any], list[Any]]] = []
         self._llm, self._rollout = llm, rollout_func(llm, params)
         prompts, lora = settings.pop("prompts", TEXTS), settings.pop("lora", None)
+        model = settings.pop("model", None)
         self.trainer = GRPOTrainer(
-            AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32),
+            model or AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32),
             self.reward,
             args=GRPOConfig(str(folder), **{**SETTINGS, **settings}),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
@@ -190,6 +191,42 @@ def test_lora_comes_merged(make_run: Callable[..., Run]) -> None:
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
         n for n in before if "lora_" in n
     }
+
+
+def test_an_llm_with_room_for_adapters_gets_the_lora_alone(
+    make_llm: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And computes with it what the trainer does; the model's weights stay."""
+    llm = make_llm(**OPTIONS, max_adapters=1, max_adapter_rank=LORA.r)
+    sent, load = [], llm.load_adapter
+
+    def spy(name: str, tensors: dict[str, Tensor], config: Any) -> int:
+        sent.append(sum(tensor.nbytes for tensor in tensors.values()))
+        return load(name, tensors, config)
+
+    monkeypatch.setattr(llm, "load_adapter", spy)
+    base = results(llm)
+    calls = Run(llm, tmp_path, None, {"lora": LORA, "learning_rate": 1e-2}).train()
+    for call in calls:
+        check_logprobs(call)
+    assert calls[0].logprobs != calls[2].logprobs
+    assert (llm.weights_version, llm.adapters[ADAPTER].version) == (0, 3)
+    assert results(llm) == base
+    lora = [tensor for name, tensor in calls[0].weights.items() if "lora_" in name]
+    assert sent == [sum(tensor.nbytes for tensor in lora)] * 3
+    assert 50 * sent[0] < sum(tensor.nbytes for tensor in calls[0].weights.values())
+
+
+def test_a_lora_goes_on_from_another(make_llm: Callable[..., LLM], tmp_path: Path) -> None:
+    """TRL then keeps a copy of the first one, for its KL term; the one that learns is sent."""
+    llm = make_llm(**OPTIONS, max_adapters=1, max_adapter_rank=LORA.r)
+    run = Run(llm, tmp_path, None, {"lora": LORA, "max_steps": 1})
+    before = peft.get_peft_model_state_dict(run.trainer.model)
+    again = Run(llm, tmp_path, None, {"model": run.trainer.model, "beta": 0.1, "max_steps": 2, "learning_rate": 1e-2})
+    for call in again.train():
+        check_logprobs(call)
+    assert set(again.trainer.model.peft_config) == {"default", "ref"}
+    assert len(before) == len(peft.get_peft_model_state_dict(again.trainer.model))
 
 
 def test_the_corrections_of_routers_come_too(make_llm: Callable[..., LLM], tmp_path: Path) -> None:

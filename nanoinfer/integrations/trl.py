@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from peft import get_peft_model_state_dict
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 from trl import GRPOTrainer
 
 from nanoinfer.checks import short
+from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.llm import LLM
 from nanoinfer.requests.outputs import SampleOutput, warn_of_errors
 from nanoinfer.sampling_params import SamplingParams
+
+ADAPTER = "trainer"  # the name of the trainer's in the LLM
 
 Rollout = Callable[[list[Any], GRPOTrainer], dict[str, list[Any]]]
 
@@ -29,9 +33,12 @@ def rollout_func(llm: LLM, params: SamplingParams | None = None) -> Rollout:
     params: the settings of every sample, but for n, seed and logprobs; None: the trainer's temperature, top_p, top_k,
         min_p, repetition_penalty, max_completion_length and generation_kwargs
 
-    The function writes the trainer's weights into the LLM when the trainer's step has changed; LoRA comes merged. The
-    trainer repeats each prompt num_generations times, and the function draws one completion for each repetition. Seeds
-    come from torch's generator, which the trainer seeds differently in each process.
+    The function writes the trainer's weights into the LLM when the trainer's step has changed. If the trainer learns a
+    LoRA, an LLM with max_adapters gets the LoRA alone, as an adapter. Its model must then be the trainer's. Without
+    max_adapters, the LoRA comes merged into all weights.
+
+    The trainer repeats each prompt num_generations times, and the function draws one completion for each repetition.
+    Seeds come from torch's generator, which the trainer seeds differently in each process.
 
     The trainer computes log-probabilities of its own, from logits that it divides by the temperature. Best for GRPO is
     LLM(..., logprobs_mode="processed_logprobs") in the trainer's dtype: it returns the same, if no setting but the
@@ -50,8 +57,8 @@ def rollout_func(llm: LLM, params: SamplingParams | None = None) -> Rollout:
         shared = params or _trainers_params(trainer)
         groups = [(ids, len(list(same))) for ids, same in groupby(_tokenize(prompts, trainer))]
         seeds = torch.randint(2**63 - 1, (len(groups),)).tolist()
-        own = [replace(shared, n=n, seed=seed, logprobs=0) for (_, n), seed in zip(groups, seeds, strict=True)]
-        weights.follow(trainer)
+        shared = replace(shared, logprobs=0, adapter=weights.follow(trainer) or shared.adapter)
+        own = [replace(shared, n=n, seed=seed) for (_, n), seed in zip(groups, seeds, strict=True)]
         outputs = llm.generate([ids for ids, _ in groups], own, use_tqdm=False)
         warn_of_errors(outputs)
         pairs = [(output.prompt_token_ids, sample) for output in outputs for sample in output.samples]
@@ -115,22 +122,34 @@ def _drawn_logprobs(sample: SampleOutput) -> list[float]:
 
 
 class _Weights:
-    """The trainer's weights in an LLM."""
+    """The trainer's weights in an LLM: all of them, or its adapter alone."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._run: TrainerState | None = None  # each call of train() has a state of its own
-        self._written: tuple[int, int] | None = None
+        self._written: tuple[int, Any] | None = None  # the step whose weights the LLM has, and their version
 
-    def follow(self, trainer: GRPOTrainer) -> None:
-        """Write the trainer's weights, unless those of its step are there."""
-        step = trainer.state.global_step
-        if trainer.state is self._run and (step, self._llm.weights_version) == self._written:
-            return
+    def follow(self, trainer: GRPOTrainer) -> str | None:
+        """Write the trainer's weights, unless those of its step are there; returns the name of their adapter."""
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        with closing(_named_tensors(model)) as tensors:  # an error leaves no layer merged
-            version = self._llm.update_weights(tensors)
-        self._run, self._written = trainer.state, (step, version)
+        adapter = ADAPTER if is_peft_model(model) and self._llm.config.max_adapters else None
+        step = trainer.state.global_step
+        if trainer.state is not self._run or (step, self._version(adapter)) != self._written:
+            self._send(model, adapter)
+            self._run, self._written = trainer.state, (step, self._version(adapter))
+        return adapter
+
+    def _version(self, adapter: str | None) -> int | LoadedAdapter | None:
+        return self._llm.weights_version if adapter is None else self._llm.adapters.get(adapter)
+
+    def _send(self, model: Any, adapter: str | None) -> None:
+        if adapter is None:
+            with closing(_named_tensors(model)) as tensors:  # an error leaves no layer merged
+                self._llm.update_weights(tensors)
+            return
+        name = model.active_adapter
+        tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        self._llm.load_adapter(adapter, tensors, model.peft_config[name])
 
 
 def _named_tensors(model: Any) -> Generator[tuple[str, Tensor], None, None]:
