@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"\n\n    \S")
-EXTRAS = ("ray", "trl")
+PACKAGES = {"peft": "trl", "ray": "ray", "trl": "trl"}
+"""Maps a package that examples import to the extra that has it."""
 NEED_NO_FIRST_EXAMPLE = {"README.md", "add-a-model.md"}  # they begin with commands, and with questions
 
 
@@ -41,8 +42,18 @@ def one_number_twice(printed: str) -> None:
     assert first == pytest.approx(second, abs=1e-4)
 
 
+def kept_close(printed: str) -> None:
+    """Check that the adapter learns, and that its KL term, at first 0, stays small beside the texts' length."""
+    learns(printed)
+    terms = [float(term) for term in re.findall(r"KL (-?[\d.]+)", printed)]
+    assert terms[:2] == [0, 0]
+    assert min(terms[-2:]) > 1
+    assert max(terms) < 32
+
+
 PRINTED: dict[str, list[str | Callable[[str], None]]] = {
     "README.md": ["glorious summer"],
+    "adapters.md": [" 8\n", "weep.\n {1}\n", kept_close],
     "add-a-model.md": [""],
     "batch-files.md": ['"id": "juliet", "text": "More light', '"custom_id": "b"', "1 0\n"],
     "coming-from-elsewhere.md": ["weep.", "'ROMEO:\\nO", "More light", "weep."],
@@ -113,9 +124,9 @@ def test_the_example_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    needed = [name for name in EXTRAS if re.search(rf"^(import|from) {name}\b", example.text, re.MULTILINE)]
+    needed = [name for name in PACKAGES if re.search(rf"^(import|from) {name}\b", example.text, re.MULTILINE)]
     for name in needed:
-        pytest.importorskip(name, reason=f"needs {name}: pip install -e '.[{name}]'")
+        pytest.importorskip(name, reason=f"needs {name}: pip install -e '.[{PACKAGES[name]}]'")
     if "nanoinfer-batch " in example.text and not shutil.which("nanoinfer-batch", path=Path(sys.executable).parent):
         pytest.skip("needs the command nanoinfer-batch: pip install -e .")
     monkeypatch.chdir(tmp_path)
