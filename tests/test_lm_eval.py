@@ -122,17 +122,20 @@ def test_it_answers_as_lm_evals_own_model(chat: bool, ours: NanoInfer, theirs: H
     assert told["continue"] == expected["continue"]
 
 
-def test_an_adapter_answers_as_in_lm_evals_own_model(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_answers_as_in_lm_evals_own_model(ours: NanoInfer, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="lm-eval's own model needs it: pip install -e '.[trl]'")
-    adapter = Tuned(BUNDLED_MODEL, seed=1, std=0.05).save(tmp_path)
+    adapter = Tuned(BUNDLED_MODEL, seed=1).save(tmp_path)
     theirs = HFLM(BUNDLED_MODEL, peft=adapter, device="cpu", dtype="float32", max_length=MAX_LENGTH, batch_size=1)
-    expected = responses(theirs, folder)
-    for name in ("peft", "lora_local_path"):
-        model = NanoInfer(BUNDLED_MODEL, **{name: adapter}, **OPTIONS)
-        told = responses(model, folder)
+    made = [NanoInfer(BUNDLED_MODEL, **{name: adapter}, **OPTIONS) for name in ("peft", "lora_local_path")]
+    choices = enumerate(["a", "b", "c"])
+    scored = [Instance("loglikelihood", {}, ("JULIET:\nO Romeo,", choice), i) for i, choice in choices]
+    continued = [Instance("generate_until", {}, (PASSAGE, {"until": ["\n"], "max_gen_toks": 8}), 0)]
+    expected = flat(theirs.loglikelihood(scored, disable_tqdm=True))
+    for model in made:
+        assert flat(model.loglikelihood(scored, disable_tqdm=True)) == pytest.approx(expected, abs=1e-3)
+        assert model.generate_until(continued, True) == theirs.generate_until(continued, True)
         model.llm.close()
-        assert flat(told["choices"]) == pytest.approx(flat(expected["choices"]), abs=1e-3)
-        assert told["continue"] == expected["continue"]
+    assert flat(ours.loglikelihood(scored, disable_tqdm=True)) != pytest.approx(expected, abs=0.1)
 
 
 def flat(value: Any) -> list[float]:
