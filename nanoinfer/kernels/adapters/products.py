@@ -234,10 +234,14 @@ def _expand_kernel(
         if slot < slots:
             h_ptrs = h_ptr + row * columns
             b_ptr += slot.to(tl.int64) * weight_rows * RANK
-            how: tl.constexpr = (PIECES, PARTS, RANK, BLOCK_R, BLOCK_M, BLOCK_N)
-            y += _multiply(h_ptrs, exists, b_ptr, start, out_features, piece_stride, *how)
+            y += _multiply(
+                h_ptrs, exists, b_ptr, start, out_features, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
+            )
             if GATED:
-                up += _multiply(h_ptrs, exists, b_ptr, start + out_features, weight_rows, piece_stride, *how)
+                start += out_features
+                up += _multiply(
+                    h_ptrs, exists, b_ptr, start, weight_rows, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
+                )
         out = y.to(out_ptr.dtype.element_ty)
         if GATED:
             out = gate_mul_block(out, up.to(out.dtype), ACTIVATION)
@@ -256,10 +260,10 @@ def _multiply(
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return b h for BLOCK_N outputs from `start`, zero from `stop` on, [BLOCK_M, BLOCK_N]."""
+    """Return b h for BLOCK_N outputs from `start`, zero from `stop` on, [rows, BLOCK_N]."""
+    BLOCK_M: tl.constexpr = exists.shape[0]
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
     n = start + tl.arange(0, BLOCK_N)
     part_of_n = part_of(n, PARTS)
