@@ -9,6 +9,9 @@ any company. The second product also applies the activation of gates and ups, wh
 from __future__ import annotations
 
 import math
+from bisect import bisect
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
@@ -174,14 +177,24 @@ def expand(h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation
 
 
 def expand_reference(
-    h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation: Activation | None = None
+    h: Tensor,
+    adapter: Adapter,
+    rows: AdapterRows,
+    y: Tensor,
+    activation: Activation | None = None,
+    cut: Sequence[int] | None = None,
 ) -> Tensor:
-    """expand in torch: the host goes over the slots."""
-    inputs = h.sum(dim=0).to(adapter.b.dtype).split(adapter.rank, dim=1)
+    """expand in torch: the host goes over the slots.
+
+    cut: so many neighbouring outputs, of one part, are multiplied at once; None: all of a part
+    """
+    inputs, sizes = h.sum(dim=0).to(adapter.b.dtype).split(adapter.rank, dim=1), cut or adapter.parts
+    ends = list(accumulate(adapter.parts))
+    own_inputs = [inputs[bisect(ends, first)] for first in accumulate(sizes[:-1], initial=0)]
     for slot in _slots_of(rows):
         own = rows.slots == slot
-        matrices = adapter.b[slot].split(adapter.parts)
-        delta = torch.cat([part[own] @ b.t() for part, b in zip(inputs, matrices, strict=True)], dim=1)
+        matrices = adapter.b[slot].split(list(sizes))
+        delta = torch.cat([part[own] @ b.t() for part, b in zip(own_inputs, matrices, strict=True)], dim=1)
         y[own] = (y[own].float() + delta.float()).to(y.dtype)
     return y if activation is None else gate_mul_reference(y, activation)
 
