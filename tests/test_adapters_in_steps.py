@@ -107,7 +107,7 @@ def generate(
     llm: LLM, prompts: list[list[int]] = PROMPTS, names: list[str | None] = NAMES, **settings: Any
 ) -> list[Result]:
     """Run all prompts at once; names: of their adapters."""
-    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0, **settings)
+    params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0, **settings})
     seqs = []
     for prompt, name in zip(prompts, names, strict=True):
         (seq,) = llm.engine.add_request(prompt, params, seed=len(prompt))
@@ -144,11 +144,12 @@ class TestFamilies:
             torch.testing.assert_close(alone.logprobs, result.logprobs, atol=2e-5, rtol=0)
 
     @pytest.mark.parametrize("family", of_each_kind(zip(FAMILIES), 1))
+    @pytest.mark.usefixtures("no_foresight")
     def test_chunks_and_preemption(self, family: str, tuned: Callable[[str], Tuned], make_llm: MakeLLM) -> None:
         model, case = tuned(family), CASES[family]
         llm = load(make_llm(model.base, **{**OPTIONS, **case.tight, "max_num_batched_tokens": 64}), model)
         prompts, names = [[3 + place, *prompt] for place, prompt in enumerate(PROMPTS * 2)], NAMES + NAMES[::-1]
-        check(generate(llm, prompts, names, temperature=0.8), model, names)
+        check(generate(llm, prompts, names, temperature=0.8, max_tokens=30), model, names)
         assert llm.engine.scheduler.num_preemptions > 0
 
     @pytest.mark.parametrize("family", of_each_kind(zip(FAMILIES), 2, 5))
