@@ -219,6 +219,8 @@ class TestSamplingParams:
             {"prompt_logprobs_start": 3},
             {"skip_special_tokens": None},
             {"detokenize": "yes"},
+            {"adapter": ""},
+            {"adapter": 1},
         ],
         ids=repr,
     )
@@ -381,7 +383,7 @@ class TestNames:
             ({"num_beams": 4}, r"write BeamSearchParams\(beam_width=...\)"),
             ({"max_num_seqs": 4}, r"write LLM\(max_num_seqs=...\)"),
             ({"response_format": None}, "did you mean 'structured_outputs'"),
-            ({"colour": 4}, "known: temperature, .*, structured_outputs$"),
+            ({"colour": 4}, "known: temperature, .*, adapter$"),
         ],
         ids=repr,
     )
