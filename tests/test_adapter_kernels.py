@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from conftest import whole_only
@@ -12,8 +14,15 @@ from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
 from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linear
 from nanoinfer.kernels.adapters.one_row import RowAdapter
 from nanoinfer.kernels.adapters.products import expand_reference, expand_triton, shrink_reference, shrink_triton
+from nanoinfer.kernels.groups import pack
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
+from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
+from nanoinfer.kernels.linear.gathered import GatheredWeight
+from nanoinfer.kernels.linear.groups.linear import GroupLinearWeight
+from nanoinfer.kernels.linear.in_order import InOrderWeight
+from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.one_row import one_row_linear, one_row_norm_linear
+from nanoinfer.kernels.linear.packed import PackedWeight
 from nanoinfer.kernels.norm.rms_norm import Norm, rms_norm_reference
 
 ALL_DTYPES = list(dict.fromkeys([*DTYPES, SHORT]))
@@ -148,3 +157,61 @@ def test_linear_adds_what_rows_name(slots: list[int]) -> None:
     out, total = adapted_norm_linear(x, residual, norm, weight, adapter, rows, bias, "silu")
     assert_close(out, gate_mul_reference(expected(normed), "silu"))
     assert_close(total, x + residual)
+
+
+def in_int4(weight: Tensor) -> GroupLinearWeight:
+    """Any numbers of four bits, in the shape of a weight."""
+    rows, columns = weight.shape
+    words, scales = pack(torch.randint(16, weight.shape, device=DEVICE), 4), randn(rows, columns // 32) / 10
+    return GroupLinearWeight(words, scales, None, None, "int4", columns)
+
+
+def in_order(weight: Tensor) -> InOrderWeight:
+    return InOrderWeight(weight, True, [1, len(MIXED)])
+
+
+def in_parts(weight: Tensor) -> WeightInParts:
+    return WeightInParts(weight, [(128, 128), (128, 128)])
+
+
+def gathered(weight: Tensor) -> GatheredWeight:
+    return GatheredWeight(in_int4(weight), torch.arange(weight.shape[1], device=DEVICE).flip(0).int())
+
+
+ON_CPU = [] if DEVICE == "cuda" else [in_parts, PackedWeight]
+
+
+@pytest.mark.parametrize("slots", [MIXED, [1]], ids=["mixed", "one row"])
+@pytest.mark.parametrize("weigh", [in_int4, in_order, gathered, *ON_CPU], ids=lambda weigh: weigh.__name__)
+def test_every_weight_has_adapters(weigh: Callable[[Tensor], AnyWeight], slots: list[int]) -> None:
+    adapter, rows = adapter_of((64, 64, 128), 64, 16, torch.float32), rows_of(slots)
+    x, weight, bias = randn(len(slots), 64), weigh(randn(256, 64)), randn(256)
+    expected = linear(x, weight, bias) + added(x, adapter, slots).float()
+    assert_close(adapted_linear(x, weight, adapter, rows, bias), expected)
+    assert_close(adapted_linear(x, weight, adapter, rows, bias, "silu"), gate_mul_reference(expected, "silu"))
+    total = x + x
+    expected = linear(total, weight, bias) + added(total, adapter, slots).float()
+    out, residual = adapted_norm_linear(x, x, None, weight, adapter, rows, bias)
+    assert_close(out, expected)
+    assert torch.equal(residual, total)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the CPU multiplies by parts")
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_the_outputs_change_no_bit(ranks: int, activation: Activation | None) -> None:
+    """Not even where a rank has so few that the CPU multiplies, or applies an activation, in another way."""
+    halves, x, bias = (56, 56), randn(1, 96), randn(112)
+    weight, adapter = randn(112, 96), adapter_of(halves, 96, 16, torch.float32)
+
+    def outputs(first: int, size: int) -> Tensor:
+        """Of both halves, these rows alone."""
+        own = torch.cat([torch.arange(first, first + size), torch.arange(56 + first, 56 + first + size)])
+        share = Adapter(adapter.a, adapter.b[:, own].contiguous(), (size, size))
+        parts = WeightInParts(weight[own], [(size, 56), (size, 56)])
+        out = adapted_linear(x, parts, share, rows_of([2]), bias[own], activation)
+        return out.view(1 if activation else 2, size)
+
+    size = 56 // ranks
+    of_ranks = torch.cat([outputs(first, size) for first in range(0, 56, size)], dim=1)
+    assert torch.equal(of_ranks, outputs(0, 56))

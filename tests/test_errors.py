@@ -531,6 +531,8 @@ class TestConfig:
         message = "max_num_batched_tokens=1000000, max_num_seqs=64: .* lower them, .*: CUDA out of memory. Tried"
         with pytest.raises(ValueError, match=message):
             LLM(BUNDLED_MODEL, max_num_batched_tokens=10**6, max_num_seqs=64)
+        with pytest.raises(ValueError, match="max_num_seqs=64, max_adapters=9: the GPU's memory does not hold"):
+            LLM(BUNDLED_MODEL, max_num_seqs=64, max_adapters=9)
 
     def test_every_slot_of_the_cache_has_a_number(self, make_qwen3: Callable[..., str]) -> None:
         with pytest.raises(ValueError, match="num_kvcache_blocks=134217729: must be at most 134217728: with kvcache_b"):

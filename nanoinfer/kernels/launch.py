@@ -27,6 +27,7 @@ from torch import Tensor
 
 MULTIPROCESSORS_WHEN_INTERPRETED = 4
 RESERVED_BYTES = 2048  # of a program's shared memory, for what is no tile
+LINE = tl.constexpr(128)  # bytes that the L2 cache fetches at once
 
 _thread = threading.local()
 
@@ -103,6 +104,14 @@ def fetch(ptrs, EARLY: tl.constexpr):
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def fetch_rows(ptr, row, end, columns, first, COUNT: tl.constexpr, EARLY: tl.constexpr):
+    """Let the L2 cache fetch COUNT numbers, from column `first` on, of a matrix's rows before `end`; see fetch."""
+    PER_LINE: tl.constexpr = LINE * 8 // ptr.dtype.element_ty.primitive_bitwidth
+    column = tl.minimum(first + tl.arange(0, COUNT // PER_LINE) * PER_LINE, columns - 1)
+    fetch(ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * columns + column[None, :], EARLY)
 
 
 @triton.jit

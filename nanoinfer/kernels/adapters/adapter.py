@@ -38,6 +38,8 @@ class Adapter:
 class AdapterRows:
     """Which adapter each row of a step names, as all layers' products need it.
 
+    At least one launch comes between those that make it and the first product's.
+
     slots: [rows] int32, -1 for a row without an adapter
     groups: the rows by slot; those without an adapter come last, as if they had a slot more
     size: of the groups' tiles, in rows

@@ -6,16 +6,18 @@ fewer: one before the product, and one behind it. A weight of any format keeps i
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
 from nanoinfer.kernels.adapters.one_row import RowAdapter
-from nanoinfer.kernels.adapters.products import expand, shrink
+from nanoinfer.kernels.adapters.products import expand, expand_reference, shrink
 from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
 from nanoinfer.kernels.linear.groups.row import has_row_kernel
+from nanoinfer.kernels.linear.in_parts import WeightInParts
 from nanoinfer.kernels.linear.one_row import OneRowWeight, is_one_row, one_row_linear, one_row_norm_linear
 from nanoinfer.kernels.linear.weight import add_and_norm
 from nanoinfer.kernels.norm.rms_norm import Norm
@@ -40,6 +42,9 @@ def adapted_linear(
     if (row_weight := _for_one_row(x, weight)) is not None:
         return one_row_linear(x, row_weight, bias, activation, RowAdapter(adapter, rows.slots))
     h = shrink(x, adapter, rows)
+    if isinstance(weight, WeightInParts):
+        zeros = x.new_zeros(len(x), sum(weight.sizes), dtype=torch.float32)
+        return weight.product(x, bias, activation, added=expand_reference(h, adapter, rows, zeros, cut=weight.sizes))
     y = linear(x, weight, bias, may_split=may_split and activation is None)
     out = expand(h, adapter, rows, y if y.dim() == 2 else y[0], activation)
     return y if activation is None else out

@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.adapters.adapter import Adapter, part_of
-from nanoinfer.kernels.launch import early_launch, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, load_complete, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import gated_row
 from nanoinfer.kernels.norm.rms_norm import Norm, norm_block, norm_warps
 
 
 class RowAdapter(NamedTuple):
-    """The adapter of a single row. slot: [1] int32, -1 for none; complete two launches before the product's"""
+    """The adapter of a single row. slot: [1] int32, -1 for none; complete three launches before the product's"""
 
     adapter: Adapter
     slot: Tensor
@@ -80,10 +80,11 @@ def _shrink_row_kernel(
     column, columns = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, BLOCK)
     inside = k < in_features
+    slot = load_complete(slot_ptr)
+    row = tl.maximum(slot, 0).to(tl.int64) * columns + column
+    a = tl.load(a_ptr + row * in_features + k, mask=k < tl.where(slot >= 0, in_features, 0), other=0.0)
     wait_for_predecessor(EARLY)
-    slot = tl.load(slot_ptr)
     if slot >= 0:
-        a = tl.load(a_ptr + (slot.to(tl.int64) * columns + column) * in_features + k, mask=inside, other=0.0)
         x = tl.load(x_ptr + k, mask=inside, other=0.0)
         if post_weight_ptr is not None:
             x = norm_block(x, tl.load(post_weight_ptr + k, mask=inside), in_features, post_eps, POST_PLUS_ONE)

@@ -9,6 +9,9 @@ any company. The second product also applies the activation of gates and ups, wh
 from __future__ import annotations
 
 import math
+from bisect import bisect
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
@@ -16,7 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows, part_of
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import (
+    early_launch,
+    fetch,
+    fetch_rows,
+    load_complete,
+    num_multiprocessors,
+    wait_for_predecessor,
+)
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gate_mul_reference
 from nanoinfer.kernels.linear.one_wave import add_product
 
@@ -27,6 +37,7 @@ MAX_COLUMNS = 64  # of h, in a tile
 BLOCK_N, BLOCK_R = 128, 32  # outputs in a tile, and numbers of h that are multiplied at a time, at most
 BLOCK_N32, BLOCK_R32 = 32, 16  # in float32, which no tensor core multiplies
 BLOCK_K = 128  # inputs that are multiplied at a time, of 16 bits
+PER_MULTIPROCESSOR = 8  # programs; each goes over several tiles if there are more (not measured)
 
 
 def shrink(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
@@ -58,11 +69,12 @@ def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
     shares, tiles = triton.cdiv(in_features, share), triton.cdiv(columns, block_n) * triton.cdiv(tokens, rows.size)
     pieces = shares if tiles <= MAX_BUSY * num_multiprocessors(x.device) else 1
     h = torch.empty((pieces, tokens, columns), dtype=torch.float32, device=x.device)
-    _shrink_kernel[(triton.cdiv(columns, block_n), len(rows.groups.tiles), pieces)](
+    _shrink_kernel[_grid(x, rows, triton.cdiv(columns, block_n), pieces)](
         x,
         adapter.a,
         *rows.groups,
         h,
+        len(rows.groups.tiles),
         tokens,
         in_features,
         columns,
@@ -70,23 +82,42 @@ def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
         share,
         shares,
         WHOLE=in_features % share == 0,
+        FETCHED=MIN_SHARE,
         BLOCK_M=rows.size,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=4,
+        num_warps=4 if rows.size == 16 or x.itemsize == 2 else 8,
         num_stages=4 if rows.size == 16 else 3,
         **early_launch(x),
     )
     return h
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "shares"])
+def _grid(x: Tensor, rows: AdapterRows, blocks: int, pieces: int = 1) -> tuple[int, int, int]:
+    """Return the programs for the blocks of outputs, for the tiles, and for the pieces.
+
+    Most tiles have no rows if there are many slots, and a program that finds none costs a little, too.
+    """
+    most = max(1, PER_MULTIPROCESSOR * num_multiprocessors(x.device) // (blocks * pieces))
+    return blocks, min(len(rows.groups.tiles), most), pieces
+
+
+@triton.jit
+def _load_tile(tiles_ptr, number, num_tiles):
+    """Return the slot of a tile, and where it begins and ends; tiles that end where they begin come last."""
+    ptr, exists = tiles_ptr + number * 3, number < num_tiles
+    slot = load_complete(ptr, mask=exists, other=0)
+    return slot, load_complete(ptr + 1, mask=exists, other=0), load_complete(ptr + 2, mask=exists, other=0)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "tokens", "slots", "shares"])
 def _shrink_kernel(
     x_ptr,
     a_ptr,
     choices_ptr,
     tiles_ptr,
     h_ptr,
+    num_tiles,
     tokens,
     in_features,
     columns,
@@ -94,26 +125,29 @@ def _shrink_kernel(
     share,
     shares,
     WHOLE: tl.constexpr,
+    FETCHED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
-    wait_for_predecessor(EARLY)
-    tile_ptr = tiles_ptr + tl.program_id(1) * 3
-    slot, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    tile, piece = tl.program_id(1), tl.program_id(2)
+    slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
     if (first < end) & (slot < slots):
+        fetch_rows(a_ptr, slot * columns + n, (slot + 1) * columns, in_features, piece * share, FETCHED, EARLY)
+    wait_for_predecessor(EARLY)
+    while (first < end) & (slot < slots):
         position = first + tl.arange(0, BLOCK_M)
         exists = position < end
         row = tl.load(choices_ptr + position, mask=exists, other=0)
-        n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         x_ptrs = x_ptr + row.to(tl.int64)[:, None] * in_features + k[None, :]
         a_ptrs = a_ptr + (slot.to(tl.int64) * columns + n[:, None]) * in_features + k[None, :]
         has_row, has_column = exists[:, None], (n < columns)[:, None]
         h = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
-        for number in range(tl.program_id(2), shares, tl.num_programs(2)):  # its own, or all of them
-            piece = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+        for number in range(piece, shares, tl.num_programs(2)):  # its own, or all of them
+            of_share = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
             for start in range(number * share, (number + 1) * share, BLOCK_K):
                 x_mask, a_mask = has_row, has_column
                 if not WHOLE:
@@ -121,12 +155,14 @@ def _shrink_kernel(
                     x_mask, a_mask = has_row & inside, has_column & inside
                 x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
                 a = tl.load(a_ptrs + start, mask=a_mask, other=0.0)
-                piece = add_product(piece, x, a, TOKENS_LEFT)
-            h += piece
+                of_share = add_product(of_share, x, a, TOKENS_LEFT)
+            h += of_share
         if not TOKENS_LEFT:
             h = tl.trans(h)
-        targets = h_ptr + (tl.program_id(2) * tokens + row).to(tl.int64)[:, None] * columns + n[None, :]
+        targets = h_ptr + (piece * tokens + row).to(tl.int64)[:, None] * columns + n[None, :]
         tl.store(targets, h, mask=has_row & (n < columns)[None, :])
+        tile += tl.num_programs(1)
+        slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
 
 
 def expand(h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation: Activation | None = None) -> Tensor:
@@ -141,14 +177,24 @@ def expand(h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation
 
 
 def expand_reference(
-    h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation: Activation | None = None
+    h: Tensor,
+    adapter: Adapter,
+    rows: AdapterRows,
+    y: Tensor,
+    activation: Activation | None = None,
+    cut: Sequence[int] | None = None,
 ) -> Tensor:
-    """expand in torch: the host goes over the slots."""
-    inputs = h.sum(dim=0).to(adapter.b.dtype).split(adapter.rank, dim=1)
+    """expand in torch: the host goes over the slots.
+
+    cut: so many neighbouring outputs, of one part, are multiplied at once; None: all of a part
+    """
+    inputs, sizes = h.sum(dim=0).to(adapter.b.dtype).split(adapter.rank, dim=1), cut or adapter.parts
+    ends = list(accumulate(adapter.parts))
+    own_inputs = [inputs[bisect(ends, first)] for first in accumulate(sizes[:-1], initial=0)]
     for slot in _slots_of(rows):
         own = rows.slots == slot
-        matrices = adapter.b[slot].split(adapter.parts)
-        delta = torch.cat([part[own] @ b.t() for part, b in zip(inputs, matrices, strict=True)], dim=1)
+        matrices = adapter.b[slot].split(list(sizes))
+        delta = torch.cat([part[own] @ b.t() for part, b in zip(own_inputs, matrices, strict=True)], dim=1)
         y[own] = (y[own].float() + delta.float()).to(y.dtype)
     return y if activation is None else gate_mul_reference(y, activation)
 
@@ -169,12 +215,14 @@ def expand_triton(
     out_features = weight_rows // 2 if gated else weight_rows
     out = y.new_empty(tokens, out_features) if gated else y
     block_n, most = (BLOCK_N, BLOCK_R) if adapter.b.itemsize == 2 else (BLOCK_N32, BLOCK_R32)
-    _expand_kernel[(triton.cdiv(out_features, block_n), len(rows.groups.tiles))](
+    block_n //= 2 if gated else 1  # so many gates, and as many ups
+    _expand_kernel[_grid(y, rows, triton.cdiv(out_features, block_n))](
         h,
         adapter.b,
         *rows.groups,
         y,
         out,
+        len(rows.groups.tiles),
         out_features,
         h.shape[2],
         h.stride(0),
@@ -193,7 +241,7 @@ def expand_triton(
     return out
 
 
-@triton.jit(do_not_specialize=["piece_stride", "slots"])
+@triton.jit(do_not_specialize=["num_tiles", "piece_stride", "slots"])
 def _expand_kernel(
     h_ptr,
     b_ptr,
@@ -201,6 +249,7 @@ def _expand_kernel(
     tiles_ptr,
     y_ptr,
     out_ptr,
+    num_tiles,
     out_features,
     columns,
     piece_stride,
@@ -215,16 +264,20 @@ def _expand_kernel(
     EARLY: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION is not None
+    weight_rows = out_features * 2 if GATED else out_features
+    start, tile = tl.program_id(0) * BLOCK_N, tl.program_id(1)
+    n = start + tl.arange(0, BLOCK_N)
+    slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
+    if (first < end) & (slot < slots):
+        row_of_b = slot.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
+        fetch(b_ptr + row_of_b * RANK, EARLY)
+        if GATED:
+            fetch(b_ptr + (row_of_b + out_features) * RANK, EARLY)
     wait_for_predecessor(EARLY)
-    tile_ptr = tiles_ptr + tl.program_id(1) * 3
-    slot, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-    if (first < end) & (GATED | (slot < slots)):
+    while (first < end) & (GATED | (slot < slots)):
         position = first + tl.arange(0, BLOCK_M)
         exists = position < end
         row = tl.load(choices_ptr + position, mask=exists, other=0).to(tl.int64)
-        weight_rows = out_features * 2 if GATED else out_features
-        start = tl.program_id(0) * BLOCK_N
-        n = start + tl.arange(0, BLOCK_N)
         mask = exists[:, None] & (n < out_features)[None, :]
         y_ptrs = y_ptr + row[:, None] * weight_rows + n[None, :]
         y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -232,16 +285,21 @@ def _expand_kernel(
         if GATED:
             up = tl.load(y_ptrs + out_features, mask=mask, other=0.0).to(tl.float32)
         if slot < slots:
-            h_ptrs = h_ptr + row * columns
-            b_ptr += slot.to(tl.int64) * weight_rows * RANK
-            how: tl.constexpr = (PIECES, PARTS, RANK, BLOCK_R, BLOCK_M, BLOCK_N)
-            y += _multiply(h_ptrs, exists, b_ptr, start, out_features, piece_stride, *how)
+            h_ptrs, of_slot = h_ptr + row * columns, b_ptr + slot.to(tl.int64) * weight_rows * RANK
+            y += _multiply(
+                h_ptrs, exists, of_slot, start, out_features, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
+            )
             if GATED:
-                up += _multiply(h_ptrs, exists, b_ptr, start + out_features, weight_rows, piece_stride, *how)
+                first_up = start + out_features
+                up += _multiply(
+                    h_ptrs, exists, of_slot, first_up, weight_rows, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
+                )
         out = y.to(out_ptr.dtype.element_ty)
         if GATED:
             out = gate_mul_block(out, up.to(out.dtype), ACTIVATION)
         tl.store(out_ptr + row[:, None] * out_features + n[None, :], out, mask=mask)
+        tile += tl.num_programs(1)
+        slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
 
 
 @triton.jit
@@ -256,10 +314,10 @@ def _multiply(
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return b h for BLOCK_N outputs from `start`, zero from `stop` on, [BLOCK_M, BLOCK_N]."""
+    """Return b h for BLOCK_N outputs from `start`, zero from `stop` on, [rows, BLOCK_N]."""
+    BLOCK_M: tl.constexpr = exists.shape[0]
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
     n = start + tl.arange(0, BLOCK_N)
     part_of_n = part_of(n, PARTS)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.launch import early_launch, fetch, num_multiprocessors, shared_memory, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, fetch_rows, num_multiprocessors, shared_memory, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul, gate_mul_block
 from nanoinfer.kernels.linear.one_wave import add_product
 from nanoinfer.kernels.linear.weight import OwnProduct
@@ -134,7 +134,6 @@ MIN_BUSY = 1 / 4  # of the multiprocessors, so many have a tile, or narrow ones 
 MANY_INPUTS = 4096  # from here on, more programs cost less than multiprocessors that have more outputs than others
 MIN_STAGES = 3  # of wide tiles, or they are slow
 FETCHED = tl.constexpr(256)  # inputs, of the weights for few tokens, that are fetched before the wait
-LINE = tl.constexpr(128)  # bytes that are fetched at once
 MOST_IN_FLOAT32 = 64 * 128  # outputs of a tile, so that a thread's registers hold its share
 
 
@@ -250,10 +249,10 @@ def _in_order_kernel(
         if GATED:
             up_bias = tl.load(bias_ptr + out_features + n, mask=n < end, other=0.0).to(tl.float32)
     if BLOCK_M == 16:
-        _fetch_weight(weight_ptr, n, end, in_features, EARLY)
+        fetch_rows(weight_ptr, n, end, in_features, 0, FETCHED, EARLY)
         if GATED:
             up_weight_ptr = weight_ptr + out_features.to(tl.int64) * in_features
-            _fetch_weight(up_weight_ptr, n, end, in_features, EARLY)
+            fetch_rows(up_weight_ptr, n, end, in_features, 0, FETCHED, EARLY)
     wait_for_predecessor(EARLY)
 
     # Tensor cores need at least 64 rows in the left matrix: with fewer tokens, the weight is the left one.
@@ -285,12 +284,3 @@ def _in_order_kernel(
         out = tl.trans(out)
     targets = out_ptr + m.to(tl.int64)[:, None] * out_features + n[None, :]
     tl.store(targets, out, mask=has_token & (n < end)[None, :])
-
-
-@triton.jit
-def _fetch_weight(weight_ptr, n, end, in_features, EARLY: tl.constexpr):
-    """Let the L2 cache fetch the first FETCHED numbers of those of the weight's rows `n` that come before `end`."""
-    PER_LINE: tl.constexpr = LINE * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
-    k = tl.arange(0, FETCHED // PER_LINE) * PER_LINE
-    row, column = tl.minimum(n, end - 1), tl.minimum(k, in_features - 1)
-    fetch(weight_ptr + row.to(tl.int64)[:, None] * in_features + column[None, :], EARLY)

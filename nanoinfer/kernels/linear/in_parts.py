@@ -21,22 +21,35 @@ AT_ONCE = 32  # numbers that an activation takes at a time; it computes a vector
 
 
 class WeightInParts(OwnProduct):
-    """A weight, [out_features, in_features], cut into parts of its outputs."""
+    """A weight, [out_features, in_features], cut into parts of its outputs.
+
+    sizes: how many outputs each part has
+    """
 
     def __init__(self, weight: Tensor | GroupWeight, sections: list[tuple[int, int]]) -> None:
         """sections: of the weight's rows, in their order: how many rows, and how many of its kind all ranks hold."""
-        self._sizes: list[int] = []
+        self.sizes: list[int] = []
         for rows, total in sections:
             part = -(-total // PARTS)
-            self._sizes += [min(part, rows - first) for first in range(0, rows, part)]
-        self._parts = weight.split(self._sizes)
+            self.sizes += [min(part, rows - first) for first in range(0, rows, part)]
+        self._parts = weight.split(self.sizes)
 
     def product(
-        self, x: Tensor, bias: Tensor | None = None, activation: Activation | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        activation: Activation | None = None,
+        out: Tensor | None = None,
+        added: Tensor | None = None,
     ) -> Tensor:
-        """Compute kernels.linear.dispatch.linear, into `out` if given."""
-        biases = [None] * len(self._parts) if bias is None else bias.split(self._sizes)
+        """Compute kernels.linear.dispatch.linear, into `out` if given.
+
+        added: [tokens, out_features], if given added before the activation
+        """
+        biases = [None] * len(self._parts) if bias is None else bias.split(self.sizes)
         products = [_multiply(x, *part) for part in zip(self._parts, biases, strict=True)]
+        if added is not None:
+            products = [part.add_(more) for part, more in zip(products, added.split(self.sizes, dim=1), strict=True)]
         if activation is not None:
             half = len(products) // 2
             gates_and_ups = zip(products[:half], products[half:], strict=True)
