@@ -45,7 +45,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
     adapters: those that load_adapter has loaded, each a LoadedAdapter by its name
     weights_version: how often update_weights and load_weights have changed the weights
     is_sleeping: whether weights or KV cache, or both, are given away, see `sleep`
-    llm_engine: has model_config (with max_model_len), get_tokenizer() and model_executor, by vLLM's names
+    llm_engine: has model_config (with max_model_len), get_tokenizer(), add_lora() and others, by vLLM's names
 
     One thread at a time can use an LLM. close() gives memory and processes back, as do the end of `with` and deletion.
 

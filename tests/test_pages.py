@@ -53,7 +53,7 @@ def kept_close(printed: str) -> None:
 
 PRINTED: dict[str, list[str | Callable[[str], None]]] = {
     "README.md": ["glorious summer"],
-    "adapters.md": [" 8\n", "weep.\n {1}\n", kept_close],
+    "adapters.md": ["\n1 8\n", "weep.\n {1}\n", kept_close],
     "add-a-model.md": [""],
     "batch-files.md": ['"id": "juliet", "text": "More light', '"custom_id": "b"', "1 0\n"],
     "coming-from-elsewhere.md": ["weep.", "'ROMEO:\\nO", "More light", "weep."],

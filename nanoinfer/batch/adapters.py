@@ -48,12 +48,12 @@ class Models(NamedTuple):
 
         A job without adapters has one model, whatever a line calls it. Raises ValueError for another name.
         """
+        if model in self.adapters:
+            return str(model)
         if not self.adapters or (isinstance(model, str) and _last(model) == _last(self.base)):
             return None
-        if model not in self.adapters:
-            known = nearest(str(model), [*self.adapters, self.base])
-            raise ValueError(f"model={short(model)}: must be {self.base!r}, or an adapter of the job: {known}")
-        return str(model)
+        known = nearest(str(model), [*self.adapters, self.base])
+        raise ValueError(f"model={short(model)}: must be {self.base!r}, or an adapter of the job: {known}")
 
     def check(self, adapter: str | None) -> None:
         """Raise ValueError if a line's adapter is none of the job's."""

@@ -22,7 +22,7 @@ PROMPTS: dict[Kind, tuple[str, ...]] = {
 }
 TEMPLATE = "chat_template_kwargs"  # may stand beside messages
 IMAGE = "image"  # may stand beside other prompts: an image, or a list of them
-UNUSED = ("user", "metadata", "store")  # of OpenAI's bodies; they change no token
+NO_SETTINGS = ("model", "user", "metadata", "store")  # of OpenAI's bodies
 REFUSED = {
     "stream": "a batch file's results come whole",
     "tools": "nobody reads tool calls out of a text here; a template takes tools as chat_template_kwargs",
@@ -168,7 +168,7 @@ def _stand_in(value: Any) -> str:
 
 def _translate(kind: Kind, body: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of OpenAI's body by the names of SamplingParams."""
-    settings = {name: value for name, value in body.items() if name not in ("model", *UNUSED)}
+    settings = {name: value for name, value in body.items() if name not in NO_SETTINGS}
     if kind == "chat":
         if "max_completion_tokens" in settings:
             settings["max_tokens"] = settings.pop("max_completion_tokens")
