@@ -25,6 +25,7 @@ from nanoinfer.layers.adapted import AdaptedHead, AdaptedMatrix
 from nanoinfer.parallel.buckets import PART_BYTES, SharedBuckets
 from nanoinfer.runner.adapters.receiver import Receiver, parcel
 from nanoinfer.runner.cuda_graphs import PLAIN, DecodeKind, graph_batch_sizes, sharing_batch_sizes, sizes_by_kind
+from nanoinfer.runner.trials import Trials
 from nanoinfer.weights.adapters.low_rank import LowRank
 
 pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")
@@ -243,6 +244,19 @@ class TestGraphs:
         assert sizes_by_kind(64, may_share=False, may_adapt=True) == {PLAIN: sizes, adapted: sizes}
         by_kind = sizes_by_kind(64, may_share=True, may_adapt=True)
         assert by_kind[sharing] == by_kind[DecodeKind(True, True)] == sharing_batch_sizes(sizes)
+
+    def test_steps_are_tried_with_and_without_adapters(self, make_llm: MakeLLM) -> None:
+        """A GPU runs these before the first request, to compile their kernels and to measure their memory."""
+        runner = make_llm(**OPTIONS, max_num_seqs=4, max_num_batched_tokens=600).engine.ranks.runner
+        trials = Trials(runner.config, runner.steps.max_blocks, runner.device)
+        small, largest = trials.small_prefills(), trials.largest_prefills()
+        tried = [(chunk.adapter, len(chunk.token_ids)) for step in small for chunk in step.chunks]
+        assert tried == [(-1, 300), (0, 300), (0, 600)]
+        assert [{chunk.adapter for chunk in step.chunks} for step in largest] == [{-1}, {0}]
+        for step in [*small, *largest]:
+            runner.run(step)
+        with torch.inference_mode():
+            runner._decode_rows(4, DecodeKind(has_adapters=True))
 
     @pytest.mark.gpu
     def test_graphs_equal_eager(self, tuned: Make, make_llm: MakeLLM) -> None:
