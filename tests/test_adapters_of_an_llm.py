@@ -7,16 +7,22 @@ import json
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
+import test_lifecycle
 import torch
+from cases import CASES, build
 from cases.tuned import ALPHA, Tuned
 from conftest import Oracle, greedy, wait_until, whole_only
 from safetensors.torch import load_file
-from test_spmd import Trainer
+from test_lifecycle import Interrupt
+from test_spmd import Trainer, rank, told
 from test_spmd import make as make_with_peers
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
@@ -68,7 +74,12 @@ def tokens(llm: LLM, prompt: list[int] = PROMPT, adapter: str | None = None, cou
 
 
 def expected(oracle: Oracle, prompt: list[int] = PROMPT, count: int = 12) -> list[int]:
-    return oracle.greedy(prompt, count, ignore_eos=True)
+    return greedy_tokens(oracle, tuple(prompt), count)
+
+
+@cache
+def greedy_tokens(oracle: Oracle, prompt: tuple[int, ...], count: int) -> list[int]:
+    return oracle.greedy(list(prompt), count, ignore_eos=True)
 
 
 def finish(llm: LLM) -> list[RequestOutput]:
@@ -291,6 +302,45 @@ class TestReplacedWhileRequestsRun:
         assert outputs[0].token_ids == expected(red, self.PROMPTS[0], 30)
 
 
+class CtrlC(Interrupt):
+    """Presses Ctrl-C at a line, which takes effect where the code lets it."""
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Interrupt | None:
+        try:
+            return super().__call__(frame, event, arg)
+        except KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+            return self
+
+
+def test_ctrl_c_at_any_line_leaves_the_old_version_or_the_new_one(
+    llm: LLM, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_lifecycle, "HOST_FILES", ("adapters.py", "carrier.py", "slots.py", "source.py"))
+
+    def replace(trace: Interrupt) -> None:
+        sys.settrace(trace)
+        try:
+            load(llm, "one", blue)
+        finally:
+            sys.settrace(None)
+
+    load(llm, "one", red)
+    whole, found = Interrupt(), set()
+    replace(whole)
+    for line in range(1, whole.count - 2, 61):
+        load(llm, "one", red)
+        before = llm.adapters["one"].version
+        llm.add_request(PROMPT, greedy(12, adapter="one", ignore_eos=True))
+        with pytest.raises(KeyboardInterrupt):
+            replace(CtrlC(line))
+        is_new = llm.adapters["one"].version > before
+        (output,) = finish(llm)
+        assert output.token_ids == expected(blue if is_new else red), f"interrupted at line {line}"
+        found.add(is_new)
+    assert found == {False, True}
+
+
 class TestUnloading:
     def test_a_hundred_times_without_growth(self, llm: LLM, red: Tuned) -> None:
         tree, sizes = llm.engine.scheduler.block_manager.tree, []
@@ -331,12 +381,13 @@ class TestSleep:
         llm.sleep(level)
         with pytest.raises(RuntimeError, match=r"sleeps.*call wake_up"):
             load(llm, "red", red)
-        llm.wake_up()
+        llm.wake_up(["weights"])
         if level == 2:
             assert llm.adapters == {}
             llm.load_weights(BUNDLED_MODEL)
-            assert tokens(llm) == expected(base)
             load(llm, "red", red)
+        llm.wake_up()
+        assert tokens(llm) == expected(base)
         assert tokens(llm, adapter="red") == wanted == expected(red)
 
 
@@ -496,7 +547,7 @@ def test_random_loads_and_versions_in_flight(
 ) -> None:
     llm = make_llm(**{**OPTIONS, "num_kvcache_blocks": 30, "max_model_len": 128}, max_num_batched_tokens=48)
     fuzz = Fuzz(llm, base, [red, blue, Tuned(BUNDLED_MODEL, seed=3, only="mlp")], seed)
-    fuzz.run(100)
+    fuzz.run(70)
     assert fuzz.num_changes > 0
 
 
@@ -543,10 +594,20 @@ def show_with_peers() -> list[list[list[int]]]:
         return show(llm, red, blue)
 
 
+def load_otherwise() -> str:
+    """Let the ranks give their adapters other names; returns the error."""
+    red = Tuned(BUNDLED_MODEL, seed=1)
+    with make_with_peers(max_adapters=1) as llm:
+        kind, message, _ = told(lambda: load(llm, f"of {rank()}", red))
+        return f"{kind}: {message}"
+
+
 @pytest.mark.whole
 def test_ranks_in_a_trainers_processes(base: Oracle, red: Tuned, blue: Tuned, tmp_path: Path) -> None:
     trainer = Trainer("cpu", tmp_path)
     assert trainer.run(show_with_peers) == shown(base, red, blue)
+    differ = "rank 0 has load_adapter: 'of 0', 'recompute'; rank 1 has load_adapter: 'of 1', 'recompute'"
+    assert trainer.run(load_otherwise).endswith(differ)
     trainer.end()
 
 
@@ -585,14 +646,41 @@ class TestReplicas:
         assert tokens(llm, adapter="red") == expected(red)
 
 
-def test_states_and_host_memory_keep_adapters_apart(make_llm: Callable[..., LLM]) -> None:
-    """Blocks come back from host memory, where each adapter's are its own."""
-    llm = make_llm(**{**OPTIONS, "num_kvcache_blocks": 12, "max_model_len": 96}, kv_offload_gib=0.01)
-    red = Tuned(BUNDLED_MODEL, seed=1)
-    load(llm, "red", red)
-    wanted = tokens(llm, adapter="red"), tokens(llm)
-    for first in range(60, 76):
-        tokens(llm, [first] * 60, count=2)
-    assert (tokens(llm, adapter="red"), tokens(llm)) == wanted
-    load(llm, "red", Tuned(BUNDLED_MODEL, seed=3))
-    assert tokens(llm, adapter="red") == expected(Tuned(BUNDLED_MODEL, seed=3))
+class TestOtherPlacesOfPrefixes:
+    """Host memory and snapshots of states keep each adapter's for itself, and nothing of an old version."""
+
+    @pytest.fixture
+    def state_model(self, tmp_path: Path) -> str:
+        build(CASES["qwen3.5"], tmp_path)
+        return str(tmp_path)
+
+    def test_host_memory(self, make_llm: Callable[..., LLM], base: Oracle, red: Tuned, blue: Tuned) -> None:
+        llm = make_llm(**{**OPTIONS, "num_kvcache_blocks": 12, "max_model_len": 96}, kv_offload_gib=0.01)
+        load(llm, "one", red)
+        oracles: list[tuple[str | None, Oracle]] = [("one", red), (None, base)]
+
+        def check(oracles: list[tuple[str | None, Oracle]], least: int) -> None:
+            for name, oracle in oracles:
+                (output,) = llm.generate([PROMPT], greedy(12, adapter=name, ignore_eos=True), use_tqdm=False)
+                assert output.token_ids == expected(oracle)
+                assert output.num_cached_tokens >= least
+
+        check(oracles, least=0)
+        for first in range(60, 76):
+            tokens(llm, [first] * 60, count=2)
+        check(oracles, least=32)  # their blocks have been handed out meanwhile
+        load(llm, "one", blue)
+        check([("one", blue)], least=0)
+
+    @pytest.mark.whole
+    def test_states(self, state_model: str, make_llm: Callable[..., LLM]) -> None:
+        options = {**OPTIONS, **CASES["qwen3.5"].small, "max_adapters": 2}
+        fresh, llm = make_llm(state_model, **options), make_llm(state_model, **options)
+        versions = [Tuned(state_model, seed) for seed in range(3)]
+        for number, name in [(0, "one"), (1, "two"), (2, "one"), (1, "one")]:
+            load(llm, name, versions[number])
+            load(fresh, name, versions[number])
+            for adapter in (None, *llm.adapters):
+                fresh.reset_prefix_cache()
+                wanted = tokens(fresh, adapter=adapter)
+                assert tokens(llm, adapter=adapter) == tokens(llm, adapter=adapter) == wanted

@@ -43,7 +43,7 @@ from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
-from nanoinfer.runner.trials import Trials, largest_image, peak_bytes
+from nanoinfer.runner.trials import LONG_CHUNK, Trials, largest_image, peak_bytes
 from nanoinfer.runner.voice import Voice
 from nanoinfer.vision.spans import Encoded
 
@@ -51,7 +51,6 @@ log = logging.getLogger("nanoinfer")
 
 TIMED_ROWS = {1: 1, 16: 32}  # tokens: rows. A step of at least so many tokens takes the best threads for so many rows
 TIMED_CACHE_BYTES = 2**28  # at most, for the cache of the steps that are timed
-LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies 16-bit numbers
 CHECKED_TOKENS = 300  # whose attention is compared: more than a chunk of keys has, so that some see more chunks
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
@@ -217,11 +216,10 @@ class ModelRunner:
 
         Several ranks compile each kernel when they come to it, because all must launch their sums in the same order.
         """
-        sizes, max_len = self._graph_sizes, self.config.max_model_len
+        sizes = self._graph_sizes
         if self.tp.size > 1 or not sizes:
             return
-        tokens = min(LONG_CHUNK, max_len - 1)
-        prefill, *others = [partial(self.steps.prefill, trials.prompt(tokens, adapter=one)) for one in trials.adapters]
+        prefill, *others = [partial(self.steps.prefill, step) for step in trials.small_prefills()]
         draw = partial(self.steps.draw, self.logits, self.steps.batch.positions)
         largest = sizes[PLAIN][-1], PLAIN
         steps = [(rows, kind) for kind in sizes for rows in sizes[kind] if rows in COMPILED_ROWS]

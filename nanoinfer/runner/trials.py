@@ -8,11 +8,14 @@ from collections.abc import Callable
 import torch
 
 from nanoinfer.config import Config
+from nanoinfer.kernels.adapters.adapter import FEW_ROWS
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.runner.message import ChunkMessage, JoinMessage, PrefillMessage
 from nanoinfer.vision.pixels import Pixels
 from nanoinfer.vision.processor import VisionProcessor
+
+LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies 16-bit numbers
 
 
 class Trials:
@@ -28,6 +31,15 @@ class Trials:
         """Return a step that computes a chunk of one prompt; start: the chunk's first position."""
         chunk = ChunkMessage(array("i", [0]) * tokens, start, self._tables, adapter=adapter)
         return PrefillMessage([], 0, [chunk], [])
+
+    def small_prefills(self) -> list[PrefillMessage]:
+        """Return steps that launch the kernels of prompts: the first one without adapters, then those with some."""
+        config = self._config
+        most = min(config.max_model_len - 1, max(config.max_num_batched_tokens, LONG_CHUNK))
+        steps = [self.prompt(min(LONG_CHUNK, most))]
+        if config.max_adapters:
+            steps += [self.prompt(min(tokens, most), adapter=0) for tokens in (LONG_CHUNK, 2 * FEW_ROWS)]
+        return steps
 
     def largest_prefills(self) -> list[PrefillMessage]:
         """Return the prefill steps of which one takes the most memory, and which together run all kernels of such."""

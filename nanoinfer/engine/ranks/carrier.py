@@ -38,7 +38,3 @@ class AdapterCarrier:
             self._ranks.call("holdings.adapters.write_received", slot, scales)
         finally:
             buckets.close()
-
-    def clear(self, slot: int) -> None:
-        """Take what a slot holds out of it."""
-        self._ranks.call("holdings.adapters.clear", slot)

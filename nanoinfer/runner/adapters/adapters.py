@@ -21,7 +21,7 @@ from nanoinfer.weights.adapters.bases import Base, Bases, slot_rank
 from nanoinfer.weights.adapters.low_rank import Adapter
 from nanoinfer.weights.adapters.modules import Modules
 from nanoinfer.weights.adapters.reading import AdapterReader
-from nanoinfer.weights.adapters.slots import Slots, clear, write
+from nanoinfer.weights.adapters.slots import Slots, write
 from nanoinfer.weights.formats.matrix import Matrix
 from nanoinfer.weights.shards import Section
 
@@ -87,13 +87,7 @@ class Adapters:
             self.write(slot, self._receiver.take(scales))
         self._tp.min(0, self._device)  # from here on rank 0 may free the buckets
 
-    @torch.inference_mode()
-    def clear(self, slot: int) -> None:
-        """Take what a slot holds out of it."""
-        clear(slot, self._slots)
-        self._in_head[slot] = -1
-
-    def clear_all(self) -> None:
+    def clear(self) -> None:
         """Empty all slots, whose memory may hold anything."""
         for slots in self._slots:
             slots.a.zero_()

@@ -158,7 +158,7 @@ class Holdings:
                 if tag == "kv_cache":
                     self.kv_cache.zero()
                 elif self.adapters is not None and not self._lender.has_copy:
-                    self.adapters.clear_all()
+                    self.adapters.clear()
         elif tag == "kv_cache":
             self.make_cache(self._num_blocks, self._num_slots)
         elif "weights" not in self.__dict__:
