@@ -73,6 +73,24 @@ class Adaptable(Protocol):
         ...
 
 
+def _listed(given: GivenLora) -> list[LoRARequest | None]:
+    asked = [given] if isinstance(given, LoRARequest) else as_list(given)
+    if asked is None or not all(one is None or isinstance(one, LoRARequest) for one in asked):
+        raise ValueError(
+            f"lora_request={short(given)}: must be a LoRARequest, from nanoinfer, or a list with one, or None, for each"
+            " prompt"
+        )
+    return asked
+
+
+def _by_name(asked: list[LoRARequest | None]) -> dict[str, LoRARequest]:
+    wanted: dict[str, LoRARequest] = {}
+    for one in asked:
+        if one is not None and wanted.setdefault(one.lora_name, one) != one:
+            raise ValueError(f"lora_request has {one} and {wanted[one.lora_name]}: must be one of this name")
+    return wanted
+
+
 class Brought(NamedTuple):
     """An adapter that a LoRARequest has brought; is_pinned: it may not go to make room."""
 
@@ -91,16 +109,13 @@ class LoRARequests:
         """Load what a call asks for, unless it is there; returns the names. Raises ValueError for what cannot be."""
         if given is None:
             return None
-        asked = [given] if isinstance(given, LoRARequest) else as_list(given)
-        if asked is None or not all(one is None or isinstance(one, LoRARequest) for one in asked):
+        asked = _listed(given)
+        wanted = _by_name(asked)
+        if len(wanted) > llm.config.max_adapters > 0:
             raise ValueError(
-                f"lora_request={short(given)}: must be a LoRARequest, from nanoinfer, or a list with one, or None, for"
-                " each prompt"
+                f"lora_request has {len(wanted)} adapters, and max_adapters={llm.config.max_adapters}: one call must"
+                f" name at most so many; make the LLM with max_adapters={len(wanted)}"
             )
-        wanted: dict[str, LoRARequest] = {}
-        for one in asked:
-            if one is not None and wanted.setdefault(one.lora_name, one) != one:
-                raise ValueError(f"lora_request has {one} and {wanted[one.lora_name]}: must be one of this name")
         self._settle(llm)
         for one in wanted.values():
             self._load(llm, one, wanted)
