@@ -659,12 +659,15 @@ class TestReplicas:
     @pytest.mark.whole
     def test_one_that_starts_again_gets_them_again(self, make_llm: Callable[..., LLM], red: Tuned, blue: Tuned) -> None:
         llm = make_llm(**OPTIONS, data_parallel_size=2, restart_replicas=True)
-        load(llm, "red", blue)
-        load(llm, "red", red)
+        load(llm, "one", blue)
+        for dying, tuned in ((0, red), (1, blue)):
+            os.kill(llm.engine.pids[dying], signal.SIGKILL)
+            load(llm, "one", tuned)  # the other has it before the new one is there
+            assert tokens(llm, adapter="one") == expected(tuned)
+            assert wait_until(lambda: tokens(llm) and len(llm.engine.ready) == 2, 60)
         os.kill(llm.engine.pids[0], signal.SIGKILL)
-        assert wait_until(lambda: tokens(llm, adapter="red") == expected(red) and len(llm.engine.ready) == 2, 60)
-        os.kill(llm.engine.pids[1], signal.SIGKILL)
-        assert tokens(llm, adapter="red") == expected(red)
+        assert tokens(llm, adapter="one") == expected(blue)
+        assert llm.adapters["one"].version == 3
 
     @pytest.mark.whole
     def test_sleep(self, make_llm: Callable[..., LLM], red: Tuned) -> None:
