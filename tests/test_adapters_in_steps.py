@@ -12,8 +12,8 @@ import pytest
 import torch
 from cases import CASES, build
 from cases.adapters import draw
+from cases.layouts import MIXED, PUBLISHED
 from conftest import of_each_kind, whole_only
-from test_four_bits import PUBLISHED
 from test_four_bits import write_checkpoint as write_in_groups
 from test_quantization import CONFIGS
 from test_quantization import write_checkpoint as write_in_fp8
@@ -185,8 +185,13 @@ class TestQuantizedBases:
         "stored",
         [
             pytest.param((write_in_fp8, CONFIGS["small blocks"]), id="fp8"),
-            pytest.param((write_in_groups, PUBLISHED["gptq act order with zeros"]), id="int4"),
-            *whole_only([pytest.param((write_in_groups, PUBLISHED["nvfp4"]), id="nvfp4")]),
+            pytest.param((write_in_groups, MIXED["gptq"]), id="int4, its head too"),
+            *whole_only(
+                [
+                    pytest.param((write_in_groups, PUBLISHED["gptq act order with zeros"]), id="int4 act order"),
+                    pytest.param((write_in_groups, PUBLISHED["nvfp4"]), id="nvfp4"),
+                ]
+            ),
         ],
         indirect=True,
     )

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import test_lifecycle
@@ -26,6 +27,7 @@ from test_spmd import Trainer, rank, told
 from test_spmd import make as make_with_peers
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanoinfer.weights.adapters import slots
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 200, "max_adapters": 2}
 PROMPT = list(range(20, 60))  # two whole blocks and a half
@@ -300,6 +302,22 @@ class TestReplacedWhileRequestsRun:
         outputs = finish(llm)
         self.check_others(outputs, base, red)
         assert outputs[0].token_ids == expected(red, self.PROMPTS[0], 30)
+
+
+def test_an_error_while_it_is_written_leaves_the_old_version(
+    llm: LLM, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(llm, "one", red)
+    llm.add_request(PROMPT, greedy(12, adapter="one", ignore_eos=True))
+    llm.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "_scale", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            load(llm, "one", blue)
+    assert llm.adapters["one"].version == 1
+    assert [output.token_ids for output in finish(llm)] == [expected(red)]
+    assert load(llm, "one", blue) == 2
+    assert tokens(llm, adapter="one") == expected(blue)
 
 
 class CtrlC(Interrupt):
@@ -583,6 +601,23 @@ def shown(base: Oracle, red: Tuned, blue: Tuned) -> list[list[list[int]]]:
     return [[expected(oracle, count=8) for oracle in call] for call in calls]
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(make_llm: Callable[..., LLM], base: Oracle, red: Tuned, blue: Tuned) -> None:
+    llm = make_llm(**{**OPTIONS, "device": "cuda"})
+    assert show(llm, red, blue) == shown(base, red, blue)
+    for device in ("cuda", "cpu"):
+        moved = {name: tensor.to(device) for name, tensor in red.tensors.items()}
+        llm.load_adapter("red", moved, alpha=ALPHA)
+        llm.sleep()
+        llm.wake_up()
+        assert tokens(llm, adapter="red", count=8) == expected(red, count=8)
+    llm.sleep(level=2)
+    llm.wake_up()
+    llm.load_weights(BUNDLED_MODEL)
+    load(llm, "blue", blue)
+    assert tokens(llm, adapter="blue", count=8) == expected(blue, count=8)
+
+
 def test_two_ranks(make_llm: Callable[..., LLM], base: Oracle, red: Tuned, blue: Tuned) -> None:
     llm = make_llm(**OPTIONS, tensor_parallel_size=2)
     assert show(llm, red, blue) == shown(base, red, blue)
@@ -624,12 +659,15 @@ class TestReplicas:
     @pytest.mark.whole
     def test_one_that_starts_again_gets_them_again(self, make_llm: Callable[..., LLM], red: Tuned, blue: Tuned) -> None:
         llm = make_llm(**OPTIONS, data_parallel_size=2, restart_replicas=True)
-        load(llm, "red", blue)
-        load(llm, "red", red)
+        load(llm, "one", blue)
+        for dying, tuned in ((0, red), (1, blue)):
+            os.kill(llm.engine.pids[dying], signal.SIGKILL)
+            load(llm, "one", tuned)  # the other has it before the new one is there
+            assert tokens(llm, adapter="one") == expected(tuned)
+            assert wait_until(lambda: tokens(llm) and len(llm.engine.ready) == 2, 60)
         os.kill(llm.engine.pids[0], signal.SIGKILL)
-        assert wait_until(lambda: tokens(llm, adapter="red") == expected(red) and len(llm.engine.ready) == 2, 60)
-        os.kill(llm.engine.pids[1], signal.SIGKILL)
-        assert tokens(llm, adapter="red") == expected(red)
+        assert tokens(llm, adapter="one") == expected(blue)
+        assert llm.adapters["one"].version == 3
 
     @pytest.mark.whole
     def test_sleep(self, make_llm: Callable[..., LLM], red: Tuned) -> None:

@@ -237,7 +237,7 @@ def test_messages_say_whose_adapter_computes_what() -> None:
     step = sched.schedule(in_flight=False)
     message, _ = row_map.describe(step)
     assert isinstance(message, PrefillMessage)
-    assert [chunk.adapter for chunk in message.chunks] == [join.adapter for join in message.joins] == [-1, 0]
+    assert [chunk.adapter for chunk in message.chunks] == [-1, 0]
     for token_id, has_adapters in ((5, True), (EOS, False)):
         sched.postprocess(step, [(plain, 5), (adapted, token_id)])
         step = sched.schedule(in_flight=False)
@@ -552,8 +552,7 @@ class Device:
                 for source, destination in join.copied_blocks:
                     self.cache[destination] = deepcopy(self.cache[source])
                 end = chunk.start + len(chunk.token_ids)
-                assert join.adapter == chunk.adapter
-                row = {"len": end, "tables": deepcopy(join.block_tables), "seed": join.seed, "adapter": join.adapter}
+                row = {"len": end, "tables": deepcopy(join.block_tables), "seed": join.seed, "adapter": chunk.adapter}
                 self.rows.append(row)
             return [self.sample(row) for row in self.rows[message.num_rows :]]
         assert isinstance(message, DecodeMessage)

@@ -143,7 +143,7 @@ def _describe_joins(step: PrefillStep) -> dict[Sequence, JoinMessage]:
 
 
 def _describe_join(seq: Sequence, chunk: int) -> JoinMessage:
-    message = JoinMessage(chunk, seq.block_tables, seq.temperature, seq.seed, slot=seq.slot, adapter=seq.adapter)
+    message = JoinMessage(chunk, seq.block_tables, seq.temperature, seq.seed, slot=seq.slot)
     if seq.images is not None:
         message.delta = seq.images.delta
     if not is_plain(seq.params) or seq.num_output_tokens < seq.params.min_tokens:

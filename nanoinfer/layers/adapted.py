@@ -97,7 +97,7 @@ class AdaptedHead(Head):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Project, and add each row's adapter."""
-        logits, rows = self.inner.logits(hidden, out), self._step.wanted
-        if rows is None:
+        logits = self.inner.logits(hidden, out)  # first: a launch must come between AdapterRows and shrink
+        if (rows := self._step.wanted) is None:
             return logits
         return expand(shrink(hidden.to(logits.dtype), self._adapter, rows), self._adapter, rows, logits)

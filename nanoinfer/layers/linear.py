@@ -143,12 +143,11 @@ class RowParallelLinear(nn.Module):
         """formats: as for ColumnParallelLinear; unit: so many neighbouring inputs stay on one rank"""
         super().__init__()
         self.tp = tp
+        self.matrix: LinearMap
         shape = out_features, in_features
         if tp.splits_outputs:
             share = share_of(out_features, tp.rank, tp.size)
-            self.matrix: LinearMap = formats.make_matrix(
-                [Section(name, len(share), shape, share.start)], in_features, bias
-            )
+            self.matrix = formats.make_matrix([Section(name, len(share), shape, share.start)], in_features, bias)
         else:
             share = share_of(in_features, tp.rank, tp.size, unit)
             section = Section(name, out_features, shape, share.start, dim=1)

@@ -32,6 +32,7 @@ class ReplicaAdapters(AnyAdapters):
         begin: called when all have it
         """
         self._check_room(source.name)
+        self._replicas.wait_for_one()
         with self._replicas.without_newcomers():
             loaded = self._read(source)._replace(version=self._next_version(source.name))
             kept = {source.name: (source.config, packed(source.tensors))} if self._keeps else {}
@@ -48,7 +49,7 @@ class ReplicaAdapters(AnyAdapters):
             self._replicas.ask("read_adapter", source.name, source.config, segment)
             answers: list[LoadedAdapter] = self._replicas.deliver(source.tensors, segment)
         if not answers:
-            raise RuntimeError(f"adapter={source.name!r}: no replica is ready: those that died start again; try again")
+            raise RuntimeError(f"adapter={source.name!r}: all replicas died meanwhile, and start again: load it again")
         return answers[0]
 
     def tell(self, index: int) -> None:

@@ -267,13 +267,17 @@ class Replicas:
             return f"it does not start again, because it would have the checkpoint's weights; {left}", False
         return f"it starts again; {left}", True
 
+    def wait_for_one(self) -> None:
+        """Wait until a replica is ready."""
+        while not self.ready:
+            self._receive()
+
     def end_starting(self) -> None:
         """Wait until a replica is ready, and end those that start again.
 
         They would miss what the others are told now.
         """
-        while not self.ready:
-            self._receive()
+        self.wait_for_one()
         for index in [index for index, process in self._processes.items() if not process.is_ready]:
             process = self._processes.pop(index)
             process.kill()

@@ -212,6 +212,8 @@ class Requests(AnyRequests[Request, Sample]):
 
         def prepare() -> None:
             with self:
+                if not self._affected(adapter):
+                    return  # the others need not wait for a step in flight
                 for result in self._engine.drain():
                     self._update(result)
                 affected = self._affected(adapter)

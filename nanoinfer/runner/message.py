@@ -75,7 +75,6 @@ class JoinMessage:
     copied_blocks: list[tuple[int, int]] = field(default_factory=list)  # (block, its copy), copied behind the step
     slot: int = -1  # for states; if it is not the chunk's, they are copied behind the step
     delta: int = 0  # rotary positions of the tokens behind the prompt, less their places
-    adapter: int = -1  # its slot; -1: none
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ class Trials:
         prompts = min(config.max_num_seqs, tokens)
         lengths = [min(tokens // prompts + (i < tokens % prompts), most) for i in range(prompts)]
         chunks = [ChunkMessage(array("i", [0]) * length, 0, self._tables, adapter=adapter) for length in lengths]
-        joins = [JoinMessage(chunk, self._tables, 1.0, 0, adapter=adapter) for chunk in range(prompts)]
+        joins = [JoinMessage(chunk, self._tables, 1.0, 0) for chunk in range(prompts)]
         steps = [PrefillMessage([], 0, chunks, joins)]
         length = min(tokens, most)
         may_attend = config.attention_backend == "triton" and not config.is_in_order

@@ -112,7 +112,7 @@ class InputBatch:
         if self.deltas is not None:
             self.deltas[joining] = 0 if prompts.deltas is None else prompts.deltas
         if self.adapters is not None:
-            self.adapters[joining] = -1 if prompts.join_adapters is None else prompts.join_adapters
+            self.adapters[joining] = -1 if prompts.adapters is None else prompts.adapters[prompts.last_indices]
         self.temperatures[joining] = prompts.temperatures
         self.seeds[joining] = prompts.seeds
 

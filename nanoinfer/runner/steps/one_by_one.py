@@ -79,9 +79,8 @@ class OneByOne(Steps):
         return hidden
 
     def _logits(self, hidden: Tensor, adapters: Tensor | None, out: Tensor | None = None) -> Tensor:
-        slots = [None] * len(hidden) if adapters is None else adapters.split(1)
-        rows = zip(hidden.split(1), slots, strict=True)
-        return torch.cat([super(OneByOne, self)._logits(*row) for row in rows], out=out)
+        of_row, slots = super()._logits, [None] * len(hidden) if adapters is None else adapters.split(1)
+        return torch.cat([of_row(*row) for row in zip(hidden.split(1), slots, strict=True)], out=out)
 
     def _sample(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         logits = self.logits_processors.gather(logits)  # every rank draws, from as many tokens as one rank would

@@ -27,7 +27,7 @@ class PrefillInputs:
     slots: [joins] int32, for states
     temperatures: [joins] float32; seeds: [joins] int64
     deltas: [joins] int32, see JoinMessage.delta; None: they are zeros
-    adapters, join_adapters: [tokens] and [joins] int32, the slots of their adapters; None: no chunk has one
+    adapters: [tokens] int32, the slots of their adapters, -1 for none; None: no chunk has one
     copied_blocks, copied_states: [2, copies] int64, the blocks or slots to copy, and their copies
     """
 
@@ -64,7 +64,7 @@ class PrefillInputs:
             arrays.append(_pack_ends(chunks))
         has_adapters = may_adapt and any(chunk.adapter >= 0 for chunk in chunks)
         if has_adapters:
-            arrays += _pack_adapters(chunks, joins)
+            arrays.append(_pack_adapters(chunks))
         on_device = iter(upload_all(arrays, kv_cache.device))
         self.token_ids, positions, cu_queries, cu_contexts, lens = islice(on_device, 5)
         sampled, copies, self.slots, copied_states = islice(on_device, 4)
@@ -86,7 +86,6 @@ class PrefillInputs:
         rotary = next(on_device).view(3, -1) if has_sections else None
         ends = next(on_device) if has_ends else None
         self.adapters = next(on_device) if has_adapters else None
-        self.join_adapters = next(on_device) if has_adapters else None
         are_long = [chunk.is_long for chunk in chunks]
         packed = PackedQueries(query_lens, context_lens, cu_queries, cu_contexts, are_long, divided, ends)
         what = kv_cache.layers, groups, positions, lens, max(context_lens), packed, state_context
@@ -141,12 +140,12 @@ def _pack_ends(chunks: list[ChunkMessage]) -> array[int]:
     return ends
 
 
-def _pack_adapters(chunks: list[ChunkMessage], joins: list[JoinMessage]) -> list[array[int]]:
-    """Return the slots of the adapters of the chunks' tokens, and of the joins."""
+def _pack_adapters(chunks: list[ChunkMessage]) -> array[int]:
+    """Return the slots of the adapters of the chunks' tokens."""
     adapters = array("i")
     for chunk in chunks:
         adapters.extend([chunk.adapter] * len(chunk.token_ids))
-    return [adapters, array("i", [join.adapter for join in joins])]
+    return adapters
 
 
 def _pack_joins(chunks: list[ChunkMessage], joins: list[JoinMessage]) -> list[array[int]]:

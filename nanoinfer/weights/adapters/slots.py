@@ -65,17 +65,23 @@ def write(adapter: Adapter, slot: int, slots: Sequence[Slots]) -> None:
 
     slots: of all bases. The adapter's ranks are at most theirs. b is scaled in float32, and rounded once
     """
-    clear(slot, slots)
     to_a = [copy for of_base in slots for copy in of_base.copies_to_a(adapter, slot)]
-    to_b = [copy for of_base in slots for copy in of_base.copies_to_b(adapter, slot)]
-    if not to_b:
-        return
-    rows, sources = map(list, zip(*to_a, strict=True))
-    torch._foreach_copy_(rows, sources)
-    targets, sources, scales = map(list, zip(*to_b, strict=True))
+    scaled = _scale([copy for of_base in slots for copy in of_base.copies_to_b(adapter, slot)])
+    clear(slot, slots)  # only now: if there was no memory to scale in, the slot has what it had
+    for copies in (to_a, scaled):
+        if copies:
+            targets, sources = zip(*copies, strict=True)
+            torch._foreach_copy_(list(targets), list(sources))
+
+
+def _scale(copies: list[tuple[Tensor, Tensor, float]]) -> list[tuple[Tensor, Tensor]]:
+    """Multiply what fills each target by its factor, in float32 on the targets' device."""
+    if not copies:
+        return []
+    targets, sources, factors = map(list, zip(*copies, strict=True))
     sizes = [target.numel() for target in targets]
-    scaled = torch.empty(sum(sizes), dtype=torch.float32, device=targets[0].device).split(sizes)
-    scaled = [numbers.view_as(target) for numbers, target in zip(scaled, targets, strict=True)]
+    memory = torch.empty(sum(sizes), dtype=torch.float32, device=targets[0].device).split(sizes)
+    scaled = [numbers.view_as(target) for numbers, target in zip(memory, targets, strict=True)]
     torch._foreach_copy_(scaled, sources)
-    torch._foreach_mul_(scaled, scales)
-    torch._foreach_copy_(targets, scaled)
+    torch._foreach_mul_(scaled, factors)
+    return list(zip(targets, scaled, strict=True))
