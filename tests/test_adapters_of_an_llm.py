@@ -540,7 +540,7 @@ class Fuzz:
             with pytest.raises(ValueError, match="max_adapters=2"):
                 load(self.llm, name, version)
             return
-        load(self.llm, name, version)
+        load(self.llm, name, version, in_flight=self.random.choice(["recompute", "recompute", "abort"]))
         self.num_changes += name in self.loaded
         self.loaded[name] = version
         for request in self.llm._requests.of_adapter(name):
