@@ -20,11 +20,12 @@ import test_lifecycle
 import torch
 from cases import CASES, build
 from cases.tuned import ALPHA, Tuned
-from conftest import Oracle, greedy, wait_until, whole_only
+from conftest import Oracle, greedy, of_each_kind, wait_until, whole_only
 from safetensors.torch import load_file
 from test_lifecycle import Interrupt
 from test_spmd import Trainer, rank, told
 from test_spmd import make as make_with_peers
+from test_torch_state import CONTEXTS
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanoinfer.weights.adapters import slots
@@ -116,6 +117,17 @@ class TestLoading:
         merged = Oracle(BUNDLED_MODEL)
         merged.model = wrapped.merge_and_unload()
         assert tokens(llm, adapter="mine") == expected(merged) != expected(base)
+
+    @pytest.mark.filterwarnings("ignore:Anomaly Detection")
+    @pytest.mark.parametrize("name", of_each_kind(CONTEXTS, 0, 2, 13))
+    def test_what_the_caller_has_set_for_torch_does_not_reach_it(
+        self, name: str, llm: LLM, red: Tuned, tmp_path: Path
+    ) -> None:
+        red.save(tmp_path)
+        for source, how in [(red.tensors, {"alpha": ALPHA}), (tmp_path, {})]:
+            with CONTEXTS[name]():
+                llm.load_adapter("red", source, **how)
+            assert tokens(llm, adapter="red") == expected(red)
 
     def test_what_is_loaded(self, llm: LLM, red: Tuned, blue: Tuned) -> None:
         assert llm.adapters == {}
