@@ -316,9 +316,11 @@ class TestReplacedWhileRequestsRun:
         assert outputs[0].token_ids == expected(red, self.PROMPTS[0], 30)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_an_error_while_it_is_written_leaves_the_old_version(
-    llm: LLM, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
+    ranks: int, make_llm: Callable[..., LLM], red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    llm = make_llm(**OPTIONS, tensor_parallel_size=ranks)
     load(llm, "one", red)
     llm.add_request(PROMPT, greedy(12, adapter="one", ignore_eos=True))
     llm.step()
