@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,14 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.layers.adapted import AdaptedHead, AdaptedMatrix
 from nanoinfer.parallel.buckets import PART_BYTES, SharedBuckets
 from nanoinfer.runner.adapters.receiver import Receiver, parcel
-from nanoinfer.runner.cuda_graphs import PLAIN, DecodeKind, graph_batch_sizes, sharing_batch_sizes, sizes_by_kind
+from nanoinfer.runner.cuda_graphs import (
+    PLAIN,
+    DecodeGraphs,
+    DecodeKind,
+    graph_batch_sizes,
+    sharing_batch_sizes,
+    sizes_by_kind,
+)
 from nanoinfer.runner.trials import Trials
 from nanoinfer.weights.adapters.low_rank import LowRank
 
@@ -249,6 +256,31 @@ class TestGraphs:
         assert sizes_by_kind(64, may_share=False, may_adapt=True) == {PLAIN: sizes, adapted: sizes}
         by_kind = sizes_by_kind(64, may_share=True, may_adapt=True)
         assert by_kind[sharing] == by_kind[DecodeKind(True, True)] == sharing_batch_sizes(sizes)
+
+    def test_a_step_replays_the_graph_of_its_kind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Graphs are named by the step that was recorded for each."""
+        steps: list[tuple[int, DecodeKind]] = []
+        replayed: list[tuple[int, DecodeKind]] = []
+
+        class Graph:
+            def replay(self) -> None:
+                replayed.append(self.step)
+
+        @contextmanager
+        def record(graph: Any, **_: Any) -> Iterator[None]:
+            yield
+            graph.step = steps[-1]
+
+        for name in ("graph_pool_handle", "Stream", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", record)
+        sizes = sizes_by_kind(16, may_share=True, may_adapt=True)
+        graphs = DecodeGraphs(sizes, lambda *step: steps.append(step), lambda count: None)
+        asked = [(3, PLAIN), (3, DecodeKind(has_adapters=True)), (9, DecodeKind(True, True)), (2, DecodeKind(True))]
+        for rows, kind in asked:
+            graphs.replay(rows, kind)
+        assert replayed == [(4, asked[0][1]), (4, asked[1][1]), (16, asked[2][1]), (16, asked[3][1])]
 
     def test_steps_are_tried_with_and_without_adapters(self, make_llm: MakeLLM) -> None:
         """A GPU runs these before the first request, to compile their kernels and to measure their memory."""

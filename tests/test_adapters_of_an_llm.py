@@ -20,11 +20,12 @@ import test_lifecycle
 import torch
 from cases import CASES, build
 from cases.tuned import ALPHA, Tuned
-from conftest import Oracle, greedy, wait_until, whole_only
+from conftest import Oracle, greedy, of_each_kind, wait_until, whole_only
 from safetensors.torch import load_file
 from test_lifecycle import Interrupt
 from test_spmd import Trainer, rank, told
 from test_spmd import make as make_with_peers
+from test_torch_state import CONTEXTS
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanoinfer.weights.adapters import slots
@@ -116,6 +117,17 @@ class TestLoading:
         merged = Oracle(BUNDLED_MODEL)
         merged.model = wrapped.merge_and_unload()
         assert tokens(llm, adapter="mine") == expected(merged) != expected(base)
+
+    @pytest.mark.filterwarnings("ignore:Anomaly Detection")
+    @pytest.mark.parametrize("name", of_each_kind(CONTEXTS, 0, 2, 13))
+    def test_what_the_caller_has_set_for_torch_does_not_reach_it(
+        self, name: str, llm: LLM, red: Tuned, tmp_path: Path
+    ) -> None:
+        red.save(tmp_path)
+        for source, how in [(red.tensors, {"alpha": ALPHA}), (tmp_path, {})]:
+            with CONTEXTS[name]():
+                llm.load_adapter("red", source, **how)
+            assert tokens(llm, adapter="red") == expected(red)
 
     def test_what_is_loaded(self, llm: LLM, red: Tuned, blue: Tuned) -> None:
         assert llm.adapters == {}
@@ -304,9 +316,11 @@ class TestReplacedWhileRequestsRun:
         assert outputs[0].token_ids == expected(red, self.PROMPTS[0], 30)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_an_error_while_it_is_written_leaves_the_old_version(
-    llm: LLM, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
+    ranks: int, make_llm: Callable[..., LLM], red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    llm = make_llm(**OPTIONS, tensor_parallel_size=ranks)
     load(llm, "one", red)
     llm.add_request(PROMPT, greedy(12, adapter="one", ignore_eos=True))
     llm.step()
@@ -540,7 +554,7 @@ class Fuzz:
             with pytest.raises(ValueError, match="max_adapters=2"):
                 load(self.llm, name, version)
             return
-        load(self.llm, name, version)
+        load(self.llm, name, version, in_flight=self.random.choice(["recompute", "recompute", "abort"]))
         self.num_changes += name in self.loaded
         self.loaded[name] = version
         for request in self.llm._requests.of_adapter(name):

@@ -78,13 +78,15 @@ class Adapters:
         """Copy the tensors of an adapter that rank 0 has read. The other ranks call this."""
         self._receiver.read(bucket)
 
-    def write_received(self, slot: int, scales: dict[str, float]) -> None:
+    def end_receiving(self, slot: int, scales: dict[str, float] | None) -> None:
         """Write the adapter that has been received. All ranks call this together; rank 0 receives none.
 
-        scales: LowRank.scale, by module
+        scales: LowRank.scale, by module; None: forget what has been received
         """
         if self._tp.rank > 0:
-            self.write(slot, self._receiver.take(scales))
+            adapter = self._receiver.take(scales or {})
+            if scales is not None:
+                self.write(slot, adapter)
         self._tp.min(0, self._device)  # from here on rank 0 may free the buckets
 
     def clear(self) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanoinfer.hub import find_folder
+from nanoinfer.process.torch_state import fresh_torch_state
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -33,6 +34,7 @@ def read_folder(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (ValueError, OSError) as error:
         raise ValueError(f"{folder / CONFIG_FILE}: cannot be read: {error}") from error
     try:
-        return settings, load_file(folder / TENSOR_FILE)
+        with fresh_torch_state():
+            return settings, load_file(folder / TENSOR_FILE)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{folder / TENSOR_FILE}: cannot be read: {error}") from error
