@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.benchmark.adapters import load_adapters
 from nanoinfer.benchmark.compare import SAMPLING_OPTIONS, report_transformers, run_transformers
 from nanoinfer.benchmark.files import check_files, write_files
 from nanoinfer.benchmark.floor import Floor, measure_bandwidth, measure_flops
@@ -59,10 +60,11 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         count = args.repeats or (3 if config.device == "cuda" else 1)
         first = work.repeat(count, config.description.vocab_size)[:1] if work.images else [[1, 2, 3]]
         llm.generate(first, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        adapters, load_seconds = load_adapters(llm, args.adapters) if args.adapters else ([], None)
         repeats = []
         for index in range(count):
             status.begin(f"repeat {index + 1} of {count}")
-            repeats.append(time_repeat(llm, work, index, args.sampling, status))
+            repeats.append(time_repeat(llm, work, index, args.sampling, status, adapters))
         status.begin("measuring the memory's bandwidth and the matrix rate")
         # Measure beside the engine: on an H200, memory that the engine has given back copies a tenth slower.
         bandwidth, flops = measure_bandwidth(config.device), measure_flops(config.device, config.torch_dtype)
@@ -94,6 +96,10 @@ def run_nanoinfer(args: argparse.Namespace, folder: str, status: StatusLine) -> 
         "quantization": args.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "kv_offload_gib": args.kv_offload_gib,
+        "adapters": args.adapters,
+        "max_adapters": config.max_adapters,
+        "max_adapter_rank": config.max_adapter_rank,
+        "load_adapter_seconds": load_seconds,
         "kv_cache_tokens": config.cache_layout.tokens_of(limits.blocks, config.max_model_len),
         "num_seqs": recipe.num_seqs,
         "tokens_in": work.tokens_in,
@@ -154,6 +160,8 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
             kv_offload_gib=args.kv_offload_gib,
             device=args.device,
             load_format=args.load_format,
+            max_adapters=args.max_adapters,
+            max_adapter_rank=args.max_adapter_rank,
             deterministic=args.deterministic,
         )
     except ValueError as error:
@@ -211,6 +219,11 @@ def report(result: dict[str, Any], is_short: bool) -> None:
         f" {result['tokens_out']:,} out: {result['seconds']:.2f} s (runs: {runs}),"
         f" {result['tokens_per_second']:,.0f} tok/s"
     )
+    if result["adapters"]:
+        print(
+            f"adapters: {result['adapters']} of rank {result['max_adapter_rank']}, in {result['max_adapters']} slots;"
+            f" to load one takes {result['load_adapter_seconds'] * 1e3:.1f} ms"
+        )
     again = f"; preemptions: {result['preemptions']:,}, tokens computed again: {result['recomputed_tokens']:,}"
     share = f", {result['recomputed_share']:.1%} of those in"
     print(
@@ -254,6 +267,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quantization", help="fp8, int8, int4 or mxfp4 (default: none)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8")
     parser.add_argument("--kv-offload-gib", type=float, help="host memory for what the KV cache cannot hold; 0: none")
+    parser.add_argument("--adapters", type=int, default=0, help="random adapters, which requests name in turn")
+    parser.add_argument("--max-adapters", type=int, help="room for so many (default: those of --adapters)")
+    parser.add_argument("--max-adapter-rank", type=int, default=16, help="rank of each (default: %(default)s)")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
@@ -273,8 +289,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--workload {args.workload}: needs --config {' or '.join(TOWERS)}, and no --compare")
     if args.weights and (args.compare or args.plot):
         parser.error("--weights: runs no requests to compare or to plot")
-    if args.weights and args.dp > 1:
-        parser.error("--weights: times one engine, without --dp")
+    if (args.weights or args.adapters) and args.dp > 1:
+        parser.error(f"--{'weights' if args.weights else 'adapters'}: times one engine, without --dp")
+    args.max_adapters = args.adapters if args.max_adapters is None else args.max_adapters
+    if not 0 <= args.adapters <= args.max_adapters:
+        parser.error(f"--adapters {args.adapters}: must be 0 to --max-adapters {args.max_adapters}")
     args.load_format = "safetensors" if not args.config else "dummy" if args.routing == "even" else "dummy_skewed"
     try:
         args.is_short = not (args.workload or args.num_seqs) and is_cpu(args.device)

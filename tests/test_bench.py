@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -581,6 +582,33 @@ def test_random_weights_and_json(
         "starting tiny", "warming up", "repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3",
         "measuring the memory's bandwidth and the matrix rate",
     ]  # fmt: skip
+
+
+def test_requests_name_adapters_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, named = tmp_path / "figures.json", list[str | None]()
+    generate = LLM.generate
+
+    def watched(self: LLM, prompts: list[list[int]], params: Any, **options: Any) -> Any:
+        named.extend(own.adapter for own in (params if isinstance(params, list) else [params]))
+        return generate(self, prompts, params, **options)
+
+    monkeypatch.setattr(LLM, "generate", watched)
+    command = "--config tiny --num-seqs 5 --max-len 12 --min-len 4 --device cpu --adapters 2 --max-adapters 3 --json"
+    monkeypatch.setattr(sys, "argv", ["bench.py", *command.split(), str(file)])
+    bench.main()
+    figures = json.loads(file.read_text())
+    assert named == [None, "adapter-0", "adapter-1", "adapter-0", "adapter-1", "adapter-0"]
+    assert (figures["adapters"], figures["max_adapters"], figures["max_adapter_rank"]) == (2, 3, 16)
+    assert figures["load_adapter_seconds"] > 0
+    assert "\nadapters: 2 of rank 16, in 3 slots; to load one takes " in capsys.readouterr().out
+
+
+def test_more_adapters_than_slots(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse_args(["--adapters", "3", "--max-adapters", "2"])
+    assert "--adapters 3: must be 0 to --max-adapters 2" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_foresight")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 from nanoinfer.benchmark.status_line import StatusLine
 from nanoinfer.benchmark.workloads import Workload
@@ -64,10 +66,24 @@ class Watch:
             self._status.tell(f"{self._prefill:,} tokens of prefill, {generated} generated")
 
 
-def time_repeat(llm: LLM, work: Workload, index: int, sampling: SamplingParams, status: StatusLine) -> Repeat:
-    """Generate all that the workload asks for, with the tokens of repeat `index`; `status` shows how far it is."""
+def time_repeat(
+    llm: LLM,
+    work: Workload,
+    index: int,
+    sampling: SamplingParams,
+    status: StatusLine,
+    adapters: ListLike[str] = (),
+) -> Repeat:
+    """Generate all that the workload asks for, with the tokens of repeat `index`; `status` shows how far it is.
+
+    adapters: the requests name these in turn
+    """
     prompts = work.repeat(index, llm.config.description.vocab_size)
-    params = [replace(sampling, max_tokens=out, n=work.samples) for out in work.output_lens]
+    named = cycle(adapters or [None])
+    params = [
+        replace(sampling, max_tokens=out, n=work.samples, adapter=adapter)
+        for out, adapter in zip(work.output_lens, named, strict=False)
+    ]
     watch = Watch(work.tokens_out, status)
     llm.engine.on_step = watch.add
     start = time.perf_counter()
