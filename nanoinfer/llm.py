@@ -17,13 +17,14 @@ from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start, Started
 from nanoinfer.requests.beam_search import SearchesBeams
-from nanoinfer.requests.inputs import Chats, ComingRequest, Inputs, Prepared, Prompt, Tokens
+from nanoinfer.requests.inputs import Chats, Inputs, Prompt
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
+from nanoinfer.requests.prompts import CallPrompts, ComingRequest, Prepared, Tokens
 from nanoinfer.requests.stats import KeepsStats
 from nanoinfer.requests.text.tokenizer import load_tokenizer
-from nanoinfer.requests.tokenizing import TokenizesTexts
+from nanoinfer.requests.text.tokenizing import TokenizesTexts
 from nanoinfer.requests.vllm_methods import VllmMethods
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
@@ -50,7 +51,8 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
     The methods of an LLM raise these errors:
 
     ValueError: an option, an argument or a setting cannot work, or the LLM is closed. The message names the argument,
-        its value and what would work. Nothing has run yet
+        its value and what would work. Nothing has run yet; but for an image that cannot be opened, prompts before it
+        may have begun: they are dropped
     RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not
         ended. Or the LLM sleeps. Or an update of the weights broke off, and they are incomplete
     WorkerError: a tensor-parallel rank died or hangs, or the ranks of tensor_parallel_group were not called alike, or
@@ -94,7 +96,8 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         use_tqdm: show a bar with the tokens per second of prefill and decode; or a function that makes it, as tqdm does
         lora_request: None, which vLLM's callers may pass: there is no LoRA here
 
-        Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
+        Raises ValueError, before anything runs, for a prompt or a setting that cannot work. For an image that cannot be
+        opened it is raised while the first prompts run, which are dropped.
         """
         self.engine.check_ready()
         with self.engine.alike():
@@ -153,7 +156,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         """
         self.engine.check_ready()
         with self.engine.alike():
-            prepared = self._inputs.check(prompts, sampling_params)
+            prepared = self._inputs.check(prompts, sampling_params).take()
             if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
                 self._inputs.texts.check_detokenizer("stream")
         return Stream(self._stream(prepared))
@@ -377,10 +380,15 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
             raise RuntimeError("requests of add_request have not ended: call step until they have, or abort them")
         return self._busy
 
-    def _generate(self, prompts: list[Prepared], use_tqdm: UseTqdm) -> list[RequestOutput]:
+    def _generate(self, prompts: CallPrompts, use_tqdm: UseTqdm) -> list[RequestOutput]:
+        most_tokens = self.config.max_num_batched_tokens * self.config.data_parallel_size  # of a step
+
+        def take() -> list[Prepared]:
+            with self.engine.alike():
+                return prompts.take(most_tokens)
+
         with self._turn(alone=True), no_full_collection(), self._requests:
-            requests = self._requests.add_all(prompts)
-            run_all(self._requests, len(requests), use_tqdm)
+            requests = run_all(self._requests, prompts.count, take, use_tqdm)
             return [request.output() for request in requests]
 
     def _stream(self, prompts: list[Prepared]) -> Generator[StreamOutput, None, None]:

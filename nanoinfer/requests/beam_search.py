@@ -23,10 +23,11 @@ from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
 from nanoinfer.logprob import LogProb
 from nanoinfer.process.collector import no_full_collection
-from nanoinfer.requests.inputs import Inputs, Prepared, Prompt
+from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
+from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.text.spelling import decoder, whole_decoder
 from nanoinfer.runner.memory.room import what_makes_room
 from nanoinfer.sampling_params import SamplingParams
@@ -129,7 +130,7 @@ class SearchesBeams(ABC):
             if concurrency_limit is not None:
                 concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
             rules = self.beam_rules(self._check_beam_params(params))
-            prepared = self._inputs.check(prompts, _sampling_params(params))
+            prepared = self._inputs.check(prompts, _sampling_params(params)).take()
             searches = [self._beams_of(index, prompt, rules) for index, prompt in enumerate(prepared)]
         self._run_beams(rules, searches, concurrency_limit or len(searches), use_tqdm)
         return [
