@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as ListLike
+from contextlib import closing
 from typing import Any
 
 from torch import Tensor
@@ -387,7 +388,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
             with self.engine.alike():
                 return prompts.take(most_tokens)
 
-        with self._turn(alone=True), no_full_collection(), self._requests:
+        with closing(prompts), self._turn(alone=True), no_full_collection(), self._requests:
             requests = run_all(self._requests, prompts.count, take, use_tqdm)
             return [request.output() for request in requests]
 

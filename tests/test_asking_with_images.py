@@ -9,6 +9,7 @@ import re
 from base64 import b64encode
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from PIL.Image import Image
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams, batch
 from nanoinfer.requests.images import WithImages
+from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, Prepared
+from nanoinfer.requests.settings import Settings
 from nanoinfer.vision.spans import VisionPrompt
 
 MAX_TOKENS = 5
@@ -258,6 +261,15 @@ def test_the_first_prompts_run_while_the_images_of_others_are_opened(qwen: Check
         outputs = llm.generate(prompts_of(qwen, images), qwen.params(max_tokens=None, n=2), use_tqdm=False)
     assert [each.outputs for each in outputs] == [each.outputs for each in together]
     assert 0 < begun[0] < len(images) == begun[-1]
+
+
+def test_prompts_of_a_call_come_by_steps_and_what_is_left_is_cancelled() -> None:
+    settings = Settings(SamplingParams(), None)
+    coming = [ComingRequest(Asked("prompt", "", None), settings, Future()) for _ in range(9)]
+    with closing(CallPrompts(coming, lambda request: Prepared([5] * 10, None, *settings))) as prompts:
+        counts = [len(prompts.take(most_tokens=20)) for _ in range(2)]
+    assert counts == [2, 4]
+    assert [request.seen.cancelled() for request in coming if request.seen] == [False] * 6 + [True] * 3
 
 
 @pytest.mark.parametrize("replicas", [1, *whole_only([2])])

@@ -101,22 +101,22 @@ class CallPrompts:
         """
         taken: list[Prepared] = []
         room = float("inf") if most_tokens is None or self._are_ready else most_tokens * min(2, self._next + 1)
-        while self._next < self.count and room > 0:
-            taken.append(self._ready(self._prompts[self._next]))
-            self._next += 1
-            room -= len(taken[-1].token_ids)
+        try:
+            while self._next < self.count and room > 0:
+                prompt = self._prompts[self._next]
+                taken.append(prompt if isinstance(prompt, Prepared) else self._finish(prompt))
+                self._next += 1
+                room -= len(taken[-1].token_ids)
+        except BaseException:
+            self.close()
+            raise
         return taken
 
-    def _ready(self, prompt: Prepared | ComingRequest) -> Prepared:
-        if isinstance(prompt, Prepared):
-            return prompt
-        try:
-            return self._finish(prompt)
-        except BaseException:
-            for later in self._prompts[self._next :]:
-                if isinstance(later, ComingRequest):
-                    later.cancel()
-            raise
+    def close(self) -> None:
+        """Let no thread begin to prepare images of prompts that have not been taken."""
+        for prompt in self._prompts[self._next :]:
+            if isinstance(prompt, ComingRequest):
+                prompt.cancel()
 
 
 def ids_of(prompt: SomeTokens) -> list[int]:
