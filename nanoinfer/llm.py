@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as ListLike
+from contextlib import closing
 from typing import Any
 
 from torch import Tensor
@@ -17,20 +18,22 @@ from nanoinfer.hub import CHECKPOINT_FILES, find_folder
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.replicas.start import Start, Started
 from nanoinfer.requests.beam_search import SearchesBeams
-from nanoinfer.requests.inputs import Chats, ComingRequest, Inputs, Prepared, Prompt, Tokens
+from nanoinfer.requests.inputs import Chats, Inputs, Prompt
 from nanoinfer.requests.interface import Fate
 from nanoinfer.requests.outputs import RequestOutput, Score, StreamOutput, score_of
 from nanoinfer.requests.progress import Stream, UseTqdm, check_use_tqdm, run_all, stream_all
+from nanoinfer.requests.prompts import CallPrompts, Prepared, Tokens
+from nanoinfer.requests.queueing import QueuesRequests
 from nanoinfer.requests.stats import KeepsStats
 from nanoinfer.requests.text.tokenizer import load_tokenizer
-from nanoinfer.requests.tokenizing import TokenizesTexts
+from nanoinfer.requests.text.tokenizing import TokenizesTexts
 from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
 from nanoinfer.requests.vllm.methods import VllmMethods
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 
-class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
+class LLM(QueuesRequests, SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
     """A Hugging Face language model, ready to generate.
 
     model: a folder with config.json and *.safetensors, a Hub id, or "bundled", nanoinfer's small model
@@ -52,7 +55,8 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
     The methods of an LLM raise these errors:
 
     ValueError: an option, an argument or a setting cannot work, or the LLM is closed. The message names the argument,
-        its value and what would work. Nothing has run yet
+        its value and what would work. Nothing has run yet; but for an image that cannot be opened, prompts before it
+        may have begun: they are dropped
     RuntimeError: the LLM is busy: another thread generates, a stream is open, or requests of add_request have not
         ended. Or the LLM sleeps. Or an update of the weights broke off, and they are incomplete
     WorkerError: a tensor-parallel rank died or hangs, or the ranks of tensor_parallel_group were not called alike, or
@@ -96,7 +100,8 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         use_tqdm: show a bar with the tokens per second of prefill and decode; or a function that makes it, as tqdm does
         lora_request: a LoRARequest for all prompts, or one or None for each; SamplingParams(adapter=...) does without
 
-        Raises ValueError, before anything runs, for a prompt or a setting that cannot work.
+        Raises ValueError, before anything runs, for a prompt or a setting that cannot work. For an image that cannot be
+        opened it is raised while the first prompts run, which are dropped.
         """
         self.engine.check_ready()
         with self.engine.alike():
@@ -156,10 +161,10 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         """
         self.engine.check_ready()
         with self.engine.alike():
-            prepared = self._inputs.check(prompts, sampling_params)
+            prepared = self._inputs.check(prompts, sampling_params).take()
             if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
                 self._inputs.texts.check_detokenizer("stream")
-        self._check_adapters(prepared)
+        self._check_adapters(prompt.params for prompt in prepared)
         return Stream(self._stream(prepared))
 
     @hints_for("score")
@@ -182,67 +187,6 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         with self.engine.alike():
             prepared = self._inputs.check_continuations(prompt, continuations, adapter)
         return [score_of(output) for output in self._generate(prepared, use_tqdm=False)]
-
-    @hints_for("prepare")
-    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> ComingRequest:
-        """Check a prompt and let threads prepare its images, while requests run; returns what add_request takes.
-
-        prompt: a string, a list of token ids, or a mapping, as for generate
-        sampling_params: the request's settings; None: SamplingParams()
-
-        The result has an attribute is_ready: add_request does not wait any more.
-        Raises ValueError as generate does, but for what is wrong with images: add_request raises that.
-        """
-        self.engine.check_open()
-        with self.engine.alike():
-            return self._inputs.begin(prompt, sampling_params)
-
-    @hints_for("add_request")
-    def add_request(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None = None) -> int:
-        """Queue a prompt for `step`; returns the request_id that its output will have.
-
-        prompt: a string, a list of token ids, or a mapping, as for generate; or what `prepare` has returned
-        sampling_params: the request's settings; None: SamplingParams(), or those that `prepare` got
-
-        Raises ValueError as generate does.
-        """
-        self.engine.check_ready()
-        with self.engine.alike():
-            prepared = self._inputs.check_one(prompt, sampling_params)
-        self._check_adapters([prepared])
-        with self._turn(), self._requests:
-            return self._requests.add(prepared).id
-
-    def step(self) -> list[RequestOutput]:
-        """Run one step of all queued requests; returns the outputs of the requests that ended with it.
-
-        If the step raises, or Ctrl-C interrupts it, every request is dropped; has_unfinished_requests() is False then.
-        """
-        self.engine.check_ready()
-        with self._turn(), self._requests:
-            if not self._requests.finished:  # abort may have ended some
-                self._requests.step()
-            return [request.output() for request in self._requests.take_finished()]
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether `step` still has outputs to give."""
-        if not self._busy.locked():
-            self._requests.settle()
-        return bool(self._requests.num_running or self._requests.finished)
-
-    @hints_for("abort")
-    def abort(self, request_id: int) -> None:
-        """End a request now, from the thread that runs the loop over `step` or over a stream.
-
-        request_id: the number that add_request returned, or the request_id of a StreamOutput
-
-        The request's output has the tokens so far, and finish_reason "abort". If the request has ended, nothing
-        happens. With several replicas, it may still end by itself in the meantime.
-        Raises ValueError for a number that no request has had.
-        """
-        request = self._requests.find(request_id)
-        if request is not None:
-            self._requests.abort(request)
 
     @hints_for("update_weights")
     def update_weights(
@@ -386,11 +330,16 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
             raise RuntimeError("requests of add_request have not ended: call step until they have, or abort them")
         return self._busy
 
-    def _generate(self, prompts: list[Prepared], use_tqdm: UseTqdm) -> list[RequestOutput]:
-        self._check_adapters(prompts)
-        with self._turn(alone=True), no_full_collection(), self._requests:
-            requests = self._requests.add_all(prompts)
-            run_all(self._requests, len(requests), use_tqdm)
+    def _generate(self, prompts: CallPrompts, use_tqdm: UseTqdm) -> list[RequestOutput]:
+        self._check_adapters(prompts.params)
+        most_tokens = self.config.max_num_batched_tokens * self.config.data_parallel_size  # of a step
+
+        def take() -> list[Prepared]:
+            with self.engine.alike():
+                return prompts.take(most_tokens)
+
+        with closing(prompts), self._turn(alone=True), no_full_collection(), self._requests:
+            requests = run_all(self._requests, prompts.count, take, use_tqdm)
             return [request.output() for request in requests]
 
     def _stream(self, prompts: list[Prepared]) -> Generator[StreamOutput, None, None]:

@@ -9,6 +9,7 @@ import re
 from base64 import b64encode
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from PIL.Image import Image
 
 from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams, batch
 from nanoinfer.requests.images import WithImages
+from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, Prepared
+from nanoinfer.requests.settings import Settings
 from nanoinfer.vision.spans import VisionPrompt
 
 MAX_TOKENS = 5
@@ -242,6 +245,45 @@ def test_requests_are_prepared_beside_others(qwen: Checkpoint) -> None:
     assert [made[number] for number in numbers] == [qwen.of_text(text, [ONE]), qwen.of_text("Who is there?", [])]
     with pytest.raises(ValueError, match="must be a SamplingParams"):
         qwen.llm.prepare("Who?", 7)
+
+
+def prompts_of(qwen: Checkpoint, images: list[Any]) -> list[dict[str, Any]]:
+    beside = ({"multi_modal_data": {"image": [image]}} for image in images)
+    return [{"prompt": qwen.text("See ", ONE, f" {number}"), **own} for number, own in enumerate(beside)]
+
+
+def test_the_first_prompts_run_while_the_images_of_others_are_opened(qwen: Checkpoint) -> None:
+    images = [picture(61, 97, seed) for seed in range(12)]
+    together = qwen.llm.generate(prompts_of(qwen, images), qwen.params(max_tokens=None, n=2), use_tqdm=False)
+    with qwen.make_llm(max_num_batched_tokens=32) as llm:
+        begun: list[int] = []
+        llm.engine.on_step = lambda step: begun.append(llm.engine.num_requests)
+        outputs = llm.generate(prompts_of(qwen, images), qwen.params(max_tokens=None, n=2), use_tqdm=False)
+    assert [each.outputs for each in outputs] == [each.outputs for each in together]
+    assert 0 < begun[0] < len(images) == begun[-1]
+
+
+def test_prompts_of_a_call_come_by_steps_and_what_is_left_is_cancelled() -> None:
+    settings = Settings(SamplingParams(), None)
+    coming = [ComingRequest(Asked("prompt", "", None), settings, Future()) for _ in range(9)]
+    with closing(CallPrompts(coming, lambda request: Prepared([5] * 10, None, *settings))) as prompts:
+        counts = [len(prompts.take(most_tokens=20)) for _ in range(2)]
+    assert counts == [2, 4]
+    assert [request.seen.cancelled() for request in coming if request.seen] == [False] * 6 + [True] * 3
+
+
+@pytest.mark.parametrize("replicas", [1, *whole_only([2])])
+def test_an_image_that_cannot_be_opened_drops_the_prompts_before_it(qwen: Checkpoint, replicas: int) -> None:
+    prompts = prompts_of(qwen, [picture(61, 97, seed) for seed in range(6)])
+    broken = prompts_of(qwen, [*range(9), b"no image"])[-1]
+    with qwen.make_llm(max_num_batched_tokens=32, data_parallel_size=replicas) as llm:
+        with pytest.raises(ValueError, match=re.escape("image 0 of prompts[6]['prompt'] cannot be read as an image")):
+            llm.generate([*prompts, broken], qwen.params(), use_tqdm=False)
+        assert not llm.has_unfinished_requests()
+        outputs = llm.generate(prompts, qwen.params(), use_tqdm=False)
+    assert [tokens(output) for output in outputs] == [
+        tokens(output) for output in qwen.llm.generate(prompts, qwen.params(), use_tqdm=False)
+    ]
 
 
 def test_replicas(qwen: Checkpoint) -> None:

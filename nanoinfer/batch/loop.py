@@ -15,7 +15,7 @@ from nanoinfer.batch.report.report import Report
 from nanoinfer.batch.results import encode, error_row, result_row
 from nanoinfer.checks import short
 from nanoinfer.llm import LLM
-from nanoinfer.requests.inputs import ComingRequest
+from nanoinfer.requests.prompts import ComingRequest
 
 AHEAD = 2  # times max_num_seqs of all replicas: so many requests the LLM has, that no step waits for the next line
 HELD = 16  # times max_num_seqs of all replicas: so many rows wait for an earlier line, before no more lines are read

@@ -24,8 +24,9 @@ from nanoinfer.checks import check_int, short
 from nanoinfer.config import Config
 from nanoinfer.llm import LLM
 from nanoinfer.replicas.requests import UNBEGUN
-from nanoinfer.requests.inputs import ComingRequest, Prompt
+from nanoinfer.requests.inputs import Prompt
 from nanoinfer.requests.outputs import RequestOutput, SampleOutput
+from nanoinfer.requests.prompts import ComingRequest
 from nanoinfer.sampling_params import SamplingParams
 
 KNOWN = PROMPTS["plain"]  # columns, of which each row has one

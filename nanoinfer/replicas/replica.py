@@ -31,8 +31,8 @@ from nanoinfer.process.collector import frozen
 from nanoinfer.replicas.freight import Crate, Shape, unload, unpacked
 from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures, Task
 from nanoinfer.requests.images import ImageInputs
-from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.interface import Fate
+from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.request import Request, Requests
 from nanoinfer.requests.settings import SettingsReader
 from nanoinfer.requests.text.texts import Texts

@@ -17,9 +17,9 @@ from nanoinfer.logprob import CandidatesLog, Decode
 from nanoinfer.replicas.messages import Report, Task
 from nanoinfer.replicas.replicas import Change, Replicas, results_of
 from nanoinfer.replicas.sharing import Sharing, Unit
-from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.interface import AnyRequests, Fate
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
+from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.results import SampleResult, request_output
 from nanoinfer.requests.text.spelling import decoder
 from nanoinfer.sampling_params import SamplingParams

@@ -13,8 +13,8 @@ from torch import Tensor
 from nanoinfer.checks import short
 from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.hints import hints_for
-from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.interface import AnyEngine, Fate, SomeRequests
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.weights.adapters.source import open_adapter
 
 
@@ -90,12 +90,12 @@ class LoadsAdapters(ABC):
         """The adapters that are loaded, by name: each one's version, rank, and the modules that it changes."""
         return dict(self.engine.adapters.loaded)
 
-    def _check_adapters(self, prompts: Iterable[Prepared]) -> None:
-        """Raise ValueError for a prompt whose adapter is not loaded; RuntimeError if none can be."""
+    def _check_adapters(self, settings: Iterable[SamplingParams]) -> None:
+        """Raise ValueError for prompts' settings whose adapter is not loaded; RuntimeError if none can be."""
         with self.engine.alike():
-            for prompt in prompts:
-                if prompt.params.adapter is not None:
-                    self.engine.adapters.check_is_loaded(prompt.params.adapter)
+            for params in settings:
+                if params.adapter is not None:
+                    self.engine.adapters.check_is_loaded(params.adapter)
 
 
 def _check_name(name: object) -> str:

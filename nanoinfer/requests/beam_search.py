@@ -22,9 +22,10 @@ from nanoinfer.hints import hints_for
 from nanoinfer.logprob import LogProb
 from nanoinfer.process.collector import no_full_collection
 from nanoinfer.requests.adapters import LoadsAdapters
-from nanoinfer.requests.inputs import Inputs, Prepared, Prompt
+from nanoinfer.requests.inputs import Inputs, Prompt
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
+from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.text.spelling import decoder, whole_decoder
 from nanoinfer.requests.vllm.lora import GivenLora, LoRARequests
 from nanoinfer.runner.memory.room import what_makes_room
@@ -122,8 +123,8 @@ class SearchesBeams(LoadsAdapters):
                 concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
             rules = self.beam_rules(self._check_beam_params(params))
             adapters = self._loras.load(self, lora_request)
-            prepared = self._inputs.check(prompts, _sampling_params(params), adapters)
-            self._check_adapters(prepared)
+            prepared = self._inputs.check(prompts, _sampling_params(params), adapters).take()
+            self._check_adapters(prompt.params for prompt in prepared)
             searches = [self._beams_of(index, prompt, rules) for index, prompt in enumerate(prepared)]
         self._run_beams(rules, searches, concurrency_limit or len(searches), use_tqdm)
         return [

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer.checks import as_int, as_list, check_none, short
 from nanoinfer.config import Config
-from nanoinfer.grammar import Grammar
 from nanoinfer.requests.chat.renderer import TEXT_ONLY, ChatRenderer, other_medium
 from nanoinfer.requests.images import DATA, ImageInputs, WithImages, take_beside
+from nanoinfer.requests.prompts import Asked, CallPrompts, ComingRequest, Prepared, SomeTokens, Tokens, ids_of
 from nanoinfer.requests.settings import AdapterNames, GivenSettings, Settings, SettingsReader
 from nanoinfer.requests.text.spelling import whole_decoder
 from nanoinfer.requests.text.texts import Texts
@@ -32,72 +32,9 @@ WITH_IMAGES = f"{A_MAPPING} but {DATA!r}"
 SMALLER = "; image_options can make images smaller"
 MOST_SHOWN = 60  # characters of a prompt in an error message
 
-Tokens = str | ListLike[int]
-SomeTokens = list[int] | VisionPrompt
 Prompt = Tokens | Mapping[str, object]
 ChatMessage = Mapping[str, Any]
 Chats = ListLike[ChatMessage] | ListLike[ListLike[ChatMessage]]
-
-
-class Asked(NamedTuple):
-    """A prompt as it was asked for.
-
-    name: begins the messages of errors
-    prompt: its text or tokens, with a placeholder for each image
-    text: its text; None if the user passed token ids alone
-    images: as users give them
-    is_chat: a template wrote it, with the special tokens
-    """
-
-    name: str
-    prompt: Tokens
-    text: str | None
-    images: ListLike[Any] = ()
-    is_chat: bool = False
-
-
-class ComingRequest(NamedTuple):
-    """A request whose images threads prepare; add_request takes it. seen: its prompt with them; None: it has none."""
-
-    asked: Asked
-    settings: Settings
-    seen: Future[VisionPrompt] | None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its images are prepared, or cannot be: then add_request does not wait."""
-        return self.seen is None or self.seen.done()
-
-    def cancel(self) -> None:
-        """Let no thread begin to prepare its images."""
-        if self.seen is not None:
-            self.seen.cancel()
-
-
-class Prepared(NamedTuple):
-    """A prompt that can run.
-
-    prompt, params, grammar: its tokens, with images if there are some, and its settings
-    text: the text that became these tokens, as the user or a template gave it; None if the user passed token ids alone
-    seed, samples: as for LLMEngine.add_request
-    """
-
-    prompt: SomeTokens
-    text: str | None
-    params: SamplingParams
-    grammar: Grammar | None
-    seed: int | None = None
-    samples: range | None = None
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Its tokens, in which each image has all of its placeholders."""
-        return _ids_of(self.prompt)
-
-    def beginning(self, count: int) -> int:
-        """Return a hash of its first tokens, and of the images there."""
-        spans = self.prompt.spans if isinstance(self.prompt, VisionPrompt) else ()
-        return hash((*self.token_ids[:count], *(span.key for span in spans if span.start < count)))
 
 
 class Inputs:
@@ -120,8 +57,8 @@ class Inputs:
         prompts: Prompt | ListLike[Prompt],
         sampling_params: GivenSettings,
         adapters: AdapterNames = None,
-    ) -> list[Prepared]:
-        """Return the prompts of generate or stream, ready to run. adapters: those of lora_request"""
+    ) -> CallPrompts:
+        """Return the prompts of generate or stream. adapters: those of lora_request"""
         is_one = isinstance(prompts, str) or _holds_prompt(prompts)
         items = [prompts] if is_one else _list("prompts", prompts, f"a string or a list of prompts, or {A_MAPPING}")
         if items and as_int(items[0]) is not None:
@@ -152,7 +89,7 @@ class Inputs:
 
     def check_continuations(
         self, prompt: Prompt, continuations: Tokens | ListLike[Tokens], adapter: str | None
-    ) -> list[Prepared]:
+    ) -> CallPrompts:
         """Return the prompt with each of its continuations, ready to be scored."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter)
         asked = self._unwrap("prompt", prompt)
@@ -164,7 +101,8 @@ class Inputs:
         entries = _list("continuations", items, f"{A_PROMPT}, or a list of these")
         if entries and as_int(entries[0]) is not None:
             entries = [entries]
-        return [self._follow(asked, f"continuations[{i}]", entry, params) for i, entry in enumerate(entries)]
+        ready = (self._follow(asked, f"continuations[{i}]", entry, params) for i, entry in enumerate(entries))
+        return CallPrompts([*ready], self.finish)
 
     def _follow(self, asked: Asked, name: str, continuation: Tokens, params: SamplingParams) -> Prepared:
         """Return a prompt with one continuation. LLM.score says where the tokens of two texts are divided."""
@@ -173,7 +111,7 @@ class Inputs:
             both = asked._replace(name=name, prompt=given + continuation)
             asked = asked._replace(prompt=given.rstrip())
             first = self._tokens_of(asked, self._see(asked))
-            rest = _ids_of(self._tokens_of(both, self._see(both)))[len(_ids_of(first)) :]
+            rest = ids_of(self._tokens_of(both, self._see(both)))[len(ids_of(first)) :]
         else:
             first = self._tokens_of(asked, self._see(asked))
             rest = self._to_token_ids(name, continuation, add_special_tokens=False)
@@ -181,7 +119,7 @@ class Inputs:
             raise ValueError(f"{asked.name} is empty: it must have at least one token")
         if not rest:
             raise ValueError(f"{name} is {short(continuation, MOST_SHOWN)}: must add a token to the prompt's")
-        params = replace(params, prompt_logprobs_start=len(_ids_of(first)))
+        params = replace(params, prompt_logprobs_start=len(ids_of(first)))
         prompt = first.followed_by(rest) if isinstance(first, VisionPrompt) else first + rest
         return Prepared(self._check_tokens(f"{asked.name} + {name}", prompt, params), None, params, None)
 
@@ -192,8 +130,8 @@ class Inputs:
         given: dict[str, Any],
         others: Mapping[str, Any] | None = None,
         adapters: AdapterNames = None,
-    ) -> list[Prepared]:
-        """Return the chats, ready to run.
+    ) -> CallPrompts:
+        """Return the chats' prompts.
 
         given, others: the template's arguments; it must read those of the first kind
         """
@@ -270,13 +208,13 @@ class Inputs:
                 raise ValueError(f"{name}[{key!r}] is {short(prompt[key], MOST_SHOWN)}: must be {what}")
         return Asked(f"{name}[{kinds[-1]!r}]", prompt[kinds[-1]], given.get(TEXT), images)
 
-    def _prepare(self, asked: list[Asked], settings: list[Settings]) -> list[Prepared]:
-        """Return the prompts, ready to run; the first one's error is raised."""
+    def _prepare(self, asked: list[Asked], settings: list[Settings]) -> CallPrompts:
+        """Return the prompts of a call, of which those without images are ready to run; the first error is raised."""
         coming: list[ComingRequest] = []
         try:
             for each, own in zip(asked, settings, strict=True):
                 coming.append(ComingRequest(each, own, self._see(each)))
-            return [self.finish(each) for each in coming]
+            return CallPrompts([self.finish(each) if each.seen is None else each for each in coming], self.finish)
         except BaseException:
             for begun in coming:
                 begun.cancel()
@@ -306,7 +244,7 @@ class Inputs:
         return _token_ids(name, prompt)
 
     def _check_tokens(self, name: str, prompt: SomeTokens, params: SamplingParams) -> SomeTokens:
-        token_ids = _ids_of(prompt)
+        token_ids = ids_of(prompt)
         if not token_ids:
             raise ValueError(f"{name} is empty: it must have at least one token")
         self._check_range(name, token_ids)
@@ -361,10 +299,6 @@ def _as_template(begin: str, template: Any) -> Mapping[str, Any]:
             f"{begin}{short(template, MOST_SHOWN)}: must be a mapping from the template's arguments to values"
         )
     return template
-
-
-def _ids_of(prompt: SomeTokens) -> list[int]:
-    return prompt.token_ids if isinstance(prompt, VisionPrompt) else prompt
 
 
 def _describe_length(prompt: SomeTokens) -> tuple[str, str]:

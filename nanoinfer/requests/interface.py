@@ -12,8 +12,8 @@ from nanoinfer.engine.ranks.adapters import AnyAdapters
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.engine.stats import Counters
 from nanoinfer.engine.step_result import StepResult
-from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
+from nanoinfer.requests.prompts import Prepared
 from nanoinfer.runner.memory.plan import MemoryPlan
 from nanoinfer.weights.sources import FileSource, TensorSource
 

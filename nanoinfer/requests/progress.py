@@ -14,6 +14,7 @@ from nanoinfer.engine.step_result import StepResult
 from nanoinfer.process.bar import Bar
 from nanoinfer.requests.interface import AnyRequest, SomeRequests
 from nanoinfer.requests.outputs import StreamOutput
+from nanoinfer.requests.prompts import Prepared
 
 REFRESH_SECONDS = 1.0  # of a bar's tokens and rates
 
@@ -55,17 +56,26 @@ def check_use_tqdm(use_tqdm: UseTqdm) -> UseTqdm:
     return check_flag("use_tqdm", use_tqdm, "True or False, or a function that makes a bar as tqdm does")
 
 
-def run_all(requests: SomeRequests, count: int, use_tqdm: UseTqdm) -> None:
-    """Step until all of `count` requests have ended, and take them; show how far they are if use_tqdm says so."""
+def run_all(
+    requests: SomeRequests, count: int, take: Callable[[], list[Prepared]], use_tqdm: UseTqdm
+) -> list[AnyRequest]:
+    """Queue all prompts of a call, step until their requests have ended, and take and return these, in their order.
+
+    count: of the prompts; take: returns those that come next, before a step; use_tqdm: whether to show how far they are
+    """
+    added: list[AnyRequest] = []
     with closing(make_bar(count, use_tqdm, "Generating")) as bar:
         shown, num_finished = Shown(bar), 0
-        while requests.num_running:
+        while len(added) < count or requests.num_running:
+            if len(added) < count:
+                added += requests.add_all(take())
             results = requests.step()
             newly = len(requests.finished) - num_finished
             num_finished += newly
             if use_tqdm:
-                shown.update(newly, results, is_last=not requests.num_running)
+                shown.update(newly, results, is_last=num_finished == count)
         requests.take_finished()
+    return added
 
 
 class Shown:

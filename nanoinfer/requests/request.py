@@ -11,9 +11,9 @@ from nanoinfer.engine.routed_experts import ExpertIds
 from nanoinfer.engine.sequence import Sequence
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.logprob import CandidatesLog, Decode
-from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.interface import AnyRequests, Fate
 from nanoinfer.requests.outputs import RequestOutput, StreamOutput
+from nanoinfer.requests.prompts import Prepared
 from nanoinfer.requests.results import SampleResult, prompt_logprobs, request_output
 from nanoinfer.requests.text.detokenizer import Detokenizer, decode
 from nanoinfer.requests.text.spelling import decoder

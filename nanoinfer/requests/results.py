@@ -8,8 +8,8 @@ from typing import NamedTuple
 from nanoinfer.engine.routed_experts import ExpertIds
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.logprob import CandidatesLog, Decode, LogProb
-from nanoinfer.requests.inputs import Prepared
 from nanoinfer.requests.outputs import Later, RequestOutput, SampleOutput, Timings
+from nanoinfer.requests.prompts import Prepared
 from nanoinfer.sampling_params import SamplingParams
 
 

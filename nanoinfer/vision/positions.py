@@ -4,26 +4,41 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from nanoinfer.vision.kept import Kept
 from nanoinfer.vision.pixels import PIXEL_VALUES, Pixels, join
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 IMAGE_TOKEN = 1  # the type of a placeholder, as transformers numbers types
+KEPT_BYTES = 16 << 20  # of positions: those of a prompt with a large image have 50,000
+
+
+class Positions(NamedTuple):
+    """The positions of a prompt's tokens, and the delta of those behind them, as VisionPrompt has both."""
+
+    positions: array[int]
+    delta: int
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory they take."""
+        return self.positions.itemsize * len(self.positions)
 
 
 class MropePositions:
-    """Computes the positions of the tokens of prompts with images."""
+    """Computes the positions of the tokens of prompts with images. Many prompts have the same, which threads share."""
 
     def __init__(self, model: Any) -> None:
         """model: one of transformers' that has get_rope_index, which reads nothing but its config"""
         self._model = model
+        self._kept: Kept[Positions] = Kept(KEPT_BYTES)
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> MropePositions | None:
@@ -38,13 +53,21 @@ class MropePositions:
         model.config = config
         return cls(model)
 
-    def compute(self, is_placeholder: np.ndarray, images: Sequence[Pixels]) -> tuple[array[int], int]:
-        """Return the positions and the delta, as VisionPrompt has them.
+    def compute(self, is_placeholder: np.ndarray, images: Sequence[Pixels]) -> Positions:
+        """Return the positions.
 
         is_placeholder: for each token whether it is an image's placeholder, [tokens] bool
         images: each of the prompt's, in their order
         """
-        types = torch.from_numpy(is_placeholder.astype(np.int64) * IMAGE_TOKEN)[None]
         shapes = {name: join([image[name] for image in images]) for name in images[0] if name != PIXEL_VALUES}
+        key = b"".join([is_placeholder.tobytes(), *(shape.numpy().tobytes() for shape in shapes.values())])
+        known = self._kept.find(key)
+        if known is None:
+            known = self._compute(is_placeholder, shapes)
+            self._kept.keep(key, known)
+        return known
+
+    def _compute(self, is_placeholder: np.ndarray, shapes: dict[str, Tensor]) -> Positions:
+        types = torch.from_numpy(is_placeholder.astype(np.int64) * IMAGE_TOKEN)[None]
         positions, deltas = self._model.get_rope_index(input_ids=types, mm_token_type_ids=types, **shapes)
-        return array("i", positions.to(torch.int32).numpy().tobytes()), int(deltas)
+        return Positions(array("i", positions.to(torch.int32).numpy().tobytes()), int(deltas))

@@ -1,0 +1,129 @@
+"""A prompt's stages: as it was asked for, with images that threads prepare, and ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from nanoinfer.grammar import Grammar
+from nanoinfer.requests.settings import Settings
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.vision.spans import VisionPrompt
+
+Tokens = str | ListLike[int]
+SomeTokens = list[int] | VisionPrompt
+
+
+class Asked(NamedTuple):
+    """A prompt as it was asked for.
+
+    name: begins the messages of errors
+    prompt: its text or tokens, with a placeholder for each image
+    text: its text; None if the user passed token ids alone
+    images: as users give them
+    is_chat: a template wrote it, with the special tokens
+    """
+
+    name: str
+    prompt: Tokens
+    text: str | None
+    images: ListLike[Any] = ()
+    is_chat: bool = False
+
+
+class ComingRequest(NamedTuple):
+    """A request whose images threads prepare; add_request takes it. seen: its prompt with them; None: it has none."""
+
+    asked: Asked
+    settings: Settings
+    seen: Future[VisionPrompt] | None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its images are prepared, or cannot be: then add_request does not wait."""
+        return self.seen is None or self.seen.done()
+
+    def cancel(self) -> None:
+        """Let no thread begin to prepare its images."""
+        if self.seen is not None:
+            self.seen.cancel()
+
+
+class Prepared(NamedTuple):
+    """A prompt that can run.
+
+    prompt, params, grammar: its tokens, with images if there are some, and its settings
+    text: the text that became these tokens, as the user or a template gave it; None if the user passed token ids alone
+    seed, samples: as for LLMEngine.add_request
+    """
+
+    prompt: SomeTokens
+    text: str | None
+    params: SamplingParams
+    grammar: Grammar | None
+    seed: int | None = None
+    samples: range | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its tokens, in which each image has all of its placeholders."""
+        return ids_of(self.prompt)
+
+    def beginning(self, count: int) -> int:
+        """Return a hash of its first tokens, and of the images there."""
+        spans = self.prompt.spans if isinstance(self.prompt, VisionPrompt) else ()
+        return hash((*self.token_ids[:count], *(span.key for span in spans if span.start < count)))
+
+
+class CallPrompts:
+    """The prompts of one call. Those with images become ready one after another, and the first ones need not wait.
+
+    count: how many they are
+    """
+
+    def __init__(
+        self, prompts: ListLike[Prepared | ComingRequest], finish: Callable[[ComingRequest], Prepared]
+    ) -> None:
+        """finish: waits until a request's images are prepared; raises ValueError if they cannot be"""
+        self.count = len(prompts)
+        self._prompts, self._finish = prompts, finish
+        self._are_ready = all(isinstance(prompt, Prepared) for prompt in prompts)
+        self._next = 0
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        """The settings of each."""
+        return [one.params if isinstance(one, Prepared) else one.settings.params for one in self._prompts]
+
+    def take(self, most_tokens: int | None = None) -> list[Prepared]:
+        """Return the next prompts, ready to run.
+
+        most_tokens: of a step; None: return all. Unless all of the call are ready, the first ones fill one step, which
+            need not wait then, and later ones two, so that images are prepared for a step ahead
+        Raises ValueError for an image that cannot be prepared; then no thread begins to prepare another.
+        """
+        taken: list[Prepared] = []
+        room = float("inf") if most_tokens is None or self._are_ready else most_tokens * min(2, self._next + 1)
+        try:
+            while self._next < self.count and room > 0:
+                prompt = self._prompts[self._next]
+                taken.append(prompt if isinstance(prompt, Prepared) else self._finish(prompt))
+                self._next += 1
+                room -= len(taken[-1].token_ids)
+        except BaseException:
+            self.close()
+            raise
+        return taken
+
+    def close(self) -> None:
+        """Let no thread begin to prepare images of prompts that have not been taken."""
+        for prompt in self._prompts[self._next :]:
+            if isinstance(prompt, ComingRequest):
+                prompt.cancel()
+
+
+def ids_of(prompt: SomeTokens) -> list[int]:
+    """Return a prompt's tokens, in which each image has all of its placeholders."""
+    return prompt.token_ids if isinstance(prompt, VisionPrompt) else prompt

@@ -1,0 +1,80 @@
+"""QueuesRequests: an LLM step by step, for callers who add requests while others run."""
+
+from __future__ import annotations
+
+import threading
+
+from nanoinfer.hints import hints_for
+from nanoinfer.requests.adapters import LoadsAdapters
+from nanoinfer.requests.inputs import Inputs, Prompt
+from nanoinfer.requests.outputs import RequestOutput
+from nanoinfer.requests.prompts import ComingRequest
+from nanoinfer.sampling_params import SamplingParams
+
+
+class QueuesRequests(LoadsAdapters):
+    """The methods of LLM that queue requests and run one step at a time."""
+
+    _inputs: Inputs
+    _busy: threading.Lock
+
+    @hints_for("prepare")
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> ComingRequest:
+        """Check a prompt and let threads prepare its images, while requests run; returns what add_request takes.
+
+        prompt: a string, a list of token ids, or a mapping, as for generate
+        sampling_params: the request's settings; None: SamplingParams()
+
+        The result has an attribute is_ready: add_request does not wait any more.
+        Raises ValueError as generate does, but for what is wrong with images: add_request raises that.
+        """
+        self.engine.check_open()
+        with self.engine.alike():
+            return self._inputs.begin(prompt, sampling_params)
+
+    @hints_for("add_request")
+    def add_request(self, prompt: Prompt | ComingRequest, sampling_params: SamplingParams | None = None) -> int:
+        """Queue a prompt for `step`; returns the request_id that its output will have.
+
+        prompt: a string, a list of token ids, or a mapping, as for generate; or what `prepare` has returned
+        sampling_params: the request's settings; None: SamplingParams(), or those that `prepare` got
+
+        Raises ValueError as generate does.
+        """
+        self.engine.check_ready()
+        with self.engine.alike():
+            prepared = self._inputs.check_one(prompt, sampling_params)
+        self._check_adapters([prepared.params])
+        with self._turn(), self._requests:
+            return self._requests.add(prepared).id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step of all queued requests; returns the outputs of the requests that ended with it.
+
+        If the step raises, or Ctrl-C interrupts it, every request is dropped; has_unfinished_requests() is False then.
+        """
+        self.engine.check_ready()
+        with self._turn(), self._requests:
+            if not self._requests.finished:  # abort may have ended some
+                self._requests.step()
+            return [request.output() for request in self._requests.take_finished()]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` still has outputs to give."""
+        if not self._busy.locked():
+            self._requests.settle()
+        return bool(self._requests.num_running or self._requests.finished)
+
+    @hints_for("abort")
+    def abort(self, request_id: int) -> None:
+        """End a request now, from the thread that runs the loop over `step` or over a stream.
+
+        request_id: the number that add_request returned, or the request_id of a StreamOutput
+
+        The request's output has the tokens so far, and finish_reason "abort". If the request has ended, nothing
+        happens. With several replicas, it may still end by itself in the meantime.
+        Raises ValueError for a number that no request has had.
+        """
+        request = self._requests.find(request_id)
+        if request is not None:
+            self._requests.abort(request)
