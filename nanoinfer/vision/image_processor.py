@@ -20,7 +20,6 @@ from nanoinfer.vision.pixels import PIXEL_VALUES, SCALES, Pixels, PixelsOnDemand
 from nanoinfer.vision.placeholders import Placeholder
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
 KEY_BYTES = 16
@@ -100,10 +99,10 @@ class ImageProcessor:
         self._processor, self._tokenizer, self._placeholder = processor, tokenizer, placeholder
         self._image_id = image_id
         self._scales = _scales_of(processor)
-        in_bytes: dict[str, Any] = {"do_rescale": False, "do_normalize": False}
+        own: dict[str, Any] = {"do_rescale": False, "do_normalize": False, "do_convert_rgb": False}
         if hasattr(processor, FRAMES):
-            in_bytes[FRAMES] = 1
-        self._options = {**placeholder.options, **_resolve_options(processor, options), **in_bytes}
+            own[FRAMES] = 1
+        self._options = {**placeholder.options, **_resolve_options(processor, options), **own}
         self._settings = f"{processor.to_json_string()} {sorted(self._options.items())}".encode()
         self._opener = Opener(image_folder)
         self._of_sizes: Kept[Standin] = Kept(KEPT_BYTES)
@@ -119,8 +118,8 @@ class ImageProcessor:
         """
         if isinstance(source, PreparedImage):
             return source
-        image = self._opener.open(name, source)
-        key, size = self._key(image), b"%d x %d" % image.size
+        image = np.asarray(self._opener.open(name, source))
+        key, size = self._key(image), b"%d x %d" % image.shape[:2]
         known = self._of_sizes.find(size)
         if known is None:
             known = self._stand_in(self._process(name, image))
@@ -154,7 +153,7 @@ class ImageProcessor:
     def load(self, source: Source) -> Tensor:
         """Return the pixel values, in bytes, of an image that was prepared before, here or in another process."""
         name, given, key = source
-        image = self._opener.open(name, given)
+        image = np.asarray(self._opener.open(name, given))
         if self._key(image) != key:
             raise ValueError(f"{name} has changed since it was first read: must not before its prompt begins")
         return self._process(name, image)[PIXEL_VALUES].to(torch.uint8)
@@ -167,19 +166,25 @@ class ImageProcessor:
         pixel_bytes = FLOAT_BYTES * count_values({**made, SCALES: self._scales}) + bytes_of(others)
         return Standin(text, token_ids, token_ids.count(self._image_id), others, pixel_bytes)
 
-    def _process(self, name: str, image: Image) -> Pixels:
-        """Let the image processor make pixels, whose values stay bytes: it would normalise them in float64."""
+    def _process(self, name: str, image: np.ndarray) -> Pixels:
+        """Let the image processor make pixels, whose values stay bytes: it would normalise them in float64.
+
+        image: [height, width, 3] uint8; to make one of PIL's takes the interpreter for a millisecond
+        """
         try:
-            made: Pixels = self._processor([image], return_tensors="pt", **self._options)
+            made: Pixels = self._processor(
+                [image], return_tensors="pt", input_data_format="channels_last", **self._options
+            )
         except Exception as error:
-            raise ValueError(f"{name}, {image.width} x {image.height} pixels: cannot be processed: {error}") from error
+            height, width, _ = image.shape
+            raise ValueError(f"{name}, {width} x {height} pixels: cannot be processed: {error}") from error
         return made
 
-    def _key(self, image: Image) -> bytes:
+    def _key(self, image: np.ndarray) -> bytes:
         """Return the digest of an image in RGB and of the settings."""
         digest = hashlib.blake2b(self._settings, digest_size=KEY_BYTES)
-        digest.update(b"%d %d " % image.size)
-        digest.update(image.tobytes())
+        digest.update(b"%d %d " % image.shape[:2])
+        digest.update(image.data)
         return digest.digest()
 
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CROPS = {
-    "do_convert_rgb": True,
     "do_pan_and_scan": False,
     "pan_and_scan_min_crop_size": 256,
     "pan_and_scan_max_num_crops": 4,
