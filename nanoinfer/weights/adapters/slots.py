@@ -75,13 +75,20 @@ def write(adapter: Adapter, slot: int, slots: Sequence[Slots]) -> None:
 
 
 def _scale(copies: list[tuple[Tensor, Tensor, float]]) -> list[tuple[Tensor, Tensor]]:
-    """Multiply what fills each target by its factor, in float32 on the targets' device."""
+    """Multiply what fills each target by its factor, in float32, on the targets' device; rounded once or not at all."""
     if not copies:
         return []
     targets, sources, factors = map(list, zip(*copies, strict=True))
+    if all(_can_scale(source, target) for target, source, _ in copies):
+        return list(zip(targets, torch._foreach_mul(sources, factors), strict=True))
     sizes = [target.numel() for target in targets]
     memory = torch.empty(sum(sizes), dtype=torch.float32, device=targets[0].device).split(sizes)
     scaled = [numbers.view_as(target) for numbers, target in zip(memory, targets, strict=True)]
     torch._foreach_copy_(scaled, sources)
     torch._foreach_mul_(scaled, factors)
     return list(zip(targets, scaled, strict=True))
+
+
+def _can_scale(source: Tensor, target: Tensor) -> bool:
+    """Whether a product in the source's dtype, which torch computes in float32, is not rounded more than a target's."""
+    return source.device == target.device and source.dtype in (target.dtype, torch.float32)
