@@ -13,7 +13,13 @@ from torch import Tensor
 from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
 from nanoinfer.kernels.adapters.linear import adapted_linear, adapted_norm_linear
 from nanoinfer.kernels.adapters.one_row import RowAdapter
-from nanoinfer.kernels.adapters.products import expand_reference, expand_triton, shrink_reference, shrink_triton
+from nanoinfer.kernels.adapters.products import (
+    expand_reference,
+    expand_triton,
+    pieces_for,
+    shrink_reference,
+    shrink_triton,
+)
 from nanoinfer.kernels.groups import pack
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_reference
 from nanoinfer.kernels.linear.dispatch import AnyWeight, linear
@@ -71,6 +77,11 @@ def test_products(parts: tuple[int, ...], in_features: int, rank: int, slots: li
         assert expand(shrink(x, adapter, rows), adapter, rows, out) is out
         assert_close(out, expected)
         assert torch.equal(out[rows.slots < 0], y[rows.slots < 0])
+    h = pieces_for(x, adapter, rows)
+    assert shrink_triton(x, adapter, rows, h) is h
+    alone = expand_triton(h, adapter, rows)
+    assert_close(y + alone, expected)
+    assert not alone[rows.slots < 0].any()
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

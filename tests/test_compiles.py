@@ -32,6 +32,7 @@ SPILLED = {  # bytes of a thread that found no register, at most, by Triton 3.6 
     "_paged_prefill_kernel": 40,
     "_prefill_kernel": 1264,  # in order, with heads of 256
     "_rms_norm_kernel": 16,
+    "_shrink_kernel": 12,  # in float32
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, empty
 
 from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
 from nanoinfer.kernels.adapters.one_row import RowAdapter
-from nanoinfer.kernels.adapters.products import expand, shrink
+from nanoinfer.kernels.adapters.products import expand, expand_triton, pieces_for, shrink
 from nanoinfer.kernels.attention.decode_plan import plan_decode
 from nanoinfer.kernels.attention.in_order.decode import decode_in_order, decode_programs
 from nanoinfer.kernels.attention.in_order.prefill import prefill_in_order
@@ -249,7 +249,9 @@ def adapters_of(name: str, rank: int, dtype: torch.dtype) -> Adapter:
 def adapt(name: str, tokens: int, rank: int, dtype: torch.dtype) -> None:
     rows, inputs = QWEN3_8B[name]
     adapter, by_slot = adapters_of(name, rank, dtype), AdapterRows.of(numbers(tokens), 8)
-    h = shrink(empty(tokens, inputs, dtype=dtype), adapter, by_slot)
+    x = empty(tokens, inputs, dtype=dtype)
+    expand_triton(shrink(x, adapter, by_slot), adapter, by_slot)
+    h = shrink(x, adapter, by_slot, pieces_for(x, adapter, by_slot))
     expand(h, adapter, by_slot, empty(tokens, rows, dtype=dtype), "silu" if name == "gates and ups" else None)
 
 

@@ -25,6 +25,7 @@ from nanoinfer.kernels.launch import (
     fetch_rows,
     load_complete,
     num_multiprocessors,
+    start_successor,
     wait_for_predecessor,
 )
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gate_mul_reference
@@ -40,13 +41,15 @@ BLOCK_K = 128  # inputs that are multiplied at a time, of 16 bits
 PER_MULTIPROCESSOR = 8  # programs; each goes over several tiles if there are more (not measured)
 
 
-def shrink(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
+def shrink(x: Tensor, adapter: Adapter, rows: AdapterRows, h: Tensor | None = None) -> Tensor:
     """Compute h = a[slot] @ x of each row that has an adapter; other rows of the result are any.
 
     x: [rows, in_features]
+    h: of pieces_for, filled and returned; made before the last launch, a product of the same x, beside which this one
+        runs. None: x may be what the last launch makes
     Returns pieces, [pieces, rows, parts * rank] float32, that add up to h.
     """
-    return shrink_triton(x, adapter, rows) if x.is_cuda else shrink_reference(x, adapter, rows)
+    return shrink_triton(x, adapter, rows, h) if x.is_cuda else shrink_reference(x, adapter, rows)
 
 
 def shrink_reference(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
@@ -58,18 +61,29 @@ def shrink_reference(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
     return h
 
 
-def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
+def pieces_for(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
+    """Return room for shrink's result."""
+    tokens, columns = len(x), adapter.a.shape[1]
+    tiles = triton.cdiv(columns, MAX_COLUMNS) * triton.cdiv(tokens, rows.size)
+    pieces = _shares(x)[1] if tiles <= MAX_BUSY * num_multiprocessors(x.device) else 1
+    return torch.empty((pieces, tokens, columns), dtype=torch.float32, device=x.device)
+
+
+def _shares(x: Tensor) -> tuple[int, int]:
+    """Return how many inputs a share has, and how many shares there are: by the number of inputs alone."""
+    share = max(triton.cdiv(triton.cdiv(x.shape[1], MAX_PIECES), BLOCK_K) * BLOCK_K, MIN_SHARE)
+    return share, triton.cdiv(x.shape[1], share)
+
+
+def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows, h: Tensor | None = None) -> Tensor:
     """shrink as one launch."""
     (tokens, in_features), (slots, columns, _) = x.shape, adapter.a.shape
     assert x.is_contiguous()
     assert adapter.a.is_contiguous()
+    is_beside, h = h is not None, pieces_for(x, adapter, rows) if h is None else h
     block_n = min(triton.next_power_of_2(columns), MAX_COLUMNS)
-    block_k = BLOCK_K * 2 // x.itemsize
-    share = max(triton.cdiv(triton.cdiv(in_features, MAX_PIECES), BLOCK_K) * BLOCK_K, MIN_SHARE)
-    shares, tiles = triton.cdiv(in_features, share), triton.cdiv(columns, block_n) * triton.cdiv(tokens, rows.size)
-    pieces = shares if tiles <= MAX_BUSY * num_multiprocessors(x.device) else 1
-    h = torch.empty((pieces, tokens, columns), dtype=torch.float32, device=x.device)
-    _shrink_kernel[_grid(x, rows, triton.cdiv(columns, block_n), pieces)](
+    share, shares = _shares(x)
+    _shrink_kernel[_grid(x, rows, triton.cdiv(columns, block_n), len(h))](
         x,
         adapter.a,
         *rows.groups,
@@ -82,10 +96,11 @@ def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
         share,
         shares,
         WHOLE=in_features % share == 0,
+        BESIDE=is_beside,
         FETCHED=MIN_SHARE,
         BLOCK_M=rows.size,
         BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=BLOCK_K * 2 // x.itemsize,
         num_warps=4 if rows.size == 16 or x.itemsize == 2 else 8,
         num_stages=4 if rows.size == 16 else 3,
         **early_launch(x),
@@ -125,6 +140,7 @@ def _shrink_kernel(
     share,
     shares,
     WHOLE: tl.constexpr,
+    BESIDE: tl.constexpr,
     FETCHED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -132,12 +148,16 @@ def _shrink_kernel(
     EARLY: tl.constexpr,
 ):
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
+    CACHE: tl.constexpr = ".cg" if BESIDE else ""  # x is complete, but the L1 cache may hold older numbers
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     tile, piece = tl.program_id(1), tl.program_id(2)
     slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
-    if (first < end) & (slot < slots):
-        fetch_rows(a_ptr, slot * columns + n, (slot + 1) * columns, in_features, piece * share, FETCHED, EARLY)
-    wait_for_predecessor(EARLY)
+    if BESIDE:
+        start_successor(EARLY)
+    else:
+        if (first < end) & (slot < slots):
+            fetch_rows(a_ptr, slot * columns + n, (slot + 1) * columns, in_features, piece * share, FETCHED, EARLY)
+        wait_for_predecessor(EARLY)
     while (first < end) & (slot < slots):
         position = first + tl.arange(0, BLOCK_M)
         exists = position < end
@@ -153,7 +173,7 @@ def _shrink_kernel(
                 if not WHOLE:
                     inside = (start + k < in_features)[None, :]
                     x_mask, a_mask = has_row & inside, has_column & inside
-                x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
+                x = tl.load(x_ptrs + start, mask=x_mask, other=0.0, cache_modifier=CACHE)
                 a = tl.load(a_ptrs + start, mask=a_mask, other=0.0)
                 of_share = add_product(of_share, x, a, TOKENS_LEFT)
             h += of_share
@@ -163,6 +183,8 @@ def _shrink_kernel(
         tl.store(targets, h, mask=has_row & (n < columns)[None, :])
         tile += tl.num_programs(1)
         slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
+    if BESIDE:
+        wait_for_predecessor(EARLY, START_SUCCESSOR=False)  # its results are the successor's input, too
 
 
 def expand(h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation: Activation | None = None) -> Tensor:
@@ -204,19 +226,19 @@ def _slots_of(rows: AdapterRows) -> list[int]:
 
 
 def expand_triton(
-    h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor, activation: Activation | None = None
+    h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:
-    """expand as one launch."""
-    (slots, weight_rows, rank), tokens = adapter.b.shape, len(y)
-    assert y.is_contiguous()
+    """expand as one launch. y: None: zeros, which are neither made nor read"""
+    (slots, weight_rows, rank), tokens = adapter.b.shape, h.shape[1]
+    assert y is None or y.is_contiguous()
     assert adapter.b.is_contiguous()
-    assert sum(adapter.parts) == weight_rows == y.shape[1]
+    assert sum(adapter.parts) == weight_rows
     gated = activation is not None
     out_features = weight_rows // 2 if gated else weight_rows
-    out = y.new_empty(tokens, out_features) if gated else y
+    out = (adapter.b if y is None else y).new_empty(tokens, out_features) if y is None or gated else y
     block_n, most = (BLOCK_N, BLOCK_R) if adapter.b.itemsize == 2 else (BLOCK_N32, BLOCK_R32)
     block_n //= 2 if gated else 1  # so many gates, and as many ups
-    _expand_kernel[_grid(y, rows, triton.cdiv(out_features, block_n))](
+    _expand_kernel[_grid(h, rows, triton.cdiv(out_features, block_n))](
         h,
         adapter.b,
         *rows.groups,
@@ -236,7 +258,7 @@ def expand_triton(
         BLOCK_N=block_n,
         num_warps=4 if rows.size == 16 else 8,
         num_stages=1,
-        **early_launch(y),
+        **early_launch(h),
     )
     return out
 
@@ -274,13 +296,16 @@ def _expand_kernel(
         if GATED:
             fetch(b_ptr + (row_of_b + out_features) * RANK, EARLY)
     wait_for_predecessor(EARLY)
-    while (first < end) & (GATED | (slot < slots)):
+    ALL: tl.constexpr = GATED or y_ptr is None  # rows without an adapter are stored, too
+    while (first < end) & (ALL | (slot < slots)):
         position = first + tl.arange(0, BLOCK_M)
         exists = position < end
         row = tl.load(choices_ptr + position, mask=exists, other=0).to(tl.int64)
         mask = exists[:, None] & (n < out_features)[None, :]
-        y_ptrs = y_ptr + row[:, None] * weight_rows + n[None, :]
-        y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if y_ptr is not None:
+            y_ptrs = y_ptr + row[:, None] * weight_rows + n[None, :]
+            y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
         up = y
         if GATED:
             up = tl.load(y_ptrs + out_features, mask=mask, other=0.0).to(tl.float32)

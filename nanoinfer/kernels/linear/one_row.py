@@ -2,7 +2,7 @@
 
 A separate launch for the norm of one token costs as much as a small product. So each program here adds and normalises
 the whole input for itself, while its first loads of the weight are on their way. For the same reason each program adds
-up the ranks' parts of the input for itself. A row's adapter takes a launch before, which runs beside this one.
+up the ranks' parts of the input for itself. A row's adapter takes a launch before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoinfer.kernels.adapters.one_row import RowAdapter, load_b, multiply_b, shrink_row
 from nanoinfer.kernels.fp8 import Fp8Weight, parts_of
 from nanoinfer.kernels.groups import GroupWeight
-from nanoinfer.kernels.launch import early_launch, num_multiprocessors, wait_for_predecessor
+from nanoinfer.kernels.launch import early_launch, load_complete, num_multiprocessors, wait_for_predecessor
 from nanoinfer.kernels.linear.activation import Activation, gate_mul_block, gated_row
 from nanoinfer.kernels.linear.fp8_row import load_scales, multiply_tile, prepare_row
 from nanoinfer.kernels.linear.groups.row import choose_group_programs, load_of_groups, multiply_words, prepare_places
@@ -260,16 +260,13 @@ def _one_row_kernel(
         post_weight = tl.load(post_weight_ptr + k, mask=inside, other=0.0)
     if NORM:
         norm_weight = tl.load(norm_weight_ptr + k, mask=inside, other=0.0)
-    # With an adapter, the predecessor computes h alone: the input is complete, but the L1 cache may hold older numbers.
     ADAPTED: tl.constexpr = b_ptr is not None
-    CACHE: tl.constexpr = ".cg" if ADAPTED else ""
     if ADAPTED:
-        slot = tl.load(slot_ptr, cache_modifier=CACHE)
+        slot = load_complete(slot_ptr)
         b = load_b(b_ptr, slot, program, weight_rows, BLOCK_N, RANK_OF_B, GATED)
-    else:
-        wait_for_predecessor(EARLY)
+    wait_for_predecessor(EARLY)
 
-    x = tl.load(x_ptr + k, mask=inside, other=0.0, cache_modifier=CACHE)
+    x = tl.load(x_ptr + k, mask=inside, other=0.0)
     if RANKS > 1:
         x = add_ranks(
             x, k, inside, in_features, program, inboxes_ptr, stale_ptr, stop_ptr, STALE, RANK, RANKS, RANKS_BLOCK
@@ -277,7 +274,7 @@ def _one_row_kernel(
     if POST:
         x = norm_block(x, post_weight, in_features, post_eps, POST_PLUS_ONE)
     if ADD:
-        x += tl.load(residual_ptr + k, mask=inside, other=0.0, cache_modifier=CACHE)
+        x += tl.load(residual_ptr + k, mask=inside, other=0.0)
         if SCALED:
             x *= tl.load(stream_scale_ptr)
     if ADD or RANKS > 1:
@@ -290,8 +287,6 @@ def _one_row_kernel(
         places, sums = prepare_places(x, BLOCK_K, GROUPS, NUMBERS, ZEROS)
     else:
         x, factor = prepare_row(x, BLOCK_K, IN_WORDS)
-    if ADAPTED:
-        wait_for_predecessor(EARLY)
 
     for start in range(program * BLOCK_N, weight_rows, programs * BLOCK_N):
         next_tile = start // BLOCK_N + programs
