@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows, part_of
+from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows, SortedRows, part_of
 from nanoinfer.kernels.launch import (
     early_launch,
     fetch,
@@ -61,12 +61,12 @@ def shrink_reference(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
     return h
 
 
-def pieces_for(x: Tensor, adapter: Adapter, rows: AdapterRows) -> Tensor:
+def pieces_for(x: Tensor, adapter: Adapter, rows: SortedRows) -> Tensor:
     """Return room for shrink's result."""
-    tokens, columns = len(x), adapter.a.shape[1]
-    tiles = triton.cdiv(columns, MAX_COLUMNS) * triton.cdiv(tokens, rows.size)
+    count, columns = len(rows.groups.choices), adapter.a.shape[1]
+    tiles = triton.cdiv(columns, MAX_COLUMNS) * triton.cdiv(count, rows.size)
     pieces = _shares(x)[1] if tiles <= MAX_BUSY * num_multiprocessors(x.device) else 1
-    return torch.empty((pieces, tokens, columns), dtype=torch.float32, device=x.device)
+    return torch.empty((pieces, count, columns), dtype=torch.float32, device=x.device)
 
 
 def _shares(x: Tensor) -> tuple[int, int]:
@@ -75,9 +75,9 @@ def _shares(x: Tensor) -> tuple[int, int]:
     return share, triton.cdiv(x.shape[1], share)
 
 
-def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows, h: Tensor | None = None) -> Tensor:
-    """shrink as one launch."""
-    (tokens, in_features), (slots, columns, _) = x.shape, adapter.a.shape
+def shrink_triton(x: Tensor, adapter: Adapter, rows: SortedRows, h: Tensor | None = None, used: int = 1) -> Tensor:
+    """shrink as one launch. used: so many neighbouring rows share one of x; 0: x has the order of the groups"""
+    in_features, columns = x.shape[1], adapter.a.shape[1]
     assert x.is_contiguous()
     assert adapter.a.is_contiguous()
     is_beside, h = h is not None, pieces_for(x, adapter, rows) if h is None else h
@@ -89,12 +89,13 @@ def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows, h: Tensor | No
         *rows.groups,
         h,
         len(rows.groups.tiles),
-        tokens,
+        h.shape[1],
         in_features,
         columns,
-        slots,
+        rows.max_adapters,
         share,
         shares,
+        USED=used,
         WHOLE=in_features % share == 0,
         BESIDE=is_beside,
         FETCHED=MIN_SHARE,
@@ -108,7 +109,7 @@ def shrink_triton(x: Tensor, adapter: Adapter, rows: AdapterRows, h: Tensor | No
     return h
 
 
-def _grid(x: Tensor, rows: AdapterRows, blocks: int, pieces: int = 1) -> tuple[int, int, int]:
+def _grid(x: Tensor, rows: SortedRows, blocks: int, pieces: int = 1) -> tuple[int, int, int]:
     """Return the programs for the blocks of outputs, for the tiles, and for the pieces.
 
     Most tiles have no rows if there are many slots, and a program that finds none costs a little, too.
@@ -118,11 +119,12 @@ def _grid(x: Tensor, rows: AdapterRows, blocks: int, pieces: int = 1) -> tuple[i
 
 
 @triton.jit
-def _load_tile(tiles_ptr, number, num_tiles):
-    """Return the slot of a tile, and where it begins and ends; tiles that end where they begin come last."""
+def _load_tile(tiles_ptr, number, num_tiles, slots):
+    """Return the matrix of a tile, or -1, and where the tile begins and ends; empty ones come last."""
     ptr, exists = tiles_ptr + number * 3, number < num_tiles
-    slot = load_complete(ptr, mask=exists, other=0)
-    return slot, load_complete(ptr + 1, mask=exists, other=0), load_complete(ptr + 2, mask=exists, other=0)
+    slot = load_complete(ptr, mask=exists, other=0)  # of `slots`, and of one more for none; then those of other experts
+    matrix = tl.where(slot % (slots + 1) < slots, slot - slot // (slots + 1), -1)
+    return matrix, load_complete(ptr + 1, mask=exists, other=0), load_complete(ptr + 2, mask=exists, other=0)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "tokens", "slots", "shares"])
@@ -139,6 +141,7 @@ def _shrink_kernel(
     slots,
     share,
     shares,
+    USED: tl.constexpr,
     WHOLE: tl.constexpr,
     BESIDE: tl.constexpr,
     FETCHED: tl.constexpr,
@@ -151,38 +154,40 @@ def _shrink_kernel(
     CACHE: tl.constexpr = ".cg" if BESIDE else ""  # x is complete, but the L1 cache may hold older numbers
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     tile, piece = tl.program_id(1), tl.program_id(2)
-    slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
+    matrix, first, end = _load_tile(tiles_ptr, tile, num_tiles, slots)
     if BESIDE:
         start_successor(EARLY)
     else:
-        if (first < end) & (slot < slots):
-            fetch_rows(a_ptr, slot * columns + n, (slot + 1) * columns, in_features, piece * share, FETCHED, EARLY)
+        if (first < end) & (matrix >= 0):
+            fetch_rows(a_ptr, matrix * columns + n, (matrix + 1) * columns, in_features, piece * share, FETCHED, EARLY)
         wait_for_predecessor(EARLY)
-    while (first < end) & (slot < slots):
-        position = first + tl.arange(0, BLOCK_M)
-        exists = position < end
-        row = tl.load(choices_ptr + position, mask=exists, other=0)
-        x_ptrs = x_ptr + row.to(tl.int64)[:, None] * in_features + k[None, :]
-        a_ptrs = a_ptr + (slot.to(tl.int64) * columns + n[:, None]) * in_features + k[None, :]
-        has_row, has_column = exists[:, None], (n < columns)[:, None]
-        h = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
-        for number in range(piece, shares, tl.num_programs(2)):  # its own, or all of them
-            of_share = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
-            for start in range(number * share, (number + 1) * share, BLOCK_K):
-                x_mask, a_mask = has_row, has_column
-                if not WHOLE:
-                    inside = (start + k < in_features)[None, :]
-                    x_mask, a_mask = has_row & inside, has_column & inside
-                x = tl.load(x_ptrs + start, mask=x_mask, other=0.0, cache_modifier=CACHE)
-                a = tl.load(a_ptrs + start, mask=a_mask, other=0.0)
-                of_share = add_product(of_share, x, a, TOKENS_LEFT)
-            h += of_share
-        if not TOKENS_LEFT:
-            h = tl.trans(h)
-        targets = h_ptr + (piece * tokens + row).to(tl.int64)[:, None] * columns + n[None, :]
-        tl.store(targets, h, mask=has_row & (n < columns)[None, :])
+    while first < end:
+        if matrix >= 0:
+            position = first + tl.arange(0, BLOCK_M)
+            exists = position < end
+            row = tl.load(choices_ptr + position, mask=exists, other=0)
+            source = row // USED if USED else position
+            x_ptrs = x_ptr + source.to(tl.int64)[:, None] * in_features + k[None, :]
+            a_ptrs = a_ptr + (matrix.to(tl.int64) * columns + n[:, None]) * in_features + k[None, :]
+            has_row, has_column = exists[:, None], (n < columns)[:, None]
+            h = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+            for number in range(piece, shares, tl.num_programs(2)):  # its own, or all of them
+                of_share = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+                for start in range(number * share, (number + 1) * share, BLOCK_K):
+                    x_mask, a_mask = has_row, has_column
+                    if not WHOLE:
+                        inside = (start + k < in_features)[None, :]
+                        x_mask, a_mask = has_row & inside, has_column & inside
+                    x = tl.load(x_ptrs + start, mask=x_mask, other=0.0, cache_modifier=CACHE)
+                    a = tl.load(a_ptrs + start, mask=a_mask, other=0.0)
+                    of_share = add_product(of_share, x, a, TOKENS_LEFT)
+                h += of_share
+            if not TOKENS_LEFT:
+                h = tl.trans(h)
+            targets = h_ptr + (piece * tokens + row).to(tl.int64)[:, None] * columns + n[None, :]
+            tl.store(targets, h, mask=has_row & (n < columns)[None, :])
         tile += tl.num_programs(1)
-        slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
+        matrix, first, end = _load_tile(tiles_ptr, tile, num_tiles, slots)
     if BESIDE:
         wait_for_predecessor(EARLY, START_SUCCESSOR=False)  # its results are the successor's input, too
 
@@ -226,10 +231,10 @@ def _slots_of(rows: AdapterRows) -> list[int]:
 
 
 def expand_triton(
-    h: Tensor, adapter: Adapter, rows: AdapterRows, y: Tensor | None = None, activation: Activation | None = None
+    h: Tensor, adapter: Adapter, rows: SortedRows, y: Tensor | None = None, activation: Activation | None = None
 ) -> Tensor:
     """expand as one launch. y: None: zeros, which are neither made nor read"""
-    (slots, weight_rows, rank), tokens = adapter.b.shape, h.shape[1]
+    (_, weight_rows, rank), tokens = adapter.b.shape, h.shape[1]
     assert y is None or y.is_contiguous()
     assert adapter.b.is_contiguous()
     assert sum(adapter.parts) == weight_rows
@@ -248,7 +253,7 @@ def expand_triton(
         out_features,
         h.shape[2],
         h.stride(0),
-        slots,
+        rows.max_adapters,
         PIECES=len(h),
         PARTS=adapter.parts,
         ACTIVATION=activation,
@@ -289,17 +294,17 @@ def _expand_kernel(
     weight_rows = out_features * 2 if GATED else out_features
     start, tile = tl.program_id(0) * BLOCK_N, tl.program_id(1)
     n = start + tl.arange(0, BLOCK_N)
-    slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
-    if (first < end) & (slot < slots):
-        row_of_b = slot.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
+    matrix, first, end = _load_tile(tiles_ptr, tile, num_tiles, slots)
+    if (first < end) & (matrix >= 0):
+        row_of_b = matrix.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
         fetch(b_ptr + row_of_b * RANK, EARLY)
         if GATED:
             fetch(b_ptr + (row_of_b + out_features) * RANK, EARLY)
     wait_for_predecessor(EARLY)
     ALL: tl.constexpr = GATED or y_ptr is None  # rows without an adapter are stored, too
-    while (first < end) & (ALL | (slot < slots)):
+    while first < end:
         position = first + tl.arange(0, BLOCK_M)
-        exists = position < end
+        exists = position < tl.where(ALL | (matrix >= 0), end, first)
         row = tl.load(choices_ptr + position, mask=exists, other=0).to(tl.int64)
         mask = exists[:, None] & (n < out_features)[None, :]
         y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -309,22 +314,22 @@ def _expand_kernel(
         up = y
         if GATED:
             up = tl.load(y_ptrs + out_features, mask=mask, other=0.0).to(tl.float32)
-        if slot < slots:
-            h_ptrs, of_slot = h_ptr + row * columns, b_ptr + slot.to(tl.int64) * weight_rows * RANK
+        if matrix >= 0:
+            h_ptrs, b_ptrs = h_ptr + row * columns, b_ptr + matrix.to(tl.int64) * weight_rows * RANK
             y += _multiply(
-                h_ptrs, exists, of_slot, start, out_features, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
+                h_ptrs, exists, b_ptrs, start, out_features, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
             )
             if GATED:
                 first_up = start + out_features
                 up += _multiply(
-                    h_ptrs, exists, of_slot, first_up, weight_rows, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
+                    h_ptrs, exists, b_ptrs, first_up, weight_rows, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
                 )
         out = y.to(out_ptr.dtype.element_ty)
         if GATED:
             out = gate_mul_block(out, up.to(out.dtype), ACTIVATION)
         tl.store(out_ptr + row[:, None] * out_features + n[None, :], out, mask=mask)
         tile += tl.num_programs(1)
-        slot, first, end = _load_tile(tiles_ptr, tile, num_tiles)
+        matrix, first, end = _load_tile(tiles_ptr, tile, num_tiles, slots)
 
 
 @triton.jit
