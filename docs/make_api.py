@@ -35,6 +35,7 @@ from nanoinfer import (
 )
 from nanoinfer.batch import run
 from nanoinfer.config import Config
+from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.requests.inputs import Chats, Prompt, Tokens
 from nanoinfer.requests.progress import UseTqdm
@@ -59,7 +60,8 @@ HEAD = """\
 
 Import `LLM`, `SamplingParams`, `BeamSearchParams`, `reference`, `WorkerError`, `BUNDLED_MODEL` and the types of the
 outputs from `nanoinfer`. The outputs are dictionaries, whose keys are attributes too: write `output["text"]` or
-`output.text`. You need not import `MemoryPlan`, the type of `llm.memory`. In the headings, `llm` is an `LLM`.
+`output.text`. You need not import `MemoryPlan`, the type of `llm.memory`, and `LoadedAdapter`, that of the values of
+`llm.adapters`. In the headings, `llm` is an `LLM`.
 """
 
 VERSION = """\
@@ -100,6 +102,7 @@ def render() -> str:
             *_section("Score", Score, _keys(Score)),
             *_section("BeamSearchOutput", BeamSearchOutput, _keys(BeamSearchOutput)),
             *_section("BeamSequence", BeamSequence, _keys(BeamSequence)),
+            *_section("LoadedAdapter", LoadedAdapter, _keys(LoadedAdapter)),
             *_section("Stats", Stats, _fields(Stats)),
             *_section("MemoryPlan", MemoryPlan, _fields(MemoryPlan)),
             *_section("WorkerError", WorkerError, {}),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from nanoinfer.checks import as_number, check_flag, check_int, check_none, check_number, short
+from nanoinfer.checks import as_number, check_adapter, check_flag, check_int, check_none, check_number, short
 from nanoinfer.hints import hints_for
 from nanoinfer.vllm_arguments import ARGUMENTS
 
@@ -37,6 +37,7 @@ class BeamSearchParams:
     early_stopping: when a search ends before max_tokens, once beam_width beams have come to an end-of-sequence token.
         True: at once. False: when the best beam that goes on has no better score, at its present length, than the worst
         that has ended. "never": when it could not get a better one at any length up to max_tokens
+    adapter: the name of the adapter that computes the beams: see llm.load_adapter(...); None: the model alone does
 
     Raises a ValueError that names the setting, its value and the range, if a setting is out of its range.
     """
@@ -52,6 +53,7 @@ class BeamSearchParams:
     watermarking: Literal[False] | None = None
     allowed_token_ids: None = None
     early_stopping: bool | Literal["never"] = False
+    adapter: str | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in CHECKS:
@@ -95,5 +97,6 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "watermarking": _check_watermarking,
     "allowed_token_ids": partial(check_none, why="beams may take any token"),
     "early_stopping": _check_early_stopping,
+    "adapter": check_adapter,
 }
 """Each setting's check, which returns the value in Python's own types."""

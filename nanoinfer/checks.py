@@ -96,6 +96,15 @@ def check_none(name: str, value: Any, why: str) -> None:
         raise ValueError(f"{name}={short(value)}: must be None: {why}")
 
 
+def check_adapter(name: str, value: Any) -> str | None:
+    """Return an adapter's name; None is the model alone. Raises ValueError for all else, and for an empty name."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or value == "":
+        raise ValueError(f"{name}={short(value)}: must be None, or the name of an adapter that is loaded")
+    return str.__str__(value)
+
+
 def check_choice(name: str, value: Any, allowed: list[str], why: str = "") -> str:
     """Return the string. Raises ValueError if it is none of the allowed ones; `why` says more about these."""
     if not isinstance(value, str) or value not in allowed:

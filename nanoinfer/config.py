@@ -36,6 +36,7 @@ OWN_QUANTIZATION = "; leave it out if the checkpoint is quantized: its config.js
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 LONGEST_BY_TORCH = 4096  # of max_model_len if it is left out: on a GPU, each step reads so many keys of every row
 MAX_REPLICAS = 64
+MAX_ADAPTERS, MAX_ADAPTER_RANK = 1024, 512
 MAX_SLOTS = 2**31  # the KV cache has one slot for each token, and slot numbers are int32
 
 
@@ -89,6 +90,9 @@ class Config:
     routed_experts: True: outputs have the experts that each token took. The experts of cached tokens would be unknown,
         so prompts take nothing from the KV cache; samples that begin together still share their prompt. The model must
         have experts
+    max_adapters: at most this many adapters are loaded at once, 0 to 1,024: see llm.load_adapter(...). The LLM keeps
+        memory for so many from its start; 0 costs nothing
+    max_adapter_rank: an adapter's matrices have at most this rank, 1 to 512
     images: "auto": the LLM sees images if the checkpoint has a tower for them and a processor that nanoinfer runs, but
         not with deterministic=True. True: a ValueError says why it cannot see. False: it takes text alone, with the
         speed and the memory of a text model
@@ -140,6 +144,8 @@ class Config:
     logprobs_mode: str = RAW
     deterministic: bool = False
     routed_experts: bool = False
+    max_adapters: int = 0
+    max_adapter_rank: int = 16
     images: bool | str = "auto"
     limit_images_per_prompt: int | None = None
     image_options: Mapping[str, Any] | None = None
@@ -239,10 +245,12 @@ class Config:
             self.description.largest_head,
             self.kv_cache_dtype == "fp8",
             self.description.sinks,
+            self.is_in_order,
         )
         self._check_num_blocks()
         self._check_max_model_len()
-        self._check_deterministic()
+        if self.deterministic:
+            self.description.check_in_order(self.tensor_parallel_size, self.device == "cpu")
 
     def add_end(self, token_id: int) -> None:
         """Count the tokenizer's end of sequence as one, too; an id that the model lacks ends nothing."""
@@ -326,6 +334,8 @@ class Config:
             ("data_parallel_size", 1, MAX_REPLICAS),
             ("seed", 0, 2**63 - 1),
             ("kvcache_block_size", 16, MAX_SLOTS),
+            ("max_adapters", 0, MAX_ADAPTERS),
+            ("max_adapter_rank", 1, MAX_ADAPTER_RANK),
         ):
             setattr(self, name, check_int(name, getattr(self, name), low, high))
         if cast("int | None", self.max_model_len) is not None:
@@ -375,22 +385,6 @@ class Config:
                 f"num_kvcache_blocks={short(self.num_kvcache_blocks)}: must be at most {most}: with"
                 f" kvcache_block_size={self.kvcache_block_size}, that is {MAX_SLOTS} tokens"
             )
-
-    def _check_deterministic(self) -> None:
-        if not self.deterministic:
-            return
-        if self.device != "cpu" and self.attention_backend != "triton":
-            raise ValueError(
-                f"deterministic=True: attention_backend={self.attention_backend!r} adds up in other orders in other"
-                " steps; on CUDA it must be 'triton', or 'auto'"
-            )
-        if self.description.has_states:
-            raise ValueError(
-                "deterministic=True: must be False for this model: some of its layers keep a state, and computing it in"
-                " chunks adds up in another order than token by token"
-            )
-        if self.tensor_parallel_size > 1:
-            self.description.check_ranks_in_order(self.tensor_parallel_size, self.device == "cpu")
 
     def _check_num_blocks(self) -> None:
         self.fits_memory = self.num_kvcache_blocks is None

@@ -41,6 +41,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
     memory: a MemoryPlan, which says how the device's memory is divided: print(llm.memory). The logger "nanoinfer"
         reports it once, at level INFO. With several replicas it is that of the one with the fewest blocks
     tokenizer: the checkpoint's own, or that of the option; None if there is none: prompts are token ids, texts empty
+    adapters: those that load_adapter has loaded, each a LoadedAdapter by its name
     weights_version: how often update_weights and load_weights have changed the weights
     is_sleeping: whether weights or KV cache, or both, are given away, see `sleep`
     llm_engine: has model_config (with max_model_len), get_tokenizer() and model_executor, by vLLM's names
@@ -156,14 +157,18 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
             prepared = self._inputs.check(prompts, sampling_params)
             if self.tokenizer is not None and any(prompt.params.detokenize for prompt in prepared):
                 self._inputs.texts.check_detokenizer("stream")
+        self._check_adapters(prepared)
         return Stream(self._stream(prepared))
 
     @hints_for("score")
-    def score(self, prompt: Prompt, continuations: Tokens | ListLike[Tokens]) -> list[Score]:
+    def score(
+        self, prompt: Prompt, continuations: Tokens | ListLike[Tokens], adapter: str | None = None
+    ) -> list[Score]:
         """Compute how likely the model finds each continuation of a prompt; returns a Score for each.
 
         prompt: a string, a list of token ids, or a mapping with one of these, also with images, as for generate
         continuations: strings or lists of token ids; a lone one counts as a list of one
+        adapter: as in SamplingParams
 
         The LLM tokenizes prompt and continuation together, if both are text. The first part, as long as the prompt's
         own tokens, is the prompt, and the rest is the continuation. Spaces at the prompt's end count as the
@@ -173,7 +178,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         """
         self.engine.check_ready()
         with self.engine.alike():
-            prepared = self._inputs.check_continuations(prompt, continuations)
+            prepared = self._inputs.check_continuations(prompt, continuations, adapter)
         return [score_of(output) for output in self._generate(prepared, use_tqdm=False)]
 
     @hints_for("prepare")
@@ -202,6 +207,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         self.engine.check_ready()
         with self.engine.alike():
             prepared = self._inputs.check_one(prompt, sampling_params)
+        self._check_adapters([prepared])
         with self._turn(), self._requests:
             return self._requests.add(prepared).id
 
@@ -307,7 +313,8 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         """Give the memory of the KV cache and of the weights back to the device, until `wake_up`.
 
         level: 1: the weights are copied to host memory first, and an LLM on the CPU keeps them where they are;
-            2: the weights are dropped, and must be written after wake_up, by update_weights or load_weights
+            2: weights and adapters are dropped. After wake_up, update_weights or load_weights must write the weights;
+            llm.adapters is empty
 
         What was computed so far is forgotten. The copy of level 1 stays in host memory until level 2 or `close`. A
         sleeping LLM may sleep again, deeper too, and be closed.
@@ -378,6 +385,7 @@ class LLM(SearchesBeams, TokenizesTexts, KeepsStats, VllmMethods, Started):
         return self._busy
 
     def _generate(self, prompts: list[Prepared], use_tqdm: UseTqdm) -> list[RequestOutput]:
+        self._check_adapters(prompts)
         with self._turn(alone=True), no_full_collection(), self._requests:
             requests = self._requests.add_all(prompts)
             run_all(self._requests, len(requests), use_tqdm)

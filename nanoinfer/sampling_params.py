@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from nanoinfer.bans import Bans
-from nanoinfer.checks import as_int, as_list, as_number, check_flag, check_int, check_number, short
+from nanoinfer.checks import as_int, as_list, as_number, check_adapter, check_flag, check_int, check_number, short
 from nanoinfer.hints import hints_for
 from nanoinfer.structured_outputs import check_structured_outputs
 
@@ -71,6 +71,7 @@ class SamplingParams:
         an end-of-sequence token even with ignore_eos; max_tokens may cut it before. JSON has at most one space between
         its tokens, unless "disable_any_whitespace": True or a "whitespace_pattern" stands beside it. An object with
         attributes of these names will do, as vLLM's StructuredOutputsParams; an entry that is None counts as missing
+    adapter: the name of the adapter that computes the request: see llm.load_adapter(...); None: the model alone does
 
     Raises a ValueError that names the setting, its value and the range, if a setting is out of its range.
     """
@@ -100,6 +101,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: Mapping[str, Any] | Any = field(default=None, hash=False)
+    adapter: str | None = None
 
     bans: ClassVar[Bans | None] = None  # of a request's own copy: allowed_token_ids and bad_words, resolved
 
@@ -114,6 +116,7 @@ class SamplingParams:
         self._check_bans()
         self._check_stops()
         settings["structured_outputs"] = check_structured_outputs(self.structured_outputs)
+        settings["adapter"] = check_adapter("adapter", self.adapter)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign a setting. Raises ValueError as the constructor does, and changes nothing then."""

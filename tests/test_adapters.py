@@ -12,6 +12,7 @@ from cases.adapters import Rank, adapt
 from conftest import of_each_kind
 
 from nanoinfer.weights.adapters.slots import write
+from nanoinfer.weights.adapters.source import open_adapter
 
 pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")
 
@@ -42,7 +43,7 @@ def check(family: str, folder: Path, **settings: Any) -> None:
     changes = []
     for rank in [(0, 1), (0, 2), (1, 2), (0, 2, True), (1, 2, True)]:
         ours = Rank(base, *rank)
-        write(ours.reader.read("tuned", saved), 1, ours.slots)
+        write(ours.reader.read(open_adapter("tuned", saved)), 1, ours.slots)
         before, after = ours.weights(base), ours.weights(merged)
         for old, new, added in zip(before, after, ours.added(1), strict=True):
             torch.testing.assert_close(old + added, new, atol=2e-5, rtol=1e-4)

@@ -473,6 +473,7 @@ class TestErrors:
             ({"length_penalty": 33}, "length_penalty=33"),
             ({"early_stopping": "always"}, "early_stopping='always': must be True, False or 'never'"),
             ({"early_stopping": None}, "early_stopping=None"),
+            ({"adapter": ""}, "adapter='': must be None, or the name of an adapter that is loaded"),
             ({"structured_outputs": {"regex": "a"}}, "structured_outputs=.*: must be None: beams have no grammar"),
             ({"allowed_token_ids": [5]}, "allowed_token_ids=.5.: must be None"),
             ({"watermarking": True}, "watermarking=True: must be None or False"),

@@ -404,7 +404,7 @@ class TestSeveralGroups:
         fill(manager, seq)
         manager.release(seq, 17)
         manager.free(seq)
-        (last, *_) = [node for node in manager.tree if node.parent not in manager.tree.roots]
+        (last, *_) = [node for node in manager.tree if node.parent is not manager.tree.root()]
         manager.tree.detach(last.blocks[-1])
         assert begin(manager, again) == 8  # the window of 16 is incomplete
         manager.record(again, 17)

@@ -219,6 +219,8 @@ class TestSamplingParams:
             {"prompt_logprobs_start": 3},
             {"skip_special_tokens": None},
             {"detokenize": "yes"},
+            {"adapter": ""},
+            {"adapter": 1},
         ],
         ids=repr,
     )
@@ -381,7 +383,7 @@ class TestNames:
             ({"num_beams": 4}, r"write BeamSearchParams\(beam_width=...\)"),
             ({"max_num_seqs": 4}, r"write LLM\(max_num_seqs=...\)"),
             ({"response_format": None}, "did you mean 'structured_outputs'"),
-            ({"colour": 4}, "known: temperature, .*, structured_outputs$"),
+            ({"colour": 4}, "known: temperature, .*, adapter$"),
         ],
         ids=repr,
     )
@@ -464,6 +466,10 @@ class TestConfig:
             {"max_num_seqs": True},
             {"max_num_seqs": np.True_},
             {"kvcache_block_size": 2**31 + 16},
+            {"max_adapters": -1},
+            {"max_adapters": 1025},
+            {"max_adapter_rank": 0},
+            {"max_adapter_rank": 513},
             {"num_kvcache_blocks": 2**23 + 1},  # of 256 tokens
             {"max_num_seqs": 10**7},
             {"enforce_eager": "yes"},
@@ -523,6 +529,8 @@ class TestConfig:
         message = "max_num_batched_tokens=1000000, max_num_seqs=64: .* lower them, .*: CUDA out of memory. Tried"
         with pytest.raises(ValueError, match=message):
             LLM(BUNDLED_MODEL, max_num_batched_tokens=10**6, max_num_seqs=64)
+        with pytest.raises(ValueError, match="max_num_seqs=64, max_adapters=9: the GPU's memory does not hold"):
+            LLM(BUNDLED_MODEL, max_num_seqs=64, max_adapters=9)
 
     def test_every_slot_of_the_cache_has_a_number(self, make_qwen3: Callable[..., str]) -> None:
         with pytest.raises(ValueError, match="num_kvcache_blocks=134217729: must be at most 134217728: with kvcache_b"):

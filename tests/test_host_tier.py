@@ -202,7 +202,7 @@ class OperationsWithHost(RandomOperations):
 
     @invariant()
     def no_node_is_empty_and_parents_count_their_children(self) -> None:
-        children = dict.fromkeys([*self.tree, *self.tree.roots], 0)
+        children = dict.fromkeys([*self.tree, *self.tree.roots.values()], 0)
         for node in self.tree:
             if node.parent in children:
                 children[node.parent] += 1

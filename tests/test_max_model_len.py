@@ -385,9 +385,14 @@ class TestRoom:
                 16,
                 "raise gpu_memory_utilization=0.9, or lower STEPS",
             ),
+            (
+                {"quantization": "fp8", "kv_cache_dtype": "fp8", "max_adapters": 8},
+                1,
+                "raise gpu_memory_utilization=0.9, or lower STEPS or max_adapters=8",
+            ),
             ({"num_kvcache_blocks": 9}, 2, "raise num_kvcache_blocks=9"),
         ],
-        ids=["all", "cache in fp8", "weights in fp8", "all taken", "ranks enough", "blocks"],
+        ids=["all", "cache in fp8", "weights in fp8", "all taken", "ranks enough", "adapters", "blocks"],
     )
     def test_only_options_that_would_help_are_named(
         self, options: dict[str, Any], count: int, remedy: str, monkeypatch: pytest.MonkeyPatch

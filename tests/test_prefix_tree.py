@@ -47,7 +47,7 @@ def tree(request: pytest.FixtureRequest) -> PrefixTree:
 
 class TestLookups:
     def test_a_node_is_its_parent_and_its_tokens(self, tree: PrefixTree) -> None:
-        root = tree.roots[0]
+        root = tree.root()
         first, second = tree.child(root, encoded(1, 2)), tree.child(root, encoded(3, 4))
         behind = tree.child(first, encoded(3, 4))
         assert tree.child(root, encoded(1, 2)) is first
@@ -58,20 +58,26 @@ class TestLookups:
         assert len(tree) == 3
 
     def test_short_and_long_sequences_have_roots_of_their_own(self, tree: PrefixTree) -> None:
-        short = tree.child(tree.roots[0], encoded(1, 2))
-        assert tree.find(tree.roots[1], encoded(1, 2)) is None
-        assert tree.child(tree.roots[1], encoded(1, 2)) is not short
+        short = tree.child(tree.root(), encoded(1, 2))
+        assert tree.find(tree.root(is_long=True), encoded(1, 2)) is None
+        assert tree.child(tree.root(is_long=True), encoded(1, 2)) is not short
+
+    def test_each_adapter_has_roots_of_its_own(self, tree: PrefixTree) -> None:
+        node = tree.child(tree.root(), encoded(1, 2))
+        for kind in [(0, False), (0, True), (1, False)]:
+            assert tree.find(tree.root(*kind), encoded(1, 2)) is None
+            assert tree.child(tree.root(*kind), encoded(1, 2)) is not node
 
     def test_a_node_is_found_by_xxh64_of_its_parents_serial_and_its_tokens(self) -> None:
         tree = PrefixTree([], 0)
-        first = tree.child(tree.roots[0], encoded(1, 2))
+        first = tree.child(tree.root(), encoded(1, 2))
         second = tree.child(first, encoded(3, 4))
         assert second.content == first.serial.to_bytes(8, "little") + encoded(3, 4)
         assert tree.by_hash[xxhash.xxh64(second.content).intdigest()] is second
 
     def test_nodes_of_one_hash_are_found_whichever_of_them_goes(self) -> None:
         tree = OneHash([Block() for _ in range(3)], 1)
-        root = tree.roots[0]
+        root = tree.root()
         nodes = [tree.child(root, encoded(token)) for token in range(3)]
         for block_id, node in enumerate(nodes):
             tree.attach(block_id, node, 0)
@@ -123,26 +129,26 @@ class TestLookups:
 
 class TestLifetimes:
     def test_a_node_goes_with_its_last_block(self, tree: PrefixTree) -> None:
-        node = tree.child(tree.roots[0], encoded(1))
+        node = tree.child(tree.root(), encoded(1))
         tree.attach(5, node, 0)
         tree.attach(6, node, 1)
         tree.detach(5)
         assert node.blocks == [NONE, 6]
-        assert tree.find(tree.roots[0], encoded(1)) is node
+        assert tree.find(tree.root(), encoded(1)) is node
         tree.detach(6)
         assert not node.is_found
-        assert tree.find(tree.roots[0], encoded(1)) is None
+        assert tree.find(tree.root(), encoded(1)) is None
         tree.detach(6)  # it is no node's any more
 
     def test_a_block_is_one_nodes_and_a_node_has_one_block_at_a_place(self, tree: PrefixTree) -> None:
-        node, other = (tree.child(tree.roots[0], encoded(token)) for token in range(2))
+        node, other = (tree.child(tree.root(), encoded(token)) for token in range(2))
         tree.attach(5, node, 0)
         assert not tree.can_attach(6, node, 0)
         assert not tree.can_attach(5, other, 0)
         assert tree.can_attach(6, node, 1)
 
     def test_a_node_stays_as_long_as_it_has_a_snapshot(self, tree: PrefixTree) -> None:
-        node = tree.child(tree.roots[0], encoded(1))
+        node = tree.child(tree.root(), encoded(1))
         node.snapshot = 3
         tree.prune(node)
         assert node.is_found
@@ -151,7 +157,7 @@ class TestLifetimes:
         assert not node.is_found
 
     def test_an_empty_node_stays_as_long_as_it_leads_to_another(self, tree: PrefixTree) -> None:
-        first = tree.child(tree.roots[0], encoded(1))
+        first = tree.child(tree.root(), encoded(1))
         second = tree.child(first, encoded(2))
         third = tree.child(second, encoded(3))
         tree.attach(0, first, 0)
@@ -161,10 +167,10 @@ class TestLifetimes:
         assert set(tree) == {first, second, third}
         tree.detach(1)  # and now all go
         assert len(tree) == 0
-        assert tree.roots[0].num_children == 0
+        assert tree.root().num_children == 0
 
     def test_a_pruned_path_ends_where_another_branches_off(self, tree: PrefixTree) -> None:
-        trunk = tree.child(tree.roots[0], encoded(1))
+        trunk = tree.child(tree.root(), encoded(1))
         one, other = (tree.child(trunk, encoded(token)) for token in (2, 3))
         for block_id, node in enumerate((one, other)):
             tree.attach(block_id, node, 0)
@@ -175,7 +181,7 @@ class TestLifetimes:
     def test_what_is_behind_a_node_that_was_cut_is_not_found_however_often_it_is_made_again(
         self, tree: PrefixTree
     ) -> None:
-        root = tree.roots[0]
+        root = tree.root()
         first = tree.child(root, encoded(1))
         second = tree.child(first, encoded(2))
         tree.attach(0, first, 0)
@@ -191,25 +197,41 @@ class TestLifetimes:
         assert not second.is_found
 
     def test_a_cut_takes_along_the_empty_nodes_that_lead_to_it(self, tree: PrefixTree) -> None:
-        first = tree.child(tree.roots[0], encoded(1))
+        first = tree.child(tree.root(), encoded(1))
         second = tree.child(first, encoded(2))
         tree.attach(0, second, 1)
         tree.cut(second)
         assert len(tree) == 0
-        tree.cut(tree.roots[0])  # does nothing
+        tree.cut(tree.root())  # does nothing
 
     def test_nothing_is_left_when_all_is_cleared(self, tree: PrefixTree) -> None:
-        first = tree.child(tree.roots[0], encoded(1))
+        first = tree.child(tree.root(), encoded(1))
         second = tree.child(first, encoded(2))
-        other = tree.child(tree.roots[1], encoded(2))
+        other = tree.child(tree.root(is_long=True), encoded(2))
         for block_id, node in enumerate((first, second, other)):
             tree.attach(block_id, node, 0)
         tree.clear()
         assert len(tree) == 0
         assert not any(node.is_found for node in (first, second, other))
-        assert [root.num_children for root in tree.roots] == [0, 0]
-        again = tree.child(tree.roots[0], encoded(1))
+        assert tree.roots == {}
+        again = tree.child(tree.root(), encoded(1))
         assert again is not first
         assert tree.can_attach(0, again, 0)
         tree.detach(1)  # does nothing to the nodes before
         assert set(tree) == {again}
+
+    def test_what_an_adapter_has_computed_goes_with_its_roots_and_nothing_else_does(self, tree: PrefixTree) -> None:
+        kinds = [(NONE, False), (0, False), (1, False), (1, True)]
+        first = [tree.child(tree.root(*kind), encoded(1)) for kind in kinds]
+        second = [tree.child(node, encoded(2)) for node in first]
+        for block_id, node in enumerate(second):
+            tree.attach(block_id, node, 0)
+        behind = tree.uproot(1)
+        assert behind == [*first[2:], *second[2:]]  # parents first
+        for node in behind:
+            tree.cut(node)
+        assert set(tree) == {*first[:2], *second[:2]}
+        assert list(tree.roots) == kinds[:2]
+        assert tree.can_attach(2, first[0], 1)  # the block is no node's
+        assert tree.find(tree.root(1), encoded(1)) is None
+        assert tree.uproot(5) == []  # it never had one

@@ -40,6 +40,14 @@ prompts = st.builds(
     st.lists(st.integers(0, 1), max_size=9),
 )
 seldom = st.sampled_from([False] * 9 + [True])
+adapters = st.sampled_from([NONE] * 6 + [0, 1])
+
+
+Kind = tuple[int, bool]  # of a sequence: its adapter, and whether it is long
+
+
+def kind_of(seq: Sequence) -> Kind:
+    return seq.adapter, seq.is_long
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Written:
     """
 
     group: int  # NONE: states
-    is_long: bool
+    kind: Kind
     prefix: tuple[int, ...]
     writes: frozenset[int]
 
@@ -77,11 +85,12 @@ class RandomOperations(RuleBasedStateMachine):
         self.writes: dict[Sequence, frozenset[int]] = {}  # that all it computes depends on
         self.forgotten: set[int] = set()  # writes
         self.numbers = count()
+        self.numbers_of: dict[int, list[int]] = {}  # by adapter, of writes
         self.is_planning = False
         self.chunked: set[Sequence] = set()  # those that have had their chunk of this step
         self.touched: set[int] = set()  # blocks that this step reads or writes
         self.planned: set[int] = set()  # blocks that this step writes
-        self.serials: dict[int, tuple[bool, bytes]] = {}  # of nodes, never deleted: the prefixes
+        self.serials: dict[int, tuple[int, bytes]] = {}  # of nodes, never deleted: the roots' and the prefixes
 
     # What a scheduler does
 
@@ -118,16 +127,21 @@ class RandomOperations(RuleBasedStateMachine):
             for column in range(released, len(table)):
                 yield group, column, table[column]
 
+    def next_number(self, seq: Sequence) -> int:
+        """Return the number of a sequence's next write."""
+        self.numbers_of.setdefault(seq.adapter, []).append(next(self.numbers))
+        return self.numbers_of[seq.adapter][-1]
+
     def write(self, seq: Sequence, start: int, end: int) -> set[int]:
         """Compute tokens of a sequence; returns the blocks that got them."""
-        self.writes[seq] |= {next(self.numbers)}
+        self.writes[seq] |= {self.next_number(seq)}
         written = set()
         for group, column, block_id in self.columns(seq):
             first = column * self.layout.groups[group].block_size
             last = min(end, first + self.layout.groups[group].block_size)
             if last > max(first, start):
                 written.add(block_id)
-                self.blocks[block_id] = Written(group, seq.is_long, tuple(seq.token_ids[:last]), self.writes[seq])
+                self.blocks[block_id] = Written(group, kind_of(seq), tuple(seq.token_ids[:last]), self.writes[seq])
         return written
 
     def chunk(self, seq: Sequence, most_tokens: int) -> int:
@@ -166,18 +180,21 @@ class RandomOperations(RuleBasedStateMachine):
         for position, slot in [*kept.items(), *writes.items(), (end, planned.snapshots.get(end, seq.slot))]:
             assert start < position <= end
             assert slot == seq.slot or slot not in self.read_slots | self.written_slots
-            self.slots[slot] = Written(NONE, seq.is_long, tuple(seq.token_ids[:position]), self.writes[seq])
+            self.slots[slot] = Written(NONE, kind_of(seq), tuple(seq.token_ids[:position]), self.writes[seq])
             self.written_slots.add(slot)
 
     def check_states(self, seq: Sequence, slot: int, num_tokens: int) -> None:
         written = self.slots[slot]
-        assert (written.is_long, written.prefix) == (seq.is_long, tuple(seq.token_ids[:num_tokens]))
+        assert (written.kind, written.prefix) == (kind_of(seq), tuple(seq.token_ids[:num_tokens]))
 
-    @rule(prompt=prompts)
-    def expect(self, prompt: list[int]) -> None:
+    def make(self, prompt: list[int], adapter: int) -> Sequence:
+        return Sequence(prompt, SamplingParams(max_tokens=1000), seed=0, max_model_len=1000, adapter=adapter)
+
+    @rule(prompt=prompts, adapter=adapters)
+    def expect(self, prompt: list[int], adapter: int) -> None:
         """Queue a sequence."""
         if len(self.waiting) < MOST_LIVE:
-            self.waiting.append(Sequence(prompt, SamplingParams(max_tokens=1000), seed=0, max_model_len=1000))
+            self.waiting.append(self.make(prompt, adapter))
             self.manager.expect(self.waiting[-1])
 
     @rule(
@@ -186,11 +203,20 @@ class RandomOperations(RuleBasedStateMachine):
         is_long=seldom,
         comes_again=st.booleans(),
         num_forks=st.integers(0, 2),
+        adapter=adapters,
     )
-    def allocate(self, prompt: list[int], most_tokens: int, is_long: bool, comes_again: bool, num_forks: int) -> None:
+    def allocate(
+        self,
+        prompt: list[int],
+        most_tokens: int,
+        is_long: bool,
+        comes_again: bool,
+        num_forks: int,
+        adapter: int = NONE,
+    ) -> None:
         if len(self.live) == MOST_LIVE:
             return
-        seq = Sequence(prompt, SamplingParams(max_tokens=1000), seed=0, max_model_len=1000)
+        seq = self.make(prompt, adapter)
         seq.is_long = is_long
         if comes_again and self.waiting:
             seq = self.waiting.pop()
@@ -228,7 +254,7 @@ class RandomOperations(RuleBasedStateMachine):
             hits.append((NONE, cached, self.slots[seq.node.snapshot]))
         for group, end, written in hits:
             assert written is not None
-            assert (written.group, written.is_long) == (group, seq.is_long)
+            assert (written.group, written.kind) == (group, kind_of(seq))
             assert written.prefix == tuple(seq.token_ids[:end])
             assert not self.forgotten & written.writes
             self.writes[seq] |= written.writes
@@ -238,7 +264,7 @@ class RandomOperations(RuleBasedStateMachine):
 
         with_fresh: snapshots count that the planned step takes
         """
-        size, node, nodes = self.layout.prefix_size, self.tree.roots[seq.is_long], []
+        size, node, nodes = self.layout.prefix_size, self.tree.root(*kind_of(seq)), []
         for start in range(0, seq.num_reusable // size * size, size):
             if (node := self.tree.find(node, seq.token_ids[start : start + size].tobytes())) is None:
                 break
@@ -283,7 +309,7 @@ class RandomOperations(RuleBasedStateMachine):
         if not self.manager.can_fork(seq):
             return
         other = Sequence(seq.token_ids.tolist(), seq.params, seed=0, max_model_len=1000)
-        other.is_long = seq.is_long
+        other.is_long, other.adapter = seq.is_long, seq.adapter
         copies = self.manager.fork(seq, other)
         assert len(copies) == needed
         assert not self.touched.intersection(copy for _, copy in copies)
@@ -321,7 +347,7 @@ class RandomOperations(RuleBasedStateMachine):
             self.write(seq, len(seq) - 1, len(seq))
             if self.states is not None:
                 self.check_states(seq, seq.slot, len(seq) - 1)
-                self.slots[seq.slot] = Written(NONE, seq.is_long, tuple(seq.token_ids), self.writes[seq])
+                self.slots[seq.slot] = Written(NONE, kind_of(seq), tuple(seq.token_ids), self.writes[seq])
             if records and self.manager.next_end(len(seq) - 1) == len(seq):
                 self.manager.record(seq, len(seq))
                 self.manager.release(seq, len(seq))
@@ -367,7 +393,7 @@ class RandomOperations(RuleBasedStateMachine):
         for _, _, block_id in self.columns(seq):
             if self.manager.blocks[block_id].node is not None:
                 self.forgotten.add(max(self.blocks[block_id].writes))
-        self.writes[seq] |= {next(self.numbers)}
+        self.writes[seq] |= {self.next_number(seq)}
         self.forgotten.add(max(self.writes[seq]))  # what it computes from now on
         self.manager.forget(seq)
 
@@ -379,6 +405,26 @@ class RandomOperations(RuleBasedStateMachine):
         self.manager.forget_all(self.live)
         assert len(self.tree) == 0
         self.forgotten.update(range(next(self.numbers)))
+
+    @rule(adapter=adapters)
+    def forget_adapter(self, adapter: int) -> None:
+        """Another one comes into its slot."""
+        if adapter == NONE:
+            return
+        self.is_planning = False
+        others = {node for node in self.tree if self.root_of(node) not in self.roots_of(adapter)}
+        self.manager.forget_adapter(adapter, [seq for seq in self.live if seq.adapter == adapter])
+        assert others <= set(self.tree)
+        assert not self.roots_of(adapter)
+        self.forgotten.update(self.numbers_of.get(adapter, []))
+
+    def roots_of(self, adapter: int) -> list[Node]:
+        return [node for kind, node in self.tree.roots.items() if kind[0] == adapter]
+
+    def root_of(self, node: Node) -> Node:
+        while node.parent is not None:
+            node = node.parent
+        return node
 
     @rule(does=seldom)
     def fail(self, does: bool) -> None:
@@ -417,9 +463,9 @@ class RandomOperations(RuleBasedStateMachine):
                 end = min((column + 1) * size, seq.num_scheduled)
                 if end > column * size:
                     written = self.blocks[block_id]
-                    assert (written.group, written.is_long, written.prefix) == (
+                    assert (written.group, written.kind, written.prefix) == (
                         group,
-                        seq.is_long,
+                        kind_of(seq),
                         tuple(seq.token_ids[:end]),
                     )
 
@@ -471,7 +517,7 @@ class RandomOperations(RuleBasedStateMachine):
     @invariant()
     def no_node_is_empty_and_parents_count_their_children(self) -> None:
         children = Counter(node.parent for node in self.tree)
-        for node in [*self.tree, *self.tree.roots]:
+        for node in [*self.tree, *self.tree.roots.values()]:
             assert node.num_children == children[node]
         for node in self.tree:
             assert children[node] or node.snapshot != NONE or any(block_id != NONE for block_id in node.blocks)
@@ -481,10 +527,7 @@ class RandomOperations(RuleBasedStateMachine):
     @invariant()
     def a_serial_stands_for_one_prefix(self) -> None:
         for node in self.tree:
-            root = node
-            while root.parent is not None:
-                root = root.parent
-            prefix = root.serial == 1, node.content
+            prefix = self.root_of(node).serial, node.content
             assert self.serials.setdefault(node.serial, prefix) == prefix
 
     @invariant()

@@ -20,6 +20,7 @@ from nanoinfer.weights.adapters.bases import slot_rank
 from nanoinfer.weights.adapters.config import read_config
 from nanoinfer.weights.adapters.reading import check_is_loaded
 from nanoinfer.weights.adapters.slots import Slots, clear, write
+from nanoinfer.weights.adapters.source import open_adapter
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")
 
@@ -45,7 +46,7 @@ def ours(model: PreTrainedModel, folder: Path) -> Rank:
 
 def product(rank: Rank, *source: Any, **how: Any) -> list[Tensor]:
     """What an adapter adds to the rank's matrices."""
-    write(rank.reader.read("tuned", *source, **how), 0, rank.slots)
+    write(rank.reader.read(open_adapter("tuned", *source, **how)), 0, rank.slots)
     return rank.added(0)
 
 
@@ -170,7 +171,8 @@ class TestSlots:
 
     def test_others_stay_and_an_empty_one_adds_nothing(self, ours: Rank) -> None:
         expected = product(ours, TENSORS, alpha=4)
-        write(ours.reader.read("other", {A: torch.ones(2, 48), B: torch.ones(64, 2)}, alpha=1), 1, ours.slots)
+        other = open_adapter("other", {A: torch.ones(2, 48), B: torch.ones(64, 2)}, alpha=1)
+        write(ours.reader.read(other), 1, ours.slots)
         assert all_close(ours.added(0), expected)
         clear(1, ours.slots)
         assert all_close(ours.added(0), expected)
@@ -179,7 +181,7 @@ class TestSlots:
     def test_b_is_scaled_in_float32_and_rounded_once(self, ours: Rank) -> None:
         slots = [Slots(one.base, one.a.bfloat16(), one.b.bfloat16()) for one in ours.slots]
         b = torch.randn(64, 4)
-        write(ours.reader.read("tuned", {A: TENSORS[A], B: b}, alpha=1.3), 0, slots)
+        write(ours.reader.read(open_adapter("tuned", {A: TENSORS[A], B: b}, alpha=1.3)), 0, slots)
         (written,) = (one.b[0, :64, :4] for one in slots if one.b[0].any())
         assert torch.equal(written, (b * (1.3 / 4)).bfloat16())
 
@@ -235,7 +237,7 @@ class TestBadInput:
     )
     def test_tensors(self, tensors: Any, message: str, ours: Rank) -> None:
         with pytest.raises(ValueError, match=rf"adapter='tuned': .*{message}"):
-            ours.reader.read("tuned", tensors, alpha=16)
+            ours.reader.read(open_adapter("tuned", tensors, alpha=16))
 
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -263,11 +265,11 @@ class TestBadInput:
     )
     def test_settings(self, settings: Any, message: str, ours: Rank) -> None:
         with pytest.raises(ValueError, match=rf"adapter='tuned': {message}"):
-            ours.reader.read("tuned", TENSORS, config=settings)
+            ours.reader.read(open_adapter("tuned", TENSORS, config=settings))
 
     def test_tensors_without_settings(self, ours: Rank) -> None:
         with pytest.raises(ValueError, match="adapter='tuned': tensors need either config"):
-            ours.reader.read("tuned", TENSORS)
+            ours.reader.read(open_adapter("tuned", TENSORS))
 
     def test_experts_of_other_sizes(self, tmp_path: Path) -> None:
         build(CASES["qwen3moe"], tmp_path)
@@ -275,7 +277,7 @@ class TestBadInput:
         with pytest.raises(
             ValueError, match=r"the experts of this model have .* inputs and .* outputs; .* another model"
         ):
-            Rank(tmp_path).reader.read("tuned", tensors, alpha=16)
+            Rank(tmp_path).reader.read(open_adapter("tuned", tensors, alpha=16))
 
     @pytest.mark.parametrize(
         ("damage", "message"),
@@ -290,16 +292,16 @@ class TestBadInput:
     def test_folders(self, damage: Callable[[Path], object], message: str, ours: Rank, tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
         save_file(TENSORS, tmp_path / "adapter_model.safetensors")
-        assert ours.reader.read("tuned", str(tmp_path)).keys() == {Q}
+        assert ours.reader.read(open_adapter("tuned", str(tmp_path))).keys() == {Q}
         with pytest.raises(ValueError, match="config and alpha must be None"):
-            ours.reader.read("tuned", tmp_path, alpha=2)
+            ours.reader.read(open_adapter("tuned", tmp_path, alpha=2))
         damage(tmp_path)
         with pytest.raises(ValueError, match=message):
-            ours.reader.read("tuned", tmp_path)
+            ours.reader.read(open_adapter("tuned", tmp_path))
 
     def test_a_folder_that_is_not_there(self, ours: Rank) -> None:
         with pytest.raises(ValueError, match="adapter='/no/folder': no such folder"):
-            ours.reader.read("tuned", "/no/folder")
+            ours.reader.read(open_adapter("tuned", "/no/folder"))
 
     def test_names_that_are_not_loaded(self) -> None:
         check_is_loaded("sql", ["sql"])

@@ -24,7 +24,7 @@ from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.shared_prefixes import PrefixFinder
 from nanoinfer.runner.message import DecodeMessage, PrefillMessage, PrefixMessage, StepMessage
 
-BLOCK, EOS = 4, 1
+BLOCK, EOS, ADAPTERS = 4, 1, 2
 
 
 def scheduler(
@@ -226,6 +226,24 @@ def test_one_that_is_only_scored_ends_with_its_prompt_and_has_no_row() -> None:
     assert sched.postprocess(second, [(plain, 5)]) == ([scored], 0)
     assert (scored.finish_reason, scored.output_token_ids) == ("length", [])
     assert list(sched.running) == [plain]
+
+
+def test_messages_say_whose_adapter_computes_what() -> None:
+    sched, row_map = scheduler(), RowMap(may_adapt=True)
+    params, ends = SamplingParams(max_tokens=4), frozenset([EOS])
+    plain, adapted = (Sequence([10 + i] * 3, params, 0, 40, ends, adapter=i - 1) for i in range(2))
+    for seq in (plain, adapted):
+        sched.add(seq)
+    step = sched.schedule(in_flight=False)
+    message, _ = row_map.describe(step)
+    assert isinstance(message, PrefillMessage)
+    assert [chunk.adapter for chunk in message.chunks] == [-1, 0]
+    for token_id, has_adapters in ((5, True), (EOS, False)):
+        sched.postprocess(step, [(plain, 5), (adapted, token_id)])
+        step = sched.schedule(in_flight=False)
+        message, _ = row_map.describe(step)
+        assert isinstance(message, DecodeMessage)
+        assert message.has_adapters is has_adapters
 
 
 def test_samples_that_find_no_room_start_later_from_the_cache() -> None:
@@ -474,22 +492,39 @@ def test_all_that_have_begun_start_again_in_their_order() -> None:
         sched.postprocess(step, [(chunk.seq, 5) for chunk in step.chunks if chunk.is_last])
     assert list(sched.running) == [first, second]
     assert halfway.num_scheduled == 6
-    sched.restart()
+    sched.restart(sched.unfinished)
     assert list(sched.waiting) == [first, second, halfway, later]
     assert [len(seq) for seq in sched.waiting] == [8, 8, 7, 7]
     assert sched.block_manager.num_free == 40
     check_blocks(sched)
 
 
+def test_some_that_start_again_wait_behind_a_half_done_prompt_that_goes_on() -> None:
+    sched = scheduler(blocks=40, budget=10)
+    first, second, halfway = (sequence(7, 9, start=start) for start in (10, 30, 50))
+    for seq in (first, second, halfway):
+        sched.add(seq)
+    for _ in range(2):
+        step = sched.schedule(in_flight=False)
+        sched.postprocess(step, [(chunk.seq, 5) for chunk in step.chunks if chunk.is_last])
+    sched.restart({second})
+    assert (list(sched.running), list(sched.waiting)) == ([first], [halfway, second])
+    assert halfway.num_scheduled == 6
+    check_blocks(sched)
+
+
+Kind = tuple[int, bool]  # of a sequence: its adapter, and whether it is long
+
+
 @dataclass
 class Content:
     """What a block holds. With the first token that another group writes into it, all of it is lost.
 
-    tokens: offset -> the token, whether it was computed for a long sequence, and the version of the weights
+    tokens: offset -> the token, the kind of sequence for which it was computed, and the version of the weights
     """
 
     group: int
-    tokens: dict[int, tuple[int, bool, int]] = field(default_factory=dict)
+    tokens: dict[int, tuple[int, Kind, int]] = field(default_factory=dict)
 
 
 class Device:
@@ -499,7 +534,7 @@ class Device:
         self.rows: list[dict] = []
         self.groups, self.long_from = groups, long_from
         self.cache: dict[int, Content] = {}  # of each block
-        self.version = 0  # of the weights
+        self.versions = Counter[int]()  # of the weights, by adapter
         self.kept: set[Sequence] = set()  # those that go on with keys of older weights
         self.prefixes: PrefixMessage | None = None
 
@@ -511,13 +546,14 @@ class Device:
         if isinstance(message, PrefillMessage):
             for chunk in message.chunks:
                 for position, token in enumerate(chunk.token_ids, start=chunk.start):
-                    self.write(chunk.block_tables, position, token, chunk.is_long)
+                    self.write(chunk.block_tables, position, token, (chunk.adapter, chunk.is_long))
             for join in message.joins:
                 chunk = message.chunks[join.chunk]
                 for source, destination in join.copied_blocks:
                     self.cache[destination] = deepcopy(self.cache[source])
                 end = chunk.start + len(chunk.token_ids)
-                self.rows.append({"len": end, "tables": deepcopy(join.block_tables), "seed": join.seed})
+                row = {"len": end, "tables": deepcopy(join.block_tables), "seed": join.seed, "adapter": chunk.adapter}
+                self.rows.append(row)
             return [self.sample(row) for row in self.rows[message.num_rows :]]
         assert isinstance(message, DecodeMessage)
         for row, group, column, block in message.new_blocks:
@@ -525,7 +561,8 @@ class Device:
             self.rows[row]["tables"][group].append(block)
         for row in self.rows:
             row["len"] += 1
-            self.write(row["tables"], row["len"] - 1, row["last"], self.is_long(row["len"]))
+            self.write(row["tables"], row["len"] - 1, row["last"], (row["adapter"], self.is_long(row["len"])))
+        assert message.has_adapters == any(row["adapter"] != NONE for row in self.rows)
         assert message.max_context_len == max(row["len"] for row in self.rows)
         self.prefixes = message.new_prefixes or self.prefixes
         if message.shares:
@@ -549,21 +586,22 @@ class Device:
     def is_long(self, length: int) -> bool:
         return self.long_from is not None and length > self.long_from
 
-    def write(self, tables: list[list[int]], position: int, token: int, is_long: bool) -> None:
+    def write(self, tables: list[list[int]], position: int, token: int, kind: Kind) -> None:
         for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             block_id = table[position // group.block_size]
             content = self.cache.get(block_id)
             if content is None or content.group != index:
                 content = self.cache[block_id] = Content(index)
-            content.tokens[position % group.block_size] = token, is_long, self.version
+            content.tokens[position % group.block_size] = token, kind, self.versions[kind[0]]
 
-    def renew(self, sched: Scheduler) -> None:
-        """Take new weights. No step is in flight."""
-        sched.reset_prefix_cache()
-        self.version += 1
-        self.kept = {seq for seq in sched.unfinished if seq.block_tables}
+    def renew(self, sched: Scheduler, adapter: int | None) -> None:
+        """Take new weights, of everything or of an adapter. No step is in flight."""
+        sched.reset_prefix_cache(adapter)
+        self.versions.update(range(NONE, ADAPTERS) if adapter is None else [adapter])
+        affected = {seq for seq in sched.unfinished if adapter in (None, seq.adapter)}
+        self.kept = self.kept - affected | {seq for seq in affected if seq.block_tables}
 
-    def read(self, index: int, table: list[int], start: int, end: int) -> list[tuple[int, bool, int]]:
+    def read(self, index: int, table: list[int], start: int, end: int) -> list[tuple[int, Kind, int]]:
         """Read the tokens from `start` to `end` as the layers of one group do."""
         size = self.groups[index].block_size
         contents = [self.cache[table[position // size]] for position in range(start, end)]
@@ -689,7 +727,7 @@ def check_windows(sched: Scheduler, seqs: list[Sequence]) -> None:
 
 def is_found(manager: BlockManager, seq: Sequence, end: int) -> bool:
     """Whether a lookup finds a node of the first tokens, up to `end`."""
-    node, size = manager.tree.roots[seq.is_long], manager.prefix_size
+    node, size = manager.tree.root(seq.adapter, seq.is_long), manager.prefix_size
     for start in range(0, end, size):
         if node is not None:
             node = manager.tree.find(node, seq.token_ids[start : start + size].tobytes())
@@ -740,7 +778,7 @@ def a_request(shortest: int) -> st.SearchStrategy:
 def test_every_request_ends_with_its_own_tokens(
     depth, requests, groups, spare, rows, budget, worth, long_from, kind, foresight, arrivals
 ) -> None:
-    """Random requests, some with several samples, arrive and are aborted at random times. Weights change.
+    """Random requests, some with several samples, arrive and are aborted at random times. Weights and adapters change.
 
     Prompts share prefixes, and also have equal blocks after different ones. Some prompts are only scored. The device
     sees messages alone.
@@ -777,19 +815,23 @@ def check_what_is_read(step: Step, message: StepMessage, device: Device, seqs: l
         for index, group in enumerate(device.groups):
             first = 0 if group.window is None else max(0, start - group.window + 1)
             read = device.read(index, seq.block_tables[index], first, end)
-            assert [(token, long) for token, long, _ in read] == [(token, is_long) for token in tokens[first:end]]
-            assert seq in device.kept or {version for _, _, version in read} == {device.version}
+            kind = seq.adapter, is_long
+            assert [(token, own) for token, own, _ in read] == [(token, kind) for token in tokens[first:end]]
+            assert seq in device.kept or {version for _, _, version in read} == {device.versions[seq.adapter]}
 
 
 def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
     first_group, *_ = groups = sched.block_manager.groups
-    row_map = RowMap(None if first_group.window else PrefixFinder(first_group.block_size, 2, 1))
+    row_map = RowMap(None if first_group.window else PrefixFinder(first_group.block_size, 2, 1), may_adapt=True)
     device, refused = Device(groups, sched.long_from), Refused(sched.block_manager)
     rows, budget = sched.max_num_seqs, sched.max_num_batched_tokens
     pending: deque[list[Sequence]] = deque()
     for i, (length, most, ignore, (first, num_first, then), n) in enumerate(requests):
         prompt = ([first] * num_first + [then] * length)[:length]
         pending.append(samples(n if most else 1, prompt, most, () if ignore else (EOS,), seed=10 * i))
+        adapter = arrivals.choice([NONE, *range(NONE, ADAPTERS)])
+        for seq in pending[-1]:
+            seq.adapter = adapter
     seqs, in_flight = [seq for group in pending for seq in group], deque()
     forgotten: set[Sequence] = set()
     while pending or not sched.is_finished or in_flight:
@@ -806,10 +848,12 @@ def serve_random_requests(sched: Scheduler, depth, requests, arrivals) -> None:
         if arrivals.random() < 0.02:
             while in_flight:
                 postprocess(sched, *in_flight.popleft(), device.kept, refused)
+            adapter = arrivals.choice([None, *range(ADAPTERS)])
+            affected = [seq for seq in sched.unfinished if adapter in (None, seq.adapter)]
             if arrivals.random() < 0.5:
-                sched.restart()
-                assert not any(seq.block_tables for seq in sched.unfinished)
-            device.renew(sched)
+                sched.restart(affected)
+                assert not any(seq.block_tables for seq in affected)
+            device.renew(sched, adapter)
         step = sched.schedule(in_flight=bool(in_flight))
         if step is not None and arrivals.random() < 0.01:  # an interrupt comes before the step is launched
             forgotten.update(sched.waiting, sched.running)

@@ -31,6 +31,7 @@ from nanoinfer.process.bar import Bar
 from nanoinfer.replicas.process import ReplicaProcess
 from nanoinfer.replicas.replicas import Replicas
 from nanoinfer.runner import voice
+from nanoinfer.runner.cuda_graphs import PLAIN, DecodeKind
 from nanoinfer.runner.model_runner import ModelRunner
 from nanoinfer.runner.voice import Voice
 from nanoinfer.weights.pinned import Uploads
@@ -354,11 +355,9 @@ class TestCounts:
             monkeypatch.setattr(torch.cuda, name, lambda: None)
         monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
         config = Config(BUNDLED_MODEL, device="cpu")
-        steps = SimpleNamespace(decode_rows=lambda *_: None)
         with Terminal() as terminal:
-            runner = SimpleNamespace(
-                _graph_sizes=[1, 2, 4], _sharing_sizes=[4], _voice=Voice(config), config=config, steps=steps
-            )
+            sizes = {PLAIN: [1, 2, 4], DecodeKind(shares=True): [4]}
+            runner = SimpleNamespace(_graph_sizes=sizes, _voice=Voice(config), _decode_rows=lambda *_: None)
             ModelRunner._capture(cast(ModelRunner, runner))
         assert counted == [("Graphs", 4, 4)]
         assert re.search(r"Graphs: 100%\|█+\| 4/4 \[.* graphs/s\]\n$", terminal.shown)

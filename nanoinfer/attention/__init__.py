@@ -49,15 +49,22 @@ def choose_backend(
     head_dim: int,
     in_fp8: bool = False,
     has_sinks: bool = False,
+    in_order: bool = False,
 ) -> str:
     """Return the backend that `name` stands for. "auto" is torch on the CPU, and on CUDA triton, the fastest.
 
     in_fp8: whether the KV cache is in FP8; has_sinks: whether some layer's heads have sinks (Scoring.sinks)
+    in_order: whether it must add up in one order on CUDA, for deterministic=True
     Raises ValueError, with the reason, if the named backend cannot run.
     """
     name = check_choice("attention_backend", name, ["auto", *BACKENDS])
     if name == "auto":
         return "torch" if device == "cpu" else "triton"
+    if in_order and name != "triton":
+        raise ValueError(
+            f"deterministic=True: attention_backend={name!r} adds up in other orders in other steps; on CUDA it must be"
+            " 'triton', or 'auto'"
+        )
     problem = None
     if name == "flash_attn":
         problem = _flash_attn_problem(device, dtype, block_size, head_dim, in_fp8, has_sinks)

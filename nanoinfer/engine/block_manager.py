@@ -283,6 +283,22 @@ class BlockManager:
         for seq in seqs:
             seq.node = None
 
+    def forget_adapter(self, adapter: int, seqs: Iterable[Sequence]) -> None:
+        """Let no later sequence share what has been computed so far with the adapter in a slot.
+
+        seqs: its sequences that hold blocks. No other sequence finds what they fill from now on
+        """
+        for seq in seqs:
+            seq.node = None
+        for node in self.tree.uproot(adapter):
+            if self.states is not None:
+                self.states.drop(node)
+            if self.tier is not None:
+                self.tier.drop(node)
+            self.tree.cut(node)
+            for block_id in self.free_blocks.keys() & node.blocks:
+                self.free_blocks.move_to_end(block_id, last=False)  # it holds nothing to keep
+
     def lose_blocks(self) -> None:
         """Let nodes know nothing of blocks any more, whose content is gone; what host memory holds stays."""
         if self.tier is None:

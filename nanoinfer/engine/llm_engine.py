@@ -14,6 +14,7 @@ from nanoinfer.engine.faults import without_images, without_token
 from nanoinfer.engine.images import ImageFeed, images_of
 from nanoinfer.engine.matchers import Matchers
 from nanoinfer.engine.prefixes.host_tier import HostTier
+from nanoinfer.engine.ranks.adapters import Adapters
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.ranks.sleeper import Sleeper
 from nanoinfer.engine.ranks.updater import Updater
@@ -50,9 +51,11 @@ class LLMEngine:
             config.description.long_from,
         )
         self._feed = ImageFeed(self._keeps_image, config.device == "cuda") if config.sees else None
-        self.row_map = RowMap(_prefix_finder(config) if config.shares_prefixes else None, self._feed)
+        finder = _prefix_finder(config) if config.shares_prefixes else None
+        self.row_map = RowMap(finder, self._feed, may_adapt=config.max_adapters > 0)
         self.matchers = Matchers()
         self.updater = Updater(self.ranks, self.scheduler, config.description.tied)
+        self.adapters = Adapters(self.ranks, self.scheduler, config.max_adapters)
         self.sleeper = Sleeper(self.ranks.call)
         self.in_flight: deque[InFlight] = deque()
         self.on_step: Callable[[StepResult], None] | None = None  # called with each step that is read back
@@ -103,10 +106,11 @@ class LLMEngine:
             stop_ids = stop_ids.union(params.stop_token_ids)
         if grammar is not None:
             stop_ids |= grammar.eos_token_ids
-        seqs: list[Sequence] = []
+        adapter = self.adapters.slot_of(params.adapter)
+        limit, seqs = self.config.max_model_len, list[Sequence]()
         for index in samples or range(params.n):
             own_seed = (seed + index * 0xA0761D6478BD642F) % 2**63
-            seq = Sequence(prompt, params, own_seed, self.config.max_model_len, stop_ids, request_id, index, images)
+            seq = Sequence(prompt, params, own_seed, limit, stop_ids, request_id, index, images, adapter)
             seq.queued_at = time.perf_counter()
             seq.use_weights(self.updater.version)
             if (experts := self.config.description.experts) is not None and self.config.routed_experts:
@@ -211,6 +215,7 @@ class LLMEngine:
             if not keep_weights:
                 self.scheduler.reset_prefix_cache()
                 self.updater.drop()
+                self.adapters.drop()
             fault = self.sleeper.sleep(keep_weights)
         if fault is not None:
             raise RuntimeError(fault)

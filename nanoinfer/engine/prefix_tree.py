@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from operator import attrgetter
 
 from xxhash import xxh64_intdigest
 
@@ -58,7 +59,7 @@ class Node:
 class PrefixTree:
     """All nodes that have a block or a snapshot, or lead to such a one.
 
-    roots: of short and of long sequences (see Scheduler), whose keys differ
+    roots: by the adapter's slot, and by whether the sequence is long (see Scheduler): others' keys differ
     by_hash: hash of a content -> the node that a lookup of the content finds
     collided: content whose hash leads to another content's node -> its own node
     """
@@ -68,8 +69,8 @@ class PrefixTree:
     def __init__(self, blocks: list[Block], num_places: int) -> None:
         """num_places: the blocks of one node."""
         self._blocks, self._num_places = blocks, num_places
-        self._serials = count(2)
-        self.roots = tuple(Node(None, serial, b"", 0, 0) for serial in range(2))
+        self._serials = count()
+        self.roots: dict[tuple[int, bool], Node] = {}
         self.by_hash: dict[int, Node] = {}
         self.collided: dict[bytes, Node] = {}
         self.num_attached = 0  # blocks that are nodes'
@@ -80,6 +81,26 @@ class PrefixTree:
 
     def __len__(self) -> int:
         return len(self.by_hash) + len(self.collided)
+
+    def root(self, adapter: int = NONE, is_long: bool = False) -> Node:
+        """Return the empty prefix of sequences of one kind, which is made if there is none.
+
+        adapter: the slot of theirs; NONE: the model alone computes them
+        """
+        root = self.roots.get((adapter, is_long))
+        if root is None:
+            root = self.roots[adapter, is_long] = Node(None, next(self._serials), b"", 0, 0)
+        return root
+
+    def uproot(self, adapter: int) -> list[Node]:
+        """Let no lookup begin at an adapter's roots; returns the nodes that it would have found behind them."""
+        lost = {self.roots.pop(kind) for kind in list(self.roots) if kind[0] == adapter}
+        behind: list[Node] = []
+        for node in sorted(self, key=attrgetter("serial")) if lost else ():  # a parent's is less
+            if node.parent in lost:
+                lost.add(node)
+                behind.append(node)
+        return behind
 
     def find(self, parent: Node, tokens: bytes) -> Node | None:
         """Return the node of these tokens behind its parent; None: there is none."""
@@ -149,14 +170,13 @@ class PrefixTree:
         parent.num_children -= 1
 
     def clear(self) -> None:
-        """Remove all nodes but the roots."""
+        """Remove all nodes."""
         for node in self:
             node.is_found = False
             for block_id in node.blocks:
                 if block_id != NONE:
                     self._blocks[block_id].node = None
-        for root in self.roots:
-            root.num_children = 0
+        self.roots.clear()
         self.num_attached = 0
         self.by_hash.clear()
         self.collided.clear()

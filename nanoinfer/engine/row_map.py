@@ -30,11 +30,17 @@ class RowMap:
     seqs: row i holds seqs[i]
     """
 
-    def __init__(self, finder: PrefixFinder | None = None, feed: ImageFeed | None = None) -> None:
-        """finder: given if decode attention reads shared prefixes once; feed: if prompts may have images"""
+    def __init__(
+        self, finder: PrefixFinder | None = None, feed: ImageFeed | None = None, may_adapt: bool = False
+    ) -> None:
+        """finder: given if decode attention reads shared prefixes once; feed: if prompts may have images.
+
+        may_adapt: whether sequences may have adapters
+        """
         self.seqs: list[Sequence] = []
         self._finder = finder
         self._feed = feed
+        self._may_adapt = may_adapt
         self._shares = False  # whether rows share prefixes, since they last changed
         self._has_changed = False  # whether rows have come or gone since the last decode step
 
@@ -73,6 +79,8 @@ class RowMap:
         grown = [_describe_block(seq, group) for seq, group in step.grown]
         prefixes = self._new_prefixes()
         message = DecodeMessage(moves, len(self.seqs), grown, step.max_context_len, self._shares, prefixes)
+        if self._may_adapt:
+            message.has_adapters = any(seq.adapter >= 0 for seq in self.seqs)
         return message, self.seqs.copy()
 
     def _new_prefixes(self) -> PrefixMessage | None:
@@ -112,6 +120,7 @@ def _describe_chunk(chunk: Chunk) -> ChunkMessage:
     seq = chunk.seq
     tokens = seq.token_ids[chunk.start : chunk.end]
     message = ChunkMessage(tokens, chunk.start, seq.block_tables, is_long=seq.is_long, states=chunk.states)
+    message.adapter = seq.adapter
     if seq.images is not None:
         message.images = seq.images.chunk(chunk.start, chunk.end)
     if seq.wants_prompt_logprobs:

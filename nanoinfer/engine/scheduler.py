@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -258,22 +258,30 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         self.waiting.put_first(seq)
 
-    def restart(self) -> None:
-        """Let every sequence that has begun start again from its tokens. No step is in flight."""
+    def restart(self, seqs: Collection[Sequence]) -> None:
+        """Let each of these sequences that has begun start again from its tokens. No step is in flight."""
         for seq in self.waiting:
-            if seq.block_tables:  # a half-done prompt
+            if seq.block_tables and seq in seqs:  # a half-done prompt
                 self.block_manager.free(seq)
                 seq.num_scheduled = 0
                 if seq.wants_prompt_logprobs:  # one that has tokens does not compute them again
                     seq.prompt_logprobs.clear()
         for seq in reversed(self.running.copy()):
-            self._requeue(seq)
+            if seq in seqs:
+                self._requeue(seq)
 
-    def reset_prefix_cache(self) -> None:
-        """Let no later sequence share a block of any sequence that has begun so far."""
-        self.block_manager.forget_all([seq for seq in self.unfinished if seq.block_tables])
+    def reset_prefix_cache(self, adapter: int | None = None) -> None:
+        """Let no later sequence share a block of any sequence that has begun so far.
+
+        adapter: only of the sequences of the one in this slot
+        """
+        begun = [seq for seq in self.unfinished if seq.block_tables and adapter in (None, seq.adapter)]
+        if adapter is None:
+            self.block_manager.forget_all(begun)
+        else:
+            self.block_manager.forget_adapter(adapter, begun)
         for seq in self.waiting:
-            if seq.routed_experts is not None and not seq.block_tables:
+            if seq.routed_experts is not None and not seq.block_tables and adapter in (None, seq.adapter):
                 seq.routed_experts.clear()  # so that shared blocks never give it others' experts
 
     def _stop(self, seq: Sequence) -> None:

@@ -34,6 +34,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "block_tables",
         "check_at",
         "finish_reason",
@@ -78,14 +79,17 @@ class Sequence:
         request_id: int = 0,
         sample_index: int = 0,
         images: PromptImages | None = None,
+        adapter: int = NONE,
     ) -> None:
         """stop_ids: tokens that end the sequence; sample_index: its number among the request's samples, from 0.
 
         images: the prompt's; None: it has none
+        adapter: the slot of its adapter; NONE: the model alone computes it
         """
         self.token_ids = array("i", prompt)
         self.num_prompt_tokens = len(prompt)
         self.images = images
+        self.adapter = adapter
         self.params = params
         self.temperature = 0.0 if params.is_greedy else params.temperature
         self.stop_ids = stop_ids

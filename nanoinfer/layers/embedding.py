@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -22,7 +23,26 @@ def _share_of_ids(vocab_size: int, tp: TensorParallel) -> tuple[int, int]:
     return first, min(first + share, vocab_size) - first
 
 
-class VocabParallelEmbedding(nn.Module):
+class Head(nn.Module, ABC):
+    """An output projection. Each rank holds the rows of `num_ids` token ids, from `first_id` on."""
+
+    first_id: int
+    num_ids: int
+
+    @abstractmethod
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Project [rows, hidden_size] to [rows, this rank's token ids], into `out` if given."""
+
+    @abstractmethod
+    def fix_order(self, sizes: list[int]) -> None:
+        """Let a GPU's products for logits add up in the order of the inputs; sizes: as for InOrderWeight"""
+
+    @abstractmethod
+    def fix_parts(self) -> None:
+        """Let the CPU compute logits by parts, whose shapes do not depend on the number of ranks."""
+
+
+class VocabParallelEmbedding(Head):
     """One vector for each token id. Each rank holds a range of ids from `first_id` on; the last rank's may be shorter.
 
     A model's output projection is such a matrix too, often the very same one.
@@ -67,10 +87,7 @@ class VocabParallelEmbedding(nn.Module):
         return rows * ours.unsqueeze(1)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Use the matrix as output projection: [rows, hidden_size] to [rows, this rank's token ids], into `out`.
-
-        The product and the result have the matrix's dtype.
-        """
+        """Use the matrix as output projection. The product and the result have the matrix's dtype."""
         hidden = hidden.to(self.weight.dtype)
         if self._in_order is not None:
             return self._in_order.product(hidden, out=out)
@@ -86,7 +103,7 @@ class VocabParallelEmbedding(nn.Module):
             )
 
 
-class QuantizedHead(nn.Module):
+class QuantizedHead(Head):
     """An output projection whose matrix has a format of its own; each rank holds the ids that it would embed."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, tp: TensorParallel, formats: Formats) -> None:
@@ -96,7 +113,13 @@ class QuantizedHead(nn.Module):
         section = Section(name, self.num_ids, (vocab_size, hidden_size), self.first_id)
         self.matrix = formats.make_matrix([section], hidden_size, bias=False)
 
+    def fix_order(self, sizes: list[int]) -> None:
+        """Leave it to the matrix, as a layer does."""
+
+    def fix_parts(self) -> None:
+        """Leave it to the matrix, as a layer does."""
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Project as VocabParallelEmbedding.logits does, in hidden's dtype."""
+        """Project in hidden's dtype."""
         logits = self.matrix.product(hidden)
         return logits if out is None else out.copy_(logits)

@@ -16,6 +16,7 @@ from nanoinfer.layers.norm import Joint, RMSNorm
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.formats import Formats
+from nanoinfer.weights.formats.matrix import LinearMap
 from nanoinfer.weights.shards import Section
 
 
@@ -62,7 +63,7 @@ class LayerInputs(nn.Module):
         total = num_layers * sizes.size
         self.embedding = VocabParallelEmbedding(sizes.embedding, vocab_size, total, tp)
         section = Section(sizes.projection, total, (total, hidden_size), 0)
-        self.projection = formats.make_matrix([section], hidden_size, False)
+        self.projection: LinearMap = formats.make_matrix([section], hidden_size, False)
         # The model divides what it normalises by sqrt(hidden_size). The norm undoes that, but for a larger eps.
         self.norm = RMSNorm(sizes.norm, sizes.size, eps * hidden_size)
 

@@ -14,6 +14,7 @@ from nanoinfer.layers.norm import Joint
 from nanoinfer.parallel.shares import share_of
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.weights.formats.formats import PLAIN_FORMATS, Formats
+from nanoinfer.weights.formats.matrix import LinearMap
 from nanoinfer.weights.shards import Section
 
 
@@ -97,7 +98,7 @@ class ColumnParallelLinear(nn.Module):
         sections = [
             section for projection in projections for section in projection.sections(tp.rank, tp.size, in_features)
         ]
-        self.matrix = formats.make_matrix(sections, in_features, bias)
+        self.matrix: LinearMap = formats.make_matrix(sections, in_features, bias)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, joint: Joint, activation: Activation | None = None
@@ -142,6 +143,7 @@ class RowParallelLinear(nn.Module):
         """formats: as for ColumnParallelLinear; unit: so many neighbouring inputs stay on one rank"""
         super().__init__()
         self.tp = tp
+        self.matrix: LinearMap
         shape = out_features, in_features
         if tp.splits_outputs:
             share = share_of(out_features, tp.rank, tp.size)

@@ -10,12 +10,18 @@ from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context
+from nanoinfer.layers.embedding import Head
 from nanoinfer.models.description import Description
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 
 
 class CausalLM(nn.Module, ABC):
-    """One rank's share of a model. Its weights are those of its modules that have shards (weights/shards.py)."""
+    """One rank's share of a model. Its weights are those of its modules that have shards (weights/shards.py).
+
+    lm_head: what computes the logits before their scale; another may take its place
+    """
+
+    lm_head: Head
 
     @abstractmethod
     def __init__(

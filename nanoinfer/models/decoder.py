@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nanoinfer.attention import AttentionBackend
 from nanoinfer.attention.context import Context, ImageContext
-from nanoinfer.layers.embedding import QuantizedHead, VocabParallelEmbedding
+from nanoinfer.layers.embedding import Head, QuantizedHead, VocabParallelEmbedding
 from nanoinfer.layers.experts import GatedSharedExpert, MixtureOfExperts
 from nanoinfer.layers.layer_inputs import LayerInputBranch, LayerInputs, LayerInputSizes
 from nanoinfer.layers.norm import Joint, RMSNorm
@@ -114,7 +114,7 @@ class Decoder(CausalLM):
         self.lm_head = self._make_head(model, head_dtype)
         self.logit_scale, self.logit_cap = model.logit_scale, model.logit_cap
 
-    def _make_head(self, model: Description, dtype: torch.dtype) -> VocabParallelEmbedding | QuantizedHead:
+    def _make_head(self, model: Description, dtype: torch.dtype) -> Head:
         sizes = model.vocab_size, model.hidden_size, self.tp
         if model.head_format != PLAIN:
             return QuantizedHead(HEAD, *sizes, model.formats)
@@ -175,16 +175,14 @@ class Decoder(CausalLM):
         for module in self.modules():
             if isinstance(module, (Matrix, MixtureOfExperts, GatedSharedExpert)):
                 module.fix_order([*sizes, tokens])
-        if isinstance(self.lm_head, VocabParallelEmbedding):  # else it has a Matrix
-            self.lm_head.fix_order(sizes)
+        self.lm_head.fix_order(sizes)
 
     def fix_parts(self) -> None:
         """Let the CPU multiply by parts of the matrices, whose shapes do not depend on the number of ranks."""
         for module in self.modules():
             if isinstance(module, (Matrix, Experts)):
                 module.fix_parts()
-        if isinstance(self.lm_head, VocabParallelEmbedding):
-            self.lm_head.fix_parts()
+        self.lm_head.fix_parts()
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute logits, [rows, this rank's token ids], from [rows, hidden_size], into `out` if given."""

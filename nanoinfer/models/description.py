@@ -334,6 +334,16 @@ class Description:
         if self.vocab_size < ranks**2:
             raise ValueError(f"tensor_parallel_size={ranks}: vocab_size={self.vocab_size} is too small; use fewer")
 
+    def check_in_order(self, ranks: int, on_cpu: bool) -> None:
+        """Raise ValueError if the model cannot give a token the same bits in any company, on this many ranks."""
+        if self.has_states:
+            raise ValueError(
+                "deterministic=True: must be False for this model: some of its layers keep a state, and computing it in"
+                " chunks adds up in another order than token by token"
+            )
+        if ranks > 1:
+            self.check_ranks_in_order(ranks, on_cpu)
+
     def check_ranks_in_order(self, ranks: int, on_cpu: bool) -> None:
         """Raise ValueError if this many ranks cannot give the bits that one rank gives."""
         heads = [("num_key_value_heads", count) for count in self._kv_counts]

@@ -81,6 +81,22 @@ def load(tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> Itera
         yield crates, True
 
 
+def packed(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[Shape, bytes]]:
+    """Return tensors as bytes, which a pipe takes."""
+    with fresh_torch_state():
+        return [
+            (Shape(name, tuple(tensor.shape), tensor.dtype), _bytes_of(tensor).cpu().numpy().tobytes())
+            for name, tensor in tensors
+        ]
+
+
+def unpacked(pairs: Iterable[tuple[Shape, bytes]]) -> list[tuple[str, Tensor]]:
+    """Return the tensors that `packed` has made bytes of."""
+    return [
+        (name, torch.frombuffer(bytearray(data), dtype=dtype).reshape(sizes)) for (name, sizes, dtype), data in pairs
+    ]
+
+
 def unload(loads: Iterable[list[Crate]], segment: SharedSegment) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that arrive, each when the last of its bytes is there."""
     with segment.map(torch.device("cpu")) as memory:

@@ -21,13 +21,14 @@ import torch
 
 from nanoinfer.config import Config
 from nanoinfer.engine.llm_engine import LLMEngine
+from nanoinfer.engine.ranks.adapters import LoadedAdapter
 from nanoinfer.engine.ranks.workers import VERDICT_SECONDS
 from nanoinfer.engine.sequence import Sequence, SequenceStatus
 from nanoinfer.engine.step_result import StepResult
 from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.parallel.channel import BEAT_SECONDS
 from nanoinfer.process.collector import frozen
-from nanoinfer.replicas.freight import Crate, Shape, unload
+from nanoinfer.replicas.freight import Crate, Shape, unload, unpacked
 from nanoinfer.replicas.messages import Failed, Message, Ready, Reply, Report, StepFigures, Task
 from nanoinfer.requests.images import ImageInputs
 from nanoinfer.requests.inputs import Prepared
@@ -38,6 +39,9 @@ from nanoinfer.requests.text.texts import Texts
 from nanoinfer.requests.text.tokenizer import load_tokenizer
 from nanoinfer.runner.voice import name_hardware
 from nanoinfer.vision.spans import VisionPrompt
+from nanoinfer.weights.adapters.config import AdapterConfig
+from nanoinfer.weights.adapters.low_rank import Adapter
+from nanoinfer.weights.adapters.source import AdapterSource
 from nanoinfer.weights.sources import FileSource, TensorSource
 
 QUIET_SECONDS = 0.1  # without a report, while requests run
@@ -144,6 +148,7 @@ class Replica:
         self._round = 0
         self._call = 0  # the newest call's number
         self._refused = ""  # why the newest update of the weights has failed
+        self._adapter: Adapter = {}  # the newest one that `read_adapter` has checked
         self._numbers: dict[int, int] = {}  # by this engine's request id, the task's number
         self._unbegun: deque[Sequence] = deque()
         self._steps: list[StepFigures] = []  # since the last report
@@ -294,6 +299,31 @@ class Replica:
             raise
         return updater.version, updater.lacks
 
+    def read_adapter(self, name: str, config: AdapterConfig, segment: SharedSegment) -> LoadedAdapter:
+        """Check an adapter whose tensors arrive, for `write_adapter`; returns what there is to know of it.
+
+        Raises ValueError as Adapters.read does.
+        The answer to the last call of `unload` is the answer to this one.
+        """
+        source = AdapterSource(name, config, list(unload(self._loads(), segment)))
+        self._adapter = self.engine.adapters.read(source)
+        return self.engine.adapters.describe(name, self._adapter)
+
+    def write_adapter(self, name: str, in_flight: Fate) -> None:
+        """Load the adapter that `read_adapter` has checked."""
+        adapter, self._adapter = self._adapter, {}
+        self.engine.adapters.write(name, adapter, self._requests.before_new_weights(in_flight, name))
+        self._report()  # in_flight="abort" has ended some
+
+    def adopt_adapter(self, name: str, config: AdapterConfig, tensors: list[tuple[Shape, bytes]]) -> None:
+        """Load an adapter that the other replicas have, before there are tasks."""
+        self._adapter = self.engine.adapters.read(AdapterSource(name, config, unpacked(tensors)))
+        self.write_adapter(name, "keep")
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter, of which no tasks are left."""
+        self.engine.adapters.unload(name)
+
     def _loads(self) -> Iterator[list[Crate]]:
         """Yield what arrives by calls of `unload`, each of which is answered when the next is awaited."""
         is_first = True
@@ -303,10 +333,10 @@ class Replica:
             is_first = False
             method, args = self._inbox.get()
             if method != "call":
-                raise RuntimeError(f"an update of the weights was broken off by {method}")
+                raise RuntimeError(f"new weights were broken off by {method}")
             self._call, _, (crates, is_last) = args
             if crates is None:
-                raise RuntimeError("an update of the weights was broken off")
+                raise RuntimeError("new weights were broken off")
             yield crates
             if is_last:
                 return

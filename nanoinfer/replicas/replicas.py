@@ -13,25 +13,26 @@ from enum import Enum, auto
 from multiprocessing.connection import wait
 from typing import Any
 
+from torch import Tensor
+
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.sleeper import TAGS, check_awake
 from nanoinfer.engine.ranks.updater import check_whole
 from nanoinfer.engine.ranks.workers import CLOSE_SECONDS, WorkerError, check_spawning
 from nanoinfer.engine.stats import Counters
 from nanoinfer.engine.step_result import StepResult
+from nanoinfer.parallel.buckets import SharedSegment
 from nanoinfer.process.interrupts import delayed_interrupt
-from nanoinfer.replicas.freight import Shape, load, shared_memory
+from nanoinfer.replicas.adapters import ReplicaAdapters
+from nanoinfer.replicas.freight import load
 from nanoinfer.replicas.messages import Failed, Ready, Reply, Report
 from nanoinfer.replicas.process import ReplicaProcess
-from nanoinfer.requests.interface import Fate
+from nanoinfer.replicas.updater import ALL, ReplicaUpdater
 from nanoinfer.runner.memory.lender import Tag
 from nanoinfer.runner.memory.plan import MemoryPlan, tell
 from nanoinfer.runner.voice import Voice
-from nanoinfer.weights.sources import FileSource, TensorSource
 
 log = logging.getLogger("nanoinfer")
-
-ALL = "all tensors"  # are missing
 
 
 class Change(Enum):
@@ -62,6 +63,7 @@ class Replicas:
         self.on_step: Callable[[StepResult], None] | None = None
         self.counters = Counters()
         self.updater = ReplicaUpdater(self)
+        self.adapters = ReplicaAdapters(self, config.max_adapters, config.restart_replicas)
         self._owner = os.getpid()
         self._is_started = False
         self._failure: str | None = None  # why all have ended
@@ -71,6 +73,7 @@ class Replicas:
         self._asked: set[int] = set()  # the replicas that have not answered the newest call
         self._answers: dict[int, Reply] = {}  # by replica, to that call
         self._processes: dict[int, ReplicaProcess] = {}
+        self._newcomers: list[int] | None = None  # those that `without_newcomers` keeps waiting; None: it keeps none
         self._finalizer = weakref.finalize(self, _close, self._owner, self._processes)
         try:
             for index in range(config.data_parallel_size):
@@ -161,6 +164,22 @@ class Replicas:
         self._asked = set(self.ready)
         self.tell_all("call", self._num_calls, method, args)
 
+    def deliver(self, tensors: Iterable[tuple[str, Tensor]], segment: SharedSegment) -> list[Any]:
+        """Bring tensors to all replicas, which have been asked to take them; returns their answers.
+
+        Raises the first error of a replica, or that of the tensors' source, and then breaks off everywhere.
+        """
+        answers: list[Any] = []
+        try:
+            for crates, is_last in load(tensors, segment):
+                answers = self.call("unload", crates, is_last)
+                self.check_open()  # the source runs code that is not ours
+        except BaseException:
+            with delayed_interrupt(), suppress(RuntimeError):
+                self.call("unload", None, True)
+            raise
+        return answers
+
     def _receive(self) -> list[Ready]:
         """Wait for messages, and sort them; returns those of replicas that have started."""
         self.check_open()
@@ -179,11 +198,31 @@ class Replicas:
                             self._asked.discard(index)
                     case Ready() as ready:
                         started.append(ready)
-                        self._processes[index].is_ready = True
-                        self._news.append((index, Change.JOINED))
+                        if self._newcomers is None:
+                            self._join(index)
+                        else:
+                            self._newcomers.append(index)
                     case Failed() | None:
                         self._lose(index)
         return started
+
+    def _join(self, index: int) -> None:
+        """Let a replica take tasks that has started."""
+        if index in self._processes:
+            self._processes[index].is_ready = True
+            self.adapters.tell(index)
+            self._news.append((index, Change.JOINED))
+
+    @contextmanager
+    def without_newcomers(self) -> Iterator[None]:
+        """Return a context in which no replica joins: it would miss the first half of what the others are told."""
+        self._newcomers = []
+        try:
+            yield
+        finally:
+            newcomers, self._newcomers = self._newcomers, None
+            for index in newcomers:
+                self._join(index)
 
     def _note_steps(self, index: int, report: Report) -> None:
         for result in results_of(index, report):
@@ -298,79 +337,13 @@ class Replicas:
                 raise
             if not keep_weights:
                 self.updater.lacks = ALL
+                self.adapters.drop()
 
     def wake_up(self, tags: Collection[str]) -> None:
         """Take back what the tags name. Raises RuntimeError as LLMEngine.wake_up does; some of that then stays lent."""
         with delayed_interrupt():
             self.call("wake_up", tags)
             self._asleep.difference_update(tags)
-
-
-class ReplicaUpdater:
-    """Changes the weights of all replicas.
-
-    version: the updates that have ended well
-    lacks: as for Updater, whatever single replicas have
-    """
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = weakref.proxy(replicas)  # which holds this
-        self.version = 0
-        self.lacks = ""
-
-    def update(self, source: TensorSource, in_flight: Fate, begin: Callable[[], None]) -> int:
-        """Write a trainer's tensors into all replicas; returns the version, a new one if no tensor is missing.
-
-        begin: called when all have them
-        """
-        replicas, anew, num_bytes = self._replicas, self.lacks == ALL, None
-        tensors = source.pairs()
-        if source.holds_tensors:  # then all can be checked before the first is written
-            held = list(tensors)
-            if source.is_partial and not held:  # tensors of other models alone
-                return self.version
-            shapes = [Shape(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held]
-            replicas.call("check_weights", shapes, source.is_partial)
-            num_bytes = sum(tensor.nbytes for _, tensor in held)
-            tensors = iter(held)
-        with self._new_version() as version, shared_memory(num_bytes) as segment:
-            replicas.ask("update_weights", segment, source.is_partial, in_flight, version, anew)
-            try:
-                states: list[tuple[int, str]] = []
-                for crates, is_last in load(tensors, segment):
-                    states = replicas.call("unload", crates, is_last)
-                    replicas.check_open()  # the source runs code that is not ours
-            except BaseException:
-                with delayed_interrupt(), suppress(RuntimeError):
-                    replicas.call("unload", None, True)
-                raise
-            begin()
-            self.version, self.lacks = min(states)
-        return self.version
-
-    def load(self, source: FileSource, in_flight: Fate, begin: Callable[[], None]) -> int:
-        """Write the tensors of files into all replicas; returns the new version. begin: called when all have them."""
-        with self._new_version() as version:
-            self._replicas.call("load_weights", source, in_flight, version)
-            begin()
-            self.version, self.lacks = version, ""
-        return self.version
-
-    @contextmanager
-    def _new_version(self) -> Iterator[int]:
-        """Return a context in which all replicas get the weights of a version, or are asked what they have got.
-
-        Behind it, tensors that have come to some replicas before it broke off count for none.
-        """
-        self._replicas.end_starting()
-        version, before, self.lacks = self.version + 1, self.lacks, ALL
-        try:
-            yield version
-        except Exception:
-            with suppress(ValueError, WorkerError):  # the LLM is closed
-                if not (before or any(self._replicas.call("has_mixed_weights", version))):
-                    self.lacks = ""
-            raise
 
 
 def results_of(index: int, report: Report) -> Iterable[StepResult]:

@@ -186,7 +186,8 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
     def _make(self, prompt: Prepared, streams: bool) -> ReplicaRequest:
         id, self._num_added = self._num_added, self._num_added + 1
         block = self._config.cache_layout.prefix_size
-        key = prompt.beginning(block) if len(prompt.token_ids) > block else ("request", id)
+        beginning = prompt.params.adapter, prompt.beginning(block)
+        key = beginning if len(prompt.token_ids) > block else ("request", id)
         seed = seed_of(prompt.params, self._config.seed, id)
         decode, version = self._decode if prompt.params.detokenize else None, self._replicas.updater.version
         request = self._running[id] = ReplicaRequest(id, prompt, seed, key, streams, decode, version)
@@ -272,14 +273,14 @@ class ReplicaRequests(AnyRequests[ReplicaRequest, StreamedSample]):
         else:
             self._end(request, request.without_tokens(index, reason, stop_reason))
 
-    def before_new_weights(self, in_flight: Fate) -> Callable[[], None]:
+    def before_new_weights(self, in_flight: Fate, adapter: str | None = None) -> Callable[[], None]:
         """Return the function that ends requests after new weights came, if in_flight says so; replicas do the rest."""
         check_choice("in_flight", in_flight, list(get_args(Fate)))
 
         def prepare() -> None:
             if in_flight == "abort":
                 with self:
-                    for request in list(self._running.values()):
+                    for request in self._affected(adapter):
                         self.abort(request)
 
         return prepare

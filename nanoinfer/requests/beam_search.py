@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import closing
@@ -23,8 +21,8 @@ from nanoinfer.engine.sequence import FinishReason, Sequence
 from nanoinfer.hints import hints_for
 from nanoinfer.logprob import LogProb
 from nanoinfer.process.collector import no_full_collection
+from nanoinfer.requests.adapters import LoadsAdapters
 from nanoinfer.requests.inputs import Inputs, Prepared, Prompt
-from nanoinfer.requests.interface import AnyEngine, SomeRequests
 from nanoinfer.requests.outputs import Later, Output
 from nanoinfer.requests.progress import Shown, UseTqdm, check_use_tqdm, make_bar
 from nanoinfer.requests.text.spelling import decoder, whole_decoder
@@ -80,7 +78,7 @@ class BeamSearchOutput(Output):
     sequences: list[BeamSequence]
 
 
-class SearchesBeams(ABC):
+class SearchesBeams(LoadsAdapters):
     """The beam search of LLM.
 
     beam_rules: whose definition of the best sequences it takes
@@ -89,14 +87,8 @@ class SearchesBeams(ABC):
     beam_rules: ClassVar[type[Rules]] = TransformersRules
 
     config: Config
-    engine: AnyEngine
     tokenizer: PreTrainedTokenizerBase | None
     _inputs: Inputs
-    _requests: SomeRequests
-
-    @abstractmethod
-    def _turn(self, alone: bool = False) -> threading.Lock:
-        """Return the lock that a caller holds while the engine runs."""
 
     @hints_for("beam_search", ("concurrency_limit",))
     def beam_search(
@@ -130,6 +122,7 @@ class SearchesBeams(ABC):
                 concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
             rules = self.beam_rules(self._check_beam_params(params))
             prepared = self._inputs.check(prompts, _sampling_params(params))
+            self._check_adapters(prepared)
             searches = [self._beams_of(index, prompt, rules) for index, prompt in enumerate(prepared)]
         self._run_beams(rules, searches, concurrency_limit or len(searches), use_tqdm)
         return [
@@ -172,7 +165,8 @@ class SearchesBeams(ABC):
         """Return the search of a prompt. Raises ValueError if the KV cache cannot hold its beams."""
         stop_ids = self._stop_ids(rules.params)
         images = images_of(prompt.prompt, self.config) if isinstance(prompt.prompt, VisionPrompt) else None
-        seq = Sequence(prompt.token_ids, prompt.params, 0, self.config.max_model_len, stop_ids, images=images)
+        adapter = cast(LLMEngine, self.engine).adapters.slot_of(prompt.params.adapter)
+        seq = Sequence(prompt.token_ids, prompt.params, 0, self.config.max_model_len, stop_ids, 0, 0, images, adapter)
         search = BeamSearch(rules, seq)
         layout, asked = self.config.cache_layout, self.config.num_kvcache_blocks
         assert asked is not None  # since the engine has started
@@ -236,4 +230,5 @@ class SearchesBeams(ABC):
 
 def _sampling_params(params: BeamSearchParams) -> SamplingParams:
     """Return settings by which a prompt is checked as for generate."""
-    return SamplingParams(temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos)
+    length, adapter = params.max_tokens, params.adapter
+    return SamplingParams(temperature=0, max_tokens=length, ignore_eos=params.ignore_eos, adapter=adapter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoinfer.checks import as_int, as_list, check_none, short
@@ -151,8 +152,11 @@ class Inputs:
         prompt = self._tokens_of(asked, coming.seen)
         return Prepared(self._check_tokens(asked.name, prompt, settings.params), asked.text, *settings)
 
-    def check_continuations(self, prompt: Prompt, continuations: Tokens | ListLike[Tokens]) -> list[Prepared]:
+    def check_continuations(
+        self, prompt: Prompt, continuations: Tokens | ListLike[Tokens], adapter: str | None
+    ) -> list[Prepared]:
         """Return the prompt with each of its continuations, ready to be scored."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, adapter=adapter)
         asked = self._unwrap("prompt", prompt)
         if not isinstance(asked.prompt, str):
             asked = asked._replace(prompt=_token_ids(asked.name, asked.prompt))
@@ -162,9 +166,9 @@ class Inputs:
         entries = _list("continuations", items, f"{A_PROMPT}, or a list of these")
         if entries and as_int(entries[0]) is not None:
             entries = [entries]
-        return [self._follow(asked, f"continuations[{i}]", entry) for i, entry in enumerate(entries)]
+        return [self._follow(asked, f"continuations[{i}]", entry, params) for i, entry in enumerate(entries)]
 
-    def _follow(self, asked: Asked, name: str, continuation: Tokens) -> Prepared:
+    def _follow(self, asked: Asked, name: str, continuation: Tokens, params: SamplingParams) -> Prepared:
         """Return a prompt with one continuation. LLM.score says where the tokens of two texts are divided."""
         given = asked.prompt
         if isinstance(given, str) and isinstance(continuation, str):
@@ -179,7 +183,7 @@ class Inputs:
             raise ValueError(f"{asked.name} is empty: it must have at least one token")
         if not rest:
             raise ValueError(f"{name} is {short(continuation, MOST_SHOWN)}: must add a token to the prompt's")
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=len(_ids_of(first)))
+        params = replace(params, prompt_logprobs_start=len(_ids_of(first)))
         prompt = first.followed_by(rest) if isinstance(first, VisionPrompt) else first + rest
         return Prepared(self._check_tokens(f"{asked.name} + {name}", prompt, params), None, params, None)
 

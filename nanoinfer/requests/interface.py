@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from nanoinfer.checks import as_int, short
+from nanoinfer.engine.ranks.adapters import AnyAdapters
 from nanoinfer.engine.sequence import FinishReason
 from nanoinfer.engine.stats import Counters
 from nanoinfer.engine.step_result import StepResult
@@ -44,6 +45,11 @@ class AnyEngine(Protocol):
 
     on_step: Callable[[StepResult], None] | None
     counters: Counters
+
+    @property
+    def adapters(self) -> AnyAdapters:
+        """Which adapters are loaded, and who loads them."""
+        ...
 
     @property
     def updater(self) -> AnyUpdater:
@@ -105,6 +111,7 @@ class AnyRequest(Protocol):
     """A prompt and its samples; id: its number among the LLM's requests; num_running: samples that have not ended."""
 
     id: int
+    prompt: Prepared
     num_running: int
 
     @property
@@ -179,8 +186,19 @@ class AnyRequests(ABC, Generic[R, S]):
         """Go on until a step has ended, or several; returns their figures."""
 
     @abstractmethod
-    def before_new_weights(self, in_flight: Fate) -> Callable[[], None]:
-        """Return the function that prepares the requests for new weights; in_flight: as for LLM.update_weights."""
+    def before_new_weights(self, in_flight: Fate, adapter: str | None = None) -> Callable[[], None]:
+        """Return the function that prepares the requests for new weights.
+
+        in_flight: as for LLM.update_weights; adapter: it alone gets new ones, and only its requests are prepared
+        """
+
+    def of_adapter(self, name: str) -> list[R]:
+        """Return the requests of an adapter that have not ended."""
+        return [request for request in self._running.values() if request.prompt.params.adapter == name]
+
+    def _affected(self, adapter: str | None) -> list[R]:
+        """Return the requests that new weights change, or those of an adapter."""
+        return list(self._running.values()) if adapter is None else self.of_adapter(adapter)
 
     def find(self, request_id: int) -> R | None:
         """Return the request, or None if it has ended. Raises ValueError for an id that no request has had."""

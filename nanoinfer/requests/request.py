@@ -206,18 +206,19 @@ class Requests(AnyRequests[Request, Sample]):
             ended = ended + [sample.seq for sample in running if sample.seq.is_finished]
         self._retire(ended)
 
-    def before_new_weights(self, in_flight: Fate) -> Callable[[], None]:
-        """Return the function that prepares the requests for new weights; in_flight: as for LLM.update_weights."""
+    def before_new_weights(self, in_flight: Fate, adapter: str | None = None) -> Callable[[], None]:
+        """Return the function that prepares the requests for new weights, of the model or of an adapter."""
         check_choice("in_flight", in_flight, list(get_args(Fate)))
 
         def prepare() -> None:
             with self:
                 for result in self._engine.drain():
                     self._update(result)
+                affected = self._affected(adapter)
                 if in_flight == "recompute":
-                    self._engine.scheduler.restart()
+                    self._engine.scheduler.restart({sample.seq for request in affected for sample in request.samples})
                 elif in_flight == "abort":
-                    for request in list(self._running.values()):
+                    for request in affected:
                         self.abort(request)
 
         return prepare

@@ -1,9 +1,10 @@
-"""CUDA graphs of the decode step, one for each of several batch sizes."""
+"""CUDA graphs of the decode step, one for each of several batch sizes, of each kind of step."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -29,25 +30,50 @@ def sharing_batch_sizes(sizes: list[int]) -> list[int]:
     return [size for size in sizes if size in SHARING_ROWS or size == max(sizes)]
 
 
+class DecodeKind(NamedTuple):
+    """What a decode step does beside the plain one.
+
+    shares: it reads shared prefixes once
+    has_adapters: it adds what the adapters of its rows add
+    """
+
+    shares: bool = False
+    has_adapters: bool = False
+
+
+PLAIN = DecodeKind()
+
+
+def sizes_by_kind(max_num_seqs: int, may_share: bool, may_adapt: bool) -> dict[DecodeKind, list[int]]:
+    """Return the kinds of steps to capture, and the sizes of each."""
+    sizes = graph_batch_sizes(max_num_seqs)
+    by_kind = {}
+    for has_adapters in (False, True) if may_adapt else (False,):
+        by_kind[DecodeKind(False, has_adapters)] = sizes
+        if may_share:
+            by_kind[DecodeKind(True, has_adapters)] = sharing_batch_sizes(sizes)
+    return by_kind
+
+
 class DecodeGraphs:
-    """The captured decode step for each of several row counts, and likewise the one that reads shared prefixes once.
+    """The captured decode step of each kind, for each of several row counts.
 
     A batch replays the graph of its size or the next larger one, whose further rows are empty.
     """
 
     def __init__(
-        self, sizes: list[int], sharing_sizes: list[int], decode: Callable[[int, bool], object], advance: Advance
+        self, sizes: dict[DecodeKind, list[int]], decode: Callable[[int, DecodeKind], object], advance: Advance
     ) -> None:
-        """Capture `decode(rows, shares)` for all sizes; advance: told of each graph.
+        """Capture `decode(rows, kind)` for all sizes of all kinds; advance: told of each graph.
 
         The largest ones come first, so that the others fit into their memory pool.
         """
-        self.sizes = {False: sorted(sizes), True: sorted(sharing_sizes)}
-        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.sizes = {kind: sorted(of_kind) for kind, of_kind in sizes.items()}
+        self.graphs: dict[tuple[int, DecodeKind], torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         # Capture on a new stream: cuBLAS keeps a workspace for each stream, and the first capture's pool owns it.
         stream = torch.cuda.Stream()
-        keys = sorted(((size, shares) for shares in self.sizes for size in self.sizes[shares]), reverse=True)
+        keys = sorted(((size, kind) for kind in self.sizes for size in self.sizes[kind]), reverse=True)
         with recording():
             decode(*keys[0])  # libraries set themselves up in their first call, which is no part of a graph
             torch.cuda.synchronize()
@@ -61,9 +87,9 @@ class DecodeGraphs:
     @property
     def largest(self) -> int:
         """The most rows that a graph takes."""
-        return self.sizes[False][-1]
+        return self.sizes[PLAIN][-1]
 
-    def replay(self, num_rows: int, shares: bool) -> None:
+    def replay(self, num_rows: int, kind: DecodeKind) -> None:
         """Run the captured step that covers `num_rows`."""
-        sizes = self.sizes[shares]
-        self.graphs[sizes[bisect_left(sizes, num_rows)], shares].replay()
+        sizes = self.sizes[kind]
+        self.graphs[sizes[bisect_left(sizes, num_rows)], kind].replay()

@@ -41,6 +41,7 @@ class ChunkMessage:
     is_long: bool = False  # whether the sequence has the rotary frequencies of long ones
     states: ChunkStates | None = None
     images: ChunkImages | None = None
+    adapter: int = -1  # its slot; -1: none
 
     @property
     def scored(self) -> array[int]:
@@ -122,6 +123,7 @@ class DecodeMessage:
     shares: bool = False  # whether decode attention is to read shared prefixes once
     new_prefixes: PrefixMessage | None = None  # given if they have changed since the last step that shares
     transfers: Transfers | None = None
+    has_adapters: bool = False  # whether some row has an adapter
 
     @property
     def num_tokens(self) -> int:

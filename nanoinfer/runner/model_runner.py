@@ -23,7 +23,14 @@ from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.collector import no_collection
 from nanoinfer.process.first_launch import read_triton
 from nanoinfer.process.torch_state import fresh_torch_state
-from nanoinfer.runner.cuda_graphs import MAX_GRAPH_ROWS, DecodeGraphs, graph_batch_sizes, sharing_batch_sizes
+from nanoinfer.runner.cuda_graphs import (
+    MAX_GRAPH_ROWS,
+    PLAIN,
+    DecodeGraphs,
+    DecodeKind,
+    graph_batch_sizes,
+    sizes_by_kind,
+)
 from nanoinfer.runner.memory.holdings import Holdings
 from nanoinfer.runner.memory.host_blocks import HostBlocks
 from nanoinfer.runner.memory.kv_cache import BLOCKS_AT_ONCE
@@ -36,7 +43,7 @@ from nanoinfer.runner.steps.pending_tokens import Launched, PendingTokens
 from nanoinfer.runner.steps.steps import Steps
 from nanoinfer.runner.threads import Threads
 from nanoinfer.runner.transfer import keep_for_ever
-from nanoinfer.runner.trials import Trials, largest_image, peak_bytes
+from nanoinfer.runner.trials import LONG_CHUNK, Trials, largest_image, peak_bytes
 from nanoinfer.runner.voice import Voice
 from nanoinfer.vision.spans import Encoded
 
@@ -44,7 +51,6 @@ log = logging.getLogger("nanoinfer")
 
 TIMED_ROWS = {1: 1, 16: 32}  # tokens: rows. A step of at least so many tokens takes the best threads for so many rows
 TIMED_CACHE_BYTES = 2**28  # at most, for the cache of the steps that are timed
-LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies 16-bit numbers
 CHECKED_TOKENS = 300  # whose attention is compared: more than a chunk of keys has, so that some see more chunks
 COMPILED_ROWS = (1, 16, 32, 64, 128, 192, 256)  # from each to the next, products are cut into other tiles
 
@@ -180,8 +186,8 @@ class ModelRunner:
         if config.device == "cuda":
             self._compile(trials)
             prefill = max(peak_bytes(partial(self.run, step)) for step in trials.largest_prefills())
-            largest = config.max_num_seqs, config.max_model_len, config.shares_prefixes
-            decode = peak_bytes(lambda: self.steps.decode_rows(*largest))
+            largest = partial(self.steps.decode_rows, config.max_num_seqs, config.max_model_len, config.shares_prefixes)
+            decode = max(peak_bytes(partial(largest, adapter >= 0)) for adapter in trials.adapters)
             # A captured decode step keeps the memory that it works in, so a prefill step needs its own beside it.
             step_bytes = prefill + decode if self._graph_sizes else max(prefill, decode)
             step_bytes += self.steps.logits_processors.working_bytes
@@ -210,28 +216,36 @@ class ModelRunner:
 
         Several ranks compile each kernel when they come to it, because all must launch their sums in the same order.
         """
-        sizes, max_len = self._graph_sizes, self.config.max_model_len
+        sizes = self._graph_sizes
         if self.tp.size > 1 or not sizes:
             return
-        prefill = partial(self.steps.prefill, trials.prompt(min(LONG_CHUNK, max_len - 1)))
+        prefill, *others = [partial(self.steps.prefill, step) for step in trials.small_prefills()]
         draw = partial(self.steps.draw, self.logits, self.steps.batch.positions)
-        steps = [(size, False) for size in sizes[:-1]] + [(size, True) for size in self._sharing_sizes]
-        decode = [partial(self._try_decode, size, max_len, shares) for size, shares in steps if size in COMPILED_ROWS]
-        largest = partial(self.steps.decode_rows, sizes[-1], max_len)
+        largest = sizes[PLAIN][-1], PLAIN
+        steps = [(rows, kind) for kind in sizes for rows in sizes[kind] if rows in COMPILED_ROWS]
+        decode = [partial(self._try_decode, *step) for step in steps if step != largest]
         with self.holdings.model.one_of_each():
             # The steps that run first have few kernels in common.
-            run_side_by_side([prefill, draw, largest, *decode[:1]], decode[1:], self.device)
+            run_side_by_side(
+                [prefill, draw, partial(self._decode_rows, *largest), *decode[:1]],
+                [*decode[1:], *others],
+                self.device,
+            )
 
-    def _try_decode(self, rows: int, max_len: int, shares: bool) -> None:
+    def _try_decode(self, rows: int, kind: DecodeKind) -> None:
         """Run an empty decode step; for some formats also as for a graph, which has other kernels for products."""
-        self.steps.decode_rows(rows, max_len, shares)
+        self._decode_rows(rows, kind)
         if any(format.has_graph_kernels for format in self.config.description.formats.quantized):
             with recording():
-                self.steps.decode_rows(rows, max_len, shares)
+                self._decode_rows(rows, kind)
+
+    def _decode_rows(self, rows: int, kind: DecodeKind) -> None:
+        """Run a decode step that any rows of this number may take."""
+        self.steps.decode_rows(rows, self.config.max_model_len, *kind)
 
     def _size(self, step_bytes: int, image_bytes: int) -> None:
         """Plan the memory, and allocate the KV cache."""
-        graph_bytes = (len(self._graph_sizes) + len(self._sharing_sizes)) * BYTES_PER_GRAPH
+        graph_bytes = sum(map(len, self._graph_sizes.values())) * BYTES_PER_GRAPH
         specs, held = (self.holdings.cache_spec, self.holdings.state_spec), self.holdings.model_bytes
         slots = 0 if self.offload is None else self.offload.slots
         needs = held, step_bytes, graph_bytes, image_bytes, slots
@@ -244,24 +258,19 @@ class ModelRunner:
                 self.host_blocks.num_slots = self.tp.min(self.host_blocks.num_ready(), self.device)
 
     def _capture(self) -> None:
-        """Capture the decode step for each batch size."""
-
-        def decode(rows: int, shares: bool) -> None:
-            self.steps.decode_rows(rows, self.config.max_model_len, shares)
-
+        """Capture the decode steps."""
         if sizes := self._graph_sizes:
-            num_graphs = len(sizes) + len(self._sharing_sizes)
+            num_graphs = sum(map(len, sizes.values()))
             with no_collection(), self._voice.bar("Graphs", " graphs", num_graphs) as advance:
-                self.graphs = DecodeGraphs(sizes, self._sharing_sizes, decode, advance)
+                self.graphs = DecodeGraphs(sizes, self._decode_rows, advance)
 
     @property
-    def _graph_sizes(self) -> list[int]:
+    def _graph_sizes(self) -> dict[DecodeKind, list[int]]:
+        """The sizes of each kind of decode step that is captured, the plain one first."""
         config = self.config
-        return [] if config.enforce_eager or config.device == "cpu" else graph_batch_sizes(config.max_num_seqs)
-
-    @property
-    def _sharing_sizes(self) -> list[int]:
-        return sharing_batch_sizes(self._graph_sizes) if self.config.shares_prefixes else []
+        if config.enforce_eager or config.device == "cpu":
+            return {}
+        return sizes_by_kind(config.max_num_seqs, config.shares_prefixes, config.max_adapters > 0)
 
     def _make_cache(self, num_blocks: int, num_slots: int = 1) -> None:
         self.holdings.make_cache(num_blocks, num_slots)
@@ -315,11 +324,11 @@ class ModelRunner:
         return self._sent[-1]
 
     def _decode(self, message: DecodeMessage) -> Launched:
-        num_rows, graphs = message.num_rows, self.graphs
+        num_rows, graphs, kind = message.num_rows, self.graphs, DecodeKind(message.shares, message.has_adapters)
         if graphs is None or num_rows > graphs.largest:
-            self.steps.decode_rows(num_rows, message.max_context_len, message.shares)
+            self.steps.decode_rows(num_rows, message.max_context_len, *kind)
         else:
-            graphs.replay(num_rows, message.shares)
+            graphs.replay(num_rows, kind)
         return Launched(0, self.logits[:num_rows], self.steps.extras(num_rows))
 
     def check_device(self) -> None:

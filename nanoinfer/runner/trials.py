@@ -8,11 +8,14 @@ from collections.abc import Callable
 import torch
 
 from nanoinfer.config import Config
+from nanoinfer.kernels.adapters.adapter import FEW_ROWS
 from nanoinfer.kernels.attention.long_prefill import MOST_KEYS, is_faster
 from nanoinfer.kernels.attention.prefill_plan import LONG
 from nanoinfer.runner.message import ChunkMessage, JoinMessage, PrefillMessage
 from nanoinfer.vision.pixels import Pixels
 from nanoinfer.vision.processor import VisionProcessor
+
+LONG_CHUNK = 300  # tokens: with so many, cuBLAS multiplies 16-bit numbers
 
 
 class Trials:
@@ -21,26 +24,40 @@ class Trials:
     def __init__(self, config: Config, max_blocks: list[int], device: torch.device) -> None:
         """max_blocks: see Steps."""
         self._config, self._device = config, device
+        self.adapters = (-1, 0) if config.max_adapters else (-1,)  # that all rows of a step have
         self._tables = [[0] * count for count in max_blocks]
 
-    def prompt(self, tokens: int, start: int = 0) -> PrefillMessage:
+    def prompt(self, tokens: int, start: int = 0, adapter: int = -1) -> PrefillMessage:
         """Return a step that computes a chunk of one prompt; start: the chunk's first position."""
-        return PrefillMessage([], 0, [ChunkMessage(array("i", [0]) * tokens, start, self._tables)], [])
+        chunk = ChunkMessage(array("i", [0]) * tokens, start, self._tables, adapter=adapter)
+        return PrefillMessage([], 0, [chunk], [])
+
+    def small_prefills(self) -> list[PrefillMessage]:
+        """Return steps that launch the kernels of prompts: the first one without adapters, then those with some."""
+        config = self._config
+        most = min(config.max_model_len - 1, max(config.max_num_batched_tokens, LONG_CHUNK))
+        steps = [self.prompt(min(LONG_CHUNK, most))]
+        if config.max_adapters:
+            steps += [self.prompt(min(tokens, most), adapter=0) for tokens in (LONG_CHUNK, 2 * FEW_ROWS)]
+        return steps
 
     def largest_prefills(self) -> list[PrefillMessage]:
-        """Return the prefill steps of which one takes the most memory."""
+        """Return the prefill steps of which one takes the most memory, and which together run all kernels of such."""
+        return [step for adapter in self.adapters for step in self._largest_prefills(adapter)]
+
+    def _largest_prefills(self, adapter: int) -> list[PrefillMessage]:
         config = self._config
         tokens, most = config.max_num_batched_tokens, config.max_model_len - 1
         prompts = min(config.max_num_seqs, tokens)
         lengths = [min(tokens // prompts + (i < tokens % prompts), most) for i in range(prompts)]
-        chunks = [ChunkMessage(array("i", [0]) * length, 0, self._tables) for length in lengths]
+        chunks = [ChunkMessage(array("i", [0]) * length, 0, self._tables, adapter=adapter) for length in lengths]
         joins = [JoinMessage(chunk, self._tables, 1.0, 0) for chunk in range(prompts)]
         steps = [PrefillMessage([], 0, chunks, joins)]
         length = min(tokens, most)
         may_attend = config.attention_backend == "triton" and not config.is_in_order
         if length >= LONG and may_attend and is_faster(self._device):
             # cuDNN takes more memory. Behind a multiple of MOST_KEYS, our kernel and cuDNN both attend.
-            steps.append(self.prompt(length, min(MOST_KEYS + 1, most - length)))
+            steps.append(self.prompt(length, min(MOST_KEYS + 1, most - length), adapter))
         return steps
 
 

@@ -71,9 +71,14 @@ def adapt(model: Any, **settings: Any) -> Any:
     """Wrap a model of transformers in a PEFT model with an adapter of random numbers."""
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(1)
     wrapped = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 6, **settings}))
+    draw(wrapped, std=0.3)
+    return wrapped
+
+
+def draw(wrapped: Any, std: float) -> None:
+    """Fill the adapters of a PEFT model with random numbers of this deviation: PEFT's own would add nothing."""
+    torch.manual_seed(1)
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return wrapped
+            torch.nn.init.normal_(parameter, std=std)

@@ -163,7 +163,7 @@ class BeamSearches:
     def _describe(self, chunk: Chunk) -> ChunkMessage:
         seq = chunk.seq
         message = ChunkMessage(seq.token_ids[chunk.start : chunk.end], chunk.start, seq.block_tables)
-        message.is_long = seq.is_long
+        message.is_long, message.adapter = seq.is_long, seq.adapter
         if seq.images is not None:
             message.images = seq.images.chunk(chunk.start, chunk.end)
         if chunk.is_last:
@@ -214,7 +214,8 @@ class BeamSearches:
 
     def _fork(self, seq: Sequence) -> Sequence:
         """Return another sequence of the same tokens, which shares the blocks that `seq` has, if it has any."""
-        child = Sequence(seq.token_ids.tolist(), seq.params, seq.seed, seq.max_len, seq.stop_ids, images=seq.images)
+        tokens, images, adapter = seq.token_ids.tolist(), seq.images, seq.adapter
+        child = Sequence(tokens, seq.params, seq.seed, seq.max_len, seq.stop_ids, images=images, adapter=adapter)
         child.num_prompt_tokens, child.is_long, child.num_scheduled = seq.num_prompt_tokens, seq.is_long, len(seq)
         if seq.block_tables:
             self._copies += self._blocks.fork(seq, child)

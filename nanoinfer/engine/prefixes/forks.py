@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from xxhash import xxh64_intdigest
 
+from nanoinfer.engine.prefix_tree import NONE
 from nanoinfer.engine.sequence import Sequence
 
 
@@ -23,7 +24,7 @@ class Forks:
 
     def add(self, seq: Sequence) -> None:
         """Count a sequence in that is to begin later."""
-        hashes, digest, size = [], 0, self._size
+        hashes, digest, size = [], seq.adapter - NONE, self._size  # with another adapter, a prefix is another
         for start in range(0, seq.num_reusable // size * size, size):
             digest = xxh64_intdigest(digest.to_bytes(8, "little") + seq.content(start, start + size))
             hashes.append(digest)

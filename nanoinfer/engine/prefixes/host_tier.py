@@ -112,6 +112,13 @@ class HostTier:
         self._newest.clear()
         self._fresh.clear()
 
+    def drop(self, node: Node) -> None:
+        """Forget a node's content, except what comes back with the next step."""
+        restored = {slot for slot, _ in self._planned.restored}
+        for slot in node.copies:
+            if slot != NONE and slot not in restored:
+                self._free.append(self._drop(slot))
+
     def clear(self) -> None:
         """Forget all content."""
         for slot in list(self._used):

@@ -44,7 +44,7 @@ class PrefixCache:
     def find(self, seq: Sequence) -> CachedPrefix:
         """Find the longest prefix of a sequence of which each group has all blocks that later queries see."""
         size = self._size
-        path: list[Node] = [self.tree.roots[seq.is_long]]
+        path: list[Node] = [self.tree.root(seq.adapter, seq.is_long)]
         runs = [0] * len(self._groups)  # how many neighbouring blocks each group has before the end of the path
         whole, is_awaited = 0, False
         for start in range(0, seq.num_reusable // size * size, size):

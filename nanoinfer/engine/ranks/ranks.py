@@ -6,11 +6,13 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from nanoinfer.config import Config
 from nanoinfer.engine.ranks.peers import Peers
 from nanoinfer.engine.ranks.workers import WorkerError, Workers
+from nanoinfer.parallel.buckets import Buckets, DeviceBuckets, SharedBuckets
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.runner.model_runner import ModelRunner
@@ -66,6 +68,17 @@ class Ranks:
         assert self.workers is not None
         with self._one_fate():
             self.workers.send(method, args)
+
+    def make_buckets(self, method: str) -> Buckets | None:
+        """Return the way of tensors to the ranks that hear of them from this one alone; None: there are none.
+
+        method: reads a bucket on these ranks
+        """
+        if self.workers is None:
+            return None
+        send = partial(self.tell_workers, method)
+        # Ranks that have inboxes can read each other's memory.
+        return SharedBuckets(send) if self.runner.tp.inbox is None else DeviceBuckets(send, self.runner.device)
 
     def wait(self, tokens: PendingTokens) -> list[int]:
         """Wait for a step's tokens."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoinfer.engine.ranks.ranks import Ranks
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.models.description import EMBEDDING, HEAD
-from nanoinfer.parallel.buckets import Bucket, Buckets, DeviceBuckets, SharedBuckets, room_for
+from nanoinfer.parallel.buckets import Buckets, room_for
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.weights.roll import constants, listed, met_by, needed
 from nanoinfer.weights.shards import Table
@@ -59,7 +59,7 @@ class Updater:
         in_flight: as for LLM.update_weights; begin: called before the first write, does what it says
         """
         ranks, table = self._ranks, self._table
-        buckets = self._make_buckets()
+        buckets = ranks.make_buckets("holdings.weights.write_bucket")
         before = self.missing if source.is_partial else self.missing & constants(table)
         come: list[str] = []
         room = None
@@ -127,17 +127,6 @@ class Updater:
             if buckets is not None:
                 with self._ranks.undivided():
                     buckets.put(name, tensor, is_stack=writer.table[name][0].entry is not None)
-
-    def _make_buckets(self) -> Buckets | None:
-        """Return the way to the ranks that hear of tensors from this one alone; None: there are none."""
-        runner = self._ranks.runner
-        if self._ranks.workers is None:
-            return None
-        # Ranks that have inboxes can read each other's memory.
-        return SharedBuckets(self._send) if runner.tp.inbox is None else DeviceBuckets(self._send, runner.device)
-
-    def _send(self, bucket: Bucket) -> None:
-        self._ranks.tell_workers("holdings.weights.write_bucket", bucket)
 
     def _end(self, buckets: Buckets | None = None) -> str | None:
         """Wait until every rank has written what it got; returns what is wrong with the numbers, if anything is."""

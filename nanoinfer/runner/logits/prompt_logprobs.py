@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from nanoinfer.kernels.sampling.distribution import at_temperature
@@ -15,15 +16,15 @@ from nanoinfer.runner.transfer import upload, upload_all
 
 def prompt_logprobs(
     chunks: list[ChunkMessage],
-    hidden: Tensor,
-    compute_logits: Callable[[Tensor], Tensor],
+    logits_at: Callable[[Tensor], Tensor],
+    device: torch.device,
     is_processed: bool,
     tokens_at_once: int,
 ) -> list[LogProbs]:
     """Return the log-probabilities that the chunks' requests ask for, by chunk.
 
-    hidden: the step's hidden states, [tokens, hidden_size], one chunk after another
-    compute_logits: makes [n, vocabulary] of [n, hidden_size]
+    logits_at: computes the logits of n tokens, [n, vocabulary], from their places in the step, [n] int32: it has one
+        chunk after another
     is_processed: whether logits are divided by the requests' temperatures
     tokens_at_once: so many tokens' logits are computed together
     """
@@ -38,12 +39,12 @@ def prompt_logprobs(
         counts += [chunk.num_logprobs or 0] * len(scored)
         keys += [index] * len(scored)
         begin += len(chunk.token_ids)
-    device_places, device_tokens = upload_all([places, tokens], hidden.device)
-    device_temperatures = upload(temperatures, hidden.device) if is_processed else None
+    device_places, device_tokens = upload_all([places, tokens], device)
+    device_temperatures = upload(temperatures, device) if is_processed else None
     logprobs: list[LogProbs] = []
     for start in range(0, len(tokens), tokens_at_once):
         some = slice(start, start + tokens_at_once)
-        logits = compute_logits(hidden[device_places[some].long()])
+        logits = logits_at(device_places[some])
         if device_temperatures is not None:
             logits = at_temperature(logits.float(), device_temperatures[some])
         logprobs += LogProbs.by_count(logits, device_tokens[some], counts[some], keys[some])

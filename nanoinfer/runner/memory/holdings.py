@@ -12,6 +12,7 @@ from nanoinfer.models import build
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.parallel.tensor_parallel import TensorParallel
 from nanoinfer.process.torch_state import default_dtype
+from nanoinfer.runner.adapters.adapters import Adapters
 from nanoinfer.runner.images import Images
 from nanoinfer.runner.memory.kv_cache import KVCache, KVCacheSpec
 from nanoinfer.runner.memory.lender import Lender, Tag
@@ -25,9 +26,10 @@ class Holdings:
     """On a GPU, memory that comes back has its old addresses. On the CPU, a model that was dropped is built anew.
 
     model: built, and not filled
-    model_bytes: its parameters and tables take this much, packed ones and those of the tower for images too
+    model_bytes: its parameters and tables take this much, packed ones, the tower for images and slots for adapters too
     weights: writes into the model and the tower
     tower: the one for images; None: the LLM sees none
+    adapters: those beside the model; None: the LLM has none
     images: those of prompts that are being computed, if there is a tower
     routing: where there is a host, if outputs are to have the experts
     cache_spec, state_spec: the shapes of the KV cache and of the states
@@ -54,6 +56,7 @@ class Holdings:
         self._config, self._backend, self._tp, self._device = config, backend, tp, device
         self._most_tokens, self._has_host = most_tokens, has_host
         self._lender = Lender(device) if device.type == "cuda" else None
+        self.adapters: Adapters | None = None
         self.images: Images | None = None
         self.routing: Routing | None = None
         self.weights = self._build()
@@ -70,10 +73,18 @@ class Holdings:
         self.tower = self._build_tower()
         if config.is_one_by_one:
             self.model.fix_parts()
+        if config.max_adapters:
+            self._put_adapters()
         if config.routed_experts and self._has_host:
             assert description.experts is not None
             self.routing = Routing(self.model, self._most_tokens, getattr(torch, description.experts.number_type))
         return WeightWriter(self.model, self.tower, self._tp, self._device)
+
+    def _put_adapters(self) -> None:
+        """Put empty slots for adapters beside the model, which sleep gives back as it does weights."""
+        with self._device, nullcontext() if self._lender is None else self._lender.for_weights():
+            self.adapters = Adapters(self.model, self._config, self._tp, self._device)
+        self.model_bytes += self.adapters.num_bytes
 
     def _build_tower(self) -> TransformersTower | None:
         config = self._config
@@ -124,7 +135,7 @@ class Holdings:
         self.__dict__.pop("kv_cache", None)
         self.__dict__.pop("states", None)
         if not keep_weights:
-            self.routing = self.images = self.tower = None
+            self.routing = self.images = self.tower = self.adapters = None
             self.__dict__.pop("model", None)
             self.__dict__.pop("weights", None)
 
@@ -146,6 +157,8 @@ class Holdings:
                 self._lender.take_back(tag)
                 if tag == "kv_cache":
                     self.kv_cache.zero()
+                elif self.adapters is not None and not self._lender.has_copy:
+                    self.adapters.clear()
         elif tag == "kv_cache":
             self.make_cache(self._num_blocks, self._num_slots)
         elif "weights" not in self.__dict__:
@@ -161,7 +174,7 @@ class Holdings:
 
     def close(self) -> None:
         """Give all memory back for good."""
-        self.routing = self.images = self.tower = None
+        self.routing = self.images = self.tower = self.adapters = None
         for name in ("model", "weights", "kv_cache", "states"):
             self.__dict__.pop(name, None)
         if self._lender is not None:

@@ -41,6 +41,11 @@ class Lender:
             self.drop_copy()
             raise
 
+    @property
+    def has_copy(self) -> bool:
+        """Whether the weights come back as they were."""
+        return self._copy is not None
+
     def drop_copy(self) -> None:
         """Forget what `save_weights` has copied."""
         self._copy = None

@@ -112,10 +112,11 @@ def named_memory_errors(config: Config, device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         images = ", make images smaller by image_options" if config.sees else ""
+        adapters = f", max_adapters={config.max_adapters}" if config.max_adapters else ""
         raise ValueError(
-            f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}: the GPU's"
-            f" memory does not hold the model and its largest step; lower them{images}, or raise tensor_parallel_size:"
-            f" {error}"
+            f"max_num_batched_tokens={config.max_num_batched_tokens}, max_num_seqs={config.max_num_seqs}{adapters}: the"
+            f" GPU's memory does not hold the model and its largest step; lower them{images}, or raise"
+            f" tensor_parallel_size: {error}"
         ) from error
 
 

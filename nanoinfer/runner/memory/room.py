@@ -41,7 +41,9 @@ def what_makes_room(config: Config) -> str:
         raised.append(f"tensor_parallel_size={config.tensor_parallel_size}")
     if raised:
         parts.append(f"raise {' or '.join(raised)}")
-    parts.append(f"lower max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}")
+    adapters = f" or max_adapters={config.max_adapters}" if config.max_adapters else ""
+    lowered = f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}"
+    parts.append(f"lower {lowered}{adapters}")
     if config.sees:
         parts.append("make images smaller by image_options")
     smaller = ["kv_cache_dtype='fp8'"] if _may_cache_fp8(config) else []

@@ -27,6 +27,7 @@ class InputBatch:
     block_tables: [rows, columns] int32, in pages; one group's after another's, as `tables` divides them
     slots: [rows] int32, for states; -1 in an empty row
     deltas: [rows] int32, rotary positions less places; None: they are equal
+    adapters: [rows] int32, the slots of their adapters, -1 for none and in an empty row; None: no row may have one
     temperatures: [rows] float32; seeds: [rows] int64
     prefixes: those that rows share, if decode attention reads them once
     """
@@ -39,8 +40,12 @@ class InputBatch:
         device: torch.device,
         prefixes: SharedPrefixes | None = None,
         has_deltas: bool = False,
+        may_adapt: bool = False,
     ) -> None:
-        """max_blocks: of a row, for each group of layers; has_deltas: rotary positions may be others than places"""
+        """max_blocks: of a row, for each group of layers; has_deltas: rotary positions may be others than places.
+
+        may_adapt: rows may have adapters
+        """
         self.block_sizes, self.steps = [group.block_size for group in kv_cache.layout.groups], kv_cache.steps
         self.prefixes = prefixes
         self.device = device
@@ -53,6 +58,7 @@ class InputBatch:
         self._first_columns = [0, *accumulate(max_blocks)]
         self.slots = torch.full_like(self.positions, -1)
         self.deltas = torch.zeros_like(self.positions) if has_deltas else None
+        self.adapters = torch.full_like(self.positions, -1) if may_adapt else None
         self._has_states = bool(kv_cache.layout.states)
         self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -68,10 +74,14 @@ class InputBatch:
                 self.slots[destination] = self.slots[source]
             if self.deltas is not None:
                 self.deltas[destination] = self.deltas[source]
+            if self.adapters is not None:
+                self.adapters[destination] = self.adapters[source]
         if message.num_rows < self.num_rows:
             self.positions[message.num_rows : self.num_rows] = -1
             if self._has_states:
                 self.slots[message.num_rows : self.num_rows] = -1
+            if self.adapters is not None:
+                self.adapters[message.num_rows : self.num_rows] = -1
         self.num_rows = message.num_rows
         if isinstance(message, DecodeMessage):
             if message.new_blocks:
@@ -101,6 +111,8 @@ class InputBatch:
             self.slots[joining] = prompts.slots
         if self.deltas is not None:
             self.deltas[joining] = 0 if prompts.deltas is None else prompts.deltas
+        if self.adapters is not None:
+            self.adapters[joining] = -1 if prompts.adapters is None else prompts.adapters[prompts.last_indices]
         self.temperatures[joining] = prompts.temperatures
         self.seeds[joining] = prompts.seeds
 

@@ -46,36 +46,41 @@ class OneByOne(Steps):
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
         return torch.cat(
             [
-                self._run_token(token_id, position, chunk.block_tables, chunk.is_long)
+                self._run_token(token_id, position, chunk.block_tables, chunk.is_long, chunk.adapter)
                 for chunk in chunks
                 for position, token_id in enumerate(chunk.token_ids, chunk.start)
             ]
         )
 
-    def _run_rows(self, num_rows: int, context: Context) -> Tensor:
+    def _run_rows(self, num_rows: int, context: Context, adapters: Tensor | None) -> Tensor:
         tokens, positions = self.batch.last_tokens[:num_rows].tolist(), context.positions.tolist()
         tables = [
             (group.block_tables[:, : max(positions) // block_size + 1] // step).tolist()
             for group, block_size, step in zip(context.groups, self.batch.block_sizes, self.batch.steps, strict=True)
         ]
-        rows = zip(tokens, positions, map(list, zip(*tables, strict=True)), strict=True)
-        return torch.cat([self._run_token(*row, is_long=self._is_long(row[1])) for row in rows])
+        are_long = map(self._is_long, positions)
+        slots = [-1] * num_rows if adapters is None else adapters.tolist()
+        rows = zip(tokens, positions, map(list, zip(*tables, strict=True)), are_long, slots, strict=True)
+        return torch.cat([self._run_token(*row) for row in rows])
 
     def _is_long(self, position: int) -> bool:
         """Return whether a running sequence, whose last token has this position, is computed as a long one."""
         return self._long_from is not None and position >= self._long_from
 
-    def _run_token(self, token_id: int, position: int, block_tables: list[list[int]], is_long: bool) -> Tensor:
+    def _run_token(
+        self, token_id: int, position: int, block_tables: list[list[int]], is_long: bool, adapter: int
+    ) -> Tensor:
         """Run the model over one token; returns its hidden state, [1, hidden_size]."""
-        chunk = ChunkMessage(array("i", [token_id]), position, block_tables, is_long=is_long)
-        inputs = PrefillInputs([chunk], [], self.kv_cache)
-        hidden = self.model(inputs.token_ids, inputs.context)
+        chunk = ChunkMessage(array("i", [token_id]), position, block_tables, is_long=is_long, adapter=adapter)
+        inputs = PrefillInputs([chunk], [], self.kv_cache, may_adapt=self._may_adapt)
+        hidden = self._run(inputs.token_ids, inputs.context, inputs.adapters)
         if self.holdings.routing is not None:
             self._experts.append(self.holdings.routing.taken(1))
         return hidden
 
-    def _logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.cat([self.model.compute_logits(row) for row in hidden.split(1)], out=out)
+    def _logits(self, hidden: Tensor, adapters: Tensor | None, out: Tensor | None = None) -> Tensor:
+        of_row, slots = super()._logits, [None] * len(hidden) if adapters is None else adapters.split(1)
+        return torch.cat([of_row(*row) for row in zip(hidden.split(1), slots, strict=True)], out=out)
 
     def _sample(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         logits = self.logits_processors.gather(logits)  # every rank draws, from as many tokens as one rank would

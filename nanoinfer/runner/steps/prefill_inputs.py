@@ -27,6 +27,7 @@ class PrefillInputs:
     slots: [joins] int32, for states
     temperatures: [joins] float32; seeds: [joins] int64
     deltas: [joins] int32, see JoinMessage.delta; None: they are zeros
+    adapters: [tokens] int32, the slots of their adapters, -1 for none; None: no chunk has one
     copied_blocks, copied_states: [2, copies] int64, the blocks or slots to copy, and their copies
     """
 
@@ -37,8 +38,12 @@ class PrefillInputs:
         kv_cache: KVCache,
         states: StatePool | None = None,
         whole_images: bool = False,
+        may_adapt: bool = False,
     ) -> None:
-        """states: given if layers have some; whole_images: some layer lets an image's tokens see each other"""
+        """states: given if layers have some; whole_images: some layer lets an image's tokens see each other.
+
+        may_adapt: chunks may have adapters
+        """
         query_lens = [len(chunk.token_ids) for chunk in chunks]
         context_lens = [chunk.start + count for chunk, count in zip(chunks, query_lens, strict=True)]
         arrays = [*_pack_chunks(chunks), array("i", context_lens), *_pack_joins(chunks, joins)]
@@ -57,6 +62,9 @@ class PrefillInputs:
         has_ends = whole_images and any(chunk.images is not None and chunk.images.parts for chunk in chunks)
         if has_ends:
             arrays.append(_pack_ends(chunks))
+        has_adapters = may_adapt and any(chunk.adapter >= 0 for chunk in chunks)
+        if has_adapters:
+            arrays.append(_pack_adapters(chunks))
         on_device = iter(upload_all(arrays, kv_cache.device))
         self.token_ids, positions, cu_queries, cu_contexts, lens = islice(on_device, 5)
         sampled, copies, self.slots, copied_states = islice(on_device, 4)
@@ -77,6 +85,7 @@ class PrefillInputs:
                 group_context.divided_tables = group_context.block_tables[rows]
         rotary = next(on_device).view(3, -1) if has_sections else None
         ends = next(on_device) if has_ends else None
+        self.adapters = next(on_device) if has_adapters else None
         are_long = [chunk.is_long for chunk in chunks]
         packed = PackedQueries(query_lens, context_lens, cu_queries, cu_contexts, are_long, divided, ends)
         what = kv_cache.layers, groups, positions, lens, max(context_lens), packed, state_context
@@ -129,6 +138,14 @@ def _pack_ends(chunks: list[ChunkMessage]) -> array[int]:
             first, behind = begin + part.place, part.place + part.length
             ends[first : begin + behind] = array("i", [chunk.start + behind]) * part.length
     return ends
+
+
+def _pack_adapters(chunks: list[ChunkMessage]) -> array[int]:
+    """Return the slots of the adapters of the chunks' tokens."""
+    adapters = array("i")
+    for chunk in chunks:
+        adapters.extend([chunk.adapter] * len(chunk.token_ids))
+    return adapters
 
 
 def _pack_joins(chunks: list[ChunkMessage], joins: list[JoinMessage]) -> list[array[int]]:

@@ -46,7 +46,10 @@ class Steps:
         self._whole_images = any(config.description.whole_images)
         device = logits.device
         has_deltas = config.description.has_sections
-        self.batch = InputBatch(config.max_num_seqs, self.max_blocks, self.kv_cache, device, prefixes, has_deltas)
+        self._may_adapt = holdings.adapters is not None
+        self.batch = InputBatch(
+            config.max_num_seqs, self.max_blocks, self.kv_cache, device, prefixes, has_deltas, self._may_adapt
+        )
         self.logits_processors = LogitsProcessors(
             config.description.vocab_size,
             config.max_num_seqs,
@@ -81,7 +84,8 @@ class Steps:
     def prefill(self, message: PrefillMessage) -> Launched:
         """Run a step of prompts, or of chunks of them."""
         self.kv_cache.copy_pairs(message.copies)
-        prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, self.states, self._whole_images)
+        how = self.states, self._whole_images, self._may_adapt
+        prompts = PrefillInputs(message.chunks, message.joins, self.kv_cache, *how)
         if message.images is not None:
             assert self.holdings.images is not None
             prompts.context.images = self.holdings.images.gather(message.images, message.chunks)
@@ -89,8 +93,8 @@ class Steps:
         extras = self.extras(message.num_tokens)
         extras.prompt_logprobs = prompt_logprobs(
             message.chunks,
-            hidden,
-            self._full_logits,
+            lambda places: self._full_logits(*_at(places.long(), hidden, prompts.adapters)),
+            hidden.device,
             self.logits_processors.is_processed,
             self.logits_processors.prompt_tokens_at_once(message.chunks),
         )
@@ -98,7 +102,7 @@ class Steps:
         self.holdings.states.copy(prompts.copied_states)
         if not message.joins:
             return Launched(message.num_rows, self.logits[:0], extras)
-        logits = self._logits(hidden[prompts.last_indices])
+        logits = self._logits(*_at(prompts.last_indices, hidden, prompts.adapters))
         token_ids = self._sample(logits, prompts.temperatures, prompts.seeds, prompts.sample_positions)
         for row, join in enumerate(message.joins, message.num_rows):
             if join.logits is not None:
@@ -106,11 +110,18 @@ class Steps:
         self.batch.join(prompts, token_ids)
         return Launched(message.num_rows, logits, extras)
 
-    def decode_rows(self, num_rows: int, max_context_len: int, shares: bool = False) -> None:
-        """Run one decode step over the first rows, all of it on the device. shares: as for decode_context"""
+    def decode_rows(
+        self, num_rows: int, max_context_len: int, shares: bool = False, has_adapters: bool = False
+    ) -> None:
+        """Run one decode step over the first rows, all of it on the device.
+
+        shares: as for decode_context; has_adapters: some row may have one
+        """
         batch = self.batch
         context = batch.decode_context(num_rows, self.kv_cache, self.states, max_context_len, shares)
-        logits = self._logits(self._run_rows(num_rows, context), self.logits[:num_rows])
+        adapters = batch.adapters[:num_rows] if has_adapters and batch.adapters is not None else None
+        hidden = self._run_rows(num_rows, context, adapters)
+        logits = self._logits(hidden, adapters, self.logits[:num_rows])
         self.draw(logits, context.context_lens)
 
     def draw(self, logits: Tensor, positions: Tensor) -> None:
@@ -137,21 +148,40 @@ class Steps:
 
     def _run_chunks(self, chunks: list[ChunkMessage], prompts: PrefillInputs) -> Tensor:
         """Run the model over chunks of prompts; returns the hidden states, [tokens, hidden_size]. prompts: the same"""
-        return self.model(prompts.token_ids, prompts.context)
+        return self._run(prompts.token_ids, prompts.context, prompts.adapters)
 
-    def _run_rows(self, num_rows: int, context: Context) -> Tensor:
-        """Run the model over the last tokens of the first rows; returns the hidden states, [rows, hidden_size]."""
+    def _run_rows(self, num_rows: int, context: Context, adapters: Tensor | None) -> Tensor:
+        """Run the model over the last tokens of the first rows; returns the hidden states, [rows, hidden_size].
+
+        adapters: [rows], as InputBatch has them; None: no row has one
+        """
         self.backend.prepare_decode(context)
-        return self.model(self.batch.last_tokens[:num_rows], context)
+        return self._run(self.batch.last_tokens[:num_rows], context, adapters)
 
-    def _logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute CausalLM.compute_logits."""
-        return self.model.compute_logits(hidden, out)
+    def _run(self, token_ids: Tensor, context: Context, adapters: Tensor | None) -> Tensor:
+        if adapters is None:
+            return self.model(token_ids, context)
+        assert self.holdings.adapters is not None
+        with self.holdings.adapters.beside_layers(adapters):
+            return self.model(token_ids, context)
+
+    def _logits(self, hidden: Tensor, adapters: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Compute CausalLM.compute_logits. adapters: [rows], those of the hidden states"""
+        if adapters is None:
+            return self.model.compute_logits(hidden, out)
+        assert self.holdings.adapters is not None
+        with self.holdings.adapters.beside_head(adapters):
+            return self.model.compute_logits(hidden, out)
 
     def _sample(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         """Draw a token for each row, as Sampler does."""
         return self.sampler(logits, temperatures, seeds, positions)
 
-    def _full_logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits of all tokens, [n, vocabulary], from [n, hidden_size]."""
-        return self.logits_processors.gather(self.model.compute_logits(hidden))
+    def _full_logits(self, hidden: Tensor, adapters: Tensor | None) -> Tensor:
+        """Compute the logits of all ranks' token ids, [n, vocabulary]; hidden, adapters: as for _logits"""
+        return self.logits_processors.gather(self._logits(hidden, adapters))
+
+
+def _at(places: Tensor, hidden: Tensor, adapters: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the hidden states in some places, and their adapters."""
+    return hidden[places], None if adapters is None else adapters[places]

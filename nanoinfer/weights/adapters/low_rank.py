@@ -22,7 +22,7 @@ class LowRank:
     @property
     def rank(self) -> int:
         """The inner size of the product."""
-        return len(self.a)
+        return self.a.shape[0]
 
 
 Adapter: TypeAlias = dict[str, LowRank]  # by the module that the checkpoint names

@@ -70,9 +70,9 @@ class Modules:
         """
         bare = name.replace(LANGUAGE_MODEL, "", 1)
         for spelling in (bare, f"model.{bare}"):
-            known = self._others.get(spelling, spelling)
-            if known in self.shapes or known in self.stacks:
-                return known
+            for known in (spelling, self._others.get(spelling)):  # a tied head's other name is the embedding's
+                if known in self.shapes or known in self.stacks:
+                    return known
         raise ValueError(self._describe_unknown(name, bare))
 
     def _describe_unknown(self, name: str, bare: str) -> str:

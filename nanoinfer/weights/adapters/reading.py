@@ -3,58 +3,41 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
 
-from nanoinfer.weights.adapters.config import AdapterConfig, check_alpha, read_config
-from nanoinfer.weights.adapters.files import CONFIG_FILE, read_folder
+from nanoinfer.weights.adapters.config import MERGE, AdapterConfig
 from nanoinfer.weights.adapters.halves import Halves, pair
 from nanoinfer.weights.adapters.low_rank import Adapter, LowRank
 from nanoinfer.weights.adapters.modules import Modules, Stack
-from nanoinfer.weights.sources import TensorSource
-
-Tensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+from nanoinfer.weights.adapters.source import AdapterSource
 
 
 class AdapterReader:
-    """Reads adapters for one model. modules: the model's; max_rank: max_adapter_rank, that of its slots"""
+    """Reads adapters for one model."""
 
-    def __init__(self, modules: Modules, max_rank: int) -> None:
-        self.modules, self.max_rank = modules, max_rank
+    def __init__(self, modules: Modules, max_rank: int, refused: Collection[str] = ()) -> None:
+        """modules: the model's; max_rank: max_adapter_rank, that of its slots; refused: modules that have no slots"""
+        self.modules, self.max_rank, self._refused = modules, max_rank, refused
 
-    def read(self, name: str, source: str | Path | Tensors, config: Any = None, alpha: float | None = None) -> Adapter:
-        """Read an adapter.
-
-        source: a folder or a Hub id, or tensors by PEFT's names for them
-        config: for tensors: the settings, as in adapter_config.json, or peft.LoraConfig
-        alpha: for tensors without config: lora_alpha; the ranks are the tensors'
-        Raises ValueError, naming adapter, module and value, for what the model does not fit, or nanoinfer refuses.
-        """
-        what = f"adapter={name!r}"
-        if not isinstance(source, (str, Path)):
-            return self._check(what, TensorSource(source).pairs(), _config_of_tensors(what, config, alpha))
-        if config is not None or alpha is not None:
-            raise ValueError(f"{what}: config and alpha must be None, as {str(source)!r} has its {CONFIG_FILE}")
-        settings, tensors = read_folder(source)
-        return self._check(what, tensors.items(), read_config(settings, what))
-
-    def _check(self, what: str, tensors: Iterable[tuple[str, Tensor]], config: AdapterConfig) -> Adapter:
+    def read(self, source: AdapterSource) -> Adapter:
+        """Read an adapter. Raises ValueError, naming adapter, module and value, for what the model does not fit."""
         adapter: Adapter = {}
         try:
-            for halves in pair(tensors):
-                for module, update in self._updates(halves, config):
+            for halves in pair(source.tensors):
+                for module, update in self._updates(halves, source.config):
                     if module in adapter:
                         raise ValueError(f"{halves} are a second adapter of {module}")
+                    if module in self._refused:
+                        raise ValueError(f"{halves} are of experts, whose adapters nanoinfer lacks; {MERGE}")
                     adapter[module] = update
             if not adapter:
                 raise ValueError("has no tensors named lora_A and lora_B")
             _check_finite(adapter)
         except ValueError as error:
-            raise ValueError(f"{what}: {error}") from None
+            raise ValueError(f"adapter={source.name!r}: {error}") from None
         return adapter
 
     def _updates(self, halves: Halves, config: AdapterConfig) -> Iterator[tuple[str, LowRank]]:
@@ -94,14 +77,6 @@ def check_is_loaded(name: str, loaded: Collection[str]) -> None:
         like = difflib.get_close_matches(name, loaded) or sorted(loaded)
         names = f"loaded are {', '.join(map(repr, like))}" if like else "none is; llm.load_adapter(name, ...) loads one"
         raise ValueError(f"adapter={name!r}: is not loaded; {names}")
-
-
-def _config_of_tensors(what: str, config: Any, alpha: float | None) -> AdapterConfig:
-    if (config is None) == (alpha is None):
-        raise ValueError(f"{what}: tensors need either config, such as PEFT's LoraConfig, or alpha, its lora_alpha")
-    if alpha is None:
-        return read_config(config, what)
-    return AdapterConfig(check_alpha(f"{what}: alpha", alpha))
 
 
 def _fitting(halves: Halves, stacks: list[Stack]) -> Stack:

@@ -23,22 +23,22 @@ class Slots:
     @classmethod
     def make(cls, base: Base, slots: int, rank: int) -> Slots:
         """Make empty ones, of torch's default dtype on its default device. rank: a slot's, from slot_rank"""
-        a, b = (torch.zeros(slots, *shape) for shape in base.shapes(rank))
+        a, b = (torch.empty(slots, *shape).zero_() for shape in base.shapes(rank))
         return cls(base, a, b)
 
     def copies_to_a(self, adapter: Adapter, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of a that an adapter writes in a slot, and what fills them."""
-        rank, columns = self.b.shape[2], self.base.columns
+        parts, first = self.a[slot].split(self.b.shape[2]), self.base.columns.start
         for number, (_, update) in self._updates(adapter):
-            first = number * rank
-            yield self.a[slot, first : first + update.rank], update.a[:, columns]
+            yield _cut(parts[number], 0, 0, update.rank), _cut(update.a, 1, first, self.base.inputs)
 
     def copies_to_b(self, adapter: Adapter, slot: int) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield the same of b, with the factor of what fills it."""
+        of_slot = self.b[slot]
         for _, (part, update) in self._updates(adapter):
             for section, rows in part.sections:
-                source = update.b[section.start :][: section.rows] if section.dim == 0 else update.b
-                yield self.b[slot, rows, : update.rank], source, update.scale
+                source = update.b if section.dim else _cut(update.b, 0, section.start, section.rows)
+                yield _cut(of_slot[rows], 1, 0, update.rank), source, update.scale
 
     def _updates(self, adapter: Adapter) -> Iterator[tuple[int, tuple[Part, LowRank]]]:
         """Yield the number of each part that the adapter changes, the part, and what it adds."""
@@ -46,6 +46,11 @@ class Slots:
             if (update := adapter.get(part.module)) is not None:
                 assert update.rank <= self.b.shape[2]
                 yield number, (part, update)
+
+
+def _cut(x: Tensor, dim: int, first: int, count: int) -> Tensor:
+    """Return neighbouring rows or columns. Often they are all, and an adapter has hundreds of matrices."""
+    return x if x.shape[dim] == count else x.narrow(dim, first, count)
 
 
 @torch.inference_mode()

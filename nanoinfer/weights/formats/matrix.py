@@ -14,7 +14,46 @@ from nanoinfer.kernels.ranks.send_receive import VectorLane
 from nanoinfer.weights.shards import Section, Shard
 
 
-class Matrix(nn.Module, ABC):
+class LinearMap(nn.Module, ABC):
+    """What a linear layer multiplies by: a matrix of some format, or one with adapters beside it."""
+
+    @property
+    @abstractmethod
+    def takes_lanes(self) -> bool:
+        """Whether norm_product of one row adds up the ranks' parts of x by itself."""
+
+    @abstractmethod
+    def can_apply_activation(self, tokens: int) -> bool:
+        """Return whether a launch that prepares so many tokens for the product can apply an activation to them, too.
+
+        Never once the order is fixed.
+        """
+
+    @abstractmethod
+    def product(
+        self,
+        x: Tensor,
+        activation: Activation | None = None,
+        may_split: bool = False,
+        with_bias: bool = True,
+        before: Activation | None = None,
+    ) -> Tensor:
+        """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
+
+    @abstractmethod
+    def norm_product(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        pre: Norm | None,
+        post: Norm | None,
+        activation: Activation | None,
+        lane: VectorLane | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does. lane: None unless takes_lanes"""
+
+
+class Matrix(LinearMap):
     """A weight, [out_features, in_features], and if wanted a bias, [out_features]: this rank's rows and columns.
 
     Its shards, and those of the modules in it, say which tensors of a checkpoint it stores, how a rank slices them, and
@@ -24,7 +63,7 @@ class Matrix(nn.Module, ABC):
     """
 
     bias: Tensor | None
-    takes_lanes: bool = False  # norm_product of one row adds up the ranks' parts of x by itself
+    takes_lanes: bool = False
 
     def __init__(self, sections: list[Section], in_features: int) -> None:
         super().__init__()
@@ -54,10 +93,7 @@ class Matrix(nn.Module, ABC):
         """Yield the shards that fill this module's own parameters."""
 
     def can_apply_activation(self, tokens: int) -> bool:
-        """Return whether a launch that prepares so many tokens for the product can apply an activation to them, too.
-
-        Never once the order is fixed.
-        """
+        """Return whether the launch before the product can apply an activation: here never."""
         return False
 
     def finish(self) -> None:
@@ -74,7 +110,7 @@ class Matrix(nn.Module, ABC):
         with_bias: bool = True,
         before: Activation | None = None,
     ) -> Tensor:
-        """Multiply, as kernels.linear.dispatch.linear does. with_bias: False if another rank adds the bias"""
+        """Multiply by the operand."""
         return linear(x, self.operand(), self.bias if with_bias else None, activation, may_split, before)
 
     def norm_product(
@@ -86,5 +122,5 @@ class Matrix(nn.Module, ABC):
         activation: Activation | None,
         lane: VectorLane | None,
     ) -> tuple[Tensor, Tensor]:
-        """Add, normalise and multiply, as kernels.linear.dispatch.norm_linear does. lane: None unless takes_lanes"""
+        """Add, normalise and multiply by the operand."""
         return norm_linear(x, residual, pre, self.operand(), self.bias, activation, post, lane)

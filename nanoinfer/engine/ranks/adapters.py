@@ -1,0 +1,141 @@
+"""Adapters: which adapters are loaded, by name, and in which slots of the ranks they lie."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nanoinfer.engine.prefix_tree import NONE
+from nanoinfer.engine.ranks.carrier import AdapterCarrier
+from nanoinfer.engine.ranks.ranks import Ranks
+from nanoinfer.engine.scheduler import Scheduler
+from nanoinfer.process.interrupts import delayed_interrupt
+from nanoinfer.process.torch_state import fresh_torch_state
+from nanoinfer.weights.adapters.low_rank import Adapter
+from nanoinfer.weights.adapters.reading import check_is_loaded
+from nanoinfer.weights.adapters.source import AdapterSource
+
+
+class LoadedAdapter(NamedTuple):
+    """An adapter that is loaded.
+
+    version: how often its name has been loaded since it was unloaded last
+    rank: the largest of its matrices
+    modules: the matrices that it changes, as the checkpoint names them
+    """
+
+    version: int
+    rank: int
+    modules: tuple[str, ...]
+
+
+class AnyAdapters(ABC):
+    """The adapters of one engine, or of replicas, which are the same on all.
+
+    loaded: by name
+    """
+
+    def __init__(self, most: int) -> None:
+        """most: that may be loaded at once, max_adapters"""
+        self._most = most
+        self.loaded: dict[str, LoadedAdapter] = {}
+
+    @abstractmethod
+    def load(self, source: AdapterSource, in_flight: str, begin: Callable[[], None]) -> int:
+        """Write an adapter into its slot, in place of one of the same name; returns its version.
+
+        in_flight: as for LLM.update_weights, for its requests alone; begin: does what it says
+
+        Raises ValueError for what the model does not fit, or if there is no room, and as check_slots does.
+        """
+
+    @abstractmethod
+    def unload(self, name: str) -> None:
+        """Give an adapter's slot back. No request of it runs, and the caller has called check_is_loaded."""
+
+    def drop(self) -> None:
+        """Forget all adapters, whose memory is lost."""
+        self.loaded.clear()
+
+    def check_slots(self) -> None:
+        """Raise RuntimeError if there can be no adapters."""
+        if not self._most:
+            raise RuntimeError(
+                "max_adapters=0: this LLM has no room for adapters; make it with max_adapters=1, or with as many as you"
+                " want to load at once"
+            )
+
+    def check_is_loaded(self, name: str) -> None:
+        """Raise ValueError, with the names most like it, unless an adapter is loaded, and as check_slots does."""
+        self.check_slots()
+        check_is_loaded(name, self.loaded)
+
+    def _check_room(self, name: str) -> None:
+        """Raise ValueError if there is no room for an adapter, and as check_slots does."""
+        self.check_slots()
+        if name not in self.loaded and len(self.loaded) == self._most:
+            raise ValueError(
+                f"adapter={name!r}: max_adapters={self._most}, and so many are loaded:"
+                f" {', '.join(map(repr, self.loaded))}; llm.unload_adapter(name) makes room, or load this one by the"
+                " name of one of them"
+            )
+
+    def _next_version(self, name: str) -> int:
+        return self.loaded[name].version + 1 if name in self.loaded else 1
+
+    def describe(self, name: str, adapter: Adapter) -> LoadedAdapter:
+        """Return what there is to know of an adapter that is about to be loaded."""
+        rank = max(update.rank for update in adapter.values())
+        return LoadedAdapter(self._next_version(name), rank, tuple(sorted(adapter)))
+
+
+class Adapters(AnyAdapters):
+    """The adapters of one engine, which lie in the same slots on all ranks."""
+
+    def __init__(self, ranks: Ranks, scheduler: Scheduler, most: int) -> None:
+        """most: slots"""
+        super().__init__(most)
+        self._ranks, self._scheduler, self._carrier = ranks, scheduler, AdapterCarrier(ranks)
+        self._slots: dict[str, int] = {}
+
+    def slot_of(self, name: str | None) -> int:
+        """Return the slot of an adapter that is loaded; NONE: that of no adapter."""
+        return NONE if name is None else self._slots[name]
+
+    def load(self, source: AdapterSource, in_flight: str, begin: Callable[[], None]) -> int:
+        """Write an adapter into its slot, in place of one of the same name; returns its version."""
+        self._ranks.note("load_adapter", source.name, in_flight)
+        return self.write(source.name, self.read(source), begin)
+
+    def read(self, source: AdapterSource) -> Adapter:
+        """Check an adapter. Raises errors as `load` does."""
+        with self._ranks.alike(), fresh_torch_state():
+            self._check_room(source.name)
+            held = self._ranks.runner.holdings.adapters
+            assert held is not None
+            return held.reader.read(source)
+
+    def write(self, name: str, adapter: Adapter, begin: Callable[[], None]) -> int:
+        """Write an adapter that `read` has checked; returns its version. An error leaves what was there."""
+        loaded = self.describe(name, adapter)
+        free = set(range(self._most)).difference(self._slots.values())
+        slot = self._slots.get(name, min(free, default=NONE))
+        self._ranks.compare("adapter", loaded)
+        with delayed_interrupt():
+            begin()
+            self._scheduler.reset_prefix_cache(slot)
+            self._carrier.write(slot, adapter)
+            self._slots[name], self.loaded[name] = slot, loaded
+        return loaded.version
+
+    def unload(self, name: str) -> None:
+        """Give an adapter's slot back. Nothing that was computed with it is found any more."""
+        self._ranks.note("unload_adapter", name)
+        del self.loaded[name]
+        self._scheduler.reset_prefix_cache(self._slots.pop(name))
+
+    def drop(self) -> None:
+        """Forget all adapters, whose memory is lost."""
+        super().drop()
+        self._slots.clear()

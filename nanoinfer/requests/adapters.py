@@ -1,0 +1,105 @@
+"""LoadsAdapters: the adapters of an LLM, from folders and from a trainer's memory."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nanoinfer.checks import short
+from nanoinfer.engine.ranks.adapters import LoadedAdapter
+from nanoinfer.hints import hints_for
+from nanoinfer.requests.inputs import Prepared
+from nanoinfer.requests.interface import AnyEngine, Fate, SomeRequests
+from nanoinfer.weights.adapters.source import open_adapter
+
+
+class LoadsAdapters(ABC):
+    """What an LLM does with adapters beside its model: low-rank matrices of a fine-tuned variant, as PEFT makes them.
+
+    A request names its adapter in its settings. Requests of one step may name any; the others get the model alone.
+    """
+
+    engine: AnyEngine
+    _requests: SomeRequests
+
+    @abstractmethod
+    def _turn(self, alone: bool = False) -> threading.Lock:
+        """Return the lock that a caller holds while the engine runs."""
+
+    @hints_for("load_adapter")
+    def load_adapter(
+        self,
+        name: str,
+        source: str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        config: Any = None,
+        alpha: float | None = None,
+        in_flight: Fate = "recompute",
+    ) -> int:
+        """Load an adapter, in place of one that has the name; returns its version, 1 for a new name.
+
+        name: what requests call it, as in SamplingParams(adapter=name)
+        source: a folder with PEFT's files, or a Hub id; or tensors by PEFT's names for them, on any device and of 16,
+            32 or 64 bits, such as peft.get_peft_model_state_dict(model). The LLM keeps none of them
+        config: the settings of tensors: peft.LoraConfig, or a mapping as in adapter_config.json
+        alpha: in place of config: lora_alpha; tensors then are of all modules that they name, each of its own rank
+        in_flight: what becomes of the adapter's own requests of add_request that have begun, as for update_weights;
+            requests of other adapters, and of the model alone, just go on
+
+        The LLM checks all of an adapter before it writes the first number. From then on, no request shares what was
+        computed with the adapter of this name before. Adapters stay when the weights change, and in sleep(level=1).
+
+        Raises ValueError for tensors and settings that do not fit the model, for a rank above max_adapter_rank, and
+        for more than max_adapters. Raises RuntimeError if max_adapters is 0, or the weights are lent.
+        """
+        self.engine.check_writable()
+        with self.engine.alike():
+            self.engine.adapters.check_slots()
+            name = _check_name(name)
+            begin = self._requests.before_new_weights(in_flight, name)
+            opened = open_adapter(name, source, config, alpha)
+        with self._turn():
+            self.engine.check_writable()
+            return self.engine.adapters.load(opened, in_flight, begin)
+
+    @hints_for("unload_adapter")
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter, which makes room for another.
+
+        name: the one with which it was loaded
+
+        Raises ValueError for a name that is not loaded, and RuntimeError while requests of it have not ended.
+        """
+        self.engine.check_open()
+        with self.engine.alike():
+            self.engine.adapters.check_is_loaded(_check_name(name))
+        with self._turn():
+            if running := self._requests.of_adapter(name):
+                raise RuntimeError(
+                    f"adapter={name!r}: {len(running)} of its requests have not ended: call step until they have, or"
+                    " abort them"
+                )
+            self.engine.adapters.unload(name)
+
+    @property
+    def adapters(self) -> dict[str, LoadedAdapter]:
+        """The adapters that are loaded, by name: each one's version, rank, and the modules that it changes."""
+        return dict(self.engine.adapters.loaded)
+
+    def _check_adapters(self, prompts: Iterable[Prepared]) -> None:
+        """Raise ValueError for a prompt whose adapter is not loaded; RuntimeError if none can be."""
+        with self.engine.alike():
+            for prompt in prompts:
+                if prompt.params.adapter is not None:
+                    self.engine.adapters.check_is_loaded(prompt.params.adapter)
+
+
+def _check_name(name: object) -> str:
+    """Return an adapter's name. Raises ValueError for all else."""
+    if not isinstance(name, str) or name == "":
+        raise ValueError(f"name={short(name)}: must be a string, by which requests name the adapter")
+    return str.__str__(name)

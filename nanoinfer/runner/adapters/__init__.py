@@ -1,0 +1,1 @@
+"""The adapters that one rank holds."""

@@ -1,0 +1,113 @@
+"""Adapters: those that a rank holds, and which of them the rows of a step name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nanoinfer.config import Config
+from nanoinfer.kernels.adapters import adapter as kernels
+from nanoinfer.layers.adapted import AdaptedHead, AdaptedMatrix, StepRows
+from nanoinfer.models.causal_lm import CausalLM
+from nanoinfer.models.description import HEAD
+from nanoinfer.parallel.buckets import Bucket
+from nanoinfer.parallel.tensor_parallel import TensorParallel
+from nanoinfer.process.torch_state import default_dtype
+from nanoinfer.runner.adapters.receiver import Receiver
+from nanoinfer.weights.adapters.bases import Base, Bases, slot_rank
+from nanoinfer.weights.adapters.low_rank import Adapter
+from nanoinfer.weights.adapters.modules import Modules
+from nanoinfer.weights.adapters.reading import AdapterReader
+from nanoinfer.weights.adapters.slots import Slots, write
+from nanoinfer.weights.formats.matrix import Matrix
+from nanoinfer.weights.shards import Section
+
+
+class Adapters:
+    """The slots beside all matrices of a rank's model, numbered from 0; -1 stands for no adapter.
+
+    reader: reads adapters for this model, and checks them
+    """
+
+    def __init__(self, model: CausalLM, config: Config, tp: TensorParallel, device: torch.device) -> None:
+        """Put empty slots beside the matrices of a model that has just been built, on torch's default device."""
+        self._tp, self._device = tp, device
+        self._receiver = Receiver(device)
+        self._count, self._rank = config.max_adapters, slot_rank(config.max_adapter_rank)
+        self._slots: list[Slots] = []
+        self._step = StepRows()
+        shape = config.description.vocab_size, config.description.hidden_size
+        bases = Bases(model, Section(HEAD, model.num_ids, shape, model.first_id))
+        modules = Modules(model, bases)
+        with default_dtype(config.torch_dtype):
+            self._wrap(model, bases.of_matrices)
+        with default_dtype(config.torch_head_dtype):
+            model.lm_head = AdaptedHead(model.lm_head, self._beside(bases.head), self._step)
+        have_slots = {section.name for slots in self._slots for section in slots.base.sections}
+        self.reader = AdapterReader(modules, config.max_adapter_rank, refused=modules.shapes.keys() - have_slots)
+        # By slot, the slot if its adapter has matrices for the head, else -1; the last entry is that of no adapter.
+        self._in_head = torch.full((self._count + 1,), -1, dtype=torch.int32)
+
+    def _wrap(self, model: CausalLM, bases: dict[Matrix, Base]) -> None:
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, Matrix) and child in bases:
+                    setattr(parent, name, AdaptedMatrix(child, self._beside(bases[child]), self._step))
+
+    def _beside(self, base: Base) -> kernels.Adapter:
+        slots = Slots.make(base, self._count, self._rank)
+        self._slots.append(slots)
+        return kernels.Adapter(slots.a, slots.b, base.part_rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory the slots take."""
+        return sum(slots.a.nbytes + slots.b.nbytes for slots in self._slots)
+
+    @torch.inference_mode()
+    def write(self, slot: int, adapter: Adapter) -> None:
+        """Write this rank's share of an adapter, which `reader` has read, into a slot, in place of what was there."""
+        write(adapter, slot, self._slots)
+        self._in_head[slot] = slot if HEAD in adapter else -1
+
+    @torch.inference_mode()
+    def receive(self, bucket: Bucket) -> None:
+        """Copy the tensors of an adapter that rank 0 has read. The other ranks call this."""
+        self._receiver.read(bucket)
+
+    def write_received(self, slot: int, scales: dict[str, float]) -> None:
+        """Write the adapter that has been received. All ranks call this together; rank 0 receives none.
+
+        scales: LowRank.scale, by module
+        """
+        if self._tp.rank > 0:
+            self.write(slot, self._receiver.take(scales))
+        self._tp.min(0, self._device)  # from here on rank 0 may free the buckets
+
+    def clear(self) -> None:
+        """Empty all slots, whose memory may hold anything."""
+        for slots in self._slots:
+            slots.a.zero_()
+            slots.b.zero_()
+        self._in_head.fill_(-1)
+
+    @contextmanager
+    def beside_layers(self, slots: Tensor) -> Iterator[None]:
+        """Return a context in which this thread runs the layers. slots: [tokens] int32, of the step's tokens"""
+        self._step.tokens = kernels.AdapterRows.of(slots, self._count)
+        try:
+            yield
+        finally:
+            self._step.tokens = None
+
+    @contextmanager
+    def beside_head(self, slots: Tensor) -> Iterator[None]:
+        """Return a context in which this thread computes logits. slots: [rows] int32, of the logits' rows"""
+        self._step.wanted = kernels.AdapterRows.of(self._in_head[slots], self._count)
+        try:
+            yield
+        finally:
+            self._step.wanted = None

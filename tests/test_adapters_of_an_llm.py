@@ -1,0 +1,598 @@
+"""Adapters as users meet them: loading, naming, replacing and unloading them beside one model, while requests run."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases.tuned import ALPHA, Tuned
+from conftest import Oracle, greedy, wait_until, whole_only
+from safetensors.torch import load_file
+from test_spmd import Trainer
+from test_spmd import make as make_with_peers
+
+from nanoinfer import BUNDLED_MODEL, LLM, BeamSearchParams, RequestOutput, SamplingParams
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "kvcache_block_size": 16, "num_kvcache_blocks": 200, "max_adapters": 2}
+PROMPT = list(range(20, 60))  # two whole blocks and a half
+
+
+@pytest.fixture(scope="module")
+def base() -> Oracle:
+    return Oracle(BUNDLED_MODEL)
+
+
+@pytest.fixture(scope="module")
+def red() -> Tuned:
+    return Tuned(BUNDLED_MODEL, seed=1)
+
+
+@pytest.fixture(scope="module")
+def blue() -> Tuned:
+    return Tuned(BUNDLED_MODEL, seed=2, rank=16, only="self_attn")
+
+
+@pytest.fixture(scope="module")
+def shared_llm() -> Iterator[LLM]:
+    with LLM(BUNDLED_MODEL, dtype="float32", **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> Iterator[LLM]:
+    """An LLM of two slots, without adapters."""
+    yield shared_llm
+    shared_llm.reset_prefix_cache()
+    for request_id in list(shared_llm._requests._running):
+        shared_llm.abort(request_id)
+    finish(shared_llm)
+    for name in shared_llm.adapters:
+        shared_llm.unload_adapter(name)
+
+
+def load(llm: LLM, name: str, tuned: Tuned, **how: Any) -> int:
+    return llm.load_adapter(name, tuned.tensors, alpha=ALPHA, **how)
+
+
+def tokens(llm: LLM, prompt: list[int] = PROMPT, adapter: str | None = None, count: int = 12) -> list[int]:
+    (output,) = llm.generate([prompt], greedy(count, adapter=adapter, ignore_eos=True), use_tqdm=False)
+    return output.token_ids
+
+
+def expected(oracle: Oracle, prompt: list[int] = PROMPT, count: int = 12) -> list[int]:
+    return oracle.greedy(prompt, count, ignore_eos=True)
+
+
+def finish(llm: LLM) -> list[RequestOutput]:
+    outputs = []
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    return sorted(outputs, key=lambda output: output.request_id)
+
+
+class TestLoading:
+    def test_from_a_folder_and_from_tensors(self, llm: LLM, base: Oracle, red: Tuned, tmp_path: Path) -> None:
+        config = json.loads((Path(red.save(tmp_path)) / "adapter_config.json").read_text())
+        in_double = {name: tensor.double() for name, tensor in red.tensors.items()}
+        ways: list[tuple[Any, dict[str, Any]]] = [
+            (str(tmp_path), {}),
+            (tmp_path, {}),
+            (red.tensors, {"alpha": ALPHA}),
+            (iter(in_double.items()), {"config": config}),
+        ]
+        for version, (source, how) in enumerate(ways, 1):
+            assert llm.load_adapter("red", source, **how) == version
+            assert tokens(llm, adapter="red") == expected(red)
+            assert tokens(llm) == expected(base)
+
+    def test_from_what_peft_gives(self, llm: LLM, base: Oracle) -> None:
+        peft = pytest.importorskip("peft", reason="needs peft: pip install -e '.[trl]'")
+        from cases.adapters import adapt
+
+        wrapped = adapt(Oracle(BUNDLED_MODEL).model, target_modules=["q_proj", "down_proj"], use_rslora=True)
+        state = peft.get_peft_model_state_dict(wrapped)
+        llm.load_adapter("mine", state, config=wrapped.peft_config["default"])
+        merged = Oracle(BUNDLED_MODEL)
+        merged.model = wrapped.merge_and_unload()
+        assert tokens(llm, adapter="mine") == expected(merged) != expected(base)
+
+    def test_what_is_loaded(self, llm: LLM, red: Tuned, blue: Tuned) -> None:
+        assert llm.adapters == {}
+        for name, tuned in (("red", red), ("blue", blue), ("red", red)):
+            load(llm, name, tuned)
+        assert [(name, one.version, one.rank) for name, one in llm.adapters.items()] == [("red", 2, 4), ("blue", 1, 16)]
+        assert llm.adapters["blue"].modules[:2] == (
+            "model.layers.0.self_attn.k_proj",
+            "model.layers.0.self_attn.o_proj",
+        )
+        llm.unload_adapter("red")
+        assert list(llm.adapters) == ["blue"]
+        assert load(llm, "red", red) == 1
+
+    def test_a_slot_that_is_used_again_keeps_nothing(self, llm: LLM, red: Tuned, blue: Tuned) -> None:
+        """The second adapter has other modules than the first."""
+        for tuned in (red, blue, red):
+            load(llm, "one", tuned)
+            assert tokens(llm, adapter="one") == expected(tuned)
+            llm.unload_adapter("one")
+
+
+class TestRequests:
+    def test_rows_of_one_step_name_any_adapter(self, llm: LLM, base: Oracle, red: Tuned, blue: Tuned) -> None:
+        oracles: dict[str | None, Oracle] = {None: base, "red": red, "blue": blue}
+        load(llm, "red", red)
+        load(llm, "blue", blue)
+        names = [None, "red", "blue", "red", None, "blue", "blue", "red"]
+        prompts = [list(range(30 + i, 40 + 5 * i)) for i in range(len(names))]
+        params = [greedy(10, adapter=name, ignore_eos=True) for name in names]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for prompt, name, output in zip(prompts, names, outputs, strict=True):
+            assert output.token_ids == expected(oracles[name], prompt, 10), f"{name} behind {prompt}"
+
+    def test_samples_streams_steps_scores_and_chats(self, llm: LLM, red: Tuned) -> None:
+        load(llm, "red", red)
+        wanted = expected(red)
+        params = greedy(12, adapter="red", ignore_eos=True)
+        (output,) = llm.generate([PROMPT], greedy(12, n=3, adapter="red", ignore_eos=True), use_tqdm=False)
+        assert [sample.token_ids for sample in output.samples] == [wanted] * 3
+        assert [token for new in llm.stream([PROMPT], params) for token in new.token_ids] == wanted
+        llm.add_request(llm.prepare(PROMPT, params))
+        assert [output.token_ids for output in finish(llm)] == [wanted]
+        (score,) = llm.score(PROMPT, [wanted], adapter="red")
+        logprobs = red.logits(PROMPT + wanted).log_softmax(1)[len(PROMPT) - 1 : -1]
+        assert score.logprob == pytest.approx(float(logprobs.gather(1, torch.tensor([wanted]).T).sum()), abs=1e-3)
+
+    def test_beams(self, llm: LLM, red: Tuned, base: Oracle) -> None:
+        load(llm, "red", red)
+        ids = torch.tensor([PROMPT])
+        for adapter, oracle in ((None, base), ("red", red), (None, base)):
+            (output,) = llm.beam_search([PROMPT], BeamSearchParams(3, 8, adapter=adapter))
+            found = oracle.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, num_beams=3, pad_token_id=0
+            )
+            assert output.sequences[0].tokens == found[0].tolist()
+
+    def test_preempted_ones_go_on_with_theirs(
+        self, make_llm: Callable[..., LLM], base: Oracle, red: Tuned, no_foresight: None
+    ) -> None:
+        llm = make_llm(**{**OPTIONS, "num_kvcache_blocks": 12, "max_model_len": 128})
+        load(llm, "red", red)
+        prompts = [[30 + i] * 20 for i in range(5)]
+        names = ["red", None, "red", "red", None]
+        params = [greedy(40, adapter=name, ignore_eos=True) for name in names]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.engine.scheduler.num_preemptions > 0
+        for prompt, name, output in zip(prompts, names, outputs, strict=True):
+            assert output.token_ids == expected(red if name else base, prompt, 40)
+
+
+class TestPrefixes:
+    def test_each_adapter_and_the_model_cache_for_themselves(
+        self, llm: LLM, base: Oracle, red: Tuned, blue: Tuned
+    ) -> None:
+        oracles: dict[str | None, Oracle] = {None: base, "red": red, "blue": blue}
+        load(llm, "red", red)
+        load(llm, "blue", blue)
+        for cached in (0, 32):
+            for name, oracle in oracles.items():
+                (output,) = llm.generate([PROMPT], greedy(12, adapter=name, ignore_eos=True), use_tqdm=False)
+                assert output.num_cached_tokens == cached
+                assert output.token_ids == expected(oracle)
+
+    def test_a_new_version_finds_nothing_of_the_old_one_and_others_find_theirs(
+        self, llm: LLM, red: Tuned, blue: Tuned
+    ) -> None:
+        load(llm, "one", red)
+        load(llm, "other", red)
+        for name in (None, "one", "other"):
+            tokens(llm, adapter=name)
+        load(llm, "one", blue)
+        outputs = llm.generate(
+            [PROMPT] * 3, [greedy(12, adapter=name, ignore_eos=True) for name in (None, "one", "other")], use_tqdm=False
+        )
+        assert [output.num_cached_tokens for output in outputs] == [32, 0, 32]
+        assert outputs[1].token_ids == expected(blue)
+        llm.unload_adapter("one")
+        load(llm, "one", red)  # in the same slot
+        (output,) = llm.generate([PROMPT], greedy(12, adapter="one", ignore_eos=True), use_tqdm=False)
+        assert (output.num_cached_tokens, output.token_ids) == (0, expected(red))
+
+    def test_what_an_adapter_has_left_is_handed_out_first(self, llm: LLM, red: Tuned) -> None:
+        load(llm, "red", red)
+        tokens(llm)
+        tokens(llm, adapter="red")
+        manager = llm.engine.scheduler.block_manager
+        kept = {block_id for node in manager.tree if node.content[:8] for block_id in node.blocks}
+        llm.unload_adapter("red")
+        left = {block_id for node in manager.tree for block_id in node.blocks}
+        assert 0 < len(left) < len(kept)
+        assert not left & set(list(manager.free_blocks)[: len(kept - left)])
+
+    def test_rows_of_two_adapters_have_no_block_in_common(self, llm: LLM, red: Tuned) -> None:
+        """So decode attention, which reads shared blocks once, never takes one's for the other's."""
+        load(llm, "one", red)
+        load(llm, "two", red)
+        names = [None, "one", "two", "one", "two"]
+        for name in names:
+            llm.add_request(PROMPT, greedy(12, adapter=name, ignore_eos=True))
+        llm.step()
+        llm.step()
+        held: dict[int, set[int]] = {}
+        for seq in llm.engine.row_map.seqs:
+            held.setdefault(seq.adapter, set()).update(seq.block_tables[0])
+        assert len(held) == 3
+        assert sum(map(len, held.values())) == len(set().union(*held.values()))
+        assert [output.token_ids for output in finish(llm)[1:]] == [expected(red)] * 4
+
+
+class TestReplacedWhileRequestsRun:
+    NAMES = ("one", None, "other", "one")
+    PROMPTS = ([40, 41], [50], [60, 61, 62], [70])
+
+    @pytest.fixture
+    def ids(self, llm: LLM, red: Tuned) -> list[int]:
+        """Requests that have begun, of an adapter, of another that equals it, and of none."""
+        load(llm, "one", red)
+        load(llm, "other", red)
+        params = [greedy(30, adapter=name, ignore_eos=True) for name in self.NAMES]
+        ids = [llm.add_request(prompt, one) for prompt, one in zip(self.PROMPTS, params, strict=True)]
+        for _ in range(10):
+            llm.step()
+        return ids
+
+    def check_others(self, outputs: list[RequestOutput], base: Oracle, red: Tuned) -> None:
+        """Check that the others have gone on as if nothing had happened."""
+        _, plain, other, _ = outputs
+        assert plain.token_ids == expected(base, self.PROMPTS[1], 30)
+        assert other.token_ids == expected(red, self.PROMPTS[2], 30)
+
+    def test_recompute(self, llm: LLM, ids: list[int], base: Oracle, red: Tuned, blue: Tuned) -> None:
+        load(llm, "one", blue)
+        outputs = finish(llm)
+        self.check_others(outputs, base, red)
+        for place in (0, 3):
+            prompt, found = self.PROMPTS[place], outputs[place].token_ids
+            assert found[:10] == expected(red, prompt, 10)
+            assert found[10:] == expected(blue, prompt + found[:10], 20)
+
+    def test_keep(self, llm: LLM, ids: list[int], base: Oracle, red: Tuned, blue: Tuned) -> None:
+        load(llm, "one", blue, in_flight="keep")
+        outputs = finish(llm)
+        self.check_others(outputs, base, red)
+        for place in (0, 3):
+            prompt, found = self.PROMPTS[place], outputs[place].token_ids
+            assert found[:10] == expected(red, prompt, 10)
+            assert found != expected(red, prompt, 30)
+            assert tokens(llm, prompt + found, "one") == expected(blue, prompt + found)  # finds nothing of it
+
+    def test_abort(self, llm: LLM, ids: list[int], base: Oracle, red: Tuned, blue: Tuned) -> None:
+        load(llm, "one", blue, in_flight="abort")
+        outputs = finish(llm)
+        self.check_others(outputs, base, red)
+        for place in (0, 3):
+            assert outputs[place].finish_reason == "abort"
+            assert outputs[place].token_ids == expected(red, self.PROMPTS[place], len(outputs[place].token_ids))
+
+    def test_new_weights_of_the_model_leave_adapters_loaded(
+        self, llm: LLM, ids: list[int], base: Oracle, red: Tuned
+    ) -> None:
+        (file,) = Path(BUNDLED_MODEL).glob("*.safetensors")
+        llm.update_weights(load_file(file))
+        outputs = finish(llm)
+        self.check_others(outputs, base, red)
+        assert outputs[0].token_ids == expected(red, self.PROMPTS[0], 30)
+
+
+class TestUnloading:
+    def test_a_hundred_times_without_growth(self, llm: LLM, red: Tuned) -> None:
+        tree, sizes = llm.engine.scheduler.block_manager.tree, []
+        tokens(llm, count=3)
+        for number in range(102):
+            load(llm, f"name {number}", red)
+            tokens(llm, adapter=f"name {number}", count=3)
+            llm.unload_adapter(f"name {number}")
+            if number in (1, 101):
+                gc.collect()
+                sizes.append(len(gc.get_objects()))
+        assert abs(sizes[1] - sizes[0]) < 100
+        assert (len(tree), len(tree.roots)) == (2, 1)  # the model's own
+
+    def test_a_running_request_holds_its_adapter(self, llm: LLM, red: Tuned, blue: Tuned) -> None:
+        load(llm, "red", red)
+        load(llm, "blue", blue)
+        request_id = llm.add_request(PROMPT, greedy(12, adapter="red", ignore_eos=True))
+        message = "adapter='red': 1 of its requests have not ended: call step until they have, or abort them"
+        with pytest.raises(RuntimeError, match=message):
+            llm.unload_adapter("red")
+        llm.step()
+        with pytest.raises(RuntimeError, match=message):
+            llm.unload_adapter("red")
+        llm.unload_adapter("blue")
+        llm.abort(request_id)
+        llm.unload_adapter("red")
+        load(llm, "blue", blue)  # in the slot of the request that a step in flight still computes
+        llm.add_request(PROMPT, greedy(12, adapter="blue", ignore_eos=True))
+        assert [output.token_ids for output in finish(llm)][1:] == [expected(blue)]
+
+
+class TestSleep:
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_level_1_keeps_them_and_level_2_drops_them(self, level: int, llm: LLM, base: Oracle, red: Tuned) -> None:
+        load(llm, "red", red)
+        wanted = tokens(llm, adapter="red")
+        llm.sleep(level)
+        with pytest.raises(RuntimeError, match=r"sleeps.*call wake_up"):
+            load(llm, "red", red)
+        llm.wake_up()
+        if level == 2:
+            assert llm.adapters == {}
+            llm.load_weights(BUNDLED_MODEL)
+            assert tokens(llm) == expected(base)
+            load(llm, "red", red)
+        assert tokens(llm, adapter="red") == wanted == expected(red)
+
+
+class TestBadInput:
+    """What is wrong is named before anything is written."""
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda key, one: (key.replace("q_proj", "z_proj"), one), "z_proj is no matrix that may"),
+            (lambda key, one: (key, torch.cat([one] * 5, dim=int("_B" in key))), "rank 20, but max_adapter_rank=16"),
+            (lambda key, one: (key, one[:, :-1] if "_A" in key else one), "another model's"),
+            (lambda key, one: (key, one * float("nan")), "numbers that are NaN or infinite"),
+        ],
+        ids=["module", "rank", "shape", "number"],
+    )
+    def test_tensors(self, change: Callable[..., Any], message: str, llm: LLM, red: Tuned) -> None:
+        load(llm, "red", red)
+        wrong = dict(change(key, one) for key, one in red.tensors.items())
+        for name in ("red", "new"):
+            with pytest.raises(ValueError, match=rf"adapter='{name}': .*{message}"):
+                llm.load_adapter(name, wrong, alpha=1)
+        assert {name: one.version for name, one in llm.adapters.items()} == {"red": 1}
+        assert tokens(llm, adapter="red") == expected(red)
+
+    def test_arguments(self, llm: LLM, red: Tuned) -> None:
+        for name in ("", None, 3):
+            with pytest.raises(ValueError, match=f"name={name!r}: must be a string"):
+                load(llm, name, red)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=f"name={name!r}: must be a string"):
+                llm.unload_adapter(name)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="in_flight='drop': must be one of 'recompute', 'keep', 'abort'"):
+            load(llm, "red", red, in_flight="drop")
+        with pytest.raises(ValueError, match="adapter='red': tensors need either config"):
+            llm.load_adapter("red", red.tensors)
+        with pytest.raises(ValueError, match="no such folder"):
+            llm.load_adapter("red", "/no/folder")
+        with pytest.raises(ValueError, match="adapter='red': named_tensors=7"):
+            llm.load_adapter("red", 7, alpha=1)  # type: ignore[arg-type]
+
+    def test_more_than_max_adapters(self, llm: LLM, red: Tuned) -> None:
+        load(llm, "red", red)
+        load(llm, "blue", red)
+        with pytest.raises(ValueError, match=r"adapter='green': max_adapters=2, and so many are loaded: 'red', 'blue'"):
+            load(llm, "green", red)
+
+    def test_a_name_that_is_not_loaded(self, llm: LLM, red: Tuned) -> None:
+        load(llm, "sql-large", red)
+        calls: list[Callable[[SamplingParams], object]] = [
+            lambda params: llm.generate([PROMPT], params),
+            lambda params: llm.stream([PROMPT], params),
+            lambda params: llm.add_request(PROMPT, params),
+            lambda params: llm.score(PROMPT, [5], adapter=params.adapter),
+            lambda params: llm.beam_search([PROMPT], BeamSearchParams(2, 2, adapter=params.adapter)),
+            lambda params: llm.unload_adapter(str(params.adapter)),
+        ]
+        running = llm.add_request(PROMPT, greedy(3, adapter="sql-large"))
+        for call in calls:
+            with pytest.raises(ValueError, match="adapter='sql-larg': is not loaded; loaded are 'sql-large'"):
+                call(greedy(3, adapter="sql-larg"))
+        assert [output.request_id for output in finish(llm)] == [running]  # nobody has dropped it
+
+    def test_one_that_is_unloaded_between_prepare_and_add_request(self, llm: LLM, red: Tuned) -> None:
+        load(llm, "red", red)
+        coming = llm.prepare(PROMPT, greedy(3, adapter="red"))
+        llm.unload_adapter("red")
+        with pytest.raises(ValueError, match="adapter='red': is not loaded; none is"):
+            llm.add_request(coming)
+
+    def test_an_llm_without_slots(self, make_llm: Callable[..., LLM], red: Tuned) -> None:
+        llm = make_llm(**{**OPTIONS, "max_adapters": 0})
+        for call in (
+            lambda: load(llm, "red", red),
+            lambda: llm.unload_adapter("red"),
+            lambda: llm.generate([PROMPT], greedy(3, adapter="red")),
+        ):
+            with pytest.raises(RuntimeError, match="max_adapters=0: this LLM has no room for adapters; make it with"):
+                call()
+        assert llm.adapters == {}
+
+    def test_a_stream_is_open(self, llm: LLM, red: Tuned) -> None:
+        load(llm, "red", red)
+        stream = llm.stream([PROMPT], greedy(5, adapter="red"))
+        next(stream)
+        for call in (lambda: load(llm, "red", red), lambda: llm.unload_adapter("red")):
+            with pytest.raises(RuntimeError, match="a stream is open"):
+                call()
+        stream.close()
+
+
+class Fuzz:
+    """Requests that come, and adapters that are loaded, replaced and unloaded at random, all at once.
+
+    It knows for each token which version of which adapter drew it.
+    """
+
+    def __init__(self, llm: LLM, base: Oracle, versions: list[Tuned], seed: int) -> None:
+        self.llm, self.base, self.versions = llm, base, versions
+        self.random = random.Random(seed)
+        self.loaded: dict[str, Tuned] = {}
+        self.asked: dict[int, tuple[str | None, list[tuple[int, Oracle]]]] = {}  # who draws from which token on
+        self.outputs: list[RequestOutput] = []
+        self.num_changes = 0
+
+    def run(self, count: int) -> None:
+        """Do `count` things, and check all that has been drawn."""
+        for _ in range(count):
+            self.random.choice([self.ask, self.ask, self.step, self.step, self.step, self.load, self.unload])()
+        self.outputs += finish(self.llm)
+        assert len(self.outputs) == len(self.asked)
+        for output in self.outputs:
+            _, drawers = self.asked[output.request_id]
+            ends = [start for start, _ in drawers[1:]] + [len(output.token_ids)]
+            prompt = output.prompt_token_ids
+            for (start, oracle), end in zip(drawers, ends, strict=True):
+                whole = Tuned.agrees(oracle, prompt + output.token_ids, len(prompt) + start, len(prompt) + end)
+                assert whole, f"tokens {start} to {end} of {drawers}"
+
+    def ask(self) -> None:
+        name = self.random.choice([None, *self.loaded])
+        prompt = PROMPT[: self.random.randint(1, 40)]
+        request_id = self.llm.add_request(prompt, greedy(self.random.randint(1, 20), adapter=name, ignore_eos=True))
+        self.asked[request_id] = name, [(0, self.base if name is None else self.loaded[name])]
+
+    def step(self) -> None:
+        for _ in range(self.random.randint(1, 8)):
+            self.outputs += self.llm.step()
+
+    def load(self) -> None:
+        name, version = self.random.choice("abc"), self.random.choice(self.versions)
+        if name not in self.loaded and len(self.loaded) == 2:
+            with pytest.raises(ValueError, match="max_adapters=2"):
+                load(self.llm, name, version)
+            return
+        load(self.llm, name, version)
+        self.num_changes += name in self.loaded
+        self.loaded[name] = version
+        for request in self.llm._requests.of_adapter(name):
+            (sample,) = request.samples
+            self.asked[request.id][1].append((len(sample.seq.output_token_ids), version))
+
+    def unload(self) -> None:
+        if not self.loaded:
+            return
+        name = self.random.choice(list(self.loaded))
+        if self.llm._requests.of_adapter(name):
+            with pytest.raises(RuntimeError, match="of its requests have not ended"):
+                self.llm.unload_adapter(name)
+        else:
+            self.llm.unload_adapter(name)
+            del self.loaded[name]
+
+
+@pytest.mark.parametrize("seed", [0, *whole_only(range(1, 8))])
+def test_random_loads_and_versions_in_flight(
+    seed: int, make_llm: Callable[..., LLM], base: Oracle, red: Tuned, blue: Tuned
+) -> None:
+    llm = make_llm(**{**OPTIONS, "num_kvcache_blocks": 30, "max_model_len": 128}, max_num_batched_tokens=48)
+    fuzz = Fuzz(llm, base, [red, blue, Tuned(BUNDLED_MODEL, seed=3, only="mlp")], seed)
+    fuzz.run(100)
+    assert fuzz.num_changes > 0
+
+
+def show(llm: LLM, red: Tuned, blue: Tuned) -> list[list[list[int]]]:
+    """Load, mix, replace and unload adapters; returns the tokens of each call."""
+    load(llm, "red", red)
+    load(llm, "blue", blue)
+    found = []
+    for _ in range(2):
+        params = [greedy(8, adapter=name, ignore_eos=True) for name in (None, "red", "blue")]
+        found.append([output.token_ids for output in llm.generate([PROMPT] * 3, params, use_tqdm=False)])
+        load(llm, "blue", red)
+    asked = [("red", 1500), ("blue", 8), (None, 8)]
+    ids = [llm.add_request(PROMPT, greedy(count, adapter=name, ignore_eos=True)) for name, count in asked]
+    outputs = llm.step()
+    assert load(llm, "red", blue, in_flight="abort") == 2
+    by_id = {output.request_id: output for output in outputs + finish(llm)}
+    assert [by_id[one].finish_reason for one in ids] == ["abort", "length", "length"]
+    found.append([by_id[one].token_ids for one in ids[1:]])
+    llm.unload_adapter("blue")
+    with pytest.raises(ValueError, match="adapter='blue': is not loaded; loaded are 'red'"):
+        tokens(llm, adapter="blue")
+    with pytest.raises(ValueError, match=r"adapter='red': .* another model's"):
+        llm.load_adapter("red", {name: one[:, :-1] for name, one in red.tensors.items()}, alpha=1)
+    assert {name: one.version for name, one in llm.adapters.items()} == {"red": 2}
+    found.append([tokens(llm, adapter="red", count=8)])
+    return found
+
+
+def shown(base: Oracle, red: Tuned, blue: Tuned) -> list[list[list[int]]]:
+    """What `show` returns."""
+    calls = [(base, red, blue), (base, red, red), (red, base), (blue,)]
+    return [[expected(oracle, count=8) for oracle in call] for call in calls]
+
+
+def test_two_ranks(make_llm: Callable[..., LLM], base: Oracle, red: Tuned, blue: Tuned) -> None:
+    llm = make_llm(**OPTIONS, tensor_parallel_size=2)
+    assert show(llm, red, blue) == shown(base, red, blue)
+
+
+def show_with_peers() -> list[list[list[int]]]:
+    red, blue = Tuned(BUNDLED_MODEL, seed=1), Tuned(BUNDLED_MODEL, seed=2, rank=16, only="self_attn")
+    with make_with_peers(max_adapters=2) as llm:
+        return show(llm, red, blue)
+
+
+@pytest.mark.whole
+def test_ranks_in_a_trainers_processes(base: Oracle, red: Tuned, blue: Tuned, tmp_path: Path) -> None:
+    trainer = Trainer("cpu", tmp_path)
+    assert trainer.run(show_with_peers) == shown(base, red, blue)
+    trainer.end()
+
+
+class TestReplicas:
+    def test_each_gets_each(self, make_llm: Callable[..., LLM], base: Oracle, red: Tuned, blue: Tuned) -> None:
+        llm = make_llm(**OPTIONS, data_parallel_size=2, max_num_seqs=8)
+        assert show(llm, red, blue) == shown(base, red, blue)
+        prompts = [[30 + i] for i in range(24)]
+        params = [greedy(6, adapter=("red", None)[i % 2], ignore_eos=True) for i in range(24)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            assert output.token_ids == expected((blue, base)[i % 2], prompt, 6)
+
+    @pytest.mark.whole
+    def test_one_that_starts_again_gets_them_again(self, make_llm: Callable[..., LLM], red: Tuned, blue: Tuned) -> None:
+        llm = make_llm(**OPTIONS, data_parallel_size=2, restart_replicas=True)
+        load(llm, "red", blue)
+        load(llm, "red", red)
+        os.kill(llm.engine.pids[0], signal.SIGKILL)
+        assert wait_until(lambda: tokens(llm, adapter="red") == expected(red) and len(llm.engine.ready) == 2, 60)
+        os.kill(llm.engine.pids[1], signal.SIGKILL)
+        assert tokens(llm, adapter="red") == expected(red)
+
+    @pytest.mark.whole
+    def test_sleep(self, make_llm: Callable[..., LLM], red: Tuned) -> None:
+        llm = make_llm(**OPTIONS, data_parallel_size=2)
+        load(llm, "red", red)
+        llm.sleep()
+        llm.wake_up()
+        assert tokens(llm, adapter="red") == expected(red)
+        llm.sleep(level=2)
+        llm.wake_up()
+        llm.load_weights(BUNDLED_MODEL)
+        assert llm.adapters == {}
+        load(llm, "red", red)
+        assert tokens(llm, adapter="red") == expected(red)
+
+
+def test_states_and_host_memory_keep_adapters_apart(make_llm: Callable[..., LLM]) -> None:
+    """Blocks come back from host memory, where each adapter's are its own."""
+    llm = make_llm(**{**OPTIONS, "num_kvcache_blocks": 12, "max_model_len": 96}, kv_offload_gib=0.01)
+    red = Tuned(BUNDLED_MODEL, seed=1)
+    load(llm, "red", red)
+    wanted = tokens(llm, adapter="red"), tokens(llm)
+    for first in range(60, 76):
+        tokens(llm, [first] * 60, count=2)
+    assert (tokens(llm, adapter="red"), tokens(llm)) == wanted
+    load(llm, "red", Tuned(BUNDLED_MODEL, seed=3))
+    assert tokens(llm, adapter="red") == expected(Tuned(BUNDLED_MODEL, seed=3))
