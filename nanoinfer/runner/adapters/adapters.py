@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanoinfer.config import Config
 from nanoinfer.kernels.adapters import adapter as kernels
+from nanoinfer.kernels.adapters.in_order import check_order
 from nanoinfer.layers.adapted import AdaptedExperts, AdaptedHead, AdaptedMatrix, StepRows
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import HEAD
@@ -74,6 +75,11 @@ class Adapters:
     def num_bytes(self) -> int:
         """How much memory the slots take."""
         return sum(slots.a.nbytes + slots.b.nbytes for slots in self._slots)
+
+    def fix_order(self) -> None:
+        """Let a GPU compare bits of the products with adapters; raises ValueError as check_order does."""
+        for slots in self._slots:
+            check_order(slots.base.inputs, slots.base.part_rows, self._rank, slots.a.dtype, self._device)
 
     @torch.inference_mode()
     def write(self, slot: int, adapter: Adapter) -> None:
