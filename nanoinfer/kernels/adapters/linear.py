@@ -48,11 +48,15 @@ def adapted_linear(
         added = expand_reference(shrink(x, adapter, rows), adapter, rows, zeros, cut=weight.sizes)
         return weight.product(x, bias, activation, added=added)
     may_split = may_split and activation is None
-    if bias is None and activation is None and isinstance(weight, Tensor) and _is_for_cublas(x, weight, may_split):
-        return expand_triton(shrink(x, adapter, rows), adapter, rows).addmm_(x, weight.t())
-    h = pieces_for(x, adapter, rows)
-    y = linear(x, weight, bias, may_split=may_split)
-    h = shrink(x, adapter, rows, h)
+    if isinstance(weight, Tensor) and _is_for_cublas(x, weight, may_split):
+        h = shrink(x, adapter, rows)
+        if bias is None and activation is None:
+            return expand_triton(h, adapter, rows).addmm_(x, weight.t())
+        y = linear(x, weight, bias)
+    else:
+        room = pieces_for(x, adapter, rows)
+        y = linear(x, weight, bias, may_split=may_split)
+        h = shrink(x, adapter, rows, room)
     out = expand(h, adapter, rows, y if y.dim() == 2 else y[0], activation)
     return y if activation is None else out
 

@@ -295,14 +295,13 @@ def _expand_kernel(
     start, tile = tl.program_id(0) * BLOCK_N, tl.program_id(1)
     n = start + tl.arange(0, BLOCK_N)
     matrix, first, end = _load_tile(tiles_ptr, tile, num_tiles, slots)
-    if (first < end) & (matrix >= 0):
-        row_of_b = matrix.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
-        fetch(b_ptr + row_of_b * RANK, EARLY)
-        if GATED:
-            fetch(b_ptr + (row_of_b + out_features) * RANK, EARLY)
+    _fetch_b(b_ptr, matrix, first < end, n, out_features, weight_rows, GATED, RANK, EARLY)
     wait_for_predecessor(EARLY)
     ALL: tl.constexpr = GATED or y_ptr is None  # rows without an adapter are stored, too
     while first < end:
+        tile += tl.num_programs(1)
+        next_matrix, next_first, next_end = _load_tile(tiles_ptr, tile, num_tiles, slots)
+        _fetch_b(b_ptr, next_matrix, next_first < next_end, n, out_features, weight_rows, GATED, RANK, EARLY)
         position = first + tl.arange(0, BLOCK_M)
         exists = position < tl.where(ALL | (matrix >= 0), end, first)
         row = tl.load(choices_ptr + position, mask=exists, other=0).to(tl.int64)
@@ -328,8 +327,19 @@ def _expand_kernel(
         if GATED:
             out = gate_mul_block(out, up.to(out.dtype), ACTIVATION)
         tl.store(out_ptr + row[:, None] * out_features + n[None, :], out, mask=mask)
-        tile += tl.num_programs(1)
-        matrix, first, end = _load_tile(tiles_ptr, tile, num_tiles, slots)
+        matrix, first, end = next_matrix, next_first, next_end
+
+
+@triton.jit
+def _fetch_b(
+    b_ptr, matrix, exists, n, out_features, weight_rows, GATED: tl.constexpr, RANK: tl.constexpr, EARLY: tl.constexpr
+):
+    """Let the L2 cache fetch what a tile reads of b: the first numbers of each row."""
+    if exists & (matrix >= 0):
+        row = matrix.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
+        fetch(b_ptr + row * RANK, EARLY)
+        if GATED:
+            fetch(b_ptr + (row + out_features) * RANK, EARLY)
 
 
 @triton.jit
