@@ -1,8 +1,8 @@
 """Matrix products of rows that may have adapters: kernels.linear.dispatch's, and b a x added where it must be.
 
 A single row takes one launch more, before the product. More rows take two more, and an activation's launch fewer: one
-that runs beside the product, and one behind it. cuBLAS lets nothing run beside it, but adds its product to what both
-have made before. A weight of any format keeps its own kernels.
+that runs beside the product, or if that is cuBLAS's before it, and one behind it. A weight of any format keeps its own
+kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.adapters.adapter import Adapter, AdapterRows
 from nanoinfer.kernels.adapters.one_row import RowAdapter
-from nanoinfer.kernels.adapters.products import expand, expand_reference, expand_triton, pieces_for, shrink
+from nanoinfer.kernels.adapters.products import expand, expand_reference, pieces_for, shrink
 from nanoinfer.kernels.fp8 import Fp8Weight
 from nanoinfer.kernels.groups import GroupWeight
 from nanoinfer.kernels.linear.activation import Activation, gate_mul
@@ -50,8 +50,6 @@ def adapted_linear(
     may_split = may_split and activation is None
     if isinstance(weight, Tensor) and _is_for_cublas(x, weight, may_split):
         h = shrink(x, adapter, rows)
-        if bias is None and activation is None:
-            return expand_triton(h, adapter, rows).addmm_(x, weight.t())
         y = linear(x, weight, bias)
     else:
         room = pieces_for(x, adapter, rows)
@@ -62,7 +60,7 @@ def adapted_linear(
 
 
 def _is_for_cublas(x: Tensor, weight: Tensor, may_split: bool) -> bool:
-    """Return whether linear leaves the product to cuBLAS, which starts late, but can add it to another matrix."""
+    """Return whether linear leaves the product to cuBLAS, beside which nothing runs."""
     return x.is_cuda and find_one_wave(x, weight, may_split=may_split) is None
 
 

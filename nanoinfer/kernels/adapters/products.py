@@ -38,7 +38,6 @@ MAX_COLUMNS = 64  # of h, in a tile
 BLOCK_N, BLOCK_R = 128, 32  # outputs in a tile, and numbers of h that are multiplied at a time, at most
 BLOCK_N32, BLOCK_R32 = 32, 16  # in float32, which no tensor core multiplies
 BLOCK_K = 128  # inputs that are multiplied at a time, of 16 bits
-PER_MULTIPROCESSOR = 8  # programs; each goes over several tiles if there are more (not measured)
 
 
 def shrink(x: Tensor, adapter: Adapter, rows: AdapterRows, h: Tensor | None = None) -> Tensor:
@@ -83,12 +82,11 @@ def shrink_triton(x: Tensor, adapter: Adapter, rows: SortedRows, h: Tensor | Non
     is_beside, h = h is not None, pieces_for(x, adapter, rows) if h is None else h
     block_n = min(triton.next_power_of_2(columns), MAX_COLUMNS)
     share, shares = _shares(x)
-    _shrink_kernel[_grid(x, rows, triton.cdiv(columns, block_n), len(h))](
+    _shrink_kernel[(triton.cdiv(columns, block_n), len(rows.groups.tiles), len(h))](
         x,
         adapter.a,
         *rows.groups,
         h,
-        len(rows.groups.tiles),
         h.shape[1],
         in_features,
         columns,
@@ -109,32 +107,21 @@ def shrink_triton(x: Tensor, adapter: Adapter, rows: SortedRows, h: Tensor | Non
     return h
 
 
-def _grid(x: Tensor, rows: SortedRows, blocks: int, pieces: int = 1) -> tuple[int, int, int]:
-    """Return the programs for the blocks of outputs, for the tiles, and for the pieces.
-
-    Most tiles have no rows if there are many slots, and a program that finds none costs a little, too.
-    """
-    most = max(1, PER_MULTIPROCESSOR * num_multiprocessors(x.device) // (blocks * pieces))
-    return blocks, min(len(rows.groups.tiles), most), pieces
-
-
 @triton.jit
-def _load_tile(tiles_ptr, number, num_tiles, slots):
-    """Return the matrix of a tile, or -1, and where the tile begins and ends; empty ones come last."""
-    ptr, exists = tiles_ptr + number * 3, number < num_tiles
-    slot = load_complete(ptr, mask=exists, other=0)  # of `slots`, and of one more for none; then those of other experts
+def _load_tile(tiles_ptr, tile, slots):
+    """Return the matrix of a tile, or -1, and where the tile begins and ends."""
+    slot = load_complete(tiles_ptr + tile * 3)  # of `slots`, and of one more for none; then those of other experts
     matrix = tl.where(slot % (slots + 1) < slots, slot - slot // (slots + 1), -1)
-    return matrix, load_complete(ptr + 1, mask=exists, other=0), load_complete(ptr + 2, mask=exists, other=0)
+    return matrix, load_complete(tiles_ptr + tile * 3 + 1), load_complete(tiles_ptr + tile * 3 + 2)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "tokens", "slots", "shares"])
+@triton.jit(do_not_specialize=["tokens", "slots", "shares"])
 def _shrink_kernel(
     x_ptr,
     a_ptr,
     choices_ptr,
     tiles_ptr,
     h_ptr,
-    num_tiles,
     tokens,
     in_features,
     columns,
@@ -153,41 +140,38 @@ def _shrink_kernel(
     TOKENS_LEFT: tl.constexpr = BLOCK_M >= 64
     CACHE: tl.constexpr = ".cg" if BESIDE else ""  # x is complete, but the L1 cache may hold older numbers
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    tile, piece = tl.program_id(1), tl.program_id(2)
-    matrix, first, end = _load_tile(tiles_ptr, tile, num_tiles, slots)
+    piece = tl.program_id(2)
+    matrix, first, end = _load_tile(tiles_ptr, tl.program_id(1), slots)
     if BESIDE:
         start_successor(EARLY)
     else:
         if (first < end) & (matrix >= 0):
             fetch_rows(a_ptr, matrix * columns + n, (matrix + 1) * columns, in_features, piece * share, FETCHED, EARLY)
         wait_for_predecessor(EARLY)
-    while first < end:
-        if matrix >= 0:
-            position = first + tl.arange(0, BLOCK_M)
-            exists = position < end
-            row = tl.load(choices_ptr + position, mask=exists, other=0)
-            source = row // USED if USED else position
-            x_ptrs = x_ptr + source.to(tl.int64)[:, None] * in_features + k[None, :]
-            a_ptrs = a_ptr + (matrix.to(tl.int64) * columns + n[:, None]) * in_features + k[None, :]
-            has_row, has_column = exists[:, None], (n < columns)[:, None]
-            h = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
-            for number in range(piece, shares, tl.num_programs(2)):  # its own, or all of them
-                of_share = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
-                for start in range(number * share, (number + 1) * share, BLOCK_K):
-                    x_mask, a_mask = has_row, has_column
-                    if not WHOLE:
-                        inside = (start + k < in_features)[None, :]
-                        x_mask, a_mask = has_row & inside, has_column & inside
-                    x = tl.load(x_ptrs + start, mask=x_mask, other=0.0, cache_modifier=CACHE)
-                    a = tl.load(a_ptrs + start, mask=a_mask, other=0.0)
-                    of_share = add_product(of_share, x, a, TOKENS_LEFT)
-                h += of_share
-            if not TOKENS_LEFT:
-                h = tl.trans(h)
-            targets = h_ptr + (piece * tokens + row).to(tl.int64)[:, None] * columns + n[None, :]
-            tl.store(targets, h, mask=has_row & (n < columns)[None, :])
-        tile += tl.num_programs(1)
-        matrix, first, end = _load_tile(tiles_ptr, tile, num_tiles, slots)
+    if (first < end) & (matrix >= 0):
+        position = first + tl.arange(0, BLOCK_M)
+        exists = position < end
+        row = tl.load(choices_ptr + position, mask=exists, other=0)
+        source = row // USED if USED else position
+        x_ptrs = x_ptr + source.to(tl.int64)[:, None] * in_features + k[None, :]
+        a_ptrs = a_ptr + (matrix.to(tl.int64) * columns + n[:, None]) * in_features + k[None, :]
+        has_row, has_column = exists[:, None], (n < columns)[:, None]
+        h = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+        for number in range(piece, shares, tl.num_programs(2)):  # its own, or all of them
+            of_share = tl.zeros([BLOCK_M, BLOCK_N] if TOKENS_LEFT else [BLOCK_N, BLOCK_M], tl.float32)
+            for start in range(number * share, (number + 1) * share, BLOCK_K):
+                x_mask, a_mask = has_row, has_column
+                if not WHOLE:
+                    inside = (start + k < in_features)[None, :]
+                    x_mask, a_mask = has_row & inside, has_column & inside
+                x = tl.load(x_ptrs + start, mask=x_mask, other=0.0, cache_modifier=CACHE)
+                a = tl.load(a_ptrs + start, mask=a_mask, other=0.0)
+                of_share = add_product(of_share, x, a, TOKENS_LEFT)
+            h += of_share
+        if not TOKENS_LEFT:
+            h = tl.trans(h)
+        targets = h_ptr + (piece * tokens + row).to(tl.int64)[:, None] * columns + n[None, :]
+        tl.store(targets, h, mask=has_row & (n < columns)[None, :])
     if BESIDE:
         wait_for_predecessor(EARLY, START_SUCCESSOR=False)  # its results are the successor's input, too
 
@@ -242,14 +226,12 @@ def expand_triton(
     out_features = weight_rows // 2 if gated else weight_rows
     out = (adapter.b if y is None else y).new_empty(tokens, out_features) if y is None or gated else y
     block_n, most = (BLOCK_N, BLOCK_R) if adapter.b.itemsize == 2 else (BLOCK_N32, BLOCK_R32)
-    block_n //= 2 if gated else 1  # so many gates, and as many ups
-    _expand_kernel[_grid(h, rows, triton.cdiv(out_features, block_n))](
+    _expand_kernel[(triton.cdiv(out_features, block_n), len(rows.groups.tiles))](
         h,
         adapter.b,
         *rows.groups,
         y,
         out,
-        len(rows.groups.tiles),
         out_features,
         h.shape[2],
         h.stride(0),
@@ -268,7 +250,7 @@ def expand_triton(
     return out
 
 
-@triton.jit(do_not_specialize=["num_tiles", "piece_stride", "slots"])
+@triton.jit(do_not_specialize=["piece_stride", "slots"])
 def _expand_kernel(
     h_ptr,
     b_ptr,
@@ -276,7 +258,6 @@ def _expand_kernel(
     tiles_ptr,
     y_ptr,
     out_ptr,
-    num_tiles,
     out_features,
     columns,
     piece_stride,
@@ -292,18 +273,19 @@ def _expand_kernel(
 ):
     GATED: tl.constexpr = ACTIVATION is not None
     weight_rows = out_features * 2 if GATED else out_features
-    start, tile = tl.program_id(0) * BLOCK_N, tl.program_id(1)
+    start = tl.program_id(0) * BLOCK_N
     n = start + tl.arange(0, BLOCK_N)
-    matrix, first, end = _load_tile(tiles_ptr, tile, num_tiles, slots)
-    _fetch_b(b_ptr, matrix, first < end, n, out_features, weight_rows, GATED, RANK, EARLY)
+    matrix, first, end = _load_tile(tiles_ptr, tl.program_id(1), slots)
+    if (first < end) & (matrix >= 0):
+        row_of_b = matrix.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
+        fetch(b_ptr + row_of_b * RANK, EARLY)
+        if GATED:
+            fetch(b_ptr + (row_of_b + out_features) * RANK, EARLY)
     wait_for_predecessor(EARLY)
     ALL: tl.constexpr = GATED or y_ptr is None  # rows without an adapter are stored, too
-    while first < end:
-        tile += tl.num_programs(1)
-        next_matrix, next_first, next_end = _load_tile(tiles_ptr, tile, num_tiles, slots)
-        _fetch_b(b_ptr, next_matrix, next_first < next_end, n, out_features, weight_rows, GATED, RANK, EARLY)
+    if (first < end) & (ALL | (matrix >= 0)):
         position = first + tl.arange(0, BLOCK_M)
-        exists = position < tl.where(ALL | (matrix >= 0), end, first)
+        exists = position < end
         row = tl.load(choices_ptr + position, mask=exists, other=0).to(tl.int64)
         mask = exists[:, None] & (n < out_features)[None, :]
         y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -314,32 +296,20 @@ def _expand_kernel(
         if GATED:
             up = tl.load(y_ptrs + out_features, mask=mask, other=0.0).to(tl.float32)
         if matrix >= 0:
-            h_ptrs, b_ptrs = h_ptr + row * columns, b_ptr + matrix.to(tl.int64) * weight_rows * RANK
+            h_ptrs = h_ptr + row * columns
+            b_ptr += matrix.to(tl.int64) * weight_rows * RANK
             y += _multiply(
-                h_ptrs, exists, b_ptrs, start, out_features, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
+                h_ptrs, exists, b_ptr, start, out_features, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
             )
             if GATED:
-                first_up = start + out_features
+                start += out_features
                 up += _multiply(
-                    h_ptrs, exists, b_ptrs, first_up, weight_rows, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
+                    h_ptrs, exists, b_ptr, start, weight_rows, piece_stride, PIECES, PARTS, RANK, BLOCK_R, BLOCK_N
                 )
         out = y.to(out_ptr.dtype.element_ty)
         if GATED:
             out = gate_mul_block(out, up.to(out.dtype), ACTIVATION)
         tl.store(out_ptr + row[:, None] * out_features + n[None, :], out, mask=mask)
-        matrix, first, end = next_matrix, next_first, next_end
-
-
-@triton.jit
-def _fetch_b(
-    b_ptr, matrix, exists, n, out_features, weight_rows, GATED: tl.constexpr, RANK: tl.constexpr, EARLY: tl.constexpr
-):
-    """Let the L2 cache fetch what a tile reads of b: the first numbers of each row."""
-    if exists & (matrix >= 0):
-        row = matrix.to(tl.int64) * weight_rows + tl.minimum(n, out_features - 1)
-        fetch(b_ptr + row * RANK, EARLY)
-        if GATED:
-            fetch(b_ptr + (row + out_features) * RANK, EARLY)
 
 
 @triton.jit
