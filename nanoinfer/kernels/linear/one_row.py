@@ -27,6 +27,7 @@ from nanoinfer.kernels.ranks.send_receive import VectorLane, add_ranks
 OneRowWeight: TypeAlias = Tensor | Fp8Weight | GroupWeight
 MAX_IN_FEATURES = 16384  # the longest input that one program's registers hold beside two tiles of the weight
 MIN_TILE = 8192  # numbers of the weight per load of a program; at least two of its rows, or reductions cost more
+REGISTERS = 2048  # of a thread, if its warp had all of a multiprocessor's
 WPER_WORD_PER_SM = 4 * MIN_TILE  # numbers of the weight that are on their way at a time
 
 
@@ -149,6 +150,10 @@ def _launch(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         num_warps=warps,
+        # With an adapter, programs take more registers than those without, which all run at once.
+        maxnreg=REGISTERS // (per_multiprocessor * warps)
+        if of_row and scales is None and dtype.itemsize == 2
+        else None,
         **early_launch(x),
     )
     return out
