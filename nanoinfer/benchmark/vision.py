@@ -55,7 +55,7 @@ def with_tower(name: str, text: dict[str, Any]) -> dict[str, Any]:
         "image_token_id": IMAGE,
         "vision_start_token_id": BEGIN,
         "vision_end_token_id": END,
-        "text_config": text,
+        "text_config": {name: value for name, value in text.items() if name != "architectures"},
         "vision_config": dict(zip(TOWER_FIELDS, TOWERS[name], strict=True)),
     }
 
