@@ -481,6 +481,10 @@ class TestBadInput:
             with pytest.raises(ValueError, match="adapter='sql-larg': is not loaded; loaded are 'sql-large'"):
                 call(greedy(3, adapter="sql-larg"))
         assert [output.request_id for output in finish(llm)] == [running]  # nobody has dropped it
+        load(llm, "poems", red)
+        for name, named in (("poem", "'poems'"), ("mathematics", "'poems', 'sql-large'")):
+            with pytest.raises(ValueError, match=f"adapter='{name}': is not loaded; loaded are {named}$"):
+                llm.unload_adapter(name)
 
     def test_one_that_is_unloaded_between_prepare_and_add_request(self, llm: LLM, red: Tuned) -> None:
         load(llm, "red", red)

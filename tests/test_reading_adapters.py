@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from nanoinfer.weights.adapters.bases import slot_rank
 from nanoinfer.weights.adapters.config import read_config
-from nanoinfer.weights.adapters.reading import check_is_loaded
 from nanoinfer.weights.adapters.slots import Slots, clear, write
 from nanoinfer.weights.adapters.source import open_adapter
 
@@ -302,12 +301,3 @@ class TestBadInput:
     def test_a_folder_that_is_not_there(self, ours: Rank) -> None:
         with pytest.raises(ValueError, match="adapter='/no/folder': no such folder"):
             ours.reader.read(open_adapter("tuned", "/no/folder"))
-
-    def test_names_that_are_not_loaded(self) -> None:
-        check_is_loaded("sql", ["sql"])
-        with pytest.raises(ValueError, match="adapter='sqk': is not loaded; loaded are 'sql'"):
-            check_is_loaded("sqk", ["poems", "sql"])
-        with pytest.raises(ValueError, match="is not loaded; loaded are 'poems', 'sql'"):
-            check_is_loaded("mathematics", ["sql", "poems"])
-        with pytest.raises(ValueError, match=r"is not loaded; none is; llm\.load_adapter"):
-            check_is_loaded("sql", [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +14,6 @@ from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.process.interrupts import delayed_interrupt
 from nanoinfer.process.torch_state import fresh_torch_state
 from nanoinfer.weights.adapters.low_rank import Adapter
-from nanoinfer.weights.adapters.reading import check_is_loaded
 from nanoinfer.weights.adapters.source import AdapterSource
 
 
@@ -69,7 +69,10 @@ class AnyAdapters(ABC):
     def check_is_loaded(self, name: str) -> None:
         """Raise ValueError, with the names most like it, unless an adapter is loaded, and as check_slots does."""
         self.check_slots()
-        check_is_loaded(name, self.loaded)
+        if name not in self.loaded:
+            like = difflib.get_close_matches(name, self.loaded) or sorted(self.loaded)
+            names = f"loaded are {', '.join(map(repr, like))}" if like else "none is; llm.load_adapter loads one"
+            raise ValueError(f"adapter={name!r}: is not loaded; {names}")
 
     def _check_room(self, name: str) -> None:
         """Raise ValueError if there is no room for an adapter, and as check_slots does."""

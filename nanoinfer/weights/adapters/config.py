@@ -70,8 +70,10 @@ class AdapterConfig:
             return True
         if self.target_modules is None:
             return not self.target_parameters
-        if self.target_modules == ALL or not _matches(self.target_modules, module):
-            return self.target_modules == ALL
+        if self.target_modules == ALL:
+            return True
+        if not _matches(self.target_modules, module):
+            return False
         return isinstance(self.target_modules, str) or module in self.target_modules or self._is_in_layers(module)
 
     def targets_parameter(self, parameter: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator
 
 import torch
@@ -69,14 +68,6 @@ class AdapterReader:
         if rank > self.max_rank:
             raise ValueError(f"{name} has rank {rank}, but max_adapter_rank={self.max_rank}: must be at least {rank}")
         return LowRank(halves.a, halves.b, config.scale(name, rank))
-
-
-def check_is_loaded(name: str, loaded: Collection[str]) -> None:
-    """Raise ValueError, with the names most like it, unless an adapter is among those that are loaded."""
-    if name not in loaded:
-        like = difflib.get_close_matches(name, loaded) or sorted(loaded)
-        names = f"loaded are {', '.join(map(repr, like))}" if like else "none is; llm.load_adapter(name, ...) loads one"
-        raise ValueError(f"adapter={name!r}: is not loaded; {names}")
 
 
 def _fitting(halves: Halves, stacks: list[Stack]) -> Stack:
