@@ -832,6 +832,22 @@ class TestCommandLine:
         main(["in", "out", "--model", "m", "--stop", text])
         assert passed["stop"] == text
 
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            (["sql"], "--load-adapter sql: must be NAME=FOLDER"),
+            (["=folder"], "--load-adapter =folder: must be NAME=FOLDER"),
+            (["sql=a", "sql=b"], "--load-adapter sql=b: must have another name, as sql=a has this one"),
+        ],
+    )
+    def test_an_adapter_has_a_folder_and_a_name_of_its_own(
+        self, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        options = [text for pair in given for text in ("--load-adapter", pair)]
+        with pytest.raises(SystemExit, match="2"):
+            main(["in", "out", "--model", "m", *options])
+        assert message in capsys.readouterr().err
+
     def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="0"):
             main(["--version"])
