@@ -460,6 +460,14 @@ class TestBadInput:
         with pytest.raises(ValueError, match="adapter='red': named_tensors=7"):
             llm.load_adapter("red", 7, alpha=1)  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize(
+        ("foreign", "ours"),
+        [("lora_name", "name"), ("model_id", "source"), ("lora_path", "source"), ("lora_alpha", "alpha")],
+    )
+    def test_arguments_of_other_libraries(self, foreign: str, ours: str) -> None:
+        with pytest.raises(ValueError, match=f"^unknown argument '{foreign}': did you mean '{ours}'"):
+            LLM.load_adapter(Mock(), **{foreign: "mine"})
+
     def test_more_than_max_adapters(self, llm: LLM, red: Tuned) -> None:
         load(llm, "red", red)
         load(llm, "blue", red)

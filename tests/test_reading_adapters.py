@@ -295,9 +295,14 @@ class TestBadInput:
         with pytest.raises(ValueError, match="config and alpha must be None"):
             ours.reader.read(open_adapter("tuned", tmp_path, alpha=2))
         damage(tmp_path)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"^adapter='tuned': .*{message}"):
             ours.reader.read(open_adapter("tuned", tmp_path))
 
-    def test_a_folder_that_is_not_there(self, ours: Rank) -> None:
-        with pytest.raises(ValueError, match="adapter='/no/folder': no such folder"):
-            ours.reader.read(open_adapter("tuned", "/no/folder"))
+    def test_what_is_no_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "adapter_model.safetensors").touch()
+        for source, message in (
+            ("/no/folder", "no such folder, nor is it a Hugging Face Hub id such as 'owner/adapter'"),
+            (tmp_path / "adapter_model.safetensors", "is a file; give the folder that holds the adapter's files"),
+        ):
+            with pytest.raises(ValueError, match=f"^adapter='tuned': source='{source}': {message}$"):
+                open_adapter("tuned", source)

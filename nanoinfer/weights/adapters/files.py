@@ -21,12 +21,12 @@ def read_folder(source: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Raises ValueError if there is no such folder, or a file is missing or cannot be read.
     """
-    folder = Path(find_folder("adapter", source, None, [CONFIG_FILE, TENSOR_FILE]))
+    folder = Path(find_folder("source", source, None, [CONFIG_FILE, TENSOR_FILE], kind="adapter"))
     for name in (CONFIG_FILE, TENSOR_FILE):
         if not (folder / name).is_file():
             others = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
             raise ValueError(
-                f"adapter={str(source)!r}: must have {CONFIG_FILE} and {TENSOR_FILE}, as PEFT's save_pretrained writes"
+                f"source={str(source)!r}: must have {CONFIG_FILE} and {TENSOR_FILE}, as PEFT's save_pretrained writes"
                 f" them: it has {others}"
             )
     try:

@@ -45,7 +45,10 @@ def open_adapter(
             raise ValueError(f"{what}: {error}") from None
     if config is not None or alpha is not None:
         raise ValueError(f"{what}: config and alpha must be None, as {str(source)!r} has its {CONFIG_FILE}")
-    settings, tensors = read_folder(source)
+    try:
+        settings, tensors = read_folder(source)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
     return AdapterSource(name, read_config(settings, what), list(tensors.items()))
 
 
