@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.config import Config
-from nanoinfer.kernels.adapters import adapter as kernels
 from nanoinfer.kernels.adapters.in_order import check_order
+from nanoinfer.kernels.adapters.pairs import AdapterRows, Pairs
 from nanoinfer.layers.adapted import AdaptedExperts, AdaptedHead, AdaptedMatrix, StepRows
 from nanoinfer.models.causal_lm import CausalLM
 from nanoinfer.models.description import HEAD
@@ -61,15 +61,15 @@ class Adapters:
                     gate_up, down = map(self._beside_experts, bases.of_experts[child])
                     setattr(parent, name, AdaptedExperts(child, gate_up, down, self._step))
 
-    def _beside(self, base: Base) -> kernels.Adapter:
+    def _beside(self, base: Base) -> Pairs:
         slots = Slots.make(base, self._count, self._rank)
         self._slots.append(slots)
-        return kernels.Adapter(slots.a, slots.b, base.part_rows)
+        return Pairs(slots.a, slots.b, base.part_rows)
 
-    def _beside_experts(self, bases: list[Base]) -> kernels.Adapter:
+    def _beside_experts(self, bases: list[Base]) -> Pairs:
         slots, a, b = Slots.make_alike(bases, self._count, self._rank)
         self._slots += slots
-        return kernels.Adapter(a, b, bases[0].part_rows)
+        return Pairs(a, b, bases[0].part_rows)
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +113,7 @@ class Adapters:
     @contextmanager
     def beside_layers(self, slots: Tensor) -> Iterator[None]:
         """Return a context in which this thread runs the layers. slots: [tokens] int32, of the step's tokens"""
-        self._step.tokens = kernels.AdapterRows.of(slots, self._count)
+        self._step.tokens = AdapterRows.of(slots, self._count)
         try:
             yield
         finally:
@@ -122,7 +122,7 @@ class Adapters:
     @contextmanager
     def beside_head(self, slots: Tensor) -> Iterator[None]:
         """Return a context in which this thread computes logits. slots: [rows] int32, of the logits' rows"""
-        self._step.wanted = kernels.AdapterRows.of(self._in_head[slots], self._count)
+        self._step.wanted = AdapterRows.of(self._in_head[slots], self._count)
         try:
             yield
         finally:
