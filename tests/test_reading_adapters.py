@@ -203,7 +203,10 @@ class TestBadInput:
             ({A: torch.ones(21, 48), B: torch.ones(64, 21)}, f"{Q} has rank 21, but max_adapter_rank=20: .* least 21"),
             ({**TENSORS, B: torch.full((64, 4), torch.nan)}, f"{Q} has numbers that are NaN or infinite"),
             ({**TENSORS, A: TENSORS[A].int()}, f"{A} has numbers of torch.int32: must be floats"),
-            ({**TENSORS, f"base_model.model.{A}": TENSORS[A]}, "are the same half of an adapter"),
+            (
+                {**TENSORS, f"base_model.model.{A}": TENSORS[A]},
+                f"base_model.model.{A} and {A} are both the lora_A of {Q}",
+            ),
             (
                 {**TENSORS, **{name.replace("model.layers", "layers"): one for name, one in TENSORS.items()}},
                 f"are a second adapter of {Q}",
