@@ -177,12 +177,14 @@ class TestSlots:
         assert all_close(ours.added(0), expected)
         assert ours.is_empty(1)
 
-    def test_b_is_scaled_in_float32_and_rounded_once(self, ours: Rank) -> None:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_b_is_scaled_in_float32_and_rounded_once(self, dtype: torch.dtype, ours: Rank) -> None:
+        """Whatever numbers the adapter has, the slots are of 16 bits."""
         slots = [Slots(one.base, one.a.bfloat16(), one.b.bfloat16()) for one in ours.slots]
-        b = torch.randn(64, 4)
+        b = torch.randn(64, 4).to(dtype)
         write(ours.reader.read(open_adapter("tuned", {A: TENSORS[A], B: b}, alpha=1.3)), 0, slots)
         (written,) = (one.b[0, :64, :4] for one in slots if one.b[0].any())
-        assert torch.equal(written, (b * (1.3 / 4)).bfloat16())
+        assert torch.equal(written, (b.float() * (1.3 / 4)).bfloat16())
 
     @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
     def test_a_base_of_another_format_has_the_same(self, quantization: str, folder: Path, ours: Rank) -> None:
