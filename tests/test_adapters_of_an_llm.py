@@ -385,6 +385,37 @@ def test_ctrl_c_at_any_line_leaves_the_old_version_or_the_new_one(
     assert found == {False, True}
 
 
+def test_ctrl_c_at_any_line_unloads_an_adapter_or_leaves_it(
+    llm: LLM, red: Tuned, blue: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_lifecycle, "HOST_FILES", ("adapters.py", "block_manager.py", "prefix_tree.py"))
+
+    def unload(trace: Interrupt) -> None:
+        tokens(llm, adapter="one", count=1)
+        sys.settrace(trace)
+        try:
+            llm.unload_adapter("one")
+        finally:
+            sys.settrace(None)
+
+    load(llm, "one", blue)
+    load(llm, "two", blue)
+    whole, found = Interrupt(), set()
+    unload(whole)
+    for line in range(1, whole.count - 2):
+        load(llm, "one", blue)
+        with pytest.raises(KeyboardInterrupt):
+            unload(CtrlC(line))
+        is_gone = "one" not in llm.adapters
+        name = "three" if is_gone else "one"
+        load(llm, name, red)  # in the slot of the one that was unloaded
+        for adapter, tuned in ((name, red), ("two", blue)):
+            assert tokens(llm, adapter=adapter, count=3) == expected(tuned, count=3), f"interrupted at line {line}"
+        llm.unload_adapter(name)
+        found.add(is_gone)
+    assert found == {False, True}
+
+
 class TestUnloading:
     def test_a_hundred_times_without_growth(self, llm: LLM, red: Tuned) -> None:
         tree, sizes = llm.engine.scheduler.block_manager.tree, []

@@ -59,9 +59,10 @@ class ReplicaAdapters(AnyAdapters):
 
     def unload(self, name: str) -> None:
         """Let all replicas forget an adapter."""
-        del self.loaded[name]
-        self._kept.pop(name, None)
-        self._replicas.tell_all("unload_adapter", name)
+        with delayed_interrupt():
+            del self.loaded[name]
+            self._kept.pop(name, None)
+            self._replicas.tell_all("unload_adapter", name)
 
     def drop(self) -> None:
         """Forget all adapters, which the replicas have lost."""

@@ -100,7 +100,7 @@ class Adapters(AnyAdapters):
         """most: slots"""
         super().__init__(most)
         self._ranks, self._scheduler, self._carrier = ranks, scheduler, AdapterCarrier(ranks)
-        self._slots: dict[str, int] = {}
+        self._slots: dict[str, int] = {}  # by name; those of names that are not loaded are free
 
     def slot_of(self, name: str | None) -> int:
         """Return the slot of an adapter that is loaded; NONE: that of no adapter."""
@@ -121,9 +121,7 @@ class Adapters(AnyAdapters):
 
     def write(self, name: str, adapter: Adapter, begin: Callable[[], None]) -> int:
         """Write an adapter that `read` has checked; returns its version. An error leaves what was there."""
-        loaded = self.describe(name, adapter)
-        free = set(range(self._most)).difference(self._slots.values())
-        slot = self._slots.get(name, min(free, default=NONE))
+        loaded, slot = self.describe(name, adapter), self._slot_for(name)
         self._ranks.compare("adapter", loaded)
         with delayed_interrupt():
             begin()
@@ -132,10 +130,16 @@ class Adapters(AnyAdapters):
             self._slots[name], self.loaded[name] = slot, loaded
         return loaded.version
 
+    def _slot_for(self, name: str) -> int:
+        """Return the slot of an adapter that is about to be loaded: its own, or the first one that is free."""
+        if name in self.loaded:
+            return self._slots[name]
+        return min(set(range(self._most)) - {self._slots[other] for other in self.loaded})
+
     def unload(self, name: str) -> None:
         """Give an adapter's slot back. Nothing that was computed with it is found any more."""
         self._ranks.note("unload_adapter", name)
-        del self.loaded[name]
+        del self.loaded[name]  # if an interrupt comes behind this, the next load into the slot does the rest
         self._scheduler.reset_prefix_cache(self._slots.pop(name))
 
     def drop(self) -> None:
