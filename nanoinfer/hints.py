@@ -54,7 +54,8 @@ ELSEWHERE = {
         ("image multi_modal_data", 'write {"prompt": text, "multi_modal_data": {"image": image}} as the prompt'),
         ("enable_lora max_loras_per_batch", "max_adapters"),
         ("max_lora_rank", "max_adapter_rank"),
-        ("adapter_name lora_name lora_path", "adapter"),
+        ("adapter_name lora_name", "adapter"),
+        ("lora_path lora_paths lora_modules", "llm.load_adapter(name, folder); SamplingParams(adapter=name) names it"),
         ("cache_dir token", "download the checkpoint, and pass its folder as model"),
     )
     for name in names.split()
