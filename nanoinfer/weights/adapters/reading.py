@@ -45,9 +45,9 @@ class AdapterReader:
         known, named = self.modules.find(halves.module), halves.module
         stacks = self.modules.stacks.get(known)
         if stacks is None:
-            if not config.targets(named):
+            if (target := config.target_of(named)) is None:
                 raise ValueError(f"{named} has tensors, but the config's target_modules leave it out")
-            yield known, self._update(halves, named, self.modules.shapes[known], 1, config)
+            yield known, self._update(halves, target, self.modules.shapes[known], 1, config)
             return
         stack = _fitting(halves, stacks)
         parameter = f"{named}.{stack.parameter}"
